@@ -1,0 +1,50 @@
+"""Typed errors. A message says what was wrong, the value, where it came from, and what to do."""
+
+from __future__ import annotations
+
+
+class MpispeedError(Exception):
+    """Base of all errors this library raises on purpose.
+
+    `is_collective` is True when every rank raises the same error from equal data, so that the
+    process may leave quietly (one message, exit code 2). When it is False the other ranks know
+    nothing of the failure and the job has to be aborted.
+    """
+
+    is_collective = False
+
+
+class ConfigError(MpispeedError, ValueError, AssertionError):
+    """The user's settings cannot hold. Also an AssertionError, because DeepSpeed scripts catch that."""
+
+    is_collective = True
+
+
+class UsageError(MpispeedError, RuntimeError, AssertionError):
+    """The API was called in an order or with arguments that cannot work."""
+
+
+class TopologyError(ConfigError):
+    """Axis sizes and the number of ranks do not fit."""
+
+
+class CommError(MpispeedError, RuntimeError):
+    """A communication verb was called with buffers, counts or peers that do not fit."""
+
+
+class AgreementError(CommError):
+    """Raised on every rank of a group because at least one of them reported a failure."""
+
+    is_collective = True
+
+
+class StoreError(MpispeedError, RuntimeError):
+    """A layout, partition, placement or buffer is used against its contract."""
+
+
+class CheckpointError(MpispeedError, RuntimeError):
+    """A checkpoint cannot be written, found, trusted or matched."""
+
+
+class NativeMissing(MpispeedError, ImportError):
+    """Compiled code that is needed is not there; the message gives the reason."""

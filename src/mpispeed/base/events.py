@@ -1,0 +1,53 @@
+"""Named events of a run and the bus that delivers them; features watch a run through these."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+Listener = Callable[[Mapping[str, Any]], None]
+
+
+class Event(enum.Enum):
+    """What an engine announces. Payload keys are listed beside each event."""
+
+    BATCH_START = "batch_start"  # micro_step, global_step, is_training
+    FORWARD_END = "forward_end"  # seconds
+    BACKWARD_END = "backward_end"  # seconds, loss
+    STEP_END = "step_end"  # global_step, samples, loss, lr, norm, loss_scale, skipped, seconds
+    EVAL_END = "eval_end"  # global_step, samples, loss
+    SAVE_END = "save_end"  # path, tag, seconds, bytes
+    LOAD_END = "load_end"  # path, tag, seconds
+    CLOSE = "close"  # nothing
+
+
+class Bus:
+    """Delivers events to listeners in the order in which they subscribed.
+
+    Listeners only watch: what they return is ignored. An exception of a listener is logged once
+    and the listener is dropped, because a broken plot must not end a training run.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: dict[Event, list[Listener]] = {}
+
+    def subscribe(self, event: Event, listener: Listener) -> None:
+        """Call `listener(payload)` whenever `event` is announced."""
+        self._listeners.setdefault(event, []).append(listener)
+
+    def has(self, event: Event) -> bool:
+        """True if somebody listens; lets the caller skip building an expensive payload."""
+        return bool(self._listeners.get(event))
+
+    def announce(self, event: Event, **payload: Any) -> None:
+        """Deliver `payload` to all listeners of `event`."""
+        for listener in list(self._listeners.get(event, ())):
+            try:
+                listener(payload)
+            except Exception:
+                log.exception("a listener of %s failed and is dropped", event.value)
+                self._listeners[event].remove(listener)
