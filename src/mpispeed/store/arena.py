@@ -1,0 +1,60 @@
+"""Reusable scratch buffers, counted: a buffer is taken, used and given back."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from mpispeed.base.errors import StoreError
+
+
+class Arena:
+    """Flat scratch tensors by dtype and size.
+
+    Buffers are given back by the progress thread as well as by the caller, hence the lock.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._taken: set[int] = set()
+        self._lock = threading.Lock()
+        self.owned_bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of `numel` elements with unspecified content."""
+        with self._lock:
+            shelf = self._free.get((dtype, numel))
+            if shelf:
+                buffer = shelf.pop()
+            else:
+                buffer = torch.empty(numel, dtype=dtype, device=self.device)
+                self.owned_bytes += buffer.nbytes
+            self._taken.add(id(buffer))
+            return buffer
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Return a buffer that `take` handed out.
+
+        Raises:
+            StoreError: the buffer was not taken from here, or is given back twice.
+        """
+        with self._lock:
+            if id(buffer) not in self._taken:
+                msg = f"a buffer of {buffer.numel()} elements is given back that was not taken from this arena"
+                raise StoreError(msg)
+            self._taken.remove(id(buffer))
+            self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+
+    @property
+    def taken_count(self) -> int:
+        """Buffers that are in use now."""
+        return len(self._taken)
+
+    def trim(self) -> None:
+        """Free the buffers that nobody uses."""
+        with self._lock:
+            for shelf in self._free.values():
+                self.owned_bytes -= sum(buffer.nbytes for buffer in shelf)
+            self._free.clear()

@@ -1,0 +1,145 @@
+"""Where named tensors sit in a flat buffer, and how that buffer is cut. Integers only, no torch storage."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mpispeed.base.errors import StoreError
+
+ENTRY_ALIGNMENT = 16
+"""Elements. Tensors start on 64-byte borders in fp32, so that vector code and GEMMs see aligned rows."""
+
+BLOCK = 256
+"""Elements. Cuts fall on multiples of it, so that sums over blocks do not depend on the cut."""
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A half-open range of elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, 0 if empty."""
+        return max(0, self.stop - self.start)
+
+    def intersect(self, other: Span) -> Span:
+        """The common range; empty ranges have `numel` 0."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def shifted(self, offset: int) -> Span:
+        """The same range seen from an origin that lies `offset` lower."""
+        return Span(self.start + offset, self.stop + offset)
+
+    @property
+    def slice(self) -> slice:
+        """For indexing a one-dimensional tensor."""
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named tensor in a flat buffer; `group` is the index of its parameter group."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def span(self) -> Span:
+        """Its range in the flat buffer."""
+        return Span(self.offset, self.offset + self.numel)
+
+
+class FlatLayout:
+    """Named tensors side by side in one flat buffer, padded so that it cuts into equal parts.
+
+    Entries are ordered by parameter group, then as given, so that each group is one range.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], int]], parts: int) -> None:
+        """Args: `tensors` are (name, shape, group); `parts` is the number of equal cuts."""
+        if parts < 1:
+            msg = f"a flat buffer is cut into at least 1 part, not {parts}"
+            raise StoreError(msg)
+        offset = 0
+        entries = []
+        for name, shape, group in sorted(tensors, key=lambda item: item[2]):
+            entry = Entry(name, tuple(shape), offset, group)
+            entries.append(entry)
+            offset = round_up(offset + entry.numel, ENTRY_ALIGNMENT)
+        self.entries: tuple[Entry, ...] = tuple(entries)
+        self.parts = parts
+        self.padded = round_up(max(offset, 1), parts * BLOCK)
+        self._by_name = {entry.name: entry for entry in entries}
+        self._starts = [entry.offset for entry in entries]
+        if len(self._by_name) != len(entries):
+            msg = "two tensors of one layout have the same name"
+            raise StoreError(msg)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensors themselves, without padding."""
+        return sum(entry.numel for entry in self.entries)
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._by_name[name]
+
+    def cut(self, index: int) -> Span:
+        """Range of part `index` of the equal cuts."""
+        if not 0 <= index < self.parts:
+            msg = f"part {index} of a buffer that is cut into {self.parts}"
+            raise StoreError(msg)
+        size = self.padded // self.parts
+        return Span(index * size, (index + 1) * size)
+
+    @property
+    def whole(self) -> Span:
+        """The range of the padded buffer."""
+        return Span(0, self.padded)
+
+    def overlaps(self, span: Span) -> Iterator[tuple[Entry, Span]]:
+        """Entries that meet `span`, each with the common range in the flat buffer; empty tensors are left out."""
+        first = max(0, bisect.bisect_right(self._starts, span.start) - 1)
+        for entry in self.entries[first:]:
+            if entry.offset >= span.stop:
+                return
+            common = entry.span.intersect(span)
+            if common.numel:
+                yield entry, common
+
+    def group_spans(self) -> list[tuple[int, Span]]:
+        """Each parameter group with its range, holes between its tensors included."""
+        spans: dict[int, Span] = {}
+        for entry in self.entries:
+            first = spans.get(entry.group, entry.span)
+            spans[entry.group] = Span(first.start, entry.span.stop)
+        return list(spans.items())
+
+    def holes(self) -> list[Span]:
+        """Ranges of the padded buffer that belong to no tensor."""
+        found, position = [], 0
+        for entry in self.entries:
+            if entry.offset > position:
+                found.append(Span(position, entry.offset))
+            position = entry.span.stop
+        if position < self.padded:
+            found.append(Span(position, self.padded))
+        return found

@@ -1,0 +1,70 @@
+"""Which unit and which slice of it a parameter is: replaces attributes hung on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from mpispeed.base.errors import StoreError
+from mpispeed.store.layout import Entry, FlatLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """Parameters that are fetched, reduced and published together: one flat buffer per kind of state.
+
+    `dtype` is that of the parameters as the model was given; it may differ from the compute dtype.
+    """
+
+    index: int
+    name: str
+    layout: FlatLayout
+    params: tuple[nn.Parameter, ...]  # in the order of layout.entries
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter's unit and entry."""
+
+    unit: Unit
+    entry: Entry
+
+
+@dataclass(slots=True)
+class Table:
+    """All units of a model; parameters are looked up by identity or by name."""
+
+    units: tuple[Unit, ...]
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of tied parameters -> canonical name
+    _by_param: dict[int, Place] = field(default_factory=dict)
+    _by_name: dict[str, Place] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for unit in self.units:
+            for entry, param in zip(unit.layout.entries, unit.params, strict=True):
+                if id(param) in self._by_param:
+                    msg = f"parameter {entry.name} stands in two units"
+                    raise StoreError(msg)
+                place = Place(unit, entry)
+                self._by_param[id(param)] = place
+                self._by_name[entry.name] = place
+
+    def find(self, param: torch.Tensor) -> Place | None:
+        """Where `param` is, or None if this table does not manage it (frozen, or foreign)."""
+        return self._by_param.get(id(param))
+
+    def by_name(self, name: str) -> Place | None:
+        """Where the parameter of that name (or alias) is."""
+        return self._by_name.get(self.aliases.get(name, name))
+
+    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+        """All parameters in unit order."""
+        for unit in self.units:
+            for entry, param in zip(unit.layout.entries, unit.params, strict=True):
+                yield param, Place(unit, entry)
+
+
