@@ -1,0 +1,77 @@
+"""Builds the compiled modules and ships the kernel sources and batch templates; the rest is in pyproject.toml."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from Cython.Build import cythonize  # capital C: the folder ./cython cannot shadow it
+from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+# module name under mpispeed._native -> source under cython/
+SOURCES = {
+    "cpu_adam": "optim/cpu_adam.pyx",
+    "fp_sum": "reduce/fp_sum.pyx",
+    "crc32c": "bits/crc32c.pyx",
+}
+# top-level folder -> suffixes that go into a wheel, as mpispeed/_<folder>
+ASSETS = {
+    "cuda": {".cu", ".cuh", ".h"},
+    "slurm": {".sbatch", ".toml", ".md"},
+}
+# No -march: the loops carry their own target clones, and a wheel has to run on every node of a site.
+# No contraction: the same source must give the same bits at every vector width.
+COMPILE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp", "-fvisibility=hidden"]
+LINK = ["-fopenmp"]
+
+
+def extension(name: str, source: str) -> Extension:
+    """The compiled module mpispeed._native.<name>."""
+    return Extension(
+        f"mpispeed._native.{name}",
+        [f"cython/{source}"],
+        include_dirs=["cython/include"],
+        depends=sorted(str(path) for path in Path("cython/include").iterdir()),
+        extra_compile_args=COMPILE,
+        extra_link_args=LINK,
+    )
+
+
+class BuildPy(build_py):
+    """Copies the asset folders into the package; an editable install reads them from the checkout."""
+
+    def asset_pairs(self) -> list[tuple[Path, Path]]:
+        """(source, target in the build folder) of every asset file."""
+        package = Path(self.build_lib) / "mpispeed"
+        return [
+            (path, package / f"_{folder}" / path.relative_to(folder))
+            for folder, suffixes in ASSETS.items()
+            for path in sorted(Path(folder).rglob("*"))
+            if path.suffix in suffixes
+        ]
+
+    def run(self) -> None:
+        """Build the package, then add the assets."""
+        super().run()
+        if self.editable_mode:
+            return
+        for source, target in self.asset_pairs():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """What a wheel has to contain."""
+        assets = [] if self.editable_mode else [str(target) for _, target in self.asset_pairs()]
+        return super().get_outputs(include_bytecode) + assets
+
+
+setup(
+    ext_modules=cythonize(
+        [extension(name, source) for name, source in SOURCES.items()],
+        build_dir="build/cython",
+        include_path=["cython/include"],
+        language_level=3,
+    ),
+    cmdclass={"build_py": BuildPy},
+)

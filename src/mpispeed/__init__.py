@@ -1,0 +1,47 @@
+"""MPI-native training of large models, driven by DeepSpeed-style JSON.
+
+The public names, and nothing else. They are imported when first used, because the command line
+starts without torch. Modules inside the package never import from here: they name the floor they mean.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpispeed import comm, zero
+    from mpispeed.comm import init_distributed
+    from mpispeed.engine import Engine, add_config_arguments, initialize
+
+__version__: str
+
+# public name -> module that has it; a module stands for itself
+_HOME = {
+    "initialize": "mpispeed.engine",
+    "init_distributed": "mpispeed.comm",
+    "add_config_arguments": "mpispeed.engine",
+    "Engine": "mpispeed.engine",
+    "comm": "mpispeed.comm",
+    "zero": "mpispeed.zero",
+}
+
+__all__ = ["Engine", "__version__", "add_config_arguments", "comm", "init_distributed", "initialize", "zero"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # read only when asked for: it searches the installed files
+
+        return version("mpispeed")
+    if name not in _HOME:
+        msg = f"module 'mpispeed' has no attribute {name!r}; its public names are {', '.join(__all__)}"
+        raise AttributeError(msg)
+    module = importlib.import_module(_HOME[name])
+    found = module if _HOME[name] == f"mpispeed.{name}" else getattr(module, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
