@@ -1,0 +1,48 @@
+# Thin: the work is in tools/ and tests/run_mpi.py. See `make help`.
+
+PYTHON ?= python3
+VENV ?= .venv
+MPI ?= wheel
+TORCH_INDEX ?=
+
+IN_VENV := $(VENV)/bin
+SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on PATH; install Python 3.10 or newer, or name one with PYTHON=" >&2; exit 1; }; \
+	"$(PYTHON)" tools/setup_env.py --venv "$(VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)"
+
+.PHONY: help demo test lint build clean
+
+help:
+	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
+	@echo "make test    unit, property and rule tests, then the MPI tests on 1, 2, 3 and 4 ranks, then the package"
+	@echo "make lint    format, imports, floors, types, spelling, Cython"
+	@echo "make build   the compiled modules in $(VENV) and a wheel in dist/"
+	@echo "make clean   remove what was built; $(VENV) stays"
+	@echo ""
+	@echo "Each sets up $(VENV) by itself. Settings (with what they are now):"
+	@echo "  PYTHON=$(PYTHON)   the interpreter, 3.10 or newer"
+	@echo "  VENV=$(VENV)      the folder of the environment"
+	@echo "  MPI=$(MPI)       wheel: install an MPI from a wheel; site: use the mpirun on PATH"
+	@echo "  TORCH_INDEX=$(TORCH_INDEX)     a package index to take torch from"
+	@echo "pip's own settings (PIP_* variables, pip.conf) hold for everything that is installed."
+
+demo:
+	$(SETUP) demo
+	@$(IN_VENV)/python docs/examples/demo.py
+
+test:
+	$(SETUP) test
+	@$(IN_VENV)/python tools/run_tests.py
+
+lint:
+	$(SETUP) lint
+	@$(IN_VENV)/python tools/run_lint.py
+
+build:
+	$(SETUP) test
+	@$(IN_VENV)/python tools/check_package.py --keep dist
+
+clean:
+	rm -rf build dist src/*.egg-info src/mpispeed/_native/*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests tools benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(VENV)/stamp-compiled

@@ -1,0 +1,52 @@
+"""Writes the srun command line inside a SLURM allocation."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+
+from mpispeed.base.errors import UsageError
+from mpispeed.launch.mpirun import Family
+
+# The wrong plugin does not fail: every process becomes a world of one.
+_PLUGIN = {Family.MPICH: "pmi2", Family.INTEL: "pmi2", Family.OPEN_MPI: "pmix"}
+
+# SLURM numbers the batch script and the shell of salloc as steps too; their processes are no ranks.
+_SHELL_STEPS = {"4294967290", "4294967291"}
+
+
+def is_inside_allocation(environ: Mapping[str, str]) -> bool:
+    """True in a batch script or an salloc shell; False inside a step, whose processes are ranks already."""
+    is_rank = "SLURM_STEP_ID" in environ and environ["SLURM_STEP_ID"] not in _SHELL_STEPS
+    return "SLURM_JOB_ID" in environ and not is_rank and shutil.which("srun", path=environ.get("PATH")) is not None
+
+
+def allocation_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    """(tasks, nodes) of the allocation."""
+    nodes = int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1")))
+    return int(environ.get("SLURM_NTASKS", str(nodes))), nodes
+
+
+def srun_argv(ranks: int, program: Sequence[str], family: Family | None, environ: Mapping[str, str]) -> list[str]:
+    """The command line that starts `program` on `ranks` tasks of the allocation.
+
+    `family` is the MPI that the ranks load; with None, or a SLURM_MPI_TYPE from the user, the site's plugin is used.
+
+    Raises:
+        UsageError: the ranks do not spread evenly over the nodes.
+    """
+    _, nodes = allocation_size(environ)
+    flags = ["--kill-on-bad-exit=1"]
+    plugin = _PLUGIN.get(family) if family is not None else None
+    if plugin and "SLURM_MPI_TYPE" not in environ:
+        flags.append(f"--mpi={plugin}")
+    if ranks % nodes and ranks > nodes:
+        job = environ.get("SLURM_JOB_ID", "?")
+        msg = f"{ranks} ranks do not spread evenly over the {nodes} nodes of job {job}; ask for a multiple of {nodes}"
+        raise UsageError(msg)
+    if ranks >= nodes:
+        # Without it SLURM may fill the first node and leave one rank for the second.
+        flags += [f"--nodes={nodes}", f"--ntasks-per-node={ranks // nodes}"]
+    if "SLURM_CPUS_PER_TASK" in environ:
+        flags.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")  # srun stopped inheriting it in 22.05
+    return ["srun", *flags, f"--ntasks={ranks}", *program]
