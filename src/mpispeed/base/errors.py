@@ -20,6 +20,14 @@ class ConfigError(MpispeedError, ValueError, AssertionError):
     is_collective = True
 
 
+class UnknownOption(ConfigError, TypeError):
+    """A parameter that the chosen optimizer or schedule does not take; as from its constructor, a TypeError."""
+
+
+class UnsupportedOption(ConfigError, RuntimeError):
+    """A parameter DeepSpeed knows but refuses at this value. Also the RuntimeError it raises."""
+
+
 class UsageError(MpispeedError, RuntimeError, AssertionError):
     """The API was called in an order or with arguments that cannot work."""
 
@@ -40,6 +48,12 @@ class AgreementError(CommError):
 
 class StoreError(MpispeedError, RuntimeError):
     """A layout, partition, placement or buffer is used against its contract."""
+
+
+class PrecisionError(MpispeedError, RuntimeError):
+    """Training in 16 bits cannot go on: the loss scale cannot be lowered further."""
+
+    is_collective = True
 
 
 class CheckpointError(MpispeedError, RuntimeError):
