@@ -1,0 +1,162 @@
+"""`initialize`: read, plan, agree, assemble."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base import log as logs
+from mpispeed.base.errors import ConfigError
+from mpispeed.config.load import LoadedConfig, parse, read_source
+from mpispeed.config.unavailable import require_available
+from mpispeed.engine.assemble import assemble
+from mpispeed.engine.engine import Engine
+from mpispeed.engine.plan import make_plan
+from mpispeed.mesh.world import start
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from mpispeed.mesh.world import World
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config` (and `--deepscale`, `--deepscale_config`) to a script's parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for scripts that pass it; no effect")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON config")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> World:
+    """Join MPI, once per process. Rank and size come from the communicator; the arguments are accepted for
+    DeepSpeed scripts and need not be given.
+
+    Collective over: all ranks of the job.
+    """
+    world = start()
+    logs.setup(world.rank, world.size)
+    return world
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
+    """Make an engine of a model and a DeepSpeed-style config.
+
+    Args:
+        args: may carry `deepspeed_config`, the path of the JSON.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one; overrides the JSON.
+        model_parameters: parameters or parameter groups; all trainable ones by default.
+        training_data: a data set (map style or iterable) from which `engine.training_dataloader` is made.
+        lr_scheduler: a scheduler, or a callable that makes one of the optimizer; overrides the JSON.
+        config: path, mapping, or base64 text; instead of `args.deepspeed_config`.
+
+    Returns:
+        (engine, optimizer, training_dataloader, lr_scheduler); absent members are None.
+
+    Collective over: all ranks of the job.
+
+    Raises:
+        ConfigError: on every rank, with all mistakes of the config in one message.
+    """
+    if model is None:
+        msg = "mpispeed.initialize: model is None; pass the torch module to train"
+        raise ConfigError(msg)
+    if mpu is not None or mesh_param is not None:
+        msg = "mpispeed.initialize: mpu and mesh_param are not supported yet; all ranks are data parallel"
+        raise ConfigError(msg)
+    world = init_distributed()
+    loaded = _read_config(world, _config_source(args, config if config is not None else config_params))
+    require_available(loaded.config)
+    plan = make_plan(loaded.config, world.size, _floating_dtype(model))
+    digests = world.comm.gather_objects(plan.digest())
+    if len(set(digests)) > 1:
+        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        msg = f"ranks {odd[:8]} resolved another plan than rank 0: the configs passed in code differ between ranks"
+        raise ConfigError(msg)
+    _adopt_local_rank(args, world)
+    parts = assemble(
+        plan, loaded, world, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn=collate_fn
+    )
+    engine = Engine(parts)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config_source(args: argparse.Namespace | None, config: Any) -> Any:
+    old = getattr(args, "deepscale_config", None)
+    path = getattr(args, "deepspeed_config", None)
+    if old is not None and path is not None:
+        msg = "both --deepscale_config and --deepspeed_config are given; keep --deepspeed_config"
+        raise ConfigError(msg)
+    path = path if path is not None else old
+    if path is not None and config is not None:
+        msg = f"a config is given twice: args.deepspeed_config ({path}) and the config argument; keep one"
+        raise ConfigError(msg)
+    source = path if path is not None else config
+    if source is None:
+        msg = "no config is given: pass --deepspeed_config FILE, or config= to mpispeed.initialize"
+        raise ConfigError(msg)
+    return source
+
+
+def _read_config(world: World, source: Any) -> LoadedConfig:
+    """Rank 0 reads the bytes, all ranks parse the same bytes, so that all come to the same verdict."""
+    outcome: tuple[str, Any, str] = ("", None, "")
+    if world.rank == 0:
+        try:
+            text, where = read_source(source)
+            outcome = ("ok", text, where)
+        except ConfigError as error:
+            outcome = ("error", str(error), "")
+    kind, content, where = world.comm.share(outcome)
+    if kind == "error":
+        raise ConfigError(content)
+    return parse(content, where)
+
+
+def _floating_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The dtype of most floating-point elements of the model."""
+    counts: dict[torch.dtype, int] = {}
+    for param in model.parameters():
+        if param.is_floating_point():
+            counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
+
+
+def _adopt_local_rank(args: argparse.Namespace | None, world: World) -> None:
+    """`args.local_rank` follows the communicator, as scripts expect after initialize."""
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+    if args is not None and hasattr(args, "local_rank"):
+        args.local_rank = world.local_rank

@@ -1,0 +1,290 @@
+"""Plan -> Parts: the one list of constructors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed import monitor
+from mpispeed.base import log as logs
+from mpispeed.base.errors import ConfigError
+from mpispeed.base.events import Bus
+from mpispeed.data.loader import ShardedLoader
+from mpispeed.engine import step
+from mpispeed.engine.facade import EngineOptimizer
+from mpispeed.engine.parts import Counters, Optimization, Parts
+from mpispeed.engine.progress import Progress
+from mpispeed.mesh.mesh import Mesh
+from mpispeed.mesh.topology import Topology
+from mpispeed.optim.choice import build
+from mpispeed.optim.foreign import Foreign
+from mpispeed.optim.rule import Rule
+from mpispeed.optim.schedule import build_schedule
+from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
+from mpispeed.store.table import Table
+from mpispeed.zero.grads import Averaging, GradStore
+from mpispeed.zero.hooks import GradHooks
+from mpispeed.zero.params import ParamStore, broadcast_rest
+from mpispeed.zero.units import plan_units
+from mpispeed.zero.walk import StateStore, Walker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from mpispeed.config.load import LoadedConfig
+    from mpispeed.engine.plan import Plan
+    from mpispeed.mesh.world import World
+
+log = logging.getLogger(__name__)
+
+TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad")
+"""Optimizers that are known to be right on flat cuts; others need `zero_allow_untested_optimizer`."""
+
+
+def assemble(
+    plan: Plan,
+    loaded: LoadedConfig,
+    world: World,
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> Parts:
+    """Build everything an engine holds, bottom up.
+
+    Collective over: all ranks.
+    """
+    mesh = Mesh(Topology(plan.axes), world, reduction=plan.reduction)
+    rule, groups, basic = choose_rule(plan, model, optimizer, model_parameters)
+    group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
+    _refuse_foreign_params(model, groups)
+    table = plan_units(model, group_of, mesh["data"].size, plan.bucket_elements) if rule else Table(())
+    params = ParamStore(
+        table,
+        mesh,
+        compute=plan.policy.compute,
+        master=plan.policy.master,
+        master_placement=plan.states.master,
+    )
+    broadcast_rest(model, table, mesh, plan.policy.compute)
+    scaler = make_scaler(plan)
+    counters = Counters()
+    optimization, parts_of_step, scheduler = None, (), None
+    if rule is not None:
+        optimization, walker = _optimize(plan, mesh, table, params, scaler, rule, groups, basic)
+        scheduler = make_scheduler(plan, optimization, lr_scheduler, given=optimizer)
+        parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, walker, scheduler)
+    bus = Bus()
+    _observe(plan, loaded, bus, world)
+    loader = None
+    if training_data is not None:
+        loader = make_loader(plan, mesh, training_data, collate_fn)
+    for row in plan.describe():
+        log.info("%-10s %s", *row)
+    return Parts(
+        plan, mesh, model, table, params, bus, scaler, counters, optimization, scheduler, loader, tuple(parts_of_step)
+    )
+
+
+def choose_rule(
+    plan: Plan, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> tuple[Rule | None, list[dict[str, Any]], torch.optim.Optimizer | None]:
+    """The update rule, its parameter groups, and the client's optimizer if there is one.
+
+    Raises:
+        ConfigError: no such optimizer, a parameter listed twice, or a rule that is wrong on cuts.
+    """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            msg = f"optimizer must be a torch.optim.Optimizer or a callable that makes one, not {type(optimizer).__name__}"
+            raise ConfigError(msg)
+        optimizer = optimizer(list(model_parameters) if model_parameters is not None else list(model.parameters()))
+    if optimizer is not None:
+        rule: Rule = Foreign(optimizer)
+        groups = optimizer.param_groups
+        name = type(optimizer).__name__
+    elif plan.optimizer_name is not None:
+        rule, defaults = build(plan.optimizer_name, plan.optimizer_params)
+        groups = make_groups(model, model_parameters, defaults)
+        name = rule.name
+    else:
+        return None, [], None
+    _check_groups(model, groups)
+    _check_cuts(plan, rule, name, optimizer)
+    return rule, groups, optimizer
+
+
+def make_groups(
+    model: nn.Module, model_parameters: Iterable[Any] | None, defaults: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Parameter groups with defaults filled in: one group for plain parameters, or the caller's groups."""
+    items = list(model_parameters) if model_parameters is not None else list(model.parameters())
+    if items and isinstance(items[0], dict):
+        return [{**defaults, **group, "params": list(group["params"])} for group in items]
+    items = [item[1] if isinstance(item, tuple) else item for item in items]
+    return [{**defaults, "params": items}]
+
+
+def _check_groups(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    """Keep trainable parameters, drop empty groups, refuse duplicates; works on the list in place."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    seen: set[int] = set()
+    for group in groups:
+        for param in group["params"]:
+            if id(param) in seen:
+                msg = f"parameter {names.get(id(param), '?')} is listed twice in the optimizer's parameter groups"
+                raise ConfigError(msg)
+            seen.add(id(param))
+        group["params"] = [param for param in group["params"] if param.requires_grad]
+    groups[:] = [group for group in groups if group["params"]]
+    if not groups:
+        msg = "the optimizer has no trainable parameter: every requires_grad is False or the groups are empty"
+        raise ConfigError(msg)
+
+
+def _refuse_foreign_params(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    own = {id(param) for param in model.parameters()}
+    foreign = sum(id(param) not in own for group in groups for param in group["params"])
+    if foreign:
+        msg = (
+            f"{foreign} parameters of the optimizer do not belong to the model that was given to initialize; "
+            "put them into the model, or leave them out of model_parameters"
+        )
+        raise ConfigError(msg)
+
+
+def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer | None) -> None:
+    if plan.states.master.is_whole or name in TESTED_FOR_CUTS:
+        return
+    if rule.is_elementwise is False:
+        msg = (
+            f"optimizer {name} looks at whole tensors and cannot update cut ones (zero_optimization.stage {plan.stage}); "
+            "use stage 0"
+        )
+        raise ConfigError(msg)
+    if not plan.config.zero_allow_untested_optimizer:
+        msg = (
+            f"optimizer {name} is not among those tested with zero_optimization.stage {plan.stage} "
+            f'({", ".join(TESTED_FOR_CUTS)}); set "zero_allow_untested_optimizer": true to use it'
+        )
+        raise ConfigError(msg)
+    logs.once(log, logging.WARNING, f"optimizer {name} is untested with cut states; it must update element by element")
+
+
+def make_scaler(plan: Plan) -> LossScale:
+    """Static 1 without fp16; else static or dynamic as the fp16 section says."""
+    fp16 = plan.config.fp16
+    if not fp16.enabled:
+        return StaticScale(1.0)
+    if fp16.loss_scale:
+        return StaticScale(float(fp16.loss_scale))
+    return DynamicScale(
+        initial_scale_power=fp16.initial_scale_power,
+        loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_loss_scale=fp16.min_loss_scale,
+    )
+
+
+def _optimize(
+    plan: Plan,
+    mesh: Mesh,
+    table: Table,
+    params: ParamStore,
+    scaler: LossScale,
+    rule: Rule,
+    groups: list[dict[str, Any]],
+    basic: torch.optim.Optimizer | None,
+) -> tuple[Optimization, Walker]:
+    grads = GradStore(
+        table,
+        mesh,
+        rest=plan.states.grad,
+        target=plan.states.master,
+        accumulate=plan.policy.accumulate,
+        communicate=plan.policy.communicate,
+        averaging=Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
+        is_overlapped=plan.is_overlapped,
+    )
+    states = StateStore(table, params, rule.state_names)
+    facade = basic or EngineOptimizer(groups, scaler, grads.clear, rule.name)
+    optimization = Optimization(rule, groups, grads, states, GradHooks(table, grads), facade, basic or facade)
+    return optimization, Walker(params, grads, states, per_parameter=rule.wants_whole)
+
+
+def make_scheduler(plan: Plan, optimization: Optimization, lr_scheduler: Any, *, given: Any) -> Any | None:
+    """The scheduler given in code (object or callable), else the JSON's, else None.
+
+    Raises:
+        ConfigError: a scheduler object that is bound to an optimizer the engine does not use.
+    """
+    if lr_scheduler is None:
+        if plan.scheduler_name is None:
+            return None
+        return build_schedule(plan.scheduler_name, plan.scheduler_params, optimization.basic)
+    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) or not callable(lr_scheduler):
+        if not isinstance(given, torch.optim.Optimizer):
+            msg = (
+                "lr_scheduler is an object, so it is bound to an optimizer that the engine does not use; "
+                "pass that optimizer too, or pass a callable that makes the scheduler"
+            )
+            raise ConfigError(msg)
+        return lr_scheduler
+    return lr_scheduler(optimization.basic)
+
+
+def step_parts(
+    plan: Plan,
+    mesh: Mesh,
+    params: ParamStore,
+    scaler: LossScale,
+    counters: Counters,
+    optimization: Optimization,
+    walker: Walker,
+    scheduler: Any | None,
+) -> Sequence[step.StepPart]:
+    """The step in order; see `engine/step.py`."""
+    grads = optimization.grads
+    parts: list[step.StepPart] = [
+        step.FinishReduce(grads),
+        step.MeasureNorm(mesh, grads),
+        step.AdjustScale(scaler, mesh, counters),
+        step.ScaleAndClip(plan.gradient_clipping),
+        step.Update(optimization.rule, walker, optimization.groups, optimization.facade),
+        step.Publish(params),
+        step.ClearGrads(grads),
+    ]
+    if scheduler is not None:
+        parts.append(step.AdvanceLr(scheduler, plan.batch.train_batch_size))
+    return parts
+
+
+def make_loader(plan: Plan, mesh: Mesh, dataset: Any, collate_fn: Any) -> ShardedLoader:
+    """This data rank's loader over `dataset`."""
+    return ShardedLoader(
+        dataset,
+        micro_batch=plan.batch.micro_batch_size,
+        rank=mesh.index("data"),
+        size=mesh["data"].size,
+        collate_fn=collate_fn,
+        drop_last=plan.config.dataloader_drop_last,
+    )
+
+
+def _observe(plan: Plan, loaded: LoadedConfig, bus: Bus, world: World) -> None:
+    sections = {name: getattr(plan.config, name).model_dump() for name in ("tensorboard", "csv_monitor")}
+    monitor.attach(bus, monitor.build(sections, world.rank))
+    if world.rank == 0:
+        for warning in loaded.warnings:
+            log.warning("%s", warning)
+        if plan.steps_per_print:
+            Progress(plan.steps_per_print).attach(bus)

@@ -1,0 +1,58 @@
+"""Loss scaling by accumulation, and where a global batch ends."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base import log as logs
+from mpispeed.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+
+class Accumulation:
+    """Counts micro-batches; `override` decides by hand; `is_local` is True inside `no_sync`."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.override: bool | None = None
+        self.is_local = False
+
+    def is_boundary(self, micro_steps: int) -> bool:
+        """True if the micro-batch after `micro_steps` finished ones ends a global batch."""
+        return (micro_steps + 1) % self.steps == 0 if self.override is None else self.override
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """The time inside `no_sync`.
+
+        Raises:
+            UsageError: entered twice.
+        """
+        if self.is_local:
+            msg = "no_sync context manager reentry is unsupported: it is already active"
+            raise UsageError(msg)
+        self.is_local = True
+        try:
+            yield
+        finally:
+            self.is_local = False
+
+
+def scale_loss(loss: Any, steps: int) -> Any:
+    """`loss / steps` for a tensor, element by element for lists and tuples; other types pass with one warning."""
+    if steps == 1:
+        return loss
+    if isinstance(loss, torch.Tensor):
+        return loss / steps if loss.dtype in (torch.float32, torch.float64) else loss.float() / steps
+    if isinstance(loss, list | tuple):
+        return type(loss)(scale_loss(item, steps) for item in loss)
+    logs.once(log, logging.WARNING, f"a loss of type {type(loss).__name__} is not divided by the accumulation steps")
+    return loss

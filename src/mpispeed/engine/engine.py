@@ -1,0 +1,324 @@
+"""The training engine: forward, backward and step over parts that others built."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpispeed.base.errors import UsageError
+from mpispeed.base.events import Event
+from mpispeed.engine import checkpoint, queries
+from mpispeed.engine.backward import Accumulation, scale_loss
+from mpispeed.engine.step import StepContext
+from mpispeed.precision.cast import cast_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from mpispeed.base.events import Bus
+    from mpispeed.engine.parts import Counters, Optimization, Parts
+    from mpispeed.mesh.mesh import Mesh
+
+
+class Engine(nn.Module):
+    """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
+
+    Names that the engine does not have are looked up among the settings (`engine.gradient_clipping()`) and then on
+    the model.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.module = parts.module
+        self.parts = parts
+        self.plan = parts.plan
+        self._accumulation = Accumulation(parts.plan.batch.gradient_accumulation_steps)
+        self._was_step_applied = False
+        self._norm: float | None = None
+        self._loss_sum = 0.0
+        self._step_start = time.perf_counter()
+        self._is_closed = False
+
+    # -- what it holds ---------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks as named axes."""
+        return self.parts.mesh
+
+    @property
+    def bus(self) -> Bus:
+        """Where observers subscribe to events of this run."""
+        return self.parts.bus
+
+    @property
+    def counters(self) -> Counters:
+        """micro_steps, global_steps, global_samples, skipped_steps."""
+        return self.parts.counters
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What `initialize` returned as the optimizer, or None."""
+        return self.parts.optimization.facade if self.parts.optimization else None
+
+    @property
+    def lr_scheduler(self) -> Any | None:
+        """The learning-rate scheduler, or None."""
+        return self.parts.scheduler
+
+    @property
+    def training_dataloader(self) -> Any | None:
+        """The loader made from `training_data`, or None."""
+        return self.parts.loader
+
+    # -- one micro-batch ---------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model; returns its output unchanged."""
+        if self.bus.has(Event.BATCH_START):
+            counters = self.counters
+            self.bus.announce(
+                Event.BATCH_START,
+                micro_step=counters.micro_steps,
+                global_step=counters.global_steps,
+                is_training=self.training,
+            )
+        if self.plan.casts_inputs:
+            inputs = cast_inputs(inputs, self.plan.policy.compute)
+        return self.module(*inputs, **kwargs)
+
+    def backward(self, loss: Any, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        """Compute gradients of `loss`; at an accumulation boundary their sum over ranks is started.
+
+        Returns the loss divided by the accumulation steps (not inside `no_sync`, where the caller scales).
+
+        Collective over: the data axis, at boundaries (every time where gradients rest cut).
+
+        Raises:
+            UsageError: there is no optimizer, or the loss is no scalar.
+        """
+        grads = self._optimization("backward").grads
+        divides = scale_wrt_gas and not self._accumulation.is_local
+        loss = scale_loss(loss, self.plan.batch.gradient_accumulation_steps if divides else 1)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            msg = f"engine.backward needs one scalar loss, found {_describe(loss)}; sum or average it first"
+            raise UsageError(msg)
+        grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and not self._accumulation.is_local)
+        scale = self.parts.scaler.scale
+        (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
+        grads.end_backward()
+        self._loss_sum += float(loss.detach())
+        return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at a boundary reduce, clip, update and advance the schedule.
+
+        Collective over: the data axis, at boundaries.
+
+        Raises:
+            UsageError: inside `no_sync`, or there is no optimizer.
+        """
+        self._optimization("step")
+        if self._accumulation.is_local:
+            msg = "engine.step() inside no_sync would update from unsummed gradients; leave the context first"
+            raise UsageError(msg)
+        self._was_step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._run_step(lr_kwargs or {})
+        self.counters.micro_steps += 1
+
+    def _run_step(self, lr_kwargs: dict[str, Any]) -> None:
+        counters = self.counters
+        ctx = StepContext(
+            step=counters.update_count + 1,
+            scale=self.parts.scaler.scale,
+            threads=torch.get_num_threads(),
+            lr_kwargs=lr_kwargs,
+        )
+        lr = self.get_lr()
+        for part in self.parts.step_parts:
+            part(ctx)
+        self._was_step_applied = not ctx.skip
+        counters.skipped_steps += ctx.skip
+        counters.global_steps += 1
+        counters.global_samples += self.plan.batch.train_batch_size
+        if not ctx.skip:
+            self._norm = ctx.norm
+        now = time.perf_counter()
+        self.bus.announce(
+            Event.STEP_END,
+            global_step=counters.global_steps,
+            samples=counters.global_samples,
+            loss=self._loss_sum,
+            lr=lr[0] if lr else 0.0,
+            norm=ctx.norm,
+            loss_scale=ctx.scale,
+            skipped=ctx.skip,
+            seconds=now - self._step_start,
+        )
+        self._step_start, self._loss_sum = now, 0.0
+
+    def train_batch(self, data_iter: Iterator[Any], loss_fn: Callable[..., torch.Tensor] | None = None) -> float:
+        """Run all micro-batches of one global batch and the step; returns this rank's mean loss.
+
+        Args:
+            data_iter: yields what the model takes, as a tuple, or one tensor.
+            loss_fn: makes the loss of the model's output and the batch; without it the output is the loss.
+
+        Collective over: the data axis.
+        """
+        total = 0.0
+        for _ in range(self.plan.batch.gradient_accumulation_steps):
+            batch = next(data_iter)
+            arguments = batch if isinstance(batch, tuple | list) else (batch,)
+            output = self(*arguments)
+            total += float(self.backward(output if loss_fn is None else loss_fn(output, batch)).detach())
+            self.step()
+        return total
+
+    # -- accumulation ------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True from forward to step of the micro-batch that ends a global batch."""
+        return self._accumulation.is_boundary(self.counters.micro_steps)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide the boundary by hand until told otherwise; None returns to counting."""
+        self._accumulation.override = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add gradients locally, without a sum over ranks; the caller scales the loss.
+
+        Raises:
+            UsageError: gradients rest cut over ranks, or the context is entered twice.
+        """
+        if self.parts.optimization and not self.parts.optimization.grads.rest.is_whole:
+            msg = (
+                "no_sync context manager is incompatible with gradients that are partitioned over ranks "
+                f"(zero_optimization.stage {self.plan.stage}); use stage 0 or 1, or gradient_accumulation_steps"
+            )
+            raise UsageError(msg)
+        with self._accumulation.local():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self.module.zero_grad(set_to_none=set_to_none)
+        if self.parts.optimization:
+            self.parts.optimization.grads.clear()
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    def was_step_applied(self) -> bool:
+        """True if the last `step()` changed parameters."""
+        return self._was_step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm at the last applied step, before clipping, without the loss scale; None before the first."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group; empty without an optimizer."""
+        return queries.group_values(self.parts.optimization, "lr", 0.0)
+
+    def get_mom(self) -> list[Any]:
+        """Momentum or betas of each parameter group."""
+        return queries.momenta(self.parts.optimization)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the accumulation steps only.
+
+        Raises:
+            ConfigError: it is no multiple of micro-batch size times data-parallel ranks.
+        """
+        self._set_batch(self.plan.batch.with_train_batch_size(train_batch_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size; the accumulation steps stay, the global batch follows."""
+        self._set_batch(self.plan.batch.with_micro_batch_size(micro_batch_size))
+
+    def _set_batch(self, batch: Any) -> None:
+        self.plan = self.parts.plan = self.plan.with_batch(batch)
+        self._accumulation.steps = batch.gradient_accumulation_steps
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found, value = queries.find(self.__dict__.get("parts"), name)
+            return value if found else getattr(super().__getattr__("module"), name)
+
+    def _optimization(self, verb: str) -> Optimization:
+        if self.parts.optimization is None:
+            msg = f'engine.{verb}() needs an optimizer: set "optimizer" in the config or pass one to initialize'
+            raise UsageError(msg)
+        return self.parts.optimization
+
+    # -- checkpoints and end -------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint that any number of ranks can load. See `docs/guides/checkpoints.md`.
+
+        Collective over: all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write; nothing is published then.
+            TypeError: `client_state` holds an object that has no plain form (pickle is not used).
+        """
+        options = checkpoint.SaveSettings(save_latest, exclude_frozen_parameters)
+        return checkpoint.save(self, save_dir, tag, client_state or {}, options)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Continue from a checkpoint written at any rank count; returns (path, client_state).
+
+        Collective over: all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if the checkpoint is damaged or does not fit the model.
+        """
+        settings = checkpoint.LoadSettings(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        )
+        return checkpoint.load(self, load_dir, tag, settings)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's weights in compute dtype as one torch file (rank 0). Collective over: all ranks."""
+        return checkpoint.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def destroy(self) -> None:
+        """Take hooks off, stop communication threads, flush observers. The model keeps its weights."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self.parts.optimization:
+                self.parts.optimization.hooks.remove()
+            self.bus.announce(Event.CLOSE)
+            self.mesh.close()
+
+
+def _describe(loss: Any) -> str:
+    if isinstance(loss, torch.Tensor):
+        return f"a tensor of shape {tuple(loss.shape)}"
+    return f"a {type(loss).__name__}"

@@ -1,0 +1,157 @@
+"""Config and world size -> Plan: every "auto" resolved, every default decided, equal on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base.errors import ConfigError, TopologyError
+from mpispeed.config.batch import resolve_batch
+from mpispeed.engine.placements import STATES_BY_STAGE, States
+from mpispeed.precision.policy import Policy, resolve
+
+if TYPE_CHECKING:
+    from mpispeed.config.root import Config
+
+UNIT_ELEMENTS_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch triangle: `train_batch_size == micro_batch_size * gradient_accumulation_steps * ranks`."""
+
+    train_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    ranks: int
+
+    @property
+    def triple(self) -> tuple[int, int, int]:
+        """(train_batch_size, micro_batch_size, gradient_accumulation_steps)."""
+        return self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps
+
+    def with_train_batch_size(self, size: int) -> Batch:
+        """The same micro-batches, as many as give a global batch of `size` samples."""
+        unit = self.micro_batch_size * self.ranks
+        if size <= 0 or size % unit:
+            msg = (
+                f"train_batch_size {size} is no multiple of micro-batch size {self.micro_batch_size} times "
+                f"{self.ranks} data-parallel ranks; choose a multiple of {unit}"
+            )
+            raise ConfigError(msg)
+        return dataclasses.replace(self, train_batch_size=size, gradient_accumulation_steps=size // unit)
+
+    def with_micro_batch_size(self, size: int) -> Batch:
+        """The same number of micro-batches of another size."""
+        if size <= 0:
+            msg = f"the micro-batch size must be positive, not {size}"
+            raise ConfigError(msg)
+        total = size * self.gradient_accumulation_steps * self.ranks
+        return dataclasses.replace(self, train_batch_size=total, micro_batch_size=size)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will run. `config` is kept for observers and queries; parts receive plain values."""
+
+    config: Config
+    world_size: int
+    axes: dict[str, int]
+    batch: Batch
+    stage: int
+    states: States
+    policy: Policy
+    gradient_clipping: float
+    is_prescaled: bool
+    predivide: float
+    is_overlapped: bool
+    bucket_elements: int
+    reduction: str
+    casts_inputs: bool
+    optimizer_name: str | None
+    optimizer_params: dict[str, Any]
+    scheduler_name: str | None
+    scheduler_params: dict[str, Any]
+    steps_per_print: int | None
+    device: torch.device
+
+    def with_batch(self, batch: Batch) -> Plan:
+        """The same plan at another batch size."""
+        return dataclasses.replace(self, batch=batch)
+
+    def digest(self) -> str:
+        """A short hash of everything that must be equal on all ranks."""
+        text = self.config.model_dump_json() + repr((self.axes, self.batch, self.policy))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Rows (what, value) for the log line at start."""
+        b, policy = self.batch, self.policy
+        names = {name: str(getattr(policy, name)).removeprefix("torch.") for name in ("compute", "accumulate", "master")}
+        return [
+            ("ranks", " x ".join(f"{axis} {size}" for axis, size in self.axes.items())),
+            ("batch", f"{b.train_batch_size} = {b.micro_batch_size} x {b.gradient_accumulation_steps} x {b.ranks}"),
+            ("stage", f"{self.stage}"),
+            ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
+            ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.reduction}"),
+            ("optimizer", self.optimizer_name or "given in code"),
+        ]
+
+
+def make_plan(config: Config, world_size: int, model_dtype: torch.dtype) -> Plan:
+    """Resolve `config` for `world_size` ranks.
+
+    Raises:
+        ConfigError: settings that cannot hold together, with the keys, the values and the cure.
+        TopologyError: axis sizes that do not multiply to the number of ranks.
+    """
+    data = _data_size(config, world_size)
+    triple = resolve_batch(
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, data
+    )
+    zero = config.zero_optimization
+    policy = resolve(
+        fp16_enabled=config.fp16.enabled,
+        bf16_enabled=config.bf16.enabled,
+        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        communication_data_type=config.communication_data_type,
+        model_dtype=model_dtype,
+    )
+    optimizer, scheduler = config.optimizer, config.scheduler
+    return Plan(
+        config=config,
+        world_size=world_size,
+        axes={"pipe": 1, "data": data, "model": 1},
+        batch=Batch(*triple, data),
+        stage=zero.stage,
+        states=STATES_BY_STAGE[zero.stage],
+        policy=policy,
+        gradient_clipping=config.gradient_clipping,
+        is_prescaled=config.prescale_gradients,
+        predivide=config.gradient_predivide_factor,
+        is_overlapped=bool(zero.overlap_comm),
+        bucket_elements=min(max(zero.reduce_bucket_size, 1), UNIT_ELEMENTS_MAX),
+        reduction=config.reduction,
+        casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
+        optimizer_name=optimizer.type if optimizer else None,
+        optimizer_params=dict(optimizer.params) if optimizer else {},
+        scheduler_name=scheduler.type if scheduler else None,
+        scheduler_params=dict(scheduler.params) if scheduler else {},
+        steps_per_print=config.steps_per_print,
+        device=torch.device("cpu"),
+    )
+
+
+def _data_size(config: Config, world_size: int) -> int:
+    wanted = config.data_parallel_size
+    if wanted is not None and wanted != world_size:
+        msg = (
+            f"data_parallel_size {wanted} does not fit {world_size} ranks; start {wanted} ranks "
+            "or remove the key, the size then follows the ranks"
+        )
+        raise TopologyError(msg)
+    return world_size

@@ -1,0 +1,84 @@
+"""Settings under the names that DeepSpeed scripts ask for: a table from method name to a path into the plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mpispeed.engine.parts import Optimization, Parts
+
+METHODS: dict[str, Callable[[Parts], Any]] = {
+    "train_batch_size": lambda p: p.plan.batch.train_batch_size,
+    "train_micro_batch_size_per_gpu": lambda p: p.plan.batch.micro_batch_size,
+    "gradient_accumulation_steps": lambda p: p.plan.batch.gradient_accumulation_steps,
+    "get_batch_info": lambda p: p.plan.batch.triple,
+    "gradient_clipping": lambda p: p.plan.gradient_clipping,
+    "steps_per_print": lambda p: p.plan.steps_per_print,
+    "zero_optimization": lambda p: p.plan.stage > 0,
+    "zero_optimization_stage": lambda p: p.plan.stage,
+    "zero_optimization_partition_gradients": lambda p: not p.plan.states.grad.is_whole,
+    "zero_optimization_partition_weights": lambda p: not p.plan.states.param.is_whole,
+    "zero_reduce_bucket_size": lambda p: p.plan.config.zero_optimization.reduce_bucket_size,
+    "zero_allgather_bucket_size": lambda p: p.plan.config.zero_optimization.allgather_bucket_size,
+    "zero_overlap_comm": lambda p: p.plan.is_overlapped,
+    "fp16_enabled": lambda p: p.plan.config.fp16.enabled,
+    "bfloat16_enabled": lambda p: p.plan.config.bf16.enabled,
+    "amp_enabled": lambda p: False,
+    "loss_scale": lambda p: p.plan.config.fp16.loss_scale,
+    "dynamic_loss_scale": lambda p: p.scaler.dynamic,
+    "initial_dynamic_scale": lambda p: 2.0**p.plan.config.fp16.initial_scale_power,
+    "wall_clock_breakdown": lambda p: p.plan.config.wall_clock_breakdown,
+    "memory_breakdown": lambda p: p.plan.config.memory_breakdown,
+    "dump_state": lambda p: p.plan.config.dump_state,
+    "sparse_gradients_enabled": lambda p: p.plan.config.sparse_gradients,
+    "postscale_gradients": lambda p: not p.plan.config.prescale_gradients,
+    "gradient_predivide_factor": lambda p: p.plan.config.gradient_predivide_factor,
+    "elasticity_enabled": lambda p: False,
+    "optimizer_name": lambda p: p.plan.optimizer_name,
+    "optimizer_params": lambda p: dict(p.plan.optimizer_params),
+    "scheduler_name": lambda p: p.plan.scheduler_name,
+    "scheduler_params": lambda p: dict(p.plan.scheduler_params),
+    "get_data_types": lambda p: (p.plan.policy.compute, p.plan.policy.accumulate),
+    "get_pld_theta": lambda p: None,
+}
+
+PROPERTIES: dict[str, Callable[[Parts], Any]] = {
+    "global_steps": lambda p: p.counters.global_steps,
+    "global_samples": lambda p: p.counters.global_samples,
+    "micro_steps": lambda p: p.counters.micro_steps,
+    "skipped_steps": lambda p: p.counters.skipped_steps,
+    "world_size": lambda p: p.mesh.size,
+    "global_rank": lambda p: p.mesh.rank,
+    "local_rank": lambda p: p.mesh.world.local_rank,
+    "dp_world_size": lambda p: p.mesh["data"].size,
+    "mp_world_size": lambda p: p.mesh["model"].size,
+    "data_parallel_group": lambda p: p.mesh["data"],
+    "device": lambda p: p.plan.device,
+    "basic_optimizer": lambda p: p.optimization.basic if p.optimization else None,
+    "communication_data_type": lambda p: p.plan.policy.communicate,
+    "config": lambda p: p.plan.config,
+}
+
+
+def find(parts: Parts | None, name: str) -> tuple[bool, Any]:
+    """(True, value) if `name` is a known setting; methods come back as callables without arguments."""
+    if parts is not None:
+        if name in PROPERTIES:
+            return True, PROPERTIES[name](parts)
+        if name in METHODS:
+            return True, lambda: METHODS[name](parts)
+    return False, None
+
+
+def group_values(optimization: Optimization | None, key: str, default: Any) -> list[Any]:
+    """`key` of every parameter group."""
+    return [group.get(key, default) for group in optimization.groups] if optimization else []
+
+
+def momenta(optimization: Optimization | None) -> list[Any]:
+    """`momentum` of groups that have it and no betas, else `betas`."""
+    if optimization is None:
+        return []
+    return [group["betas"] if "betas" in group else group.get("momentum") for group in optimization.groups]

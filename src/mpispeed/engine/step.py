@@ -1,0 +1,153 @@
+"""The optimizer step as a tuple of small parts that share one context."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpispeed.zero.norm import global_square_sum
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpispeed.engine.parts import Counters
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.optim.rule import Rule
+    from mpispeed.precision.scaler import LossScale
+    from mpispeed.zero.grads import GradStore
+    from mpispeed.zero.params import ParamStore
+    from mpispeed.zero.walk import Walker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What the parts of one step tell each other."""
+
+    step: int  # number of this update if it is applied, from 1
+    scale: float  # loss scale that was used in backward
+    threads: int
+    lr_kwargs: dict[str, Any] = field(default_factory=dict)
+    norm: float = math.nan  # global L2 norm of the averaged, unscaled gradients
+    multiplier: float = 1.0  # what the update multiplies gradients by: unscales and clips
+    skip: bool = False
+
+
+class StepPart(Protocol):
+    """One part of the step."""
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Do this part's work."""
+
+
+class FinishReduce:
+    """Wait for the sums over ranks that were started during backward."""
+
+    def __init__(self, grads: GradStore) -> None:
+        self._grads = grads
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Collective over: the data axis, by waiting for what was started."""
+        self._grads.finish()
+
+
+class MeasureNorm:
+    """Global norm and finite check in one pass; all ranks come to the same verdict."""
+
+    def __init__(self, mesh: Mesh, grads: GradStore) -> None:
+        self._mesh, self._grads = mesh, grads
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Collective over: the data axis."""
+        total = global_square_sum(self._mesh, self._grads, threads=ctx.threads)
+        ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
+        ctx.skip = not math.isfinite(total)
+
+
+class AdjustScale:
+    """Tell the loss scale how the step went; gradients keep the scale that backward used."""
+
+    def __init__(self, scaler: LossScale, mesh: Mesh, counters: Counters) -> None:
+        self._scaler, self._mesh, self._counters = scaler, mesh, counters
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Local: every rank has the same verdict."""
+        self._scaler.update(ctx.skip)
+        if ctx.skip and self._mesh.rank == 0:
+            step = self._counters.global_steps + 1
+            if self._scaler.dynamic:
+                log.info("step %d skipped: gradient overflow, loss scale now %g", step, self._scaler.scale)
+            else:
+                log.warning("step %d skipped: a gradient is %s; parameters are unchanged", step, ctx.norm)
+
+
+class ScaleAndClip:
+    """One multiplier that unscales and clips; the update kernel applies it in its own pass."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Local. Formula: min(1, limit / (norm + 1e-6)) / scale."""
+        factor = min(1.0, self._limit / (ctx.norm + 1e-6)) if self._limit > 0 and not ctx.skip else 1.0
+        ctx.multiplier = factor / ctx.scale
+
+
+class Update:
+    """Run the update rule over this rank's windows."""
+
+    def __init__(
+        self, rule: Rule, walker: Walker, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._rule, self._walker, self._groups, self._optimizer = rule, walker, groups, optimizer
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Local."""
+        if not ctx.skip:
+            windows = self._walker.windows(self._groups, ctx.step)
+            self._rule.update(windows, grad_scale=ctx.multiplier, threads=ctx.threads)
+            # torch's schedulers look here to see that an update came before their own step
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+class Publish:
+    """Bring updated masters to where parameters rest."""
+
+    def __init__(self, params: ParamStore) -> None:
+        self._params = params
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Collective over: the axes by which masters are cut."""
+        if not ctx.skip:
+            for unit in self._params.table.units:
+                self._params.publish(unit)
+
+
+class ClearGrads:
+    """Forget the gradients of this step."""
+
+    def __init__(self, grads: GradStore) -> None:
+        self._grads = grads
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Local."""
+        self._grads.clear()
+
+
+class AdvanceLr:
+    """Move the learning-rate schedule on, after applied steps only."""
+
+    def __init__(self, scheduler: Any, train_batch_size: int) -> None:
+        self._scheduler, self._batch = scheduler, train_batch_size
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Local. A scheduler that takes no keywords receives the train batch size by position."""
+        if ctx.skip:
+            return
+        try:
+            self._scheduler.step(**ctx.lr_kwargs)
+        except TypeError:
+            self._scheduler.step(self._batch)

@@ -1,0 +1,73 @@
+"""The global gradient norm: the same bits for every cut, placement and rank count."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpispeed.base.errors import StoreError
+from mpispeed.native.reduce import square_partials
+from mpispeed.store.layout import BLOCK
+from mpispeed.store.move import own_span
+from mpispeed.store.placement import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.zero.grads import GradStore
+
+_SLOTS = 64
+"""Doubles that carry an exact sum: non-overlapping doubles between 2^-300 and 2^300 number at most about 12."""
+
+
+def compress(values: Iterable[float]) -> list[float]:
+    """Non-overlapping doubles with exactly the same sum (Shewchuk 1997, grow-expansion).
+
+    A non-finite input gives that one value.
+    """
+    partials: list[float] = []
+    for value in values:
+        if not math.isfinite(value):
+            return [value]
+        kept = 0
+        high = value
+        for other in partials:
+            big, small = (high, other) if abs(high) >= abs(other) else (other, high)
+            high = big + small
+            low = small - (high - big)
+            if low:
+                partials[kept] = low
+                kept += 1
+        partials[kept:] = [high]
+    return partials
+
+
+def global_square_sum(mesh: Mesh, grads: GradStore, *, threads: int) -> float:
+    """Sum of squares of all averaged gradients, correctly rounded; inf or NaN if any gradient is.
+
+    Each rank sums fixed blocks of its own cut in fp64; the block sums are added exactly, so neither the cut nor the
+    number of ranks changes a bit.
+
+    Collective over: the data axis.
+    """
+    cut = Placement(("data",))
+    partials: list[float] = []
+    for unit in grads.table.units:
+        values = grads.reduced(unit)
+        if grads.target.is_whole:
+            values = values[own_span(mesh, cut, unit.layout.padded).slice]
+        partials = compress(partials + square_partials(values, block=BLOCK, threads=threads))
+    if len(partials) > _SLOTS:
+        msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {_SLOTS} that are exchanged"
+        raise StoreError(msg)
+    own = torch.zeros(_SLOTS, dtype=torch.float64)
+    own[: len(partials)] = torch.tensor(partials, dtype=torch.float64)
+    comm = mesh["data"]
+    everyone = torch.empty(_SLOTS * comm.size, dtype=torch.float64)
+    comm.all_gather(everyone, own)
+    if not bool(torch.isfinite(everyone).all()):
+        return math.nan if bool(torch.isnan(everyone).any()) else math.inf
+    return math.fsum(everyone.tolist())

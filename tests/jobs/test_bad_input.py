@@ -1,0 +1,45 @@
+"""What goes wrong is said once, in one line, with the right exit code; and no rank is left hanging."""
+
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("bad_worker.py")
+
+MESSAGES = {
+    "unknown_key": ["zero_optimisation", "zero_optimization"],
+    "batch": ["train_batch_size", "7"],
+    "ranks": ["data_parallel_size", "64"],
+    "stage3": ["zero_optimization.stage", "3"],
+    "missing": ["no/such/ds_config.json"],
+    "differs": ["another plan"],
+}
+
+
+@pytest.mark.parametrize("how", sorted(MESSAGES))
+def test_one_message_and_exit_code_2(job, how):
+    done = job(2, WORKER, how, limit_seconds=60)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("mpispeed: error:") == 1, done.stderr
+    for word in MESSAGES[how]:
+        assert word in done.stderr
+
+
+def test_debug_shows_the_traceback(job):
+    done = job(2, WORKER, "missing", "--debug", limit_seconds=60)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["raise", "raise_all"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_raising_rank_ends_the_job_with_one_traceback(job, how, ranks):
+    done = job(ranks, WORKER, how, limit_seconds=60)
+    assert done.returncode not in (0, 2), done.stderr
+    assert done.stderr.count("ZeroDivisionError: planted") == 1, done.stderr
+
+
+def test_a_leaving_rank_ends_the_job(job):
+    done = job(3, WORKER, "exit", limit_seconds=60)
+    assert done.returncode != 0

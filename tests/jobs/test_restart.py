@@ -1,0 +1,28 @@
+"""Restarts on other rank counts continue the same sample stream and the same losses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("resume_worker.py")
+PARTS = (2, 3, 1, 4)
+STEPS = 5
+
+
+@pytest.mark.parametrize("stage", [1])
+def test_2_3_1_4_ranks(job, tmp_path, stage):
+    straight, chained = tmp_path / "straight", tmp_path / "chained"
+    straight.mkdir()
+    chained.mkdir()
+    done = job(1, WORKER, straight, STEPS * len(PARTS), stage)
+    assert done.returncode == 0, done.stderr
+    for ranks in PARTS:
+        done = job(ranks, WORKER, chained, STEPS, stage)
+        assert done.returncode == 0, done.stderr
+    (expected,) = [json.loads(line) for line in (straight / "log.jsonl").read_text().splitlines()]
+    jobs = [json.loads(line) for line in (chained / "log.jsonl").read_text().splitlines()]
+    assert [part["ranks"] for part in jobs] == list(PARTS)
+    assert [index for part in jobs for index in part["order"]] == expected["order"]
+    losses = [loss for part in jobs for loss in part["losses"]]
+    assert losses == pytest.approx(expected["losses"], rel=1e-5)
