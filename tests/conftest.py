@@ -1,0 +1,12 @@
+"""Settings of every test process: one thread, reproducible examples."""
+
+import os
+
+# Read by torch when it is imported, and several test processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hypothesis import settings
+
+# No deadline: on a shared machine the slowest example measures the neighbours.
+settings.register_profile("mpispeed", deadline=None, derandomize=True, database=None)
+settings.load_profile("mpispeed")
