@@ -1,0 +1,88 @@
+"""`mpispeed config`: check a configuration file, explain its values, print the file format."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from mpispeed.base.errors import ConfigError
+
+# pydantic is imported by the commands, so that `mpispeed --help` stays fast.
+
+
+@click.group(name="config", help="Check and explain configuration files.")
+def config() -> None:
+    """Group of the commands below."""
+
+
+def _leave(error: ConfigError) -> NoReturn:
+    click.echo(str(error), err=True)
+    sys.exit(2)
+
+
+def _load(source: str) -> Any:
+    from mpispeed.config import load, require_available
+
+    try:
+        loaded = load(source)
+        require_available(loaded.config, loaded.where)
+    except ConfigError as error:
+        _leave(error)
+    for warning in loaded.warnings:
+        click.echo(f"{loaded.where}: warning: {warning}", err=True)
+    return loaded
+
+
+@config.command()
+@click.argument("file")
+@click.option("-n", "--ranks", type=click.IntRange(min=1), help="Check the batch sizes for this many ranks too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
+def check(file: str, ranks: int | None, as_json: bool) -> None:
+    """Say ok, or list all mistakes of FILE and exit with 2."""
+    from mpispeed.config.derive import batch_sizes
+
+    loaded = _load(file)
+    if ranks is not None:
+        try:
+            batch_sizes(loaded.config, ranks)
+        except ConfigError as error:
+            _leave(ConfigError(f"{loaded.where}: {error}"))
+    click.echo(json.dumps({"ok": True, "warnings": loaded.warnings}) if as_json else "ok")
+
+
+@config.command()
+@click.argument("file")
+@click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Number of data-parallel ranks.")
+@click.option("--set-only", is_flag=True, help="Leave out values that are plain defaults.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of {path, value, origin}.")
+def explain(file: str, ranks: int, set_only: bool, as_json: bool) -> None:
+    """Print every resolved value of FILE and where it came from."""
+    from mpispeed.config import explain as explain_rows
+
+    loaded = _load(file)
+    try:
+        rows = explain_rows(loaded, ranks)
+    except ConfigError as error:
+        _leave(ConfigError(f"{loaded.where}: {error}"))
+    if set_only:
+        rows = [row for row in rows if row.origin != "default"]
+    if as_json:
+        click.echo(json.dumps([row._asdict() for row in rows], indent=1, default=repr))
+        return
+    cells = [(row.path, json.dumps(row.value, default=repr), row.origin) for row in rows]
+    widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
+    for path, value, origin in cells:
+        click.echo(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+
+
+@config.command()
+@click.option("--markdown", is_flag=True, help="Print the reference page instead.")
+def schema(markdown: bool) -> None:
+    """Print the file format as JSON Schema."""
+    from mpispeed.config.schema import reference_page
+    from mpispeed.config.schema import schema as json_schema
+
+    click.echo(reference_page() if markdown else json.dumps(json_schema(), indent=1), nl=not markdown)

@@ -1,0 +1,68 @@
+"""The batch-size triangle: batch = micro-batch x accumulation steps x data-parallel ranks. Pure integers."""
+
+from __future__ import annotations
+
+from mpispeed.base.errors import ConfigError
+
+TRAIN_BATCH = "train_batch_size"
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+
+
+def resolve_batch(tb: int | None, mb: int | None, gas: int | None, world: int) -> tuple[int, int, int]:
+    """Complete and check the three batch sizes for `world` data-parallel ranks.
+
+    Args:
+        tb: `train_batch_size`, samples of one optimizer step over all ranks, or None.
+        mb: `train_micro_batch_size_per_gpu`, samples of one forward pass of one rank, or None.
+        gas: `gradient_accumulation_steps`, forward passes per optimizer step, or None.
+        world: data-parallel ranks.
+
+    Returns:
+        The three numbers, with tb == mb * gas * world.
+
+    Raises:
+        ConfigError: the given numbers are too few, not positive, or do not multiply.
+    """
+    if world < 1:
+        msg = f"the number of data-parallel ranks must be at least 1, found {world}"
+        raise ConfigError(msg)
+    for key, value in ((TRAIN_BATCH, tb), (MICRO_BATCH, mb), (ACCUMULATION, gas)):
+        if value is not None and value < 1:
+            msg = f"{key}: must be at least 1, found {value}"
+            raise ConfigError(msg)
+    given = [f"{k} {v}" for k, v in ((TRAIN_BATCH, tb), (MICRO_BATCH, mb), (ACCUMULATION, gas)) if v is not None]
+    full = _complete(tb, mb, gas, world)
+    if full[0] != full[1] * full[2] * world or min(full) < 1:
+        raise ConfigError(_explain_mismatch(given, full, world))
+    return full
+
+
+def _complete(tb: int | None, mb: int | None, gas: int | None, world: int) -> tuple[int, int, int]:
+    """Fill what is missing with floor division; the result may not multiply."""
+    if tb is not None:
+        if mb is not None:
+            return tb, mb, tb // mb // world if gas is None else gas
+        if gas is not None:
+            return tb, tb // world // gas, gas
+        return tb, tb // world, 1
+    if mb is not None:
+        steps = 1 if gas is None else gas
+        return mb * steps * world, mb, steps
+    found = f"found only {ACCUMULATION} {gas}" if gas is not None else "found neither"
+    msg = f"{TRAIN_BATCH} or {MICRO_BATCH} is required, {found}; set {MICRO_BATCH} to the samples per forward pass"
+    raise ConfigError(msg)
+
+
+def _explain_mismatch(given: list[str], full: tuple[int, int, int], world: int) -> str:
+    """The sentence for numbers that do not multiply, with what would."""
+    tb, mb, gas = full
+    ranks = f"{world} data-parallel rank{'s' if world > 1 else ''}"
+    unit = max(mb, 1) * max(gas, 1) * world
+    near = [n for n in (tb // unit * unit, (tb // unit + 1) * unit) if n > 0]
+    cure = " or ".join(str(n) for n in near)
+    return (
+        f"{', '.join(given)}: {TRAIN_BATCH} must equal {MICRO_BATCH} * {ACCUMULATION} * ranks, "
+        f"but {tb} is not {mb} * {gas} * {world} = {mb * gas * world} on {ranks}; "
+        f"set {TRAIN_BATCH} to {cure}, or leave one of the three keys out"
+    )

@@ -1,0 +1,323 @@
+"""Conflicts between settings that are legal one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mpispeed.base.registry import suggest
+from mpispeed.config import optimizer as known
+from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from mpispeed.config.problems import Problem, show
+from mpispeed.config.root import Config
+
+_ZERO = "zero_optimization"
+
+
+def find_conflicts(config: Config) -> list[Problem]:
+    """All conflicts, in the order of the file format's sections."""
+    return [problem for check in _CHECKS for problem in check(config)]
+
+
+def _check_batch(config: Config) -> Iterator[Problem]:
+    """What no number of ranks can cure; the rest is for `resolve_batch`."""
+    tb, mb, gas = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    factors = [(key, value) for key, value in ((MICRO_BATCH, mb), (ACCUMULATION, gas)) if value is not None]
+    unit = math.prod(value for _, value in factors)
+    if tb is not None and factors and tb % unit and not config.elasticity.enabled:
+        named = " * ".join(f"{key} {value}" for key, value in factors)
+        near = " or ".join(str(n) for n in (tb // unit * unit, (tb // unit + 1) * unit) if n)
+        what = f"{tb} is no multiple of {named}{f' = {unit}' if len(factors) > 1 else ''}"
+        yield Problem(TRAIN_BATCH, what, f"set it to {near}, or leave one of the keys out")
+
+
+def _check_precision(config: Config) -> Iterator[Problem]:
+    zero, fp16, bf16, amp = config.zero_optimization, config.fp16, config.bf16, config.amp
+    if fp16.enabled and bf16.enabled:
+        yield Problem("bf16.enabled", "fp16.enabled and bf16.enabled are both true", "choose one of them")
+    if amp.enabled and zero.stage:
+        yield Problem("amp.enabled", f"amp does not work with {_ZERO}.stage {zero.stage}", "use fp16 or bf16")
+    if amp.enabled and (fp16.enabled or bf16.enabled):
+        yield Problem("amp.enabled", "amp and fp16 or bf16 are both enabled", "choose one of them")
+    if fp16.fp16_master_weights_and_grads:
+        offload = zero.offload_optimizer
+        if zero.stage != 2 or offload is None or offload.device != "cpu":
+            what = f"needs {_ZERO}.stage 2 with offload_optimizer.device cpu, found stage {zero.stage}"
+            yield Problem("fp16.fp16_master_weights_and_grads", what, "set it to false")
+    yield from _check_accumulation(config)
+
+
+def _check_accumulation(config: Config) -> Iterator[Problem]:
+    dtype, path = config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype"
+    if dtype is None:
+        return
+    if dtype == "int8":
+        yield Problem(path, "gradients cannot be accumulated in int8", "use fp32 or leave the key out")
+    if config.zero_optimization.stage or dtype == "int8":
+        return
+    model = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+    is_staged = (config.pipeline.stages or 1) > 1
+    allowed = {"fp32": ("fp32",), "fp16": ("fp16",), "bf16": ("fp32", "bf16") if is_staged else ("fp32",)}[model]
+    if dtype not in allowed:
+        what = f"a {model} model without ZeRO accumulates in {' or '.join(allowed)}, found {show(dtype)}"
+        yield Problem(path, what, f"leave the key out, or set {_ZERO}.stage to 1")
+
+
+def _check_zero(config: Config) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    cure = f"set {_ZERO}.reduce_scatter to false, or use stage 1"
+    if zero.stage >= 2 and zero.reduce_scatter:
+        with_what = f"{_ZERO}.stage {zero.stage} with reduce_scatter"
+        if config.prescale_gradients:
+            yield Problem("prescale_gradients", f"true does not work with {with_what}", cure)
+        if config.gradient_predivide_factor != 1:
+            value = config.gradient_predivide_factor
+            yield Problem("gradient_predivide_factor", f"{value} does not work with {with_what}", cure)
+    if zero.zero_quantized_gradients and not zero.reduce_scatter:
+        what = "quantized gradients need reduce_scatter, which is false"
+        yield Problem(f"{_ZERO}.zero_quantized_gradients", what, f"set {_ZERO}.reduce_scatter to true")
+    if zero.legacy_stage1:
+        yield Problem(f"{_ZERO}.legacy_stage1", "the old stage 1 was removed", "remove the key")
+    if config.tensor_parallel.autotp_size > 1 and zero.stage > 2:
+        what = f"{config.tensor_parallel.autotp_size} needs {_ZERO}.stage 2 or less, found {zero.stage}"
+        yield Problem("tensor_parallel.autotp_size", what)
+    yield from _check_offload(config)
+
+
+def _check_offload(config: Config) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    for name in ("offload_param", "offload_optimizer"):
+        tier = getattr(zero, name)
+        if tier is not None and tier.device == "nvme" and not tier.nvme_path:
+            yield Problem(f"{_ZERO}.{name}.nvme_path", "required for device nvme", "name a folder on a local disk")
+    param, optimizer = zero.offload_param, zero.offload_optimizer
+    if param is not None and param.device != "none" and zero.stage != 3:
+        what = f"{show(param.device)} needs {_ZERO}.stage 3, found {zero.stage}"
+        yield Problem(f"{_ZERO}.offload_param.device", what, "remove offload_param or set stage to 3")
+    if optimizer is not None and optimizer.ratio < 1 and zero.stage != 3:
+        what = f"{optimizer.ratio} needs {_ZERO}.stage 3, found {zero.stage}"
+        yield Problem(f"{_ZERO}.offload_optimizer.ratio", what, "set it to 1")
+
+
+def _check_optimizer(config: Config) -> Iterator[Problem]:
+    section = config.optimizer
+    if section is None:
+        return
+    path, params = "optimizer.params", section.params
+    if section.type is None and params:
+        yield Problem("optimizer.type", "required because optimizer.params is there", 'name one, such as "AdamW"')
+    if "max_grad_norm" in params:
+        value = params["max_grad_norm"]
+        yield Problem(
+            f"{path}.max_grad_norm", f"the optimizer takes no max_grad_norm (value {show(value)})",
+            f"remove it and set the top-level key gradient_clipping to {show(value)}",
+        )  # fmt: skip
+    rest = {key: value for key, value in params.items() if key != "max_grad_norm"}
+    kind = (section.type or "").lower()
+    if kind in ("adam", "adamw"):
+        is_torch = rest.get("torch_adam") is True
+        yield from _check_params(rest, path, known.ADAM_PARAMS | (known.TORCH_ADAM_PARAMS if is_torch else {}))
+        if rest.get("amsgrad") is True and not is_torch:
+            yield Problem(f"{path}.amsgrad", "the built-in Adam has no amsgrad", "set params.torch_adam to true")
+    elif section.type == "SGD":
+        yield from _check_params(rest, path, known.SGD_PARAMS)
+
+
+def _check_scheduler(config: Config) -> Iterator[Problem]:
+    section = config.scheduler
+    if section is None:
+        return
+    path, params = "scheduler.params", section.params
+    if section.type is None:
+        if params:
+            yield Problem(
+                "scheduler.type", "required because scheduler.params is there", 'name one, such as "WarmupLR"'
+            )
+        return
+    table = known.SCHEDULE_PARAMS.get(section.type)
+    if table is None:
+        by_lower = {name.lower(): name for name in known.SCHEDULE_PARAMS}
+        if section.type.lower() in by_lower:
+            cure = f'did you mean "{by_lower[section.type.lower()]}"?'
+            yield Problem("scheduler.type", f"unknown schedule {show(section.type)}", cure)
+        return
+    yield from _check_params(params, path, table)
+    for key in known.SCHEDULE_REQUIRED.get(section.type, ()):
+        if params.get(key) is None:
+            what = f'required by {section.type} and has no default ("auto" counts as missing)'
+            yield Problem(f"{path}.{key}", what)
+
+
+def _check_params(params: Mapping[str, Any], path: str, table: Mapping[str, str]) -> Iterator[Problem]:
+    """Unknown keywords and values of a wrong kind."""
+    for key, value in params.items():
+        kind = table.get(key)
+        if kind is None:
+            close = suggest(key, table)
+            cure = f'did you mean "{close[0]}"?' if close else f"known: {', '.join(table)}"
+            yield Problem(f"{path}.{key}", f"unknown keyword (value {show(value)})", cure)
+        elif not KINDS[kind][1](value):
+            yield Problem(f"{path}.{key}", f"expected {KINDS[kind][0]}, found {show(value)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and value == int(value)
+
+
+def _is_betas(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
+
+
+def _is_numbers(value: Any) -> bool:
+    return _is_number(value) or (isinstance(value, list) and bool(value) and all(map(_is_number, value)))
+
+
+# Kind of a keyword's value -> (how it is called in messages, test).
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "number": ("a number", _is_number),
+    "non-negative": ("a number of at least 0", lambda v: _is_number(v) and v >= 0),
+    "numbers": ("a number or a list of numbers", _is_numbers),
+    "integer": ("a whole number", _is_whole),
+    "integer or null": ("a whole number or null", lambda v: v is None or _is_whole(v)),
+    "count": ("a whole number of at least 0", lambda v: _is_whole(v) and v >= 0),
+    "positive count": ("a whole number of at least 1", lambda v: _is_whole(v) and v >= 1),
+    "positive count or null": (
+        "a whole number of at least 1 or null", lambda v: v is None or (_is_whole(v) and v >= 1)
+    ),
+    "bool": ("true or false", lambda v: isinstance(v, bool)),
+    "bool or null": ("true, false or null", lambda v: v is None or isinstance(v, bool)),
+    "betas": ("two numbers from 0 to below 1", _is_betas),
+    "text": ("a text", lambda v: isinstance(v, str)),
+}  # fmt: skip
+
+
+def _check_features(config: Config) -> Iterator[Problem]:
+    elastic, drop, tune = config.elasticity, config.progressive_layer_drop, config.autotuning
+    if elastic.enabled:
+        yield from _check_elasticity(config)
+    for key in ("theta", "gamma"):
+        if drop.enabled and getattr(drop, key) is None:
+            yield Problem(f"progressive_layer_drop.{key}", "required when enabled")
+    if tune.enabled and tune.start_profile_step > tune.end_profile_step:
+        what = f"{tune.start_profile_step} is after end_profile_step {tune.end_profile_step}"
+        yield Problem("autotuning.start_profile_step", what)
+    kept = config.activation_checkpointing
+    if kept.contiguous_memory_optimization and not (kept.partition_activations and kept.number_checkpoints):
+        yield Problem(
+            "activation_checkpointing.contiguous_memory_optimization",
+            "needs partition_activations and number_checkpoints",
+        )
+
+
+def _check_elasticity(config: Config) -> Iterator[Problem]:
+    elastic = config.elasticity
+    for key in ("max_train_batch_size", "micro_batch_sizes"):
+        if key not in elastic.model_fields_set:
+            yield Problem(f"elasticity.{key}", "required when enabled")
+    if not elastic.micro_batch_sizes:
+        yield Problem("elasticity.micro_batch_sizes", "expected at least one number, found []")
+    if elastic.min_gpus > elastic.max_gpus:
+        yield Problem("elasticity.min_gpus", f"{elastic.min_gpus} is more than max_gpus {elastic.max_gpus}")
+    if elastic.model_parallel_size > 1 and elastic.version < 0.2:
+        what = f"{elastic.model_parallel_size} needs version 0.2, found {elastic.version}"
+        yield Problem("elasticity.model_parallel_size", what)
+    if elastic.ignore_non_elastic_batch_info:
+        return
+    for key in (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION):
+        if getattr(config, key) is not None:
+            cure = "remove it, or set elasticity.ignore_non_elastic_batch_info to true"
+            yield Problem(key, "elasticity chooses the batch sizes", cure)
+
+
+def _check_curriculum(config: Config) -> Iterator[Problem]:
+    old, sampled = config.curriculum_learning, config.data_efficiency.data_sampling.curriculum_learning
+    if old.enabled:
+        for key in ("curriculum_type", "min_difficulty", "max_difficulty", "schedule_type"):
+            if getattr(old, key) is None:
+                yield Problem(f"curriculum_learning.{key}", "required when enabled")
+        yield from _check_schedule("curriculum_learning", old.schedule_type, old.schedule_config)
+    path = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
+    if sampled.enabled and not sampled.curriculum_metrics:
+        yield Problem(path, "required when enabled", "name at least one measure of difficulty")
+    for name, metric in sampled.curriculum_metrics.items():
+        yield from _check_schedule(f"{path}.{name}", metric.schedule_type, metric.schedule_config)
+    layers = config.data_efficiency.data_routing.random_ltd
+    if layers.layer_token_lr_schedule.enabled:
+        path = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled"
+        yield Problem(path, "this schedule is not offered", "set it to false")
+
+
+def _check_schedule(path: str, kind: str | None, numbers: Any) -> Iterator[Problem]:
+    wanted = {
+        "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+        "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+        "fixed_discrete": ("difficulty", "max_step"),
+    }.get(kind or "", ())
+    for key in wanted:
+        if getattr(numbers, key) is None:
+            yield Problem(f"{path}.schedule_config.{key}", f"required by schedule_type {show(kind)}")
+    if kind == "fixed_discrete" and numbers.difficulty is not None and numbers.max_step is not None:
+        count, steps = len(numbers.difficulty), len(numbers.max_step)
+        if count != steps + 1 or not steps:
+            what = f"{steps} entries for {count} difficulties; expected one less than difficulties, and at least one"
+            yield Problem(f"{path}.schedule_config.max_step", what)
+
+
+def _check_compression(config: Config) -> Iterator[Problem]:
+    section = config.compression_training
+    for name in type(section).model_fields:
+        if name == "layer_reduction":
+            continue
+        technique = getattr(section, name)
+        shared, path = technique.shared_parameters, f"compression_training.{name}"
+        is_snip = name == "sparse_pruning" and shared.method == "snip_momentum"
+        if shared.enabled and not technique.different_groups and not is_snip:
+            yield Problem(f"{path}.different_groups", "required when enabled", "name at least one group of modules")
+    sparse, heads = section.sparse_pruning.shared_parameters, section.head_pruning.shared_parameters
+    if sparse.schedule_offset_end is not None and sparse.schedule_offset_end < sparse.schedule_offset:
+        what = f"{sparse.schedule_offset_end} is before schedule_offset {sparse.schedule_offset}"
+        yield Problem("compression_training.sparse_pruning.shared_parameters.schedule_offset_end", what)
+    if heads.enabled and heads.num_heads is None:
+        yield Problem("compression_training.head_pruning.shared_parameters.num_heads", "required when enabled")
+    weights = section.weight_quantization.shared_parameters
+    if weights.enabled and not weights.quantize_weight_in_forward and not config.fp16.enabled:
+        path = "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward"
+        yield Problem(path, "false needs fp16.enabled", "set it to true, or enable fp16")
+    layers = section.layer_reduction
+    if layers.enabled and len(layers.teacher_layer) != layers.keep_number_layer:
+        what = f"{len(layers.teacher_layer)} layers are named, keep_number_layer is {show(layers.keep_number_layer)}"
+        yield Problem("compression_training.layer_reduction.teacher_layer", what)
+
+
+_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _check_batch,
+    _check_optimizer,
+    _check_scheduler,
+    _check_precision,
+    _check_zero,
+    _check_features,
+    _check_curriculum,
+    _check_compression,
+)
+
+
+def find_warnings(config: Config) -> list[str]:
+    """What is legal but will not do what it seems to."""
+    found = []
+    if config.nebula.enabled:
+        found.append("nebula is ignored: it is a vendor's service; checkpoints go where save_checkpoint says")
+    if config.zero_optimization.elastic_checkpoint:
+        found.append("zero_optimization.elastic_checkpoint is ignored: every checkpoint loads at any number of ranks")
+    if config.vocabulary_size is not None and config.vocabulary_size % 8:
+        found.append(f"vocabulary_size {config.vocabulary_size} is no multiple of 8; matrix products may be slower")
+    schedule = config.scheduler
+    if schedule is not None and schedule.type in known.SCHEDULE_PARAMS:
+        shape = schedule.params.get("warmup_type")
+        if shape not in (None, "log", "linear"):
+            found.append(f'scheduler.params.warmup_type {show(shape)} is unknown ("log" or "linear"); log is used')
+    return found

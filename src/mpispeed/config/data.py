@@ -1,0 +1,127 @@
+"""Data: sampling by difficulty, token drop, and the older form of curriculum learning."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mpispeed.config.section import Integer, Natural, NonNegative, Positive, PositiveReal, Section, subsection
+
+ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+
+
+class DifficultySchedule(Section):
+    """How difficulty grows; which keys are read depends on schedule_type."""
+
+    total_curriculum_step: Positive | None = Field(None, description="fixed_linear, fixed_root: steps until the end.")
+    difficulty_step: Positive | None = Field(None, description="fixed_linear, fixed_root: difficulty is a multiple.")
+    root_degree: PositiveReal | None = Field(None, description="fixed_root: degree of the root.")
+    difficulty: list[Integer] | None = Field(None, description="fixed_discrete: the difficulties.")
+    max_step: list[Natural] | None = Field(None, description="fixed_discrete: last step of each but the last.")
+
+
+class CurriculumLearning(Section):
+    """The older form: difficulty of all samples as a function of the step."""
+
+    enabled: bool = Field(False, description="Grow the difficulty during training.")
+    curriculum_type: str | None = Field(None, description="seqlen passes curriculum_seqlen to the model.")
+    min_difficulty: Natural | None = Field(None, description="Difficulty at the start.")
+    max_difficulty: Natural | None = Field(None, description="Difficulty in the end.")
+    schedule_type: ScheduleType | None = Field(None, description="How difficulty grows.")
+    schedule_config: DifficultySchedule = subsection(DifficultySchedule, "Numbers of the schedule.")
+
+
+class CurriculumMetric(Section):
+    """One measure of difficulty."""
+
+    index_to_sample_path: str | None = Field(None, description="File: difficulty -> samples.")
+    index_to_metric_path: str | None = Field(None, description="File: sample -> difficulty.")
+    difficulty_type: Literal["value", "percentile"] | None = Field(None, description="Unit of the difficulties.")
+    clustering_type: Literal["schedule_based", "single_cluster"] | None = Field(None, description="How samples group.")
+    min_difficulty: Natural | None = Field(None, description="Difficulty at the start.")
+    max_difficulty: Natural | None = Field(None, description="Difficulty in the end.")
+    schedule_type: ScheduleType | None = Field(None, description="How difficulty grows.")
+    schedule_config: DifficultySchedule = subsection(DifficultySchedule, "Numbers of the schedule.")
+
+
+class SampledCurriculum(Section):
+    """Samples chosen by measured difficulty."""
+
+    enabled: bool = Field(False, description="Choose samples by difficulty; needs curriculum_metrics.")
+    data_cluster_path: str | None = Field(None, description="Folder for groups of samples.")
+    curriculum_metrics: dict[str, CurriculumMetric] = Field(default_factory=dict, description="Name -> measure.")
+
+
+class DataSampling(Section):
+    """Which samples are seen when."""
+
+    enabled: bool = Field(False, description="Use the sampler below.")
+    num_epochs: Positive = Field(1000, description="Passes over the data.")
+    num_workers: Natural = Field(0, description="Loader processes.")
+    curriculum_learning: SampledCurriculum = subsection(SampledCurriculum, "Samples by difficulty.")
+
+
+class TokenSchedule(Section):
+    """Numbers of the growth of kept tokens."""
+
+    require_steps: Positive | None = Field(None, description="Steps per increase.")
+    seq_per_step: Positive | None = Field(None, description="Kept length is a multiple of this.")
+
+
+class RandomLtdSchedule(Section):
+    """Kept length as a function of the step."""
+
+    min_value: Positive | None = Field(None, description="Kept tokens at the start.")
+    max_value: Positive | None = Field(None, description="Kept tokens in the end.")
+    schedule_type: Literal["fixed_linear"] | None = Field(None, description="How it grows.")
+    schedule_config: TokenSchedule = subsection(TokenSchedule, "Numbers of the growth.")
+
+
+class LayerTokenLr(Section):
+    """Learning rate by consumed layer tokens."""
+
+    enabled: bool = Field(False, description="Not offered; only false is accepted.")
+
+
+class RandomLtd(Section):
+    """Some layers see a random part of the tokens."""
+
+    enabled: bool = Field(False, description="Drop tokens.")
+    total_layer_num: Positive | None = Field(None, description="Layers of the model.")
+    random_ltd_layer_num: Natural | None = Field(None, description="Layers that drop tokens.")
+    random_ltd_layer_id: list[Natural] = Field(default_factory=list, description="Their numbers.")
+    model_mask_name: str | None = Field(None, description="Keyword of the attention mask.")
+    model_type: Literal["decoder", "encoder"] | None = Field(None, description="Kind of model.")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = Field(None, description="Order of dims.")
+    random_ltd_schedule: RandomLtdSchedule = subsection(RandomLtdSchedule, "Kept length.")
+    layer_token_lr_schedule: LayerTokenLr = subsection(LayerTokenLr, "Learning rate by layer tokens.")
+
+
+class DataRouting(Section):
+    """Which tokens pass which layers."""
+
+    enabled: bool = Field(False, description="Use the routing below.")
+    random_ltd: RandomLtd = subsection(RandomLtd, "Random part of the tokens.")
+
+
+class DataEfficiency(Section):
+    """Sampling and routing of data."""
+
+    enabled: bool = Field(False, description="Use the parts below that are enabled.")
+    seed: Integer = Field(1234, description="Seed of sampling.")
+    data_sampling: DataSampling = subsection(DataSampling, "Which samples are seen when.")
+    data_routing: DataRouting = subsection(DataRouting, "Which tokens pass which layers.")
+
+
+class Eigenvalue(Section):
+    """Curvature of blocks, by power iteration."""
+
+    enabled: bool = Field(False, description="Let curvature slow the fall of bits.")
+    verbose: bool = Field(False, description="Print each value.")
+    max_iter: Positive = Field(100, description="Most iterations.")
+    tol: NonNegative = Field(1e-2, description="Relative change at which to stop.")
+    stability: NonNegative = Field(1e-6, description="Added to a norm before dividing.")
+    gas_boundary_resolution: Positive = Field(1, description="Optimizer steps between two computations.")
+    layer_name: str = Field("bert.encoder.layer", description="Module list of the blocks.")
+    layer_num: Natural = Field(0, description="Number of blocks.")

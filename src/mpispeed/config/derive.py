@@ -1,0 +1,90 @@
+"""Values that follow from other settings when the user leaves them open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, resolve_batch
+from mpispeed.config.root import Config
+
+
+def train_dtype(config: Config) -> str:
+    """Format of the model: fp16, bf16 or fp32."""
+    return "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+
+
+def communication_dtype(config: Config) -> str:
+    """Format in which gradients travel."""
+    return config.communication_data_type or train_dtype(config)
+
+
+def accumulation_dtype(config: Config) -> str:
+    """Format in which gradients are accumulated: the model's, but fp32 for bf16 without ZeRO."""
+    if config.data_types.grad_accum_dtype is not None:
+        return config.data_types.grad_accum_dtype
+    model = train_dtype(config)
+    return "fp32" if model == "bf16" and config.zero_optimization.stage == 0 else model
+
+
+def overlaps_communication(config: Config) -> bool:
+    """Whether gradients are reduced during the backward pass."""
+    given = config.zero_optimization.overlap_comm
+    return config.zero_optimization.stage == 3 if given is None else given
+
+
+def measures_wall_clock(config: Config) -> bool:
+    """Whether forward, backward and step are timed; counting operations needs the times too."""
+    return config.wall_clock_breakdown or config.flops_profiler.enabled
+
+
+def batch_sizes(config: Config, world_size: int) -> tuple[int, int, int]:
+    """The complete batch triangle for `world_size` data-parallel ranks.
+
+    Raises:
+        ConfigError: see `resolve_batch`.
+    """
+    return resolve_batch(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        world_size,
+    )
+
+
+def derive(config: Config, world_size: int) -> dict[str, tuple[Any, str]]:
+    """Path -> (value, reason) for everything that was left open.
+
+    Raises:
+        ConfigError: the batch sizes do not fit `world_size` data-parallel ranks.
+    """
+    model, stage = train_dtype(config), config.zero_optimization.stage
+    found: dict[str, tuple[Any, str]] = {}
+    if config.communication_data_type is None:
+        found["communication_data_type"] = (communication_dtype(config), f"derived: the model is {model}")
+    if config.data_types.grad_accum_dtype is None:
+        reason = f"derived: the model is {model}, zero_optimization.stage is {stage}"
+        found["data_types.grad_accum_dtype"] = (accumulation_dtype(config), reason)
+    if config.zero_optimization.overlap_comm is None:
+        reason = f"derived: zero_optimization.stage is {stage}"
+        found["zero_optimization.overlap_comm"] = (overlaps_communication(config), reason)
+    if measures_wall_clock(config) and not config.wall_clock_breakdown:
+        found["wall_clock_breakdown"] = (True, "derived: flops_profiler.enabled is true")
+    found.update(_derive_batch(config, world_size))
+    return found
+
+
+def _derive_batch(config: Config, world_size: int) -> dict[str, tuple[Any, str]]:
+    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+        needed = f"missing: give {TRAIN_BATCH} or {MICRO_BATCH}"
+        return {TRAIN_BATCH: (None, needed), MICRO_BATCH: (None, needed)}
+    values = dict(zip((TRAIN_BATCH, MICRO_BATCH, ACCUMULATION), batch_sizes(config, world_size), strict=True))
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    has_batch = config.train_batch_size is not None
+    reasons = {
+        TRAIN_BATCH: f"derived: {MICRO_BATCH} * {ACCUMULATION} * {ranks}",
+        MICRO_BATCH: f"derived: {TRAIN_BATCH} / {ACCUMULATION} / {ranks}",
+        ACCUMULATION: f"derived: {TRAIN_BATCH} / {MICRO_BATCH} / {ranks}"
+        if has_batch and config.train_micro_batch_size_per_gpu is not None
+        else "default",
+    }
+    return {key: (value, reasons[key]) for key, value in values.items() if getattr(config, key) is None}

@@ -1,0 +1,35 @@
+"""Batch sizes for changing numbers of ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, Strict
+
+from mpispeed.config.section import Natural, NonNegative, Positive, Real, Section
+
+MicroBatch = Annotated[int, Strict(), Field(ge=1)]
+
+
+class Elasticity(Section):
+    """Choose a batch size that many numbers of ranks divide."""
+
+    enabled: bool = Field(False, description="Choose the batch size; needs the next two keys.")
+    max_train_batch_size: Positive = Field(2000, description="The batch size is not greater than this.")
+    micro_batch_sizes: list[MicroBatch] = Field([2, 4, 6], description="Allowed micro-batches.")
+    min_gpus: Positive = Field(1, description="Fewest ranks.")
+    max_gpus: Positive = Field(10000, description="Most ranks.")
+    min_time: Natural = Field(0, description="Minutes a run is expected to last at least.")
+    version: Annotated[Real, Field(gt=0, le=0.2)] = Field(0.2, description="0.1 or 0.2.")
+    prefer_larger_batch: bool = Field(True, description="Prefer the greater of two equal batches.")
+    ignore_non_elastic_batch_info: bool = Field(False, description="Ignore the batch keys instead of refusing them.")
+    model_parallel_size: Positive = Field(1, description="Ranks that share a model.")
+    num_gpus_per_node: Positive = Field(1, description="Ranks per node.")
+
+
+class ProgressiveLayerDrop(Section):
+    """Skip layers with a probability that grows during training."""
+
+    enabled: bool = Field(False, description="Drop layers; needs theta and gamma.")
+    theta: NonNegative | None = Field(None, description="Part of the layers that is kept in the end.")
+    gamma: NonNegative | None = Field(None, description="Rate at which the kept part falls.")

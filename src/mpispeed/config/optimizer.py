@@ -1,0 +1,101 @@
+"""Optimizer and learning-rate schedule, and the keywords the known ones take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from mpispeed.config.section import Section
+
+
+class Optimizer(Section):
+    """The update rule."""
+
+    type: str | None = Field(None, description="Adam, AdamW, SGD, or a class name of torch.optim.")
+    params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the optimizer.")
+    legacy_fusion: bool = Field(False, description="Accepted for old files; no effect.")
+
+
+class Scheduler(Section):
+    """The learning rate as a function of the step."""
+
+    type: str | None = Field(
+        None,
+        description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class name of "
+        "torch.optim.lr_scheduler.",
+    )
+    params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the schedule.")
+
+
+# Kinds of values: see `checks.KINDS`.
+ADAM_PARAMS = {
+    "lr": "non-negative",
+    "betas": "betas",
+    "eps": "non-negative",
+    "weight_decay": "non-negative",
+    "bias_correction": "bool",
+    "amsgrad": "bool",
+    "torch_adam": "bool",
+    "adam_w_mode": "bool",
+    "set_grad_none": "bool",
+    "fp32_optimizer_states": "bool",
+}
+TORCH_ADAM_PARAMS = {name: "bool or null" for name in ("foreach", "maximize", "capturable", "differentiable", "fused")}
+SGD_PARAMS = {
+    "lr": "non-negative",
+    "momentum": "non-negative",
+    "dampening": "number",
+    "weight_decay": "non-negative",
+    "nesterov": "bool",
+    "maximize": "bool",
+    "foreach": "bool or null",
+    "differentiable": "bool",
+    "fused": "bool or null",
+}
+_WARMUP = {
+    "warmup_min_lr": "numbers",
+    "warmup_max_lr": "numbers",
+    "warmup_num_steps": "count",
+    "warmup_type": "text",
+    "last_batch_iteration": "integer",
+}
+SCHEDULE_PARAMS: dict[str, dict[str, str]] = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": "numbers",
+        "lr_range_test_step_size": "positive count",
+        "lr_range_test_step_rate": "number",
+        "lr_range_test_staircase": "bool",
+        "last_batch_iteration": "integer",
+    },
+    "OneCycle": {
+        "cycle_min_lr": "number",
+        "cycle_max_lr": "number",
+        "decay_lr_rate": "number",
+        "cycle_first_step_size": "positive count",
+        "cycle_second_step_size": "positive count or null",
+        "cycle_first_stair_count": "integer",
+        "cycle_second_stair_count": "integer or null",
+        "decay_step_size": "count",
+        "cycle_momentum": "bool",
+        "cycle_min_mom": "number",
+        "cycle_max_mom": "number",
+        "decay_mom_rate": "number",
+        "last_batch_iteration": "integer",
+    },
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": {"total_num_steps": "count", **_WARMUP},
+    "WarmupCosineLR": {
+        "total_num_steps": "count",
+        "warmup_min_ratio": "number",
+        "warmup_num_steps": "count",
+        "cos_min_ratio": "number",
+        "warmup_type": "text",
+        "last_batch_iteration": "integer",
+    },
+}
+SCHEDULE_REQUIRED: dict[str, tuple[str, ...]] = {
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+}

@@ -1,0 +1,41 @@
+"""Parallelism other than over data: pipeline and tensor slices."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from mpispeed.config.section import Natural, Positive, Section, subsection
+
+
+class Pipeline(Section):
+    """Layers spread over ranks."""
+
+    stages: Positive | None = Field(None, description='Number of stages; null or "auto" is what the model says.')
+    partition: str = Field("best", description="How layers are spread: best, uniform, parameters or type:REGEX.")
+    seed_layers: bool = Field(False, description="Seed the generator before each layer is built.")
+    activation_checkpoint_interval: Natural = Field(0, description="Layers per recomputed block; 0 is off.")
+    pipe_partitioned: bool = Field(True, description="Cut activations over the slices of a layer when sending.")
+    grad_partitioned: bool = Field(True, description="Cut gradients over the slices of a layer when sending.")
+    use_reentrant: bool = Field(True, description="Accepted; recomputation is always non-reentrant.")
+
+
+class TensorSlices(Section):
+    """Slices of one layer."""
+
+    tp_size: Positive = Field(1, description="Ranks that share a layer.")
+    tp_grain_size: Positive = Field(1, description="Slices are multiples of this many elements.")
+    mpu: Any = Field(None, description="An object that knows the ranks' positions; only from Python.")
+    tp_group: Any = Field(None, description="A group of ranks; only from Python.")
+
+
+class TensorParallel(Section):
+    """Layers cut over ranks automatically."""
+
+    autotp_size: Natural = Field(0, description="Ranks that share each layer; 0 is off.")
+    dtype: Literal["fp16", "bf16", "fp32", "int8"] = Field("fp16", description="Format of the cut layers.")
+    tensor_parallel: TensorSlices = subsection(TensorSlices, "Slices of one layer; also read as tp.")
+    injection_policy_tuple: Any = Field(None, description="Which layers are cut; only from Python.")
+    keep_module_on_host: bool = Field(False, description="Leave the modules in host memory while they are cut.")
+    replace_with_kernel_inject: bool = Field(False, description="Replace modules by fused ones; also kernel_inject.")

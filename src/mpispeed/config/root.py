@@ -1,0 +1,101 @@
+"""The whole configuration: top-level keys and sections."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from mpispeed.config.activation import ActivationCheckpointing
+from mpispeed.config.checkpoint import Checkpoint, Nebula
+from mpispeed.config.compress import CompressionTraining, QuantizeTraining
+from mpispeed.config.data import CurriculumLearning, DataEfficiency, Eigenvalue
+from mpispeed.config.elastic import Elasticity, ProgressiveLayerDrop
+from mpispeed.config.measure import CommsLogger, FlopsProfiler, Timers
+from mpispeed.config.monitor import Comet, CsvMonitor, Tensorboard, Wandb
+from mpispeed.config.offload import Aio
+from mpispeed.config.optimizer import Optimizer, Scheduler
+from mpispeed.config.pipeline import Pipeline, TensorParallel
+from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
+from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Section, is_text, subsection, walk
+from mpispeed.config.serve import HybridEngine, WeightQuantization
+from mpispeed.config.sparse import SparseAttention
+from mpispeed.config.tune import Autotuning
+from mpispeed.config.zero import ZeroOptimization
+
+
+class Config(Section):
+    """All settings of a run. What is null is decided later, by the number of ranks or by other keys."""
+
+    train_batch_size: Positive | None = Field(None, description="Samples of one optimizer step over all ranks.")
+    train_micro_batch_size_per_gpu: Positive | None = Field(
+        None, description="Samples of one forward pass of one rank."
+    )
+    gradient_accumulation_steps: Positive | None = Field(None, description="Forward passes per optimizer step.")
+    seed: Integer = Field(1234, description="Seed of the order of samples (mpispeed only).")
+    steps_per_print: Positive | None = Field(None, description="Steps between progress lines; null is no lines.")
+    gradient_clipping: NonNegative = Field(0.0, description="Greatest global L2 norm of the gradients; 0 is off.")
+    communication_data_type: Dtype | None = Field(
+        None, description="Format in which gradients travel; null is the model's."
+    )
+    seq_parallel_comm_data_type: Dtype = Field("fp32", description="The same under sequence parallelism.")
+    reduction: Literal["mpi", "ordered"] = Field(
+        "mpi",
+        description="mpi: the MPI library's sums for fp32; ordered: sums in rank order, reproducible to the bit "
+        "(mpispeed only).",
+    )
+    prescale_gradients: bool = Field(False, description="Divide gradients by the ranks before the sum, not after.")
+    gradient_predivide_factor: PositiveReal = Field(1.0, description="Divide by this before the sum, the rest after.")
+    sparse_gradients: bool = Field(False, description="Send only the used rows of embedding gradients.")
+    disable_allgather: bool = Field(False, description="Accepted; no effect.")
+    wall_clock_breakdown: bool = Field(False, description="Time forward, backward and step.")
+    memory_breakdown: bool = Field(False, description="Report memory around forward, backward and step.")
+    dump_state: bool = Field(False, description="Print the state of the engine after it is built.")
+    graph_harvesting: bool = Field(False, description="Accepted; no effect.")
+    zero_allow_untested_optimizer: bool = Field(False, description="Let ZeRO run with any optimizer.")
+    zero_force_ds_cpu_optimizer: bool = Field(True, description="Offloading needs the host optimizer of this library.")
+    dataloader_drop_last: bool = Field(False, description="Drop a last batch that is short.")
+    vocabulary_size: Positive | None = Field(None, description="Warn if it is no multiple of 8.")
+    use_data_before_expert_parallelism: bool = Field(False, description="Order of data and expert ranks.")
+    data_parallel_size: Positive | None = Field(None, description="Ranks over which data are cut.")
+    sequence_parallel_size: Positive | None = Field(None, description="Ranks over which a sequence is cut.")
+
+    optimizer: Optimizer | None = Field(None, description="Update rule.")
+    scheduler: Scheduler | None = Field(None, description="Learning rate as a function of the step.")
+    fp16: Fp16 = subsection(Fp16, "Half precision.")
+    bf16: Bf16 = subsection(Bf16, "bfloat16; also read as bfloat16.")
+    amp: Amp = subsection(Amp, "Mixed precision by Apex's keywords.")
+    data_types: DataTypes = subsection(DataTypes, "Other number formats.")
+    zero_optimization: ZeroOptimization = subsection(ZeroOptimization, "Cutting of model states.")
+    aio: Aio = subsection(Aio, "Reads and writes of the nvme tier.")
+    checkpoint: Checkpoint = subsection(Checkpoint, "Checkpoints.")
+    nebula: Nebula = subsection(Nebula, "Accepted; no effect.")
+    activation_checkpointing: ActivationCheckpointing = subsection(ActivationCheckpointing, "Kept activations.")
+    pipeline: Pipeline = subsection(Pipeline, "Layers spread over ranks.")
+    tensor_parallel: TensorParallel = subsection(TensorParallel, "Layers cut over ranks.")
+    tensorboard: Tensorboard = subsection(Tensorboard, "TensorBoard.")
+    csv_monitor: CsvMonitor = subsection(CsvMonitor, "CSV files.")
+    wandb: Wandb = subsection(Wandb, "Weights & Biases.")
+    comet: Comet = subsection(Comet, "Comet.")
+    comms_logger: CommsLogger = subsection(CommsLogger, "Records of communication.")
+    timers: Timers = subsection(Timers, "Timers.")
+    flops_profiler: FlopsProfiler = subsection(FlopsProfiler, "Floating-point operations.")
+    autotuning: Autotuning = subsection(Autotuning, "Search for fast settings.")
+    elasticity: Elasticity = subsection(Elasticity, "Changing numbers of ranks.")
+    data_efficiency: DataEfficiency = subsection(DataEfficiency, "Sampling and routing of data.")
+    curriculum_learning: CurriculumLearning = subsection(CurriculumLearning, "Growing difficulty, older form.")
+    progressive_layer_drop: ProgressiveLayerDrop = subsection(ProgressiveLayerDrop, "Skipped layers.")
+    sparse_attention: SparseAttention | None = Field(None, description="Attention in blocks.")
+    compression_training: CompressionTraining = subsection(CompressionTraining, "Compression during training.")
+    quantize_training: QuantizeTraining = subsection(QuantizeTraining, "Mixture of quantization.")
+    eigenvalue: Eigenvalue = subsection(Eigenvalue, "Curvature of blocks.")
+    hybrid_engine: HybridEngine = subsection(HybridEngine, "Train and generate.")
+    weight_quantization: WeightQuantization = subsection(WeightQuantization, "Few-bit weights for inference.")
+
+    def resolved_dict(self) -> dict[str, Any]:
+        """All settings with their defaults, as plain values; a new dict at each call."""
+        return self.model_dump(mode="python")
+
+
+# Keys whose values are texts, so that "007" stays a text; all other texts that look like numbers become numbers.
+TEXT_KEYS = frozenset(field.name for field in walk(Config) if is_text(field.annotation))

@@ -1,0 +1,77 @@
+"""JSON text to plain values: comments and trailing commas are allowed, a key twice in one object is not."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from mpispeed.config.problems import Problem, join, refuse
+
+_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'"(?:[^"\\\n]|\\.)*"|,(?=\s*[}\]])', re.DOTALL)
+_HINTS = (
+    ("property name", "keys and texts need double quotes"),
+    ("Expecting value", "a value is missing here, or a text lacks its double quotes"),
+    ("delimiter", "a comma, colon or closing bracket is missing before this place"),
+)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The entries of one object in order, before double keys are looked for."""
+
+
+def decode(text: str, where: str) -> tuple[dict[str, Any], list[Problem]]:
+    """The object in a JSON text, and a problem for each key that is twice in one object.
+
+    Raises:
+        ConfigError: the text is no JSON or holds no object.
+    """
+    try:
+        tree = _parse(text)
+    except json.JSONDecodeError:
+        try:
+            tree = _parse(_blank(_blank(text, _TOKEN), _TRAILING_COMMA))
+        except json.JSONDecodeError as error:
+            hint = next((hint for word, hint in _HINTS if word in error.msg), "")
+            place = f"line {error.lineno}, column {error.colno}"
+            raise refuse(where, [Problem(place, f"this is no JSON: {error.msg}", hint)]) from None
+    except ValueError as error:  # a number with thousands of digits
+        raise refuse(where, [Problem("", f"this is no JSON: {error}")]) from None
+    except RecursionError:
+        raise refuse(where, [Problem("", "this is no JSON: brackets are nested too deeply")]) from None
+    if not isinstance(tree, _Pairs):
+        what = f"a configuration is a JSON object {{...}}, found {type(tree).__name__}"
+        raise refuse(where, [Problem("", what)])
+    problems: list[Problem] = []
+    value: dict[str, Any] = _settle(tree, "", problems)
+    return value, problems
+
+
+def _parse(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_Pairs)
+
+
+def _blank(text: str, pattern: re.Pattern[str]) -> str:
+    """Overwrite matches that are no strings with spaces, so that places in error messages stay right."""
+
+    def blank(match: re.Match[str]) -> str:
+        found = match.group()
+        return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+
+    return pattern.sub(blank, text)
+
+
+def _settle(tree: Any, path: str, problems: list[Problem]) -> Any:
+    """Objects become dicts; keys that come twice become problems."""
+    if isinstance(tree, _Pairs):
+        result: dict[str, Any] = {}
+        for key, value in tree:
+            here = join(path, key)
+            if key in result:
+                problems.append(Problem(here, "the key is there twice in one object", "keep one of them"))
+            result[key] = _settle(value, here, problems)
+        return result
+    if isinstance(tree, list):
+        return [_settle(value, join(path, index), problems) for index, value in enumerate(tree)]
+    return tree

@@ -1,0 +1,123 @@
+"""Settings that are understood but whose parts are not there yet. Delete a row when its part arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.config.problems import Problem, refuse
+from mpispeed.config.root import Config
+
+_LATER_OPTIMIZERS = frozenset({"lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"})
+
+
+class Row(NamedTuple):
+    """A setting, when it asks for the missing part, and the sentence."""
+
+    path: str
+    asks: Callable[[Any], bool]
+    sentence: str
+
+
+def _is_on(section: Any) -> bool:
+    return bool(section.enabled)
+
+
+def _is_elsewhere(tier: Any) -> bool:
+    return tier is not None and tier.device != "none"
+
+
+def _has_shared_on(technique: Any) -> bool:
+    return bool(technique.shared_parameters.enabled)
+
+
+def _any_of(*names: str) -> Callable[[Any], bool]:
+    return lambda section: any(getattr(section, name) for name in names)
+
+
+def _more_than_one(value: int | None) -> bool:
+    return value is not None and value > 1
+
+
+_Z = "zero_optimization"
+_COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
+                "channel_pruning")  # fmt: skip
+UNAVAILABLE: tuple[Row, ...] = (
+    Row(f"{_Z}.stage", lambda stage: stage == 3, "cutting parameters (stage 3) is not available; use stage 2"),
+    Row(f"{_Z}.offload_param", _is_elsewhere, "parameters outside the device are not available; remove it"),
+    Row(f"{_Z}.offload_optimizer", _is_elsewhere, "optimizer states outside the device are not available; remove it"),
+    Row(f"{_Z}.zero_hpz_partition_size", _more_than_one, "a second copy of parameters is not available; use 1"),
+    Row(f"{_Z}.zero_quantized_weights", bool, "quantized weights are not available; use false"),
+    Row(f"{_Z}.zero_quantized_nontrainable_weights", bool, "quantized weights are not available; use false"),
+    Row(f"{_Z}.zero_quantized_gradients", bool, "quantized gradients are not available; use false"),
+    Row(f"{_Z}.zeropp_loco_param", lambda p: p is not None, "quantized gradients are not available; remove it"),
+    Row(f"{_Z}.mics_shard_size", lambda n: n > 0, "cutting over a part of the ranks is not available; use -1"),
+    Row(f"{_Z}.mics_hierarchical_params_gather", bool, "hierarchical gathers are not available; use false"),
+    Row(
+        "optimizer",
+        lambda s: s is not None and (s.type or "").lower() in _LATER_OPTIMIZERS,
+        "this optimizer is not available; use Adam, AdamW, SGD or one of torch.optim",
+    ),
+    Row("fp16.fp16_master_weights_and_grads", bool, "fp16 masters are not available; use false"),
+    Row("amp", _is_on, "Apex amp is not available; use fp16 or bf16"),
+    Row("flops_profiler", _is_on, "counting floating-point operations is not available; set enabled to false"),
+    Row("autotuning", _is_on, "autotuning is not available; set enabled to false"),
+    Row(
+        "activation_checkpointing",
+        _any_of(
+            "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+            "synchronize_checkpoint_boundary", "profile",
+        ),
+        "options of activation checkpointing are not available; use torch.utils.checkpoint without them",
+    ),
+    Row("sparse_attention", lambda s: s is not None, "sparse attention is not available; remove the section"),
+    Row("data_efficiency", _is_on, "data efficiency is not available; set enabled to false"),
+    Row("curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
+    Row("wandb", _is_on, "this monitor is not available; use tensorboard or csv_monitor"),
+    Row("comet", _is_on, "this monitor is not available; use tensorboard or csv_monitor"),
+    Row("elasticity", _is_on, "elastic batch sizes are not available; set the batch sizes yourself"),
+    *(
+        Row(f"compression_training.{name}", _has_shared_on, "compression is not available; set enabled to false")
+        for name in _COMPRESSION
+    ),
+    Row("compression_training.layer_reduction", _is_on, "compression is not available; set enabled to false"),
+    Row("quantize_training", _is_on, "quantized training is not available; set enabled to false"),
+    Row("eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
+    Row("progressive_layer_drop", _is_on, "progressive layer drop is not available; set enabled to false"),
+    Row("hybrid_engine", _is_on, "the hybrid engine is not available; set enabled to false"),
+    Row(
+        "weight_quantization",
+        _any_of("quantized_initialization", "post_init_quant"),
+        "quantized weights are not available; remove the section",
+    ),
+    Row("pipeline.stages", _more_than_one, "pipelines are not available; use 1 stage"),
+    Row("tensor_parallel.autotp_size", _more_than_one, "tensor parallelism is not available; use 0"),
+    Row("tensor_parallel.tensor_parallel.tp_size", _more_than_one, "tensor parallelism is not available; use 1"),
+    Row("sparse_gradients", bool, "sparse gradients are not available; use false"),
+    Row("sequence_parallel_size", _more_than_one, "sequence parallelism is not available; use 1"),
+)  # fmt: skip
+
+
+def find_unavailable(config: Config) -> list[Problem]:
+    """All settings that ask for a part which is not there."""
+    found = []
+    for row in UNAVAILABLE:
+        value: Any = config
+        for key in row.path.split("."):
+            value = getattr(value, key)
+        if row.asks(value):
+            found.append(Problem(row.path, row.sentence))
+    return found
+
+
+def require_available(config: Config, where: str = "configuration") -> None:
+    """Refuse settings whose parts are not there yet, all at once.
+
+    Raises:
+        ConfigError: at least one setting asks for a missing part.
+    """
+    problems = find_unavailable(config)
+    if problems:
+        error: ConfigError = refuse(where, problems)
+        raise error
