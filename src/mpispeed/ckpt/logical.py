@@ -1,0 +1,248 @@
+"""Logical tensors: names, whole shapes, and the flat pieces each rank holds of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt import schema
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A flat range of a logical tensor that this rank contributes.
+
+    Attributes:
+        start: first element of the range in the row-major order of the whole tensor.
+        values: the elements.
+
+    Shapes:
+        values: one-dimensional, contiguous, on the CPU, of the logical tensor's dtype.
+    """
+
+    start: int
+    values: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.values.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """One dataset of the checkpoint: a whole, unpadded tensor and this rank's pieces of it.
+
+    Attributes:
+        name: name of the parameter or buffer; the same on every rank.
+        slot: "master", "weight16", an optimizer slot, or "buffer".
+        shape: shape of the whole tensor.
+        dtype: torch dtype or its name; kept as the name.
+        pieces: ranges this rank writes; empty when it writes none.
+    """
+
+    name: str
+    slot: str
+    shape: tuple[int, ...]
+    dtype: str | torch.dtype
+    pieces: Sequence[Piece] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", schema.dtype_name(self.dtype))
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the dtype."""
+        return str(self.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return schema.STORAGE[self.dtype_name].itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * self.itemsize
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return f"{self.name}/{self.slot}"
+
+    def identity(self) -> tuple[str, str, tuple[int, ...], str]:
+        """What all ranks have to agree on."""
+        return (self.name, self.slot, self.shape, self.dtype_name)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """Attributes of `/params/{name}`: everything about a parameter but its elements.
+
+    Attributes:
+        name: name of the parameter in the model.
+        shape: whole, unpadded shape.
+        train_dtype: dtype in which the model uses it; a torch dtype or its name, kept as the name.
+        kind: "trainable" or "frozen".
+        param_group: index of its parameter group, -1 when it is in none.
+        step: updates it has received.
+        tp_kind: how tensor parallelism cuts it: none, column, row, replicated, averaged, sub or vocab.
+        tp_dim: the dim that is cut, -1 for none.
+        tp_sub_sizes: sizes of the parts along `tp_dim` that are cut separately.
+        vocab_size: rows without padding, -1 when it is no vocabulary table.
+        pp_kind: "owned" by one pipeline stage or "replicated".
+        pp_layer: global index of its pipeline layer, -1 for none.
+        expert: (global id, number of experts), or None.
+        is_sparse: True if its gradient is exchanged by rows.
+        scalars: optimizer state that is one number per parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    train_dtype: str | torch.dtype = "float32"
+    kind: str = "trainable"
+    param_group: int = -1
+    step: int = 0
+    tp_kind: str = "none"
+    tp_dim: int = -1
+    tp_sub_sizes: tuple[int, ...] = ()
+    vocab_size: int = -1
+    pp_kind: str = "owned"
+    pp_layer: int = -1
+    expert: tuple[int, int] | None = None
+    is_sparse: bool = False
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "train_dtype", schema.dtype_name(self.train_dtype))
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    def identity(self) -> tuple[object, ...]:
+        """What all ranks have to agree on."""
+        own = (self.name, self.shape, str(self.train_dtype), self.kind, self.param_group, self.step)
+        parallel = (self.tp_kind, self.tp_dim, self.tp_sub_sizes, self.vocab_size, self.pp_kind, self.pp_layer)
+        return (*own, *parallel, self.expert, self.is_sparse, tuple(sorted(self.scalars.items())))
+
+
+def check_names(params: Sequence[ParamInfo], tensors: Sequence[LogicalTensor]) -> None:
+    """Names are unique, and every slot belongs to a described parameter.
+
+    Raises:
+        CheckpointError: names the first that is not so.
+    """
+    described: set[str] = set()
+    for param in params:
+        if param.name in described:
+            msg = f"parameter {param.name!r} is described twice"
+            raise CheckpointError(msg)
+        described.add(param.name)
+    seen: set[tuple[str, str]] = set()
+    for tensor in tensors:
+        if (tensor.name, tensor.slot) in seen:
+            msg = f"tensor {tensor.label} is passed twice; tied parameters are stored once and listed as aliases"
+            raise CheckpointError(msg)
+        seen.add((tensor.name, tensor.slot))
+        if tensor.slot != schema.BUFFER_SLOT and tensor.name not in described:
+            msg = f"tensor {tensor.label} belongs to no described parameter; pass a ParamInfo for {tensor.name!r}"
+            raise CheckpointError(msg)
+
+
+def check_pieces(tensors: Sequence[LogicalTensor]) -> None:
+    """This rank's pieces lie inside their tensors and are plain flat CPU memory of the right dtype.
+
+    Raises:
+        CheckpointError: names the first piece that does not.
+    """
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            problem = _piece_problem(tensor, piece)
+            if problem:
+                msg = f"tensor {tensor.label}: the piece at element {piece.start} {problem}"
+                raise CheckpointError(msg)
+
+
+def _piece_problem(tensor: LogicalTensor, piece: Piece) -> str:
+    values = piece.values
+    if values.dim() != 1 or not values.is_contiguous():
+        return f"has shape {tuple(values.shape)} and strides {values.stride()}; pass a flat contiguous tensor"
+    if values.device.type != "cpu":
+        return f"is on {values.device}; copy it to the CPU first"
+    name = str(values.dtype).removeprefix("torch.")
+    if name != tensor.dtype_name:
+        return f"has dtype {name}, the tensor {tensor.dtype_name}; convert it or declare that dtype"
+    if piece.start < 0 or piece.stop > tensor.numel:
+        return f"ends at {piece.stop}, outside the {tensor.numel} elements of shape {tensor.shape}"
+    return ""
+
+
+def local_ranges(tensors: Sequence[LogicalTensor]) -> np.ndarray:
+    """This rank's non-empty pieces as rows (index of the tensor, first element, one past the last).
+
+    Shapes:
+        result: int64 [pieces, 3]
+    """
+    rows = [(i, piece.start, piece.stop) for i, tensor in enumerate(tensors) for piece in tensor.pieces]
+    table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    return table[table[:, 1] < table[:, 2]]
+
+
+def check_coverage(tensors: Sequence[LogicalTensor], ranges_by_rank: Sequence[np.ndarray]) -> None:
+    """The pieces of all ranks cover every tensor exactly once.
+
+    Raises:
+        CheckpointError: names the tensor, the range, and the ranks that overlap.
+    """
+    counts = [len(table) for table in ranges_by_rank]
+    ranks = np.repeat(np.arange(len(counts)), counts)
+    rows = np.concatenate(ranges_by_rank) if ranges_by_rank else np.empty((0, 3), np.int64)
+    order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))
+    rows, ranks = rows[order], ranks[order]
+    firsts = np.searchsorted(rows[:, 0], np.arange(len(tensors) + 1))
+    for index, tensor in enumerate(tensors):
+        own = slice(firsts[index], firsts[index + 1])
+        _check_cover(tensor, rows[own, 1], rows[own, 2], ranks[own])
+
+
+def _check_cover(tensor: LogicalTensor, starts: np.ndarray, stops: np.ndarray, ranks: np.ndarray) -> None:
+    begins = np.concatenate([starts, [tensor.numel]])
+    ends = np.concatenate([[0], stops])
+    wrong = np.flatnonzero(begins != ends)
+    if len(wrong) == 0:
+        return
+    at = int(wrong[0])
+    if begins[at] > ends[at]:
+        msg = f"tensor {tensor.label} has a hole: no rank passed the elements [{ends[at]}, {begins[at]})"
+        raise CheckpointError(msg)
+    overlap = f"[{begins[at]}, {min(int(ends[at]), int(stops[at]))})"
+    who = f"ranks {ranks[at - 1]} and {ranks[at]}" if ranks[at - 1] != ranks[at] else f"rank {ranks[at]} twice"
+    msg = f"tensor {tensor.label} overlaps: the elements {overlap} were passed by {who}; exactly one rank may"
+    raise CheckpointError(msg)
+
+
+def first_difference(mine: Sequence[object], reference: Sequence[object]) -> str:
+    """Describe the first entry in which two lists of identities differ, or ""."""
+    for index, (own, other) in enumerate(zip(mine, reference, strict=False)):
+        if own != other:
+            return f"entry {index} is {own} here and {other} on rank 0"
+    if len(mine) != len(reference):
+        return f"{len(mine)} entries here and {len(reference)} on rank 0"
+    return ""

@@ -1,0 +1,168 @@
+"""manifest.json: the last file of a save; a tag without a complete and matching manifest is no checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt import schema
+from mpispeed.ckpt.errors import CorruptCheckpoint, IncompleteCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file of a checkpoint must be.
+
+    Attributes:
+        bytes: its size.
+        crc32c: checksum of all its bytes.
+        index_extents: (start, length) of the ranges that hold no aligned payload: HDF5's own metadata,
+            checksums and small tensors.
+        index_crc32c: checksum of those ranges in order; lets a reader trust the offsets without
+            reading the payload.
+
+    Units:
+        bytes
+    """
+
+    bytes: int
+    crc32c: int
+    index_extents: tuple[tuple[int, int], ...] = ()
+    index_crc32c: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Content of manifest.json."""
+
+    tag: str
+    global_step: int
+    uuid: str
+    created: str
+    layout: dict[str, Any]
+    files: dict[str, FileRecord]
+    version: tuple[int, int] = schema.VERSION
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(record.bytes for record in self.files.values())
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json under another name, then move it in place; both reach the disk.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    content = {"format": schema.FORMAT, **asdict(manifest), "complete": True}
+    content["digest"] = _digest(content)
+    temporary = folder / f"{schema.MANIFEST_FILE}.tmp"
+    write_durably(temporary, json.dumps(content, indent=1) + "\n")
+    temporary.rename(folder / schema.MANIFEST_FILE)
+    sync_folder(folder)
+
+
+def read(folder: Path) -> Manifest:
+    """Read and check manifest.json.
+
+    Raises:
+        IncompleteCheckpoint: there is none, or it does not say that the save completed.
+        CorruptCheckpoint: it is not what was written.
+        CheckpointError: it is of another format or a newer major version.
+    """
+    path = folder / schema.MANIFEST_FILE
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        msg = f"{folder} has no {schema.MANIFEST_FILE}: the save that made it never finished; load another tag"
+        raise IncompleteCheckpoint(msg) from None
+    except ValueError as failure:
+        msg = f"{path} is damaged: {failure}"
+        raise CorruptCheckpoint(msg) from failure
+    if not isinstance(content, dict) or content.get("format") != schema.FORMAT:
+        msg = f"{path} is not the manifest of a {schema.FORMAT}"
+        raise CorruptCheckpoint(msg)
+    digest = content.pop("digest", None)
+    if digest != _digest(content):
+        msg = f"{path} is damaged: its content does not match its digest"
+        raise CorruptCheckpoint(msg)
+    if not content.pop("complete", False):
+        msg = f"{path} says that the save never finished; load another tag"
+        raise IncompleteCheckpoint(msg)
+    major, minor = content["version"]
+    schema.check_version((major, minor), str(path))
+    return _from_content(path, content, (major, minor))
+
+
+def _from_content(path: Path, content: dict[str, Any], version: tuple[int, int]) -> Manifest:
+    try:
+        files = {
+            name: FileRecord(
+                record["bytes"],
+                record["crc32c"],
+                tuple((start, length) for start, length in record["index_extents"]),
+                record["index_crc32c"],
+            )
+            for name, record in content["files"].items()
+        }
+        known = {name: content[name] for name in ("tag", "global_step", "uuid", "created", "layout")}
+    except (KeyError, TypeError, ValueError) as failure:
+        msg = f"{path} lacks what format {version[0]}.{version[1]} requires: {failure}"
+        raise CheckpointError(msg) from failure
+    return Manifest(**known, files=files, version=version)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Every file of the checkpoint is there in its full size.
+
+    Raises:
+        CorruptCheckpoint: names the first file that is not.
+    """
+    for name, record in manifest.files.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            msg = f"{path} is missing: the checkpoint {manifest.tag!r} is not usable"
+            raise CorruptCheckpoint(msg) from None
+        if found != record.bytes:
+            what = "truncated" if found < record.bytes else "longer than it was"
+            msg = f"{path} is {what}: {found} bytes, saved were {record.bytes}"
+            raise CorruptCheckpoint(msg)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    text = json.dumps({k: v for k, v in content.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
+    return "blake2b:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file and wait until it is on the disk."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file that others wrote is on the disk."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

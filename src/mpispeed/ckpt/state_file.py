@@ -1,0 +1,105 @@
+"""state.h5: counters, schedules, generators, client state and config; small, written by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpispeed.ckpt import hdf5, schema, tree
+from mpispeed.ckpt.model_file import translated
+
+#: what a generator state may be passed as
+RngBytes = Any
+
+
+def rng_bytes(value: RngBytes) -> bytes:
+    """The state of one generator as bytes, from bytes, a uint8 array or a uint8 tensor."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    array = np.asarray(value)
+    if array.dtype != np.uint8:
+        msg = f"generator states are bytes or uint8 arrays, found {array.dtype}"
+        raise TypeError(msg)
+    return array.tobytes()
+
+
+def write(
+    path: Path,
+    *,
+    tag: str,
+    global_step: int,
+    state: Mapping[str, Any],
+    config_json: str,
+    rng_by_rank: Sequence[Mapping[str, bytes]],
+    layout: Mapping[str, Any],
+) -> None:
+    """Write the whole of state.h5.
+
+    Args:
+        path: the new file.
+        tag: the tag it belongs to.
+        global_step: the step it belongs to.
+        state: a typed tree; every top-level name becomes a group or attribute of `/state`.
+        config_json: the configuration text as used.
+        rng_by_rank: for every rank, generator kind -> bytes of its state.
+        layout: sizes of the axes; says to which coordinates the ranks of the generators belong.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    with hdf5.create_plain(path) as file:
+        file.attrs["format"] = schema.FORMAT
+        file.attrs["version"] = np.array(schema.VERSION, np.int64)
+        file.attrs["tag"] = tag
+        file.attrs["global_step"] = np.int64(global_step)
+        file.attrs["endian"] = "little"
+        tree.write(file, schema.CONFIG, {"json": config_json})
+        tree.write(file, schema.STATE, dict(state))
+        generators = file[schema.STATE].create_group(schema.RNG)
+        for kind in sorted({kind for own in rng_by_rank for kind in own}):
+            rows = [own.get(kind, b"") for own in rng_by_rank]
+            table = np.zeros((len(rows), max(map(len, rows))), np.uint8)
+            for row, raw in zip(table, rows, strict=True):
+                row[: len(raw)] = np.frombuffer(raw, np.uint8)
+            made = generators.create_dataset(schema.escape(kind), data=table)
+            made.attrs["lengths"] = np.array([len(raw) for raw in rows], np.int64)
+            made.attrs["axis"] = ",".join(layout.get("axes", {}))
+
+
+def read_state(path: Path, make_tensor: tree.TensorMaker | None = None) -> dict[str, Any]:
+    """The state tree without the generators.
+
+    Raises:
+        CorruptCheckpoint: the file cannot be read.
+    """
+    with translated(path), hdf5.open_reading(path) as file:
+        value: dict[str, Any] = tree.read(file, schema.STATE, make_tensor)
+        return value
+
+
+def read_config(path: Path) -> str:
+    """The configuration text.
+
+    Raises:
+        CorruptCheckpoint: the file cannot be read.
+    """
+    with translated(path), hdf5.open_reading(path) as file:
+        return str(tree.read(file, schema.CONFIG)["json"])
+
+
+def read_rng(path: Path) -> dict[str, list[bytes]]:
+    """Generator kind -> state of every rank that saved; empty bytes for a rank that had none.
+
+    Raises:
+        CorruptCheckpoint: the file cannot be read.
+    """
+    with translated(path), hdf5.open_reading(path) as file:
+        return {
+            schema.unescape(kind): [
+                row[:length].tobytes() for row, length in zip(stored[()], stored.attrs["lengths"], strict=True)
+            ]
+            for kind, stored in file[schema.STATE][schema.RNG].items()
+        }

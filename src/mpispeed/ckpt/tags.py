@@ -1,0 +1,299 @@
+"""Tags: which checkpoints a folder holds, which is the latest, and how a finished one is published."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpispeed.base.errors import CheckpointError, ConfigError
+from mpispeed.base.registry import suggest
+from mpispeed.ckpt import manifest as manifests
+from mpispeed.ckpt import schema
+from mpispeed.ckpt.errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    NoCheckpoint,
+    TagMismatch,
+    TagNotFound,
+)
+from mpispeed.ckpt.manifest import Manifest
+
+if TYPE_CHECKING:
+    from mpispeed.mesh.comm import Comm
+
+log = logging.getLogger(__name__)
+
+#: leaves room for the prefix and suffix of work folders within the usual 255 bytes of a file name
+_TAG_BYTES = 200
+_DIGEST_PREFIX = "blake2b:"
+_WORK_FOLDER = re.compile(r"^\.(?P<tag>.+)\.(?P<role>tmp|old)-(?P<uuid>[0-9a-f]{32})$")
+_SHOWN_TAGS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TagEntry:
+    """One row of a listing.
+
+    Attributes:
+        tag: the tag.
+        path: its folder.
+        status: "ok", "partial" (never committed), "corrupt" (a file is missing or of another size) or
+            "recoverable" (the old copy of an overwrite that was interrupted).
+        problem: why the status is not "ok".
+        manifest: what the tag says about itself, if that can be read.
+        is_latest: True if `latest` names it.
+    """
+
+    tag: str
+    path: Path
+    status: str
+    problem: str = ""
+    manifest: Manifest | None = None
+    is_latest: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its files on disk."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+
+def check_tag(tag: str) -> str:
+    """Return `tag` if it can name a folder and be read back from `latest`.
+
+    Raises:
+        CheckpointError: says what is wrong with it.
+    """
+    problem = ""
+    if not tag or tag != tag.strip() or not tag.isprintable():
+        problem = "is empty, starts or ends with a space, or has control characters"
+    elif tag.startswith(".") or "/" in tag:
+        problem = 'starts with "." or contains "/"'
+    elif tag.startswith(schema.LATEST_FILE):
+        problem = f'starts with "{schema.LATEST_FILE}", which is the file that names the newest tag'
+    elif len(tag.encode(errors="replace")) > _TAG_BYTES:
+        problem = f"is longer than {_TAG_BYTES} bytes"
+    if problem:
+        msg = f"checkpoint tag {tag!r} {problem}; choose another tag"
+        raise CheckpointError(msg)
+    return tag
+
+
+def check_same_tag(comm: Comm, tag: str, mode: str) -> str:
+    """Compare the tags of all ranks and return rank 0's, which is the one to use.
+
+    Args:
+        comm: all ranks that save.
+        tag: this rank's tag.
+        mode: "ignore", "warn" or "fail", in any case.
+
+    Collective over: comm.
+
+    Raises:
+        ConfigError: `mode` is another word.
+        TagMismatch: tags differ and `mode` is "fail"; raised on every rank.
+    """
+    word = mode.lower()
+    if word not in ("ignore", "warn", "fail"):
+        msg = f"checkpoint.tag_validation is {mode!r}; it may be Ignore, Warn or Fail"
+        raise ConfigError(msg)
+    if word == "ignore":
+        return str(comm.share(tag))
+    tags = [str(other) for other in comm.gather_objects(tag)]
+    odd = {rank: other for rank, other in enumerate(tags) if other != tags[0]}
+    if odd:
+        some = ", ".join(f"rank {rank} has {other!r}" for rank, other in list(odd.items())[:_SHOWN_TAGS])
+        msg = f"ranks save under different tags: rank 0 has {tags[0]!r}, {some}; pass the same tag everywhere"
+        if word == "fail":
+            raise TagMismatch(msg)
+        if comm.rank == 0:
+            log.warning("%s; the tag of rank 0 is used", msg)
+    return tags[0]
+
+
+def read_latest(folder: Path) -> str | None:
+    """The tag that `latest` names; None when there is no such file.
+
+    Raises:
+        CorruptCheckpoint: the file is empty or its digest line does not fit.
+    """
+    path = folder / schema.LATEST_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").strip().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as failure:
+        msg = f"{path} is damaged: {failure}.{_valid_tags(folder)}"
+        raise CorruptCheckpoint(msg) from failure
+    tag = lines[0].strip() if lines else ""
+    # a file of one line, as DeepSpeed or a person writes it, has no digest
+    if not tag or (len(lines) > 1 and lines[1].strip() != _tag_digest(tag)):
+        what = "its digest line does not match the tag" if tag else "it is empty"
+        msg = f"{path} is damaged: {what}.{_valid_tags(folder)} Pass a tag or write one into the file"
+        raise CorruptCheckpoint(msg)
+    return tag
+
+
+def write_latest(folder: Path, tag: str, uuid: str) -> None:
+    """Make `latest` name `tag`, at once or not at all.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    temporary = folder / f".{schema.LATEST_FILE}.tmp-{uuid}"
+    try:
+        manifests.write_durably(temporary, f"{tag}\n{_tag_digest(tag)}\n")
+        temporary.rename(folder / schema.LATEST_FILE)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    manifests.sync_folder(folder)
+
+
+def _tag_digest(tag: str) -> str:
+    return _DIGEST_PREFIX + hashlib.blake2b(tag.encode(), digest_size=16).hexdigest()
+
+
+def list_tags(folder: Path) -> list[TagEntry]:
+    """All checkpoints of a folder, work folders of unfinished saves included, by step and time.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    try:
+        latest = read_latest(folder)
+    except CorruptCheckpoint:
+        latest = None
+    entries = [_entry(path, latest) for path in folder.iterdir() if path.is_dir()]
+    found = [entry for entry in entries if entry is not None]
+    return sorted(found, key=_age)
+
+
+def _age(entry: TagEntry) -> tuple[bool, int, str, str]:
+    known = entry.manifest
+    return (known is None, known.global_step if known else 0, known.created if known else "", entry.path.name)
+
+
+def _entry(path: Path, latest: str | None) -> TagEntry | None:
+    work = _WORK_FOLDER.match(path.name)
+    if work is None and (path.name.startswith(".") or not _looks_like_checkpoint(path)):
+        return None
+    tag = work["tag"] if work else path.name
+    if work and work["role"] == "old" and (path.parent / tag).exists():
+        return TagEntry(tag, path, "partial", "left over from an overwrite")
+    try:
+        known = manifests.read(path)
+        manifests.check_sizes(path, known)
+    except IncompleteCheckpoint as failure:
+        return TagEntry(tag, path, "partial", str(failure))
+    except CheckpointError as failure:
+        return TagEntry(tag, path, "corrupt", str(failure))
+    if work:
+        status = "recoverable" if work["role"] == "old" else "partial"
+        return TagEntry(tag, path, status, "never moved to its place", known)
+    return TagEntry(tag, path, "ok", "", known, is_latest=tag == latest)
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    return any((path / name).exists() for name in (schema.MANIFEST_FILE, schema.MODEL_FILE, schema.STATE_FILE))
+
+
+def resolve(folder: Path, tag: str | None) -> tuple[Path, str]:
+    """The folder and the name of the tag to open.
+
+    `folder` may be the tag's own folder when `tag` is None. The old copy of an overwrite that was
+    interrupted between its two renames is found under its tag.
+
+    Raises:
+        NoCheckpoint: no tag was given and there is no `latest`.
+        TagNotFound: there is no such tag; lists those there are.
+        CorruptCheckpoint: `latest` is damaged.
+    """
+    if tag is None and _looks_like_checkpoint(folder):
+        work = _WORK_FOLDER.match(folder.name)
+        return folder, work["tag"] if work else folder.name
+    wanted = read_latest(folder) if tag is None else str(tag)
+    if wanted is None:
+        what = f'no file "{schema.LATEST_FILE}" in it' if folder.is_dir() else "no such folder"
+        msg = f"nothing to load from {folder}: {what}.{_valid_tags(folder)}"
+        raise NoCheckpoint(msg)
+    is_name = wanted not in ("", ".", "..") and "/" not in wanted and "\0" not in wanted
+    if is_name and (folder / wanted).is_dir():
+        return folder / wanted, wanted
+    old = _interrupted(folder, wanted)
+    if old is not None:
+        log.warning("tag %r was being overwritten when its job ended; its previous content %s is used", wanted, old)
+        return old, wanted
+    source = f'named by "{schema.LATEST_FILE}"' if tag is None else "asked for"
+    msg = f"checkpoint tag {wanted!r}, {source}, is not in {folder}.{_valid_tags(folder, wanted)}"
+    raise TagNotFound(msg)
+
+
+def _interrupted(folder: Path, tag: str) -> Path | None:
+    for path in sorted(folder.glob(".*.old-*")):
+        work = _WORK_FOLDER.match(path.name)
+        if work and work["tag"] == tag:
+            with contextlib.suppress(CheckpointError):
+                manifests.check_sizes(path, manifests.read(path))
+                return path
+    return None
+
+
+def _valid_tags(folder: Path, wanted: str = "") -> str:
+    if not folder.is_dir():
+        return ""
+    tags = [entry.tag for entry in list_tags(folder) if entry.status in ("ok", "recoverable")]
+    if not tags:
+        return " It holds no complete checkpoint."
+    near = suggest(wanted, tags, _SHOWN_TAGS) if wanted else []
+    rest = [tag for tag in reversed(tags) if tag not in near]
+    shown = (near + rest)[:_SHOWN_TAGS]
+    more = f" and {len(tags) - len(shown)} more" if len(tags) > len(shown) else ""
+    return f" Complete tags, {'nearest' if near else 'newest'} first: {', '.join(shown)}{more}."
+
+
+def publish(work: Path, final: Path, uuid: str, *, overwrite: bool) -> None:
+    """Move a finished work folder to its place.
+
+    Raises:
+        CheckpointError: the place is taken and `overwrite` is False.
+        OSError: the file system refuses; what was there before is still there.
+    """
+    old = final.with_name(f".{final.name}.old-{uuid}")
+    if final.exists():
+        refuse_taken(final, overwrite=overwrite)
+        final.rename(old)
+    try:
+        # renaming onto a folder with content fails, so a second job's tag is never mixed with ours
+        work.rename(final)
+    except OSError:
+        if old.exists() and not final.exists():
+            old.rename(final)
+        raise
+    manifests.sync_folder(final.parent)
+    for stale in _old_copies(final):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def _old_copies(final: Path) -> Iterable[Path]:
+    for path in list(final.parent.glob(".*.old-*")):
+        work = _WORK_FOLDER.match(path.name)
+        if work and work["tag"] == final.name:
+            yield path
+
+
+def refuse_taken(final: Path, *, overwrite: bool) -> None:
+    """Complain if a tag exists and may not be replaced.
+
+    Raises:
+        CheckpointError: it exists and `overwrite` is False.
+    """
+    if final.exists() and not overwrite:
+        msg = f"checkpoint tag {final.name!r} exists already in {final.parent}; choose another tag or pass overwrite=True"
+        raise CheckpointError(msg)
