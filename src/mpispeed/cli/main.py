@@ -13,6 +13,7 @@ from mpispeed.base.errors import MpispeedError
 # name -> (module, attribute, short help); the help stands here so that `mpispeed --help` imports no sub-command
 COMMANDS = {
     "run": ("mpispeed.cli.run", "run", "Start a training script on N ranks."),
+    "config": ("mpispeed.cli.config", "config", "Check and explain configuration files."),
     "doctor": ("mpispeed.cli.doctor", "doctor", "Show what is usable on this machine, and why the rest is not."),
 }
 

@@ -1,0 +1,119 @@
+"""The command: a fast start without torch, pass-through of the script's options, exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import mpispeed
+from mpispeed.cli import doctor as doctor_module
+from mpispeed.cli.main import COMMANDS, LazyGroup, cli
+from mpispeed.launch.mpirun import Family, Mpirun
+
+HEAVY = ("torch", "numpy", "pydantic", "h5py", "mpi4py", "rich")
+
+
+def call(*words, timeout=60):
+    return subprocess.run(
+        [sys.executable, "-m", "mpispeed.cli.main", *words], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def test_start_imports_nothing_heavy():
+    code = "import sys, mpispeed.cli.main, mpispeed.cli.run, mpispeed.launch; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(HEAVY) & set(done.stdout.split())
+
+
+def test_help_lists_every_command():
+    done = CliRunner().invoke(cli, ["--help"])
+    assert done.exit_code == 0
+    for name, (_, _, text) in COMMANDS.items():
+        assert name in done.output
+        assert text.split()[0] in done.output
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_can_be_imported_and_explains_itself(name):
+    assert isinstance(cli, LazyGroup)
+    done = CliRunner().invoke(cli, [name, "--help"])
+    assert done.exit_code == 0, done.output
+    assert "Usage:" in done.output
+
+
+def test_unknown_command_is_refused():
+    done = CliRunner().invoke(cli, ["trian"])
+    assert done.exit_code == 2
+    assert "trian" in done.output
+
+
+def test_version_is_that_of_the_package():
+    assert call("--version").stdout.strip() == f"mpispeed {mpispeed.__version__}"
+
+
+def test_missing_script_is_one_line_and_exit_code_2():
+    done = call("run", "-n", "2", "no/such.py", "--lr", "1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "there is no script no/such.py" in done.stderr
+
+
+def test_dry_run_passes_the_scripts_options_through(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(9)")
+    done = call("run", "-n", "3", "--dry-run", "--debug", str(script), "--lr", "3", "-n", "5", "--dry-run")
+    assert done.returncode == 0
+    assert done.stdout.endswith(f"-n 3 {sys.executable} -m mpi4py {script} --lr 3 -n 5 --dry-run\n")
+    assert "MPISPEED_DEBUG=1" in done.stdout
+
+
+def test_runs_ranks_and_returns_the_code_of_the_job(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nfrom mpi4py import MPI\n"
+        "print(MPI.COMM_WORLD.allreduce(1), *sys.argv[1:], flush=True)\nsys.exit(int(sys.argv[2]))"
+    )
+    done = call("run", "-n", "2", str(script), "--code", "0")
+    assert sorted(done.stdout.split("\n")) == ["", "2 --code 0", "2 --code 0"]
+    assert done.returncode == 0
+    assert call("run", "-n", "2", str(script), "--code", "6").returncode == 6
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1:\n    raise ValueError('broken')\nMPI.COMM_WORLD.Barrier()"
+    )
+    done = call("run", "-n", "2", str(script))
+    assert done.returncode != 0
+    assert "ValueError: broken" in done.stderr
+
+
+def test_doctor_reports_what_is_needed():
+    done = call("doctor", "--json", timeout=300)
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    for name in ("Python", "torch", "MPI library", "mpirun", "world of 2", "HDF5", "cores", "nvcc", "pycuda"):
+        assert findings[name]["detail"]
+    assert all(finding["is_usable"] for finding in findings.values() if finding["is_needed"])
+    assert any(name.startswith("compiled ") for name in findings)
+
+
+def test_doctor_sees_ranks_that_are_alone(tmp_path):
+    alone = tmp_path / "mpirun"
+    alone.write_text('#!/bin/sh\nwhile [ "$1" != -n ]; do shift; done; shift 2\n"$@"; "$@"\n')
+    alone.chmod(0o755)
+    finding = doctor_module._check_world(Mpirun(alone, Family.MPICH))
+    assert not finding.is_usable
+    assert "different MPIs" in finding.detail
+
+
+def test_doctor_exits_with_1_when_something_needed_is_missing(monkeypatch):
+    missing = doctor_module.Finding("torch", False, "not there", True)
+    monkeypatch.setattr(doctor_module, "CHECKS", (lambda: [missing],))
+    done = CliRunner().invoke(doctor_module.doctor, [])
+    assert done.exit_code == 1
+    assert done.output.split() == ["MISSING", "torch", "not", "there"]
