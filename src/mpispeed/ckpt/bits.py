@@ -21,7 +21,8 @@ def as_bytes(values: torch.Tensor) -> memoryview:
     flat = values.detach()
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
-    return memoryview(flat.view(torch.uint8).numpy())
+    view: memoryview = flat.view(torch.uint8).numpy().data
+    return view
 
 
 def as_array(values: torch.Tensor) -> np.ndarray:

@@ -96,11 +96,7 @@ def create(
     """
     data = np.full(len(tensors), -1, np.int64)
     tables = np.full(len(tensors), -1, np.int64)
-    slots: dict[str, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        slots.setdefault(tensor.name, []).append(index)
-    for indices in slots.values():
-        indices.sort(key=lambda i: schema.slot_order(tensors[i].slot))
+    slots = _slots_by_name(tensors)
     with hdf5.Builder(path) as build:
         _root_attributes(build, tag, global_step)
         homes = {name: build.group(build.root, name) for name in (schema.PARAMS, schema.BUFFERS)}
@@ -110,21 +106,30 @@ def create(
             group = build.group(homes[schema.PARAMS], schema.escape(param.name))
             _param_attributes(build, group, param)
             for i in slots.get(param.name, []):
-                if tensors[i].slot != schema.BUFFER_SLOT:
-                    data[i] = build.dataset(group, schema.escape(tensors[i].slot), tensors[i].shape, tensors[i].dtype_name)
+                tensor = tensors[i]
+                if tensor.slot != schema.BUFFER_SLOT:
+                    data[i] = build.dataset(group, schema.escape(tensor.slot), tensor.shape, tensor.dtype_name)
         for name in sorted(slots):
             group = build.group(sums, schema.escape(name))
             for i in slots[name]:
                 tensor = tensors[i]
                 if tensor.slot == schema.BUFFER_SLOT:
-                    data[i] = build.dataset(
-                        homes[schema.BUFFERS], schema.escape(name), tensor.shape, tensor.dtype_name
-                    )
+                    home = homes[schema.BUFFERS]
+                    data[i] = build.dataset(home, schema.escape(name), tensor.shape, tensor.dtype_name)
                 blocks = (schema.block_count(tensor.size_bytes),)
                 tables[i] = build.dataset(group, schema.escape(tensor.slot), blocks, "uint32")
         for alias in sorted(aliases):
             build.attribute(alias_group, schema.escape(alias), aliases[alias])
     return Offsets(data, tables)
+
+
+def _slots_by_name(tensors: Sequence[LogicalTensor]) -> dict[str, list[int]]:
+    slots: dict[str, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        slots.setdefault(tensor.name, []).append(index)
+    for indices in slots.values():
+        indices.sort(key=lambda i: schema.slot_order(tensors[i].slot))
+    return slots
 
 
 def _root_attributes(build: hdf5.Builder, tag: str, global_step: int) -> None:
@@ -186,8 +191,8 @@ def read_index(path: Path) -> Index:
             raise CheckpointError(msg)
         major, minor = (int(part) for part in attributes["version"])
         schema.check_version((major, minor), str(path))
-        params = {}
-        tensors = {}
+        params: dict[str, ParamInfo] = {}
+        tensors: dict[tuple[str, str], StoredTensor] = {}
         sums = file[schema.INTEGRITY]
         for stored, group in file[schema.PARAMS].items():
             param = _read_param(schema.unescape(stored), group)

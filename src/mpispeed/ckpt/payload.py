@@ -201,7 +201,7 @@ def read_table(handle: int, path: Path, tensor: StoredTensor) -> np.ndarray:
         CorruptCheckpoint: the file ends too early.
     """
     table = np.zeros(schema.block_count(tensor.size_bytes), _TABLE_DTYPE)
-    if len(table) and read_at(handle, memoryview(table).cast("B"), tensor.table_offset) < table.nbytes:
+    if len(table) and read_at(handle, table.data.cast("B"), tensor.table_offset) < table.nbytes:
         msg = f"{path} is truncated in the checksums of {tensor.name}/{tensor.slot}"
         raise CorruptCheckpoint(msg)
     return table

@@ -216,7 +216,8 @@ def _check_same_content(comm: Comm, request: _Request) -> None:
 
     Collective over: comm.
     """
-    mine = [entry.identity() for entry in (*request.params, *request.tensors)]
+    mine: list[tuple[object, ...]] = [param.identity() for param in request.params]
+    mine += [tensor.identity() for tensor in request.tensors]
     mine += [("alias", *pair) for pair in sorted(request.aliases.items())]
     digests = comm.gather_objects(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest())
     if len(set(digests)) == 1:

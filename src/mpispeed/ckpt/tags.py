@@ -295,5 +295,5 @@ def refuse_taken(final: Path, *, overwrite: bool) -> None:
         CheckpointError: it exists and `overwrite` is False.
     """
     if final.exists() and not overwrite:
-        msg = f"checkpoint tag {final.name!r} exists already in {final.parent}; choose another tag or pass overwrite=True"
+        msg = f"checkpoint tag {final.name!r} exists already in {final.parent}; choose another or pass overwrite=True"
         raise CheckpointError(msg)

@@ -168,7 +168,7 @@ def _packed(values: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
     kinds = set(map(type, values))
     if kinds == {float}:
         return np.array(values, np.float64)
-    if kinds == {int} and -(2**63) <= min(values) and max(values) < 2**63:
+    if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
         return np.array(values, np.int64)
     return None
 

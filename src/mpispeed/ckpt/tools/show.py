@@ -1,0 +1,137 @@
+"""What `ckpt show` tells about one checkpoint; reads names, attributes and state, no parameter elements."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpispeed.ckpt import manifest as manifests
+from mpispeed.ckpt import model_file, schema, state_file, tags
+from mpispeed.ckpt.manifest import Manifest
+from mpispeed.ckpt.model_file import Index
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A checkpoint as far as it can be known without reading elements."""
+
+    path: Path
+    tag: str
+    manifest: Manifest
+    index: Index
+
+
+def split_location(location: str) -> tuple[Path, str | None]:
+    """Folder and tag from "DIR" or "DIR:tag"; a path that exists as written is a folder."""
+    whole = Path(location)
+    folder, colon, tag = location.rpartition(":")
+    if whole.exists() or not colon or not folder or not tag:
+        return whole, None
+    return Path(folder), tag
+
+
+def describe(location: str) -> Description:
+    """Find and describe the checkpoint at "DIR" (its latest), "DIR:tag", or a tag's own folder.
+
+    Raises:
+        NoCheckpoint: no tag was given and there is no `latest`.
+        TagNotFound: there is no such tag.
+        IncompleteCheckpoint: it was never committed.
+        CorruptCheckpoint: a file is missing, of another size, or not readable.
+    """
+    path, tag = tags.resolve(*split_location(location))
+    manifest = manifests.read(path)
+    manifests.check_sizes(path, manifest)
+    return Description(path, tag, manifest, model_file.read_index(path / schema.MODEL_FILE))
+
+
+def rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
+    """One row per parameter, buffer and alias whose name fits.
+
+    Args:
+        index: of a checkpoint.
+        pattern: shell-style (`layers.*.weight`); without wildcards, a part of the name; empty for all.
+
+    Returns:
+        Rows with the keys name, shape, dtype, kind, tp_kind, group, step, slots (name -> dtype) and bytes.
+    """
+    slots: dict[str, dict[str, str]] = {}
+    sizes: dict[str, int] = {}
+    for (name, slot), tensor in index.tensors.items():
+        if slot != schema.BUFFER_SLOT:
+            slots.setdefault(name, {})[slot] = tensor.dtype
+            sizes[name] = sizes.get(name, 0) + tensor.size_bytes
+    found = [
+        _row(name, info.shape, str(info.train_dtype), info.kind, slots.get(name, {}), sizes.get(name, 0))
+        | {"tp_kind": info.tp_kind, "group": info.param_group, "step": info.step}
+        for name, info in index.params.items()
+    ]
+    found += [
+        _row(name, tensor.shape, tensor.dtype, "buffer", {}, tensor.size_bytes)
+        for (name, slot), tensor in index.tensors.items()
+        if slot == schema.BUFFER_SLOT
+    ]
+    for alias, canonical in index.aliases.items():
+        info = index.params[canonical]
+        found.append(_row(alias, info.shape, str(info.train_dtype), f"alias of {canonical}", {}, 0))
+    return [row for row in found if _fits(row["name"], pattern)]
+
+
+def _row(name: str, shape: tuple[int, ...], dtype: str, kind: str, slots: dict[str, str], size: int) -> dict[str, Any]:
+    shared = {"name": name, "shape": list(shape), "dtype": dtype, "kind": kind, "tp_kind": None, "group": None}
+    return shared | {"step": None, "slots": slots, "bytes": size}
+
+
+def _fits(name: str, pattern: str) -> bool:
+    if any(sign in pattern for sign in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    return pattern in name
+
+
+def state(description: Description) -> dict[str, Any]:
+    """The state tree and the generators as JSON values; arrays and tensors are described, not listed.
+
+    Raises:
+        CorruptCheckpoint: state.h5 cannot be read.
+    """
+    path = description.path / schema.STATE_FILE
+    plain: dict[str, Any] = _plain(state_file.read_state(path, _describe_tensor))
+    plain[schema.RNG] = {
+        kind: f"{len(rows)} ranks, {max(map(len, rows), default=0)} bytes each"
+        for kind, rows in state_file.read_rng(path).items()
+    }
+    return plain
+
+
+def config(description: Description) -> str:
+    """The configuration text of the run that saved.
+
+    Raises:
+        CorruptCheckpoint: state.h5 cannot be read.
+    """
+    return state_file.read_config(description.path / schema.STATE_FILE)
+
+
+def _describe_tensor(array: np.ndarray, dtype: str) -> str:
+    return f"tensor {dtype} {list(array.shape)}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype} {list(value.shape)}"
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
