@@ -11,22 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpispeed import comm, zero
-    from mpispeed.comm import init_distributed
-    from mpispeed.engine import Engine, add_config_arguments, initialize
+    from mpispeed.data.loader import RepeatingLoader
+    from mpispeed.engine import Engine, add_config_arguments, init_distributed, initialize
 
 __version__: str
 
 # public name -> module that has it; a module stands for itself
 _HOME = {
     "initialize": "mpispeed.engine",
-    "init_distributed": "mpispeed.comm",
+    "init_distributed": "mpispeed.engine",
     "add_config_arguments": "mpispeed.engine",
     "Engine": "mpispeed.engine",
     "comm": "mpispeed.comm",
+    "RepeatingLoader": "mpispeed.data.loader",
     "zero": "mpispeed.zero",
 }
 
-__all__ = ["Engine", "__version__", "add_config_arguments", "comm", "init_distributed", "initialize", "zero"]
+__all__ = [
+    "Engine",
+    "RepeatingLoader",
+    "__version__",
+    "add_config_arguments",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "zero",
+]
 
 
 def __getattr__(name: str) -> Any:

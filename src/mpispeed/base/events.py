@@ -17,8 +17,10 @@ class Event(enum.Enum):
 
     BATCH_START = "batch_start"  # micro_step, global_step, is_training
     FORWARD_END = "forward_end"  # seconds
-    BACKWARD_END = "backward_end"  # seconds, loss
-    STEP_END = "step_end"  # global_step, samples, loss, lr, norm, loss_scale, skipped, seconds
+    BACKWARD_END = "backward_end"  # seconds
+    # global_step, samples, loss (of rank 0), lr, norm, loss_scale, skipped, seconds (since the last step ended),
+    # update_seconds (of reduce, clip, update and publish)
+    STEP_END = "step_end"
     EVAL_END = "eval_end"  # global_step, samples, loss
     SAVE_END = "save_end"  # path, tag, seconds, bytes
     LOAD_END = "load_end"  # path, tag, seconds

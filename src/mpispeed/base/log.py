@@ -20,6 +20,7 @@ class RankFilter(logging.Filter):
         self.rank, self.size = rank, size
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Keep a record if it is for this rank; adds its rank and prefix."""
         record.rank = self.rank
         record.where = f"[{self.rank}] " if self.size > 1 else ""
         return self.rank == 0 or record.levelno >= logging.WARNING
@@ -28,7 +29,7 @@ class RankFilter(logging.Filter):
 def setup(rank: int, size: int, level: int = logging.INFO) -> None:
     """Give the package's logger a handler on stderr, once; later calls only change rank and level."""
     logger = logging.getLogger("mpispeed")
-    handlers = [h for h in logger.handlers if getattr(h, "is_mpispeed", False)]
+    handlers: list[logging.Handler] = [h for h in logger.handlers if getattr(h, "is_mpispeed", False)]
     if not handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.is_mpispeed = True  # type: ignore[attr-defined]

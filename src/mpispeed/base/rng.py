@@ -12,12 +12,13 @@ import torch
 
 def capture() -> dict[str, bytes]:
     """The state of all generators of this process, by kind, as plain bytes."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
-    version, words, gauss = random.getstate()
+    state = np.random.get_state(legacy=False)
+    head = {key: state[key] for key in ("bit_generator", "has_gauss", "gauss")}
+    version, numbers, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy": _pack({"name": name, "position": position, "has_gauss": has_gauss, "cached": cached}, keys),
-        "python": _pack({"version": version, "gauss": gauss}, np.asarray(words, dtype="<u4")),
+        "numpy": _pack({**head, "pos": state["state"]["pos"]}, state["state"]["key"]),
+        "python": _pack({"version": version, "gauss": gauss}, np.asarray(numbers, dtype="<u4")),
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
@@ -30,12 +31,21 @@ def restore(states: dict[str, bytes]) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
     if "numpy" in states:
         head, keys = _unpack(states["numpy"])
-        np.random.set_state((head["name"], keys, head["position"], head["has_gauss"], head["cached"]))
+        words = {"key": keys, "pos": head.pop("pos")}
+        np.random.set_state({**head, "state": words})
     if "python" in states:
         head, words = _unpack(states["python"])
         random.setstate((head["version"], tuple(int(w) for w in words), head["gauss"]))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8))
+
+
+def seed_all(*numbers: int) -> None:
+    """Seed all generators of this process from `numbers`; other numbers give unrelated streams."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 def _pack(head: dict[str, Any], words: np.ndarray) -> bytes:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError
-from mpispeed.config.load import LoadedConfig, parse, read_source
+from mpispeed.config.load import LoadedConfig, parse, read_source, validate
 from mpispeed.config.unavailable import require_available
 from mpispeed.engine.assemble import assemble
 from mpispeed.engine.engine import Engine
-from mpispeed.engine.plan import make_plan
+from mpispeed.engine.plan import Plan, make_plan
 from mpispeed.mesh.world import start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from torch import nn
@@ -48,8 +50,9 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> World:
-    """Join MPI, once per process. Rank and size come from the communicator; the arguments are accepted for
-    DeepSpeed scripts and need not be given.
+    """Join MPI, once per process.
+
+    Rank and size come from the communicator; the arguments are accepted for DeepSpeed scripts and have no effect.
 
     Collective over: all ranks of the job.
     """
@@ -77,11 +80,18 @@ def initialize(
 
     Args:
         args: may carry `deepspeed_config`, the path of the JSON.
+        model: the module to train; it is changed in place.
         optimizer: an optimizer over the model's parameters, or a callable that makes one; overrides the JSON.
         model_parameters: parameters or parameter groups; all trainable ones by default.
         training_data: a data set (map style or iterable) from which `engine.training_dataloader` is made.
         lr_scheduler: a scheduler, or a callable that makes one of the optimizer; overrides the JSON.
+        distributed_port: accepted; no effect.
+        mpu: must be None.
+        dist_init_required: accepted; no effect.
+        collate_fn: makes a batch of a list of samples; torch's by default.
         config: path, mapping, or base64 text; instead of `args.deepspeed_config`.
+        mesh_param: must be None.
+        config_params: the older name of `config`.
 
     Returns:
         (engine, optimizer, training_dataloader, lr_scheduler); absent members are None.
@@ -98,14 +108,8 @@ def initialize(
         msg = "mpispeed.initialize: mpu and mesh_param are not supported yet; all ranks are data parallel"
         raise ConfigError(msg)
     world = init_distributed()
-    loaded = _read_config(world, _config_source(args, config if config is not None else config_params))
-    require_available(loaded.config)
-    plan = make_plan(loaded.config, world.size, _floating_dtype(model))
-    digests = world.comm.gather_objects(plan.digest())
-    if len(set(digests)) > 1:
-        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        msg = f"ranks {odd[:8]} resolved another plan than rank 0: the configs passed in code differ between ranks"
-        raise ConfigError(msg)
+    source = _shared_source(world, args, config if config is not None else config_params)
+    loaded, plan = _resolve(world, source, model)
     _adopt_local_rank(args, world)
     parts = assemble(
         plan, loaded, world, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn=collate_fn
@@ -131,19 +135,56 @@ def _config_source(args: argparse.Namespace | None, config: Any) -> Any:
     return source
 
 
-def _read_config(world: World, source: Any) -> LoadedConfig:
-    """Rank 0 reads the bytes, all ranks parse the same bytes, so that all come to the same verdict."""
-    outcome: tuple[str, Any, str] = ("", None, "")
-    if world.rank == 0:
-        try:
-            text, where = read_source(source)
-            outcome = ("ok", text, where)
-        except ConfigError as error:
-            outcome = ("error", str(error), "")
-    kind, content, where = world.comm.share(outcome)
-    if kind == "error":
-        raise ConfigError(content)
-    return parse(content, where)
+def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -> tuple[Any, str]:
+    """What rank 0 read of a file, so that all ranks parse the same bytes; a mapping stays each rank's own.
+
+    Collective over: all ranks.
+    """
+    problem, content, where = "", None, ""
+    try:
+        source = _config_source(args, config)
+        if world.rank == 0 or isinstance(source, Mapping):
+            content, where = read_source(source)
+    except ConfigError as error:
+        problem = str(error)
+    _raise_first(world.comm.gather_objects(problem))
+    text, name = world.comm.share((content, where) if isinstance(content, str) else (None, where))
+    return (text, name) if text is not None else (content, where)
+
+
+def _resolve(world: World, source: tuple[Any, str], model: nn.Module) -> tuple[LoadedConfig, Plan]:
+    """Validate and plan; every rank comes to the same plan, or all raise.
+
+    Collective over: all ranks.
+    """
+    content, where = source
+    problem, digest, resolved = "", "", None
+    try:
+        loaded = parse(content, where) if isinstance(content, str) else validate(content, where)
+        require_available(loaded.config, loaded.where)
+        resolved = loaded, make_plan(loaded.config, world.size, _floating_dtype(model))
+        shapes = [(name, tuple(param.shape), param.dtype) for name, param in model.named_parameters()]
+        digest = resolved[1].digest() + hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+    except ConfigError as error:
+        problem = str(error)
+    outcomes = world.comm.gather_objects((problem, digest))
+    _raise_first([outcome[0] for outcome in outcomes])
+    odd = [rank for rank, outcome in enumerate(outcomes) if outcome[1] != outcomes[0][1]]
+    if odd or resolved is None:
+        msg = (
+            f"ranks {odd[:8]} have another plan than rank 0: the config or the model that is passed in code differs "
+            "between ranks; build both from equal values everywhere"
+        )
+        raise ConfigError(msg)
+    return resolved
+
+
+def _raise_first(problems: list[str]) -> None:
+    """Raise the first rank's problem on every rank; says which rank it was if not all have one."""
+    failed = [rank for rank, problem in enumerate(problems) if problem]
+    if failed:
+        first = problems[failed[0]]
+        raise ConfigError(first if len(failed) == len(problems) else f"{first} (on rank {failed[0]})")
 
 
 def _floating_dtype(model: torch.nn.Module) -> torch.dtype:

@@ -16,7 +16,7 @@ from mpispeed.data.loader import ShardedLoader
 from mpispeed.engine import step
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.engine.parts import Counters, Optimization, Parts
-from mpispeed.engine.progress import Progress
+from mpispeed.engine.reports import observe
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.topology import Topology
 from mpispeed.optim.choice import build
@@ -83,15 +83,14 @@ def assemble(
         scheduler = make_scheduler(plan, optimization, lr_scheduler, given=optimizer)
         parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, walker, scheduler)
     bus = Bus()
-    _observe(plan, loaded, bus, world)
     loader = None
     if training_data is not None:
         loader = make_loader(plan, mesh, training_data, collate_fn)
-    for row in plan.describe():
-        log.info("%-10s %s", *row)
-    return Parts(
+    parts = Parts(
         plan, mesh, model, table, params, bus, scaler, counters, optimization, scheduler, loader, tuple(parts_of_step)
     )
+    _watch(parts, loaded)
+    return parts
 
 
 def choose_rule(
@@ -104,7 +103,8 @@ def choose_rule(
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
-            msg = f"optimizer must be a torch.optim.Optimizer or a callable that makes one, not {type(optimizer).__name__}"
+            kind = type(optimizer).__name__
+            msg = f"optimizer must be a torch.optim.Optimizer or a callable that makes one, not {kind}"
             raise ConfigError(msg)
         optimizer = optimizer(list(model_parameters) if model_parameters is not None else list(model.parameters()))
     if optimizer is not None:
@@ -166,8 +166,8 @@ def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer
         return
     if rule.is_elementwise is False:
         msg = (
-            f"optimizer {name} looks at whole tensors and cannot update cut ones (zero_optimization.stage {plan.stage}); "
-            "use stage 0"
+            f"optimizer {name} looks at whole tensors and cannot update cut ones, as zero_optimization.stage "
+            f"{plan.stage} asks; use stage 0"
         )
         raise ConfigError(msg)
     if not plan.config.zero_allow_untested_optimizer:
@@ -277,14 +277,19 @@ def make_loader(plan: Plan, mesh: Mesh, dataset: Any, collate_fn: Any) -> Sharde
         size=mesh["data"].size,
         collate_fn=collate_fn,
         drop_last=plan.config.dataloader_drop_last,
+        seed=plan.config.seed,
+        step_samples=plan.batch.train_batch_size,
     )
 
 
-def _observe(plan: Plan, loaded: LoadedConfig, bus: Bus, world: World) -> None:
+def _watch(parts: Parts, loaded: LoadedConfig) -> None:
+    """Monitors on every rank (they keep to rank 0 themselves), the log on rank 0."""
+    plan, rank = parts.plan, parts.mesh.rank
     sections = {name: getattr(plan.config, name).model_dump() for name in ("tensorboard", "csv_monitor")}
-    monitor.attach(bus, monitor.build(sections, world.rank))
-    if world.rank == 0:
+    monitor.attach(parts.bus, monitor.build(sections, rank))
+    if rank == 0:
         for warning in loaded.warnings:
             log.warning("%s", warning)
-        if plan.steps_per_print:
-            Progress(plan.steps_per_print).attach(bus)
+        for row in plan.describe():
+            log.info("%-10s %s", *row)
+        observe(parts)

@@ -14,7 +14,8 @@ import torch
 from mpispeed.base import rng
 from mpispeed.base.errors import CheckpointError, ConfigError
 from mpispeed.base.events import Event
-from mpispeed.ckpt.load import Checkpoint, NoCheckpoint, open_checkpoint
+from mpispeed.ckpt.errors import NoCheckpoint
+from mpispeed.ckpt.load import Checkpoint, open_checkpoint
 from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
 from mpispeed.ckpt.save import SaveOptions
 from mpispeed.ckpt.save import save as save_files
@@ -23,8 +24,8 @@ from mpispeed.engine.placements import DATA
 from mpispeed.optim.rule import KeepsState
 from mpispeed.store.layout import Span
 from mpispeed.store.move import own_span
-from mpispeed.zero.walk import Walker
 from mpispeed.zero.units import tied_names
+from mpispeed.zero.walk import Walker
 
 if TYPE_CHECKING:
     from mpispeed.engine.engine import Engine
@@ -44,6 +45,7 @@ class SaveSettings:
 
     save_latest: bool = True
     exclude_frozen_parameters: bool = False
+    overwrite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def save(engine: Engine, folder: str, tag: str | None, client_state: dict[str, A
     parts, comm = engine.parts, engine.mesh.world.comm
     start = time.perf_counter()
     tag = f"global_step{parts.counters.global_steps}" if tag is None else str(tag)
-    check_same_tag(comm, tag, parts.plan.config.checkpoint.tag_validation)
+    tag = check_same_tag(comm, tag, parts.plan.config.checkpoint.tag_validation)
     windows = _windows(parts)
     slots = _slots(parts, windows)
     report = save_files(
@@ -79,11 +81,11 @@ def save(engine: Engine, folder: str, tag: str | None, client_state: dict[str, A
         config_json=parts.plan.config.model_dump_json(),
         rng=rng.capture(),
         layout={**parts.plan.axes, "stage": parts.plan.stage, "world_size": parts.plan.world_size},
-        options=SaveOptions(save_latest=settings.save_latest),
+        options=SaveOptions(overwrite=settings.overwrite, save_latest=settings.save_latest),
     )
     seconds = time.perf_counter() - start
     log.info("saved %s in %.2f s", report.path, seconds)
-    engine.bus.announce(Event.SAVE_END, path=str(report.path), tag=tag, seconds=seconds, bytes=report.bytes)
+    engine.bus.announce(Event.SAVE_END, path=str(report.path), tag=tag, seconds=seconds, bytes=report.size_bytes)
     return True
 
 
@@ -182,8 +184,10 @@ def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
 
 
 def _scalars(parts: Parts, windows: list[Window]) -> dict[str, Any]:
-    """State that is no flat slot: one set per parameter group, which holds for every cut, and where masters are
-    whole also one per window, for rules whose scalars differ between parameters.
+    """State that is no flat slot.
+
+    One set per parameter group holds for every cut; where masters are whole there is also one per window, for rules
+    whose scalars differ between parameters.
 
     Collective over: all ranks, for rules that keep their state themselves.
     """
@@ -278,19 +282,31 @@ def load(
     state = source.state()
     client = dict(state.get("client", {}))
     if settings.module_only:
+        source.close()
         return str(source.path), client
     _take_counters(parts, state)
     if settings.lr_scheduler_states and parts.scheduler is not None and "lr_scheduler" in state:
         parts.scheduler.load_state_dict(state["lr_scheduler"])
     if parts.loader is not None and "data_sampler" in state:
         parts.loader.load_state_dict(state["data_sampler"])
-    rng.restore(source.rng_of(parts.mesh.rank, parts.mesh.size))
+    _take_generators(parts, source)
+    source.close()
     if parts.mesh.rank == 0:
         log.info("loaded %s in %.2f s", source.path, time.perf_counter() - start)
     engine.bus.announce(
         Event.LOAD_END, path=str(source.path), tag=source.tag, seconds=time.perf_counter() - start
     )
     return str(source.path), client
+
+
+def _take_generators(parts: Parts, source: Checkpoint) -> None:
+    """Exact states on as many ranks as saved; else fresh ones, seeded by the saved step and this rank."""
+    rank, size = parts.mesh.rank, parts.mesh.size
+    states = {kind: source.rng(kind) for kind in source.rng_kinds()}
+    if all(len(ranks) == size for ranks in states.values()):
+        rng.restore({kind: ranks[rank] for kind, ranks in states.items()})
+    else:
+        rng.seed_all(parts.plan.config.seed, source.global_step, rank)
 
 
 def _agree(comm: Any, problem: str) -> None:
@@ -325,7 +341,8 @@ def _check_names(parts: Parts, source: Checkpoint, strict: bool) -> None:
     missing, extra = sorted(wanted - stored), sorted(stored - wanted)
     for what, names in (("lacks parameters of the model", missing), ("has parameters the model lacks", extra)):
         if names:
-            shown = ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > 20 else "")
+            rest = len(names) - NAMES_SHOWN
+            shown = ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
             text = f"checkpoint {source.path} {what}: {shown}"
             if strict:
                 msg = text + "; load_module_strict=False loads what fits"
@@ -382,8 +399,8 @@ def _take_groups(parts: Parts, source: Checkpoint) -> None:
     groups = parts.optimization.groups
     if len(saved["param_groups"]) != len(groups):
         msg = (
-            f"checkpoint {source.path} has {len(saved['param_groups'])} parameter groups and the optimizer {len(groups)}; "
-            "group the parameters alike, or load with load_optimizer_states=False"
+            f"checkpoint {source.path} has {len(saved['param_groups'])} parameter groups and the optimizer "
+            f"{len(groups)}; group the parameters alike, or load with load_optimizer_states=False"
         )
         raise CheckpointError(msg)
     for group, stored in zip(groups, saved["param_groups"], strict=True):

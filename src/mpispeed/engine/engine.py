@@ -89,7 +89,10 @@ class Engine(nn.Module):
             )
         if self.plan.casts_inputs:
             inputs = cast_inputs(inputs, self.plan.policy.compute)
-        return self.module(*inputs, **kwargs)
+        start = time.perf_counter()
+        output = self.module(*inputs, **kwargs)
+        self.bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
+        return output
 
     def backward(self, loss: Any, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Compute gradients of `loss`; at an accumulation boundary their sum over ranks is started.
@@ -101,7 +104,7 @@ class Engine(nn.Module):
         Raises:
             UsageError: there is no optimizer, or the loss is no scalar.
         """
-        grads = self._optimization("backward").grads
+        grads, start = self._optimization("backward").grads, time.perf_counter()
         divides = scale_wrt_gas and not self._accumulation.is_local
         loss = scale_loss(loss, self.plan.batch.gradient_accumulation_steps if divides else 1)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -112,6 +115,7 @@ class Engine(nn.Module):
         (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         grads.end_backward()
         self._loss_sum += float(loss.detach())
+        self.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -139,7 +143,7 @@ class Engine(nn.Module):
             threads=torch.get_num_threads(),
             lr_kwargs=lr_kwargs,
         )
-        lr = self.get_lr()
+        lr, start = self.get_lr(), time.perf_counter()
         for part in self.parts.step_parts:
             part(ctx)
         self._was_step_applied = not ctx.skip
@@ -159,6 +163,7 @@ class Engine(nn.Module):
             loss_scale=ctx.scale,
             skipped=ctx.skip,
             seconds=now - self._step_start,
+            update_seconds=now - start,
         )
         self._step_start, self._loss_sum = now, 0.0
 
@@ -268,8 +273,11 @@ class Engine(nn.Module):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        overwrite: bool = False,
     ) -> bool:
         """Write a checkpoint that any number of ranks can load. See `docs/guides/checkpoints.md`.
+
+        A tag that exists is refused unless `overwrite` is set; then the old one stays until the new one is complete.
 
         Collective over: all ranks.
 
@@ -277,7 +285,7 @@ class Engine(nn.Module):
             CheckpointError: on every rank, if any rank could not write; nothing is published then.
             TypeError: `client_state` holds an object that has no plain form (pickle is not used).
         """
-        options = checkpoint.SaveSettings(save_latest, exclude_frozen_parameters)
+        options = checkpoint.SaveSettings(save_latest, exclude_frozen_parameters, overwrite)
         return checkpoint.save(self, save_dir, tag, client_state or {}, options)
 
     def load_checkpoint(

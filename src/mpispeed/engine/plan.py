@@ -91,7 +91,8 @@ class Plan:
     def describe(self) -> list[tuple[str, str]]:
         """Rows (what, value) for the log line at start."""
         b, policy = self.batch, self.policy
-        names = {name: str(getattr(policy, name)).removeprefix("torch.") for name in ("compute", "accumulate", "master")}
+        dtypes = ("compute", "accumulate", "master")
+        names = {name: str(getattr(policy, name)).removeprefix("torch.") for name in dtypes}
         return [
             ("ranks", " x ".join(f"{axis} {size}" for axis, size in self.axes.items())),
             ("batch", f"{b.train_batch_size} = {b.micro_batch_size} x {b.gradient_accumulation_steps} x {b.ranks}"),

@@ -110,8 +110,8 @@ class GradStore:
         state = self._states[unit.index]
         if state.is_launched:
             msg = (
-                f"a second gradient of parameter {entry.name!r} arrived after its unit {unit.name!r} was reduced in the "
-                "same step; call engine.backward once per micro-batch, on the sum of the losses"
+                f"a second gradient of parameter {entry.name!r} arrived after its unit {unit.name!r} was reduced in "
+                "the same step; call engine.backward once per micro-batch, on the sum of the losses"
             )
             raise UsageError(msg)
         bucket = self._bucket(unit, state)

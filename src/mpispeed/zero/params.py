@@ -51,11 +51,8 @@ class ParamStore:
         compute, master = self.dtypes(unit)
         flat = source if unit.dtype == compute else source.to(compute)
         span = own_span(self.mesh, self.placement, unit.layout.padded)
-        if master == compute:
-            masters = flat[span.slice]
-        else:
-            # Masters start from the model as given, before it is rounded to the compute dtype.
-            masters = source[span.slice].to(master, copy=True)
+        # Masters of another dtype start from the model as given, before it is rounded to the compute dtype.
+        masters = flat[span.slice] if master == compute else source[span.slice].to(master, copy=True)
         for entry, param in zip(unit.layout.entries, unit.params, strict=True):
             param.data = flat[entry.span.slice].view(entry.shape)
         self._flat.append(flat)
@@ -129,8 +126,8 @@ def broadcast_rest(model: nn.Module, table: Table, mesh: Mesh, compute: torch.dt
 
     Collective over: the data axis.
     """
-    tensors = [p for p in model.parameters() if table.find(p) is None]
-    tensors += list(model.buffers())
+    frozen = [param for param in model.parameters() if table.find(param) is None]
+    tensors: list[torch.Tensor] = [*frozen, *model.buffers()]
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.dtype != torch.float64:
             tensor.data = tensor.data.to(compute)

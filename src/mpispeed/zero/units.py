@@ -21,8 +21,10 @@ def plan_units(model: nn.Module, group_of: Mapping[int, int], parts: int, limit_
     at most `limit_elements`.
 
     Args:
+        model: its parameters are dealt, none is changed.
         group_of: parameter group index by `id` of the parameter; parameters not listed are not managed.
         parts: number of equal cuts of each unit's flat buffer.
+        limit_elements: largest unit of several parameters.
     """
     blocks = _block_prefixes(model)
     named = [(name, param) for name, param in model.named_parameters() if id(param) in group_of]

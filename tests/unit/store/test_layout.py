@@ -1,5 +1,7 @@
 """Layouts and cuts are integers: every property is checked by enumeration."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ def test_each_group_is_one_range(items):
     for entry in layout.entries:
         assert spans[entry.group].intersect(entry.span).numel == entry.numel
     ordered = sorted(spans.values(), key=lambda span: span.start)
-    assert all(a.stop <= b.start for a, b in zip(ordered, ordered[1:], strict=False))
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(ordered))
 
 
 def test_intersection_of_apart_ranges_is_empty():
