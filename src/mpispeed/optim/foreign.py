@@ -1,0 +1,275 @@
+"""Runs any `torch.optim.Optimizer` as a rule: its parameters are the windows of the masters."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.optim.rule import RULES, Rule, Scalar, Window, check_keywords, key_text
+
+logger = logging.getLogger(__name__)
+
+_ELEMENTWISE: dict[type[torch.optim.Optimizer], bool] = {
+    torch.optim.ASGD: True,
+    torch.optim.Adadelta: True,
+    torch.optim.Adagrad: True,
+    torch.optim.Adam: True,
+    torch.optim.AdamW: True,
+    torch.optim.Adamax: True,
+    torch.optim.NAdam: True,
+    torch.optim.RAdam: True,
+    torch.optim.RMSprop: True,
+    torch.optim.Rprop: True,
+    torch.optim.SGD: True,
+    torch.optim.LBFGS: False,
+    torch.optim.SparseAdam: False,
+}
+for _name in ("Adafactor", "Muon"):  # not in every supported torch
+    if hasattr(torch.optim, _name):
+        _ELEMENTWISE[getattr(torch.optim, _name)] = False
+
+
+def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool | None:
+    """True if `cls` gives the same result on any cut of a flattened parameter, False if not, None if not known.
+
+    Only the exact classes of torch are known, since a subclass may do anything.
+    """
+    return _ELEMENTWISE.get(cls)
+
+
+def split_state(state: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
+    """The optimizer state of one parameter as flat slots and the rest.
+
+    A slot is a tensor of the shape of `like`, flattened (a view where it is contiguous). The rest are
+    numbers, texts and tensors of other shapes; None is left out.
+
+    Raises:
+        UsageError: an entry is of another type, so that it cannot be stored without pickle.
+    """
+    slots: dict[str, Tensor] = {}
+    scalars: dict[str, Scalar] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == like.shape:
+            slots[name] = value.detach().reshape(-1)
+        elif isinstance(value, (bool, int, float, str, Tensor)):
+            scalars[name] = value.detach() if isinstance(value, Tensor) else value
+        elif value is not None:
+            msg = f"optimizer state {name!r} is a {type(value).__name__}; only tensors, numbers and texts can be stored"
+            raise UsageError(msg)
+    return slots, scalars
+
+
+class Foreign:
+    """A rule around a torch optimizer, which keeps its state itself (see `KeepsState`).
+
+    Given a class, the optimizer is made here and follows the hyper-parameters of the windows' groups.
+    Given a client's object, the object and the dicts in its `param_groups` stay the same, so that
+    whatever holds them (an lr scheduler) keeps its effect; they decide, and `Window.group` is read only
+    in so far as it is that dict. The first window replaces the parameters of all groups by windows.
+
+    Every window is one parameter, of its whole shape when `Window.shape` is set, flat otherwise; its
+    group is `key[1]`. One update is one `step()` over all given windows, so all of them have to stay in
+    place until `update` returns. Gradients of the master's dtype are scaled in place.
+    """
+
+    state_names: tuple[str, ...] = ()
+    wants_whole = True
+
+    def __init__(
+        self,
+        optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
+        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+        _refuse_unusable(cls)
+        self.name = cls.__name__
+        self.is_elementwise = is_elementwise(cls)
+        self.is_client = not isinstance(optimizer, type)
+        self.optimizer = _make(optimizer, dict(params or {})) if isinstance(optimizer, type) else optimizer
+        self.defaults: dict[str, Any] = dict(self.optimizer.defaults)
+        self._bound: dict[tuple[Any, ...], nn.Parameter] = {}
+        self._waiting: dict[str, Mapping[str, Scalar]] = {}
+        self._has_loaded_numbers = False
+
+    def update(self, windows: Iterable[Window], *, grad_scale: float = 1.0, threads: int = 1) -> None:
+        """Run one `step()` over all `windows`, with their gradients times `grad_scale`; then fill their `out`.
+
+        The number of threads is that of torch; `threads` is not used.
+
+        Raises:
+            ConfigError: the optimizer needs whole parameters and a window is a cut.
+            UsageError: a window does not fit what was there before under its key.
+        """
+        del threads
+        held = [window for window in windows if window.master.numel()]
+        parameters = [self._bind(window) for window in held]
+        if self._has_loaded_numbers:
+            # Torch's optimizers turn numbers into the kind of tensor they count in when they are unpickled.
+            self.optimizer.__setstate__({})
+            self._has_loaded_numbers = False
+        try:
+            for window, parameter in zip(held, parameters, strict=True):
+                parameter.grad = _scaled(window, grad_scale).view_as(parameter)
+            self.optimizer.step()
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+        for window in held:
+            if window.out is not None:
+                window.out.copy_(window.master)
+
+    def slots(self, key: tuple[Any, ...]) -> dict[str, Tensor]:
+        """One flat tensor of the window's length per elementwise state; empty before the first update."""
+        return self._split(key)[0]
+
+    def window_scalars(self, key: tuple[Any, ...]) -> dict[str, Scalar]:
+        """The rest of the window's state: step counts, products, factors of other shapes."""
+        return self._split(key)[1]
+
+    def restore(self, window: Window, slots: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -> None:
+        """Give `window` this state, over what it has under the same names; tensors are copied.
+
+        A number in `scalars` may stand for what the optimizer keeps as a tensor, such as a step count.
+
+        Raises:
+            UsageError: a slot has another length than the window.
+        """
+        if not window.master.numel():
+            return
+        parameter = self._bind(window)
+        state = self.optimizer.state[parameter]
+        for name, values in slots.items():
+            if values.numel() != parameter.numel():
+                msg = (
+                    f"slot {name!r} for window {key_text(window.key)} of optimizer {self.name} has {values.numel()} "
+                    f"elements, the window has {parameter.numel()}; cut the slot as the window is cut"
+                )
+                raise UsageError(msg)
+            state[name] = values.detach().to(parameter, copy=True).view_as(parameter)
+        for name, value in {**self._waiting.pop(key_text(window.key), {}), **scalars}.items():
+            state[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        self._has_loaded_numbers = True
+
+    def scalars(self) -> dict[str, dict[str, Scalar]]:
+        """By the text of each window's key (`key_text`), what `window_scalars` gives."""
+        return {key_text(key): dict(self.window_scalars(key)) for key in self._bound}
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Take back what `scalars` gave, for windows with the same keys.
+
+        Windows that have no state yet take theirs when they are restored.
+        """
+        self._waiting = dict(scalars)
+        for key, parameter in self._bound.items():
+            for name, value in self._waiting.pop(key_text(key), {}).items():
+                self.optimizer.state[parameter][name] = value.detach().clone() if isinstance(value, Tensor) else value
+        self._has_loaded_numbers = True
+
+    def _split(self, key: tuple[Any, ...]) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
+        parameter = self._bound.get(key)
+        if parameter is None or parameter not in self.optimizer.state:
+            return {}, {}
+        return split_state(self.optimizer.state[parameter], parameter)
+
+    def _bind(self, window: Window) -> nn.Parameter:
+        """The parameter that stands for `window`, made when its key is new, with the window's memory as data."""
+        group = self._group(window)
+        is_flat = not window.shape  # 0-dim parameters are flat too: their slots must differ from step counts
+        if is_flat and window.shape is None and self.is_elementwise is False:
+            msg = (
+                f"the optimizer {self.name} needs whole parameters, but window {key_text(window.key)} is a cut of "
+                "one; choose settings that keep masters whole, or an elementwise optimizer such as AdamW"
+            )
+            raise ConfigError(msg)
+        data = window.master.view(window.shape or -1)
+        parameter = self._bound.get(window.key)
+        if parameter is None:
+            parameter = self._bound[window.key] = nn.Parameter(data)
+            group["params"].append(parameter)
+            if isinstance(self.optimizer, torch.optim.Adagrad):  # fills its state where it is constructed
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "sum": torch.full_like(data, group["initial_accumulator_value"]),
+                }
+        elif parameter.shape != data.shape:
+            msg = (
+                f"window {key_text(window.key)} of optimizer {self.name} had shape {tuple(parameter.shape)} and has "
+                f"{tuple(data.shape)} now; a key must stand for the same range all the time"
+            )
+            raise UsageError(msg)
+        parameter.data = data
+        return parameter
+
+    def _group(self, window: Window) -> dict[str, Any]:
+        """The optimizer's group for `window`, with the window's hyper-parameters if they lead."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        index = int(window.key[1]) if len(window.key) > 1 else 0
+        if self.is_client:
+            if not self._bound:
+                self._take_over()
+            if index >= len(groups):
+                msg = f"window {key_text(window.key)} names group {index}, the optimizer {self.name} has {len(groups)}"
+                raise UsageError(msg)
+            return groups[index]
+        while len(groups) <= index:
+            groups.append({**self.defaults, "params": []})
+        groups[index].update({name: value for name, value in window.group.items() if name != "params"})
+        return groups[index]
+
+    def _take_over(self) -> None:
+        """Empty the groups of a client's optimizer, whose parameters windows replace from now on."""
+        states = self.optimizer.state.values()
+        # Adagrad has state from its construction on, which is of no account before its first step.
+        if any(state and float(state.get("step", 1)) > 0 for state in states):
+            logger.warning(
+                "the optimizer %s comes with state of earlier steps; what was not restored into windows is dropped",
+                self.name,
+            )
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+
+def _make(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer without parameters; a stand-in lets the constructor check the keywords and set its defaults."""
+    check_keywords(cls, params, f"the optimizer {cls.__name__}", skip=1)
+    params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+    try:
+        optimizer = cls([nn.Parameter(torch.zeros(1, 1))], **params)  # type: ignore[call-arg,unused-ignore]
+    except (TypeError, ValueError, RuntimeError) as error:
+        msg = f"torch refuses the params {params} of the optimizer {cls.__name__}: {error}"
+        raise ConfigError(msg) from error
+    optimizer.defaults = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    return optimizer
+
+
+def _refuse_unusable(cls: type[torch.optim.Optimizer]) -> None:
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        why = "its step() needs a closure that evaluates the model again"
+    elif issubclass(cls, torch.optim.SparseAdam):
+        why = "it takes sparse gradients only, and gradients are dense here"
+    else:
+        return
+    msg = f"the optimizer {cls.__name__} cannot be used: {why}; choose another, such as AdamW"
+    raise ConfigError(msg)
+
+
+def _scaled(window: Window, grad_scale: float) -> Tensor:
+    """The gradient in the master's dtype, times `grad_scale`; in place where the dtype allows it."""
+    grad = window.grad.to(window.master.dtype)
+    return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
+
+
+@RULES.register("Adagrad")
+def _build_adagrad(params: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
+    foreign = Foreign(torch.optim.Adagrad, params)
+    return foreign, dict(foreign.defaults)

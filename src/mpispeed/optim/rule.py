@@ -1,0 +1,135 @@
+"""What an update rule is: windows of flat tensors in, updated masters out; and the table of rules by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from mpispeed.base.errors import ConfigError, UnknownOption
+from mpispeed.base.registry import Registry, did_you_mean
+
+Scalar = int | float | bool | str | Tensor
+"""State that is not one value per element: a number, or a small tensor of any shape."""
+
+
+@dataclass(slots=True)
+class Window:
+    """A flat range of one parameter group: what a rule updates at once.
+
+    Shapes: `master`, `grad`, `out` and every tensor of `state` are one-dimensional, contiguous and equally long.
+    """
+
+    master: Tensor  # fp32 (or the parameter's own dtype at fp64), updated in place
+    grad: Tensor  # fp32, bf16 or fp16; not modified unless the rule says so
+    state: dict[str, Tensor]  # one flat tensor per name of rule.state_names
+    group: dict[str, Any]  # hyper-parameters of the parameter group: lr, betas, ...
+    step: int  # number of this update, from 1
+    out: Tensor | None = None  # low-precision copy of the master to fill
+    key: tuple[Any, ...] = ()  # stable identity (unit, group index, start), for rules that keep their own objects
+    shape: tuple[int, ...] | None = None  # set when the window is exactly one whole parameter
+
+
+class Rule(Protocol):
+    """An optimizer without parameters of its own: it updates the windows it is given."""
+
+    name: str
+    state_names: tuple[str, ...]  # flat slots the store allocates (zeros, dtype of the master) and checkpoints
+    defaults: dict[str, Any]  # hyper-parameters and their defaults
+    wants_whole: bool  # True: give one window per parameter when masters are whole
+    is_elementwise: bool | None  # False: the result depends on the cut, masters must be whole; None: not known
+
+    def update(self, windows: Iterable[Window], *, grad_scale: float = 1.0, threads: int = 1) -> None:
+        """Update the master, state and `out` of every window from its gradient times `grad_scale`."""
+
+    def scalars(self) -> dict[str, Any]:
+        """State outside the slots, as nested dicts of numbers, strings and tensors; empty for most rules."""
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Take back what `scalars` gave, for windows with the same keys."""
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A rule that keeps the state of windows in objects of its own instead of in `Window.state`.
+
+    A checkpoint reads `slots` and `window_scalars` of every window after an update. To go on, possibly
+    with other cuts, it gives every new window its part of the slots and the scalars of the parameter it
+    was cut from to `restore`, before the first update.
+    """
+
+    def slots(self, key: tuple[Any, ...]) -> dict[str, Tensor]:
+        """One flat tensor of the window's length per elementwise state; empty before the first update."""
+
+    def window_scalars(self, key: tuple[Any, ...]) -> dict[str, Scalar]:
+        """The rest of the window's state: step counts, products, factors of other shapes."""
+
+    def restore(self, window: Window, slots: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -> None:
+        """Give `window` this state; tensors are copied."""
+
+
+RuleFactory = Callable[[dict[str, Any]], tuple[Rule, dict[str, Any]]]
+
+RULES: Registry[RuleFactory] = Registry("optimizer type", ignore_case=True)
+"""From the type of a JSON file, compared without case, to what builds the rule and its group defaults."""
+
+
+def key_text(key: tuple[Any, ...]) -> str:
+    """A window's key as one word, for tables that are stored: (unit, group, start) -> "unit/group/start"."""
+    return "/".join(str(part) for part in key)
+
+
+def drop_auto(params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of `params` without the entries left at "auto", so that defaults apply; None is an empty dict."""
+    return {key: value for key, value in (params or {}).items() if value != "auto"}
+
+
+def check_keywords(target: Callable[..., Any], params: Mapping[str, Any], owner: str, skip: int = 0) -> None:
+    """Check that `target` can be called with the keywords `params` after `skip` positional arguments.
+
+    Raises:
+        UnknownOption: a keyword that it does not take (also a TypeError).
+        ConfigError: a keyword without default that is missing.
+    """
+    all_parameters = list(inspect.signature(target).parameters.values())[skip:]
+    has_any_keyword = any(p.kind is p.VAR_KEYWORD for p in all_parameters)
+    named = {p.name: p for p in all_parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for key in params:
+        if key not in named and not has_any_keyword:
+            refuse_keyword(key, named, owner)
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in params]
+    if missing:
+        listed = ", ".join(repr(name) for name in missing)
+        msg = f"{owner} needs {listed} in its params, found only {sorted(params)}; add it with a value"
+        raise ConfigError(msg)
+
+
+def refuse_keyword(key: str, known: Iterable[str], owner: str) -> NoReturn:
+    """Raise for a keyword `key` that `owner` does not take.
+
+    Raises:
+        UnknownOption: always.
+    """
+    names = sorted(known)
+    msg = f"{owner} does not take the parameter {key!r}; it takes {', '.join(names)}.{did_you_mean(key, names)}"
+    raise UnknownOption(msg)
+
+
+def check_range(owner: str, key: str, value: Any, *, least: float = 0.0, below: float = float("inf")) -> float:
+    """`value` as a float within [least, below).
+
+    Raises:
+        ConfigError: it is no number, or outside.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if isinstance(value, bool) or not least <= number < below:
+        wanted = f"at least {least:g}" + ("" if below == float("inf") else f" and below {below:g}")
+        msg = f"{key} of the optimizer {owner} is {value!r}; expected a number {wanted}"
+        raise ConfigError(msg)
+    return number
