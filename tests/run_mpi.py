@@ -11,6 +11,7 @@ takes longer than most tests.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -102,10 +103,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     """Ask every rank for its stacks, then end the whole process group."""
     for pid in ranks_below(process.pid):
         os.kill(pid, signal.SIGUSR1)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STACK_SECONDS)  # time for the ranks to write
-    except subprocess.TimeoutExpired:
-        pass
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -163,7 +162,9 @@ def collect(outcome: Outcome, folder: Path, code: int | None) -> None:
     if outcome.broken:
         return
     if reported != outcome.ranks:
-        outcome.broken = f"{outcome.ranks - reported} of {outcome.ranks} ranks ended without a report (exit code {code})"
+        outcome.broken = (
+            f"{outcome.ranks - reported} of {outcome.ranks} ranks ended without a report (exit code {code})"
+        )
     elif code and code != NO_TESTS and not outcome.failed:
         outcome.broken = f"exit code {code} without a failed test"
 

@@ -1,4 +1,4 @@
-"""Builds the sdist, a wheel out of it, and checks the wheel: contents, assets, and a run on two ranks outside the checkout.
+"""Builds the sdist and a wheel out of it, and checks the wheel: contents, assets, a run on two ranks elsewhere.
 
 With --keep FOLDER both archives stay there.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -36,10 +37,13 @@ def main() -> int:
     commands = {name: [str(BIN / words[0]), *words[1:]] for name, words in CHECKS.items()}
     commands["stubs"] += native_modules()
     commands.update(shell_checks())
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # cython-lint starts pycodestyle
     lines, has_failed = [], False
     for name, words in commands.items():
         began = time.monotonic()
-        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
         if done.returncode:
             has_failed = True
             print(f"=== {name}\n{done.stdout}", flush=True)

@@ -22,7 +22,12 @@ def run_part(name: str, words: list[str]) -> tuple[dict[str, int], bool]:
     print(f"=== {name}", flush=True)
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        [sys.executable, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     last = ""
     for line in process.stdout or ():

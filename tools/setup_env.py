@@ -98,7 +98,10 @@ class Environment:
         # The interpreter is part of both: another Python needs other wheels and other compiled modules.
         self.packages_key = digest(settings, mpi, torch_index, sys.version)
         self.compiled_key = digest(
-            [*settings, ROOT / "setup.py", *sources], sys.version, os.environ.get("CC", ""), os.environ.get("CFLAGS", "")
+            [*settings, ROOT / "setup.py", *sources],
+            sys.version,
+            os.environ.get("CC", ""),
+            os.environ.get("CFLAGS", ""),
         )
 
     def pip(self, *words: str) -> list[str]:

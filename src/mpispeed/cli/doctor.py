@@ -88,7 +88,9 @@ def _check_torch() -> Iterable[Finding]:
     elif found["cuda"] is None:
         yield Finding("GPU", False, "this torch is built for the CPU only")
     else:
-        yield Finding("GPU", False, f"torch is built for CUDA {found['cuda']} but sees no device; is the driver loaded?")
+        yield Finding(
+            "GPU", False, f"torch is built for CUDA {found['cuda']} but sees no device; is the driver loaded?"
+        )
 
 
 def _check_mpi() -> Iterable[Finding]:
@@ -121,7 +123,9 @@ def _check_world(mpirun: Mpirun) -> Finding:
         return Finding("world of 2", True, "mpirun and the MPI library fit", True)
     if sizes == ["1", "1"]:
         cure = "set MPI4PY_MPIABI or MPI4PY_LIBMPI, or use the mpirun of that library"
-        return Finding("world of 2", False, f"each rank is alone: mpirun and library are of different MPIs; {cure}", True)
+        return Finding(
+            "world of 2", False, f"each rank is alone: mpirun and library are of different MPIs; {cure}", True
+        )
     lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
     return Finding("world of 2", False, lines[-1], True)
 

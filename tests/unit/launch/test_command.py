@@ -1,4 +1,4 @@
-"""Launch command lines: which launcher is found, which flags and variables it gets, what becomes of codes and signals."""
+"""Launch command lines: the launcher that is found, its flags and variables, what becomes of codes and signals."""
 
 import os
 import signal
@@ -154,7 +154,7 @@ def test_plan_inside_an_allocation_takes_its_tasks(tmp_path):
 
 
 def test_plan_outside_is_one_rank_by_default(site, monkeypatch):
-    python, folder, environ = site
+    _, folder, environ = site
     fake_launcher(folder, Family.MPICH)
     monkeypatch.setattr(command.env, "usable_cores", lambda: 4)
     launch = plan_launch(["p", "a b"], mpi="site", environ=environ)

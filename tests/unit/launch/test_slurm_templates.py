@@ -1,4 +1,4 @@
-"""The batch templates: filled, they are shell scripts whose srun line runs, and whose world check refuses worlds of one."""
+"""The batch templates: filled, they are shell scripts that reach the training through srun and check the world."""
 
 import os
 import re
@@ -19,7 +19,8 @@ for _ in $(seq "${SRUN_TASKS:-1}"); do "$@"; done
 def fill(template, folder, **changes):
     values = {
         "job_name": "gpt", "partition": "main", "time_limit": "00:10:00", "nodes": 2, "ranks_per_node": 3,
-        "cores_per_rank": 4, "mpi_plugin": "pmi2", "work_folder": folder, "log_folder": folder, "setup": "export SITE=ready",
+        "cores_per_rank": 4, "mpi_plugin": "pmi2", "work_folder": folder, "log_folder": folder,
+        "setup": "export SITE=ready",
         "python": folder / "python", "script": "train.py", "config": "ds.json", "arguments": "--steps 3",
     }  # fmt: skip
     return Template(template.read_text()).substitute({**values, **changes})

@@ -1,4 +1,4 @@
-"""CUDA sources: every kernel file compiles without spills, and Adam's kernel, run on the host, gives the host loop's bits."""
+"""CUDA sources: each file compiles without spills; Adam's kernel, run on the host, gives the bits of the host loop."""
 
 import ctypes
 import os
@@ -44,6 +44,9 @@ def test_compiles_without_spills(source, arch, tmp_path):
     assert cubin.stat().st_size > 1000
 
 
+FLOATS = ("beta1", "rest1", "beta2", "rest2", "step_size", "root_scale", "eps", "decay", "grad_scale")
+
+
 class Span(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "out")),
@@ -53,10 +56,7 @@ class Span(ctypes.Structure):
 
 class Terms(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ctypes.c_float)
-            for name in "beta1 rest1 beta2 rest2 step_size root_scale eps decay grad_scale".split()
-        ),
+        *((name, ctypes.c_float) for name in FLOATS),
         ("decay_mode", ctypes.c_int),
     ]
 
@@ -109,7 +109,9 @@ def test_adam_kernel_gives_the_bits_of_the_host_loop(on_host, grad, out, decay_m
             weight_decay=DECAY if decay_mode else 0.0, decoupled=decay_mode == 1, grad_scale=SCALE,
         )  # fmt: skip
         assert not torch.equal(before, master)
-        for name, seen, wanted in zip(("master", "exp_avg", "exp_avg_sq"), state, (master, exp_avg, exp_avg_sq), strict=False):
+        for name, seen, wanted in zip(
+            ("master", "exp_avg", "exp_avg_sq"), state, (master, exp_avg, exp_avg_sq), strict=False
+        ):
             assert torch.equal(seen, wanted), name
         if low is not None:
             assert torch.equal(state[4], low)
