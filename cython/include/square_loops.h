@@ -1,0 +1,133 @@
+/* Sums of squares over fixed blocks, added up without rounding error.
+ *
+ * A block is summed in sixteen fp64 lanes that are joined in a fixed order, so its sum does not depend
+ * on the vector width. Block sums are then accumulated exactly, as a list of doubles that do not
+ * overlap (each addition keeps its rounding error as another entry of the list). */
+#ifndef MPISPEED_SQUARE_LOOPS_H
+#define MPISPEED_SQUARE_LOOPS_H
+
+#include <math.h>
+
+#include "halves.h"
+#include "ranges.h"
+
+enum { MPS_SQUARE_F32 = 1, MPS_SQUARE_BF16 = 2, MPS_SQUARE_F16 = 3, MPS_SQUARE_F64 = 4 };
+
+#define MPS_LANES 16
+#define MPS_PARTIALS 48     /* an fp64 sum without overlap has at most 40 entries */
+
+typedef struct {
+    int count;
+    double special;         /* 0, or the infinity or NaN that was met */
+    double values[MPS_PARTIALS];
+} mps_exact;
+
+static inline void mps_exact_add(mps_exact *total, double x) {
+    int kept = 0;
+    if (!isfinite(x)) {
+        total->special += x;
+        return;
+    }
+    for (int i = 0; i < total->count; i++) {
+        double y = total->values[i];
+        double high = x + y;
+        double part = high - x;
+        double low = (x - (high - part)) + (y - part);
+        if (low != 0.0) total->values[kept++] = low;
+        x = high;
+    }
+    if (!isfinite(x)) {
+        total->special += x;
+        kept = 0;
+    } else if (x != 0.0) {
+        total->values[kept++] = x;
+    }
+    total->count = kept;
+}
+
+MPS_INLINE double mps_join_lanes(const double *lane) {
+    double eight[8], four[4];
+    for (int j = 0; j < 8; j++) eight[j] = lane[j] + lane[j + 8];
+    for (int j = 0; j < 4; j++) four[j] = eight[j] + eight[j + 4];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+typedef double mps_double8 __attribute__((vector_size(64)));
+
+#define MPS_DEFINE_SQUARE(NAME, IN, LOAD)                                                                              \
+    MPS_CLONES static void NAME(const void *address, size_t n, size_t block, mps_exact *total) {                       \
+        const IN *x = (const IN *)address;                                                                             \
+        for (size_t begin = 0; begin < n; begin += block) {                                                            \
+            size_t length = n - begin < block ? n - begin : block, i = 0;                                              \
+            mps_double8 low = {0}, high = {0};                                                                         \
+            double lane[MPS_LANES];                                                                                    \
+            for (; i + MPS_LANES <= length; i += MPS_LANES) {                                                          \
+                const IN *y = x + begin + i;                                                                           \
+                MPS_PREFETCH_READ(y + MPS_AHEAD);                                                                      \
+                mps_double8 a = {LOAD(y[0]), LOAD(y[1]), LOAD(y[2]), LOAD(y[3]),                                       \
+                                 LOAD(y[4]), LOAD(y[5]), LOAD(y[6]), LOAD(y[7])};                                      \
+                mps_double8 b = {LOAD(y[8]), LOAD(y[9]), LOAD(y[10]), LOAD(y[11]),                                     \
+                                 LOAD(y[12]), LOAD(y[13]), LOAD(y[14]), LOAD(y[15])};                                  \
+                low += a * a;                                                                                          \
+                high += b * b;                                                                                         \
+            }                                                                                                          \
+            memcpy(lane, &low, sizeof low);                                                                            \
+            memcpy(lane + 8, &high, sizeof high);                                                                      \
+            for (int j = 0; i < length; i++, j++) {                                                                    \
+                double value = LOAD(x[begin + i]);                                                                     \
+                lane[j] += value * value;                                                                              \
+            }                                                                                                          \
+            mps_exact_add(total, mps_join_lanes(lane));                                                                \
+        }                                                                                                              \
+    }
+
+MPS_INLINE double mps_wide_f64(double value) { return value; }
+
+MPS_DEFINE_SQUARE(mps_square_f32, float, mps_load_f32)
+MPS_DEFINE_SQUARE(mps_square_bf16, uint16_t, mps_load_bf16)
+MPS_DEFINE_SQUARE(mps_square_f16, uint16_t, mps_load_f16)
+MPS_DEFINE_SQUARE(mps_square_f64, double, mps_wide_f64)
+
+typedef void (*mps_square_loop)(const void *, size_t, size_t, mps_exact *);
+
+static inline mps_square_loop mps_square_select(int kind) {
+    switch (kind) {
+        case MPS_SQUARE_F32: return mps_square_f32;
+        case MPS_SQUARE_BF16: return mps_square_bf16;
+        case MPS_SQUARE_F16: return mps_square_f16;
+        case MPS_SQUARE_F64: return mps_square_f64;
+        default: return NULL;
+    }
+}
+
+/* Returns 0, or -1 when there is no loop for this dtype. */
+static int mps_square_partials(const void *x, size_t n, size_t block, int kind, int threads, mps_exact *total) {
+    mps_square_loop loop = mps_square_select(kind);
+    size_t width = kind == MPS_SQUARE_F64 ? 8 : kind == MPS_SQUARE_F32 ? 4 : 2;
+    total->count = 0;
+    total->special = 0.0;
+    if (!loop || block == 0) return -1;
+    int used = mps_useful_threads(n, threads);
+    if (used == 1) {
+        loop(x, n, block, total);
+        return 0;
+    }
+    unsigned mode = mps_float_mode();
+#pragma omp parallel for num_threads(used) schedule(static, 1)
+    for (int k = 0; k < used; k++) {
+        mps_range r = mps_cut(n, block, used, k);
+        mps_exact own = {0, 0.0, {0.0}};
+        unsigned before = mps_float_mode();
+        mps_set_float_mode(mode);
+        loop((const char *)x + r.begin * width, r.end - r.begin, block, &own);
+#pragma omp critical(mps_square_join)
+        {
+            total->special += own.special;
+            for (int i = 0; i < own.count; i++) mps_exact_add(total, own.values[i]);
+        }
+        mps_set_float_mode(before);
+    }
+    return 0;
+}
+
+#endif

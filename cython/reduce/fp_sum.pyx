@@ -1,0 +1,52 @@
+"""Tree sums and exact sums of squares over flat host buffers given by address; loops in sum_loops.h, square_loops.h."""
+
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport free, malloc
+
+
+cdef extern from "sum_loops.h" nogil:
+    int mps_tree_sum(
+        void *out, const void **parts, int count, size_t n, int in_kind, int out_kind, double scale, int threads
+    )
+
+
+cdef extern from "square_loops.h" nogil:
+    ctypedef struct mps_exact:
+        int count
+        double special
+        double values[48]
+
+    int mps_square_partials(const void *x, size_t n, size_t block, int kind, int threads, mps_exact *total)
+
+
+def tree_sum(
+    uintptr_t out, list parts, size_t count, int part_kind, int out_kind, double scale, int threads,
+):
+    """Write scale * sum of `parts` (addresses) to `out`; kinds: 1 fp32, 2 bf16, 3 fp16, 4 fp64."""
+    cdef int number = <int>len(parts)
+    cdef int code
+    cdef const void **addresses = <const void **>malloc(sizeof(void *) * (number + 1))
+    if addresses == NULL:
+        raise MemoryError(f"no memory for {number} addresses")
+    try:
+        for i in range(number):
+            addresses[i] = <const void *><uintptr_t>parts[i]
+        with nogil:
+            code = mps_tree_sum(<void *>out, addresses, number, count, part_kind, out_kind, scale, threads)
+    finally:
+        free(addresses)
+    if code != 0:
+        raise ValueError(f"no loop for {number} parts of kind {part_kind} with output kind {out_kind}")
+
+
+def square_partials(uintptr_t x, size_t count, size_t block, int kind, int threads):
+    """Doubles whose exact sum is the sum of the squares of all blocks; kinds as in `tree_sum`."""
+    cdef mps_exact total
+    cdef int code
+    with nogil:
+        code = mps_square_partials(<const void *>x, count, block, kind, threads, &total)
+    if code != 0:
+        raise ValueError(f"no loop for kind {kind} with blocks of {block}")
+    if total.special != 0.0:
+        return [total.special]
+    return [total.values[i] for i in range(total.count)]

@@ -1,0 +1,20 @@
+def vector_level() -> int: ...
+def adam(
+    master: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    grad: int,
+    out: int,
+    count: int,
+    grad_kind: int,
+    out_kind: int,
+    beta1: float,
+    beta2: float,
+    step_size: float,
+    root_scale: float,
+    eps: float,
+    decay: float,
+    decay_mode: int,
+    grad_scale: float,
+    threads: int,
+) -> None: ...

@@ -1,0 +1,65 @@
+"""Checks that flat host tensors may be handed to compiled code by address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# the numbers by which the compiled loops know dtypes
+KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
+
+# elements a twin works on at a time, so that its temporaries stay small
+TWIN_SPAN = 1 << 18
+
+
+def check_tensors(where: str, tensors: Mapping[str, Tensor]) -> int:
+    """Check that all tensors are contiguous, on the host and of one length; gives the length in elements.
+
+    Raises:
+        ValueError: one of them is not; `where` and its name are in the message.
+    """
+    length = -1
+    first = ""
+    for name, x in tensors.items():
+        if x.device.type != "cpu":
+            msg = f"{where}: {name} is on {x.device}; this pass works on host memory, copy it to the CPU first"
+            raise ValueError(msg)
+        if not x.is_contiguous():
+            msg = f"{where}: {name} has strides {x.stride()} for shape {tuple(x.shape)}; pass a contiguous tensor"
+            raise ValueError(msg)
+        if length < 0:
+            length, first = x.numel(), name
+        elif x.numel() != length:
+            msg = f"{where}: {name} has {x.numel()} elements but {first} has {length}; they must be equal"
+            raise ValueError(msg)
+    return length
+
+
+def check_threads(where: str, threads: int) -> None:
+    """Check a thread count.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if threads < 1:
+        msg = f"{where}: threads is {threads}; pass 1 or more"
+        raise ValueError(msg)
+
+
+def _byte_range(x: Tensor) -> tuple[int, int]:
+    begin = x.data_ptr()
+    return begin, begin + x.numel() * x.element_size()
+
+
+def is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether both stand at the same address with the same dtype and length."""
+    return a.dtype == b.dtype and _byte_range(a) == _byte_range(b)
+
+
+def overlaps(a: Tensor, b: Tensor) -> bool:
+    """Whether the two contiguous tensors share at least one byte."""
+    a_begin, a_end = _byte_range(a)
+    b_begin, b_end = _byte_range(b)
+    return max(a_begin, b_begin) < min(a_end, b_end)
