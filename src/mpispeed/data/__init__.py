@@ -1,0 +1,13 @@
+"""Floor 6, data: which samples a rank sees, in an order that does not depend on the number of ranks.
+
+Knows torch's data sets and loaders, and two plain numbers: its index on the data axis and the axis'
+size. Must not know the engine, the configuration, or how ranks talk to each other: nothing here
+communicates.
+"""
+
+from __future__ import annotations
+
+from mpispeed.data.loader import RepeatingLoader, ShardedLoader
+from mpispeed.data.sampler import SampleOrder
+
+__all__ = ["RepeatingLoader", "SampleOrder", "ShardedLoader"]
