@@ -58,11 +58,14 @@ def _explain_mismatch(given: list[str], full: tuple[int, int, int], world: int) 
     """The sentence for numbers that do not multiply, with what would."""
     tb, mb, gas = full
     ranks = f"{world} data-parallel rank{'s' if world > 1 else ''}"
-    unit = max(mb, 1) * max(gas, 1) * world
-    near = [n for n in (tb // unit * unit, (tb // unit + 1) * unit) if n > 0]
-    cure = " or ".join(str(n) for n in near)
+    unit = mb * gas * world
+    if len(given) < 3:  # the third number follows, so any multiple of what is given will do
+        unit = world * (mb if MICRO_BATCH in given[-1] else gas if ACCUMULATION in given[-1] else 1)
+        near = [n for n in (tb // unit * unit, (tb // unit + 1) * unit) if n > 0]
+    else:
+        near = [unit]
     return (
         f"{', '.join(given)}: {TRAIN_BATCH} must equal {MICRO_BATCH} * {ACCUMULATION} * ranks, "
         f"but {tb} is not {mb} * {gas} * {world} = {mb * gas * world} on {ranks}; "
-        f"set {TRAIN_BATCH} to {cure}, or leave one of the three keys out"
+        f"set {TRAIN_BATCH} to {' or '.join(str(n) for n in near)}, or leave one of the three keys out"
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mpispeed.config.data import Eigenvalue
-from mpispeed.config.section import Fraction, Names, Natural, Positive, Real, Section, subsection
+from mpispeed.config.section import Fraction, Names, Natural, Positive, Section, refuse_bool, subsection
 
 QuantizationType = Literal["symmetric", "asymmetric"]
-Ratio = Annotated[Real, Field(gt=0, lt=1)]
+Ratio = Annotated[float, Field(gt=0, lt=1), BeforeValidator(refuse_bool)]
 
 
 class MixedQuantize(Section):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, Strict
+from pydantic import BeforeValidator, Field, Strict
 
-from mpispeed.config.section import Natural, NonNegative, Positive, Real, Section
+from mpispeed.config.section import Natural, NonNegative, Positive, Section, refuse_bool
 
 MicroBatch = Annotated[int, Strict(), Field(ge=1)]
 
@@ -20,7 +20,7 @@ class Elasticity(Section):
     min_gpus: Positive = Field(1, description="Fewest ranks.")
     max_gpus: Positive = Field(10000, description="Most ranks.")
     min_time: Natural = Field(0, description="Minutes a run is expected to last at least.")
-    version: Annotated[Real, Field(gt=0, le=0.2)] = Field(0.2, description="0.1 or 0.2.")
+    version: Annotated[float, Field(gt=0, le=0.2), BeforeValidator(refuse_bool)] = Field(0.2, description="0.1 or 0.2.")
     prefer_larger_batch: bool = Field(True, description="Prefer the greater of two equal batches.")
     ignore_non_elastic_batch_info: bool = Field(False, description="Ignore the batch keys instead of refusing them.")
     model_parallel_size: Positive = Field(1, description="Ranks that share a model.")

@@ -31,7 +31,7 @@ def refuse(where: str, problems: Iterable[Problem]) -> ConfigError:
     if len(lines) == 1:
         return ConfigError(f"{where}: {lines[0]}")
     listed = "".join(f"\n  {line}" for line in lines)
-    return ConfigError(f"{where}: {len(lines)} mistakes{listed}")
+    return ConfigError(f"{where}: {len(lines)} problems{listed}")
 
 
 def show(value: Any) -> str:

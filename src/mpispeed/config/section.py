@@ -22,7 +22,7 @@ class Section(BaseModel):
     )
 
 
-def _refuse_bool(value: Any) -> Any:
+def refuse_bool(value: Any) -> Any:
     """Keep true and false out of number fields, where they would silently become 1 and 0."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a number")
@@ -34,13 +34,15 @@ def _wrap_text(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Integer = Annotated[int, BeforeValidator(_refuse_bool)]
-Natural = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
-Real = Annotated[float, BeforeValidator(_refuse_bool)]
-NonNegative = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0)]
-PositiveReal = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0)]
-Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, le=1)]
+# Limits stand next to the type, so that the JSON Schema shows them.
+Integer = Annotated[int, BeforeValidator(refuse_bool)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(refuse_bool)]
+Stage = Annotated[int, Field(ge=0, le=3), BeforeValidator(refuse_bool)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(refuse_bool)]
+Real = Annotated[float, BeforeValidator(refuse_bool)]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(refuse_bool)]
+PositiveReal = Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)]
 Names = Annotated[list[str], BeforeValidator(_wrap_text)]
 
 S = TypeVar("S", bound=Section)
@@ -81,7 +83,8 @@ def walk(section: type[Section], prefix: str = "") -> Iterator[FieldAt]:
     """All fields below `section`, depth first, sections before their own fields."""
     for name, info in section.model_fields.items():
         path = f"{prefix}{name}"
-        default = info.get_default(call_default_factory=True, validated_data={})
+        make: Any = info.default_factory
+        default = info.default if make is None else make()
         yield FieldAt(path, name, info.annotation, info.description or "", default, section)
         inner, is_mapping = inner_section(info.annotation)
         if inner is not None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 
 from mpispeed.config.offload import OffloadOptimizer, OffloadParam
-from mpispeed.config.section import Integer, Natural, Positive, Real, Section
-
-Stage = Annotated[Integer, Field(ge=0, le=3)]
+from mpispeed.config.section import Integer, Natural, Positive, Real, Section, Stage
 
 
 class LocoParam(Section):

@@ -1,0 +1,248 @@
+"""Conflicts between settings, keywords of optimizers and schedules, settings whose parts are not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.config import load, require_available
+from mpispeed.config.root import Config
+from mpispeed.config.section import walk
+from mpispeed.config.unavailable import UNAVAILABLE
+
+SNIP = {"enabled": True, "method": "snip_momentum", "schedule_offset": 10, "schedule_offset_end": 5}
+CONFLICTS = {
+    "amp.enabled": {"amp": True, "zero_optimization": {"stage": 1}},
+    "bf16.enabled": {"bf16": True, "fp16": True},
+    "prescale_gradients": {"prescale_gradients": True, "zero_optimization": {"stage": 2}},
+    "gradient_predivide_factor": {"gradient_predivide_factor": 2, "zero_optimization": {"stage": 3}},
+    "zero_optimization.zero_quantized_gradients": {
+        "zero_optimization": {"zero_quantized_gradients": True, "reduce_scatter": False}
+    },
+    "zero_optimization.offload_optimizer.ratio": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    },
+    "zero_optimization.offload_optimizer.nvme_path": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}
+    },
+    "zero_optimization.offload_param.device": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+    "zero_optimization.legacy_stage1": {"zero_optimization": {"legacy_stage1": True}},
+    "fp16.fp16_master_weights_and_grads": {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+    "data_types.grad_accum_dtype": {"bf16": True, "data_types": {"grad_accum_dtype": "fp16"}},
+    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}},
+    "elasticity.max_train_batch_size": {"elasticity": {"enabled": True, "micro_batch_sizes": [2]}},
+    "train_batch_size": {
+        "train_batch_size": 4,
+        "elasticity": {"enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8},
+    },
+    "elasticity.min_gpus": {
+        "elasticity": {
+            "enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8, "min_gpus": 3, "max_gpus": 2,
+        }
+    },
+    "progressive_layer_drop.gamma": {"progressive_layer_drop": {"enabled": True, "theta": 0.5}},
+    "curriculum_learning.max_difficulty": {
+        "curriculum_learning": {
+            "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "schedule_type": "custom",
+        }
+    },
+    "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {
+        "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}
+    },
+    "activation_checkpointing.contiguous_memory_optimization": {
+        "activation_checkpointing": {"contiguous_memory_optimization": True}
+    },
+    "compression_training.row_pruning.different_groups": {
+        "compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}
+    },
+    "compression_training.sparse_pruning.shared_parameters.schedule_offset_end": {
+        "compression_training": {"sparse_pruning": {"shared_parameters": SNIP}}
+    },
+    "compression_training.layer_reduction.teacher_layer": {
+        "compression_training": {
+            "layer_reduction": {"enabled": True, "keep_number_layer": 2, "teacher_layer": [1, 2, 3]}
+        }
+    },
+    "optimizer.type": {"optimizer": {"params": {"lr": 1}}},
+    "scheduler.type": {"scheduler": {"type": "warmuplr"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", CONFLICTS)
+def test_conflicts_name_the_key(path):
+    with pytest.raises(ConfigError, match=rf"(^configuration: |\n  ){path}: "):
+        load(CONFLICTS[path])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prescale_gradients": True, "zero_optimization": {"stage": 2, "reduce_scatter": False}},
+        {"prescale_gradients": True, "zero_optimization": {"stage": 1}},
+        {"gradient_predivide_factor": 2, "zero_optimization": {"stage": 0}},
+        {"bf16": True, "data_types": {"grad_accum_dtype": "fp16"}, "zero_optimization": {"stage": 1}},
+        {"bf16": True, "data_types": {"grad_accum_dtype": "fp32"}},
+        {"bf16": True, "data_types": {"grad_accum_dtype": "bf16"}, "pipeline": {"stages": 2}},
+        {"elasticity": {"enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8}},
+    ],
+)
+def test_what_stands_near_a_conflict_is_legal(settings):
+    load(settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "key"),
+    [
+        ("Adam", {"beta": [0.9, 0.99]}, "beta"),
+        ("AdamW", {"lr": -1}, "lr"),
+        ("adamw", {"betas": [0.9]}, "betas"),
+        ("adam", {"betas": [0.9, 1.0]}, "betas"),
+        ("Adam", {"eps": "small"}, "eps"),
+        ("Adam", {"adam_w_mode": "false"}, "adam_w_mode"),
+        ("Adam", {"amsgrad": True}, "amsgrad"),
+        ("Adam", {"fused": True}, "fused"),
+        ("SGD", {"momentun": 0.9}, "momentun"),
+        ("SGD", {"nesterov": 1}, "nesterov"),
+        ("RMSprop", {"max_grad_norm": 0}, "max_grad_norm"),
+    ],
+)
+def test_optimizer_keywords(kind, params, key):
+    with pytest.raises(ConfigError, match=rf"^configuration: optimizer\.params\.{key}: "):
+        load({"optimizer": {"type": kind, "params": params}})
+
+
+def test_keywords_of_torch_optimizers_are_left_to_torch():
+    load({"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9, "anything": "x"}}})
+    load({"optimizer": {"type": "Adam", "params": {"torch_adam": True, "fused": True, "amsgrad": True}}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "key"),
+    [
+        ("WarmupLR", {"warmup_steps": 10}, "warmup_steps"),
+        ("WarmupLR", {"warmup_num_steps": 1.5}, "warmup_num_steps"),
+        ("WarmupLR", {"warmup_max_lr": []}, "warmup_max_lr"),
+        ("WarmupDecayLR", {"total_num_steps": "auto"}, "total_num_steps"),
+        ("WarmupCosineLR", {}, "total_num_steps"),
+        ("OneCycle", {"cycle_min_lr": 0}, "cycle_max_lr"),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "cycle_first_step_size"),
+        ("LRRangeTest", {"lr_range_test_staircase": "yes"}, "lr_range_test_staircase"),
+    ],
+)
+def test_schedule_keywords(kind, params, key):
+    with pytest.raises(ConfigError, match=rf"^configuration: scheduler\.params\.{key}: "):
+        load({"scheduler": {"type": kind, "params": params}})
+
+
+def test_schedules_of_torch_and_lists_per_group():
+    load({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}})
+    load({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [0, 0.1], "warmup_max_lr": [1, 2]}}})
+
+
+def test_an_unknown_warmup_type_warns():
+    loaded = load({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "square"}}})
+    assert "log is used" in loaded.warnings[0]
+
+
+def test_accepted_without_effect_is_said():
+    loaded = load({"nebula": True, "zero_optimization": {"elastic_checkpoint": True}, "vocabulary_size": 9})
+    assert [warning.split()[0] for warning in loaded.warnings] == [
+        "nebula", "zero_optimization.elastic_checkpoint", "vocabulary_size",
+    ]  # fmt: skip
+    require_available(loaded.config)
+
+
+CURRICULUM = {
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 9, "schedule_type": "custom",
+}  # fmt: skip
+ASKS = {
+    "zero_optimization.stage": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    "zero_optimization.offload_optimizer": {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+    "zero_optimization.zero_hpz_partition_size": {"zero_optimization": {"zero_hpz_partition_size": 4}},
+    "zero_optimization.zeropp_loco_param": {"zero_optimization": {"zeropp_loco_param": {}}},
+    "zero_optimization.mics_shard_size": {"zero_optimization": {"mics_shard_size": 2}},
+    "optimizer": {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 4}}},
+    "fp16.fp16_master_weights_and_grads": {
+        "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    },
+    "activation_checkpointing": {"activation_checkpointing": {"cpu_checkpointing": True}},
+    "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
+    "curriculum_learning": {"curriculum_learning": CURRICULUM},
+    "data_efficiency.data_sampling.curriculum_learning": {
+        "data_efficiency": {
+            "data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": {}}}}
+        }
+    },
+    "data_efficiency.data_routing.random_ltd": {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}},
+    "elasticity": {"elasticity": {"enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8}},
+    "compression_training.layer_reduction": {
+        "compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 1, "teacher_layer": [1]}}
+    },
+    "compression_training.sparse_pruning": {
+        "compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True, "method": "snip_momentum"}}}
+    },
+    "quantize_training.eigenvalue": {"quantize_training": {"eigenvalue": {"enabled": True}}},
+    "progressive_layer_drop": {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}},
+    "weight_quantization": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}},
+    "pipeline.stages": {"pipeline": {"stages": 2}},
+    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
+    "tensor_parallel.tensor_parallel.tp_size": {"tensor_parallel": {"tp": {"tp_size": 2}}},
+    "sparse_gradients": {"sparse_gradients": True},
+    "sequence_parallel_size": {"sequence_parallel_size": 2},
+} | {
+    name: {name: True}
+    for name in (
+        "amp", "flops_profiler", "autotuning", "data_efficiency", "wandb", "comet", "quantize_training", "eigenvalue",
+        "hybrid_engine",
+    )
+} | {
+    f"zero_optimization.{name}": {"zero_optimization": {name: True}}
+    for name in (
+        "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
+        "mics_hierarchical_params_gather",
+    )
+}  # fmt: skip
+GROUP = {"modules": ["*"]}
+ASKS |= {
+    f"compression_training.{name}": {
+        "fp16": True,
+        "compression_training": {
+            name: {
+                "shared_parameters": {"enabled": True} | extra,
+                "different_groups": {"g": GROUP | {"params": params}},
+            }
+        },
+    }
+    for name, params, extra in (
+        ("weight_quantization", {"start_bits": 8, "target_bits": 4}, {}),
+        ("activation_quantization", {"bits": 8}, {}),
+        ("row_pruning", {"dense_ratio": 0.5}, {}),
+        ("head_pruning", {"dense_ratio": 0.5}, {"num_heads": 4}),
+        ("channel_pruning", {"dense_ratio": 0.5}, {}),
+    )
+}
+
+
+@pytest.mark.parametrize("row", UNAVAILABLE, ids=lambda row: row.path)
+def test_each_missing_part_is_refused_by_name(row):
+    loaded = load(ASKS[row.path])
+    with pytest.raises(ConfigError, match=rf"(^ds\.json: |\n  ){row.path}: .*not available"):
+        require_available(loaded.config, "ds.json")
+
+
+def test_the_table_names_fields_and_defaults_ask_for_nothing():
+    paths = {field.path for field in walk(Config)}
+    assert {row.path for row in UNAVAILABLE} <= paths
+    require_available(Config())
+
+
+def test_several_missing_parts_are_told_at_once():
+    loaded = load({"zero_optimization": {"stage": 3}, "wandb": True, "sparse_gradients": True})
+    with pytest.raises(ConfigError, match="3 problems"):
+        require_available(loaded.config)
+
+
+def test_adagrad_falls_to_torch():
+    require_available(load({"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.1}}}).config)
