@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt import schema
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a.b", "a/b", "%", "%2F", "a%2Fb/c", "ünï", "a\0b", "%kind", " "])
+def test_names_survive_escaping(name):
+    stored = schema.escape(name)
+    assert schema.unescape(stored) == name
+    assert stored not in ("", ".")
+    assert "/" not in stored
+    assert "\0" not in stored
+
+
+def test_escaping_leaves_ordinary_names_alone():
+    assert schema.escape("model.layers.0.weight") == "model.layers.0.weight"
+
+
+def test_names_that_are_no_text_are_refused():
+    with pytest.raises(CheckpointError, match="not valid Unicode"):
+        schema.escape("\ud800")
+
+
+@pytest.mark.parametrize("name", schema.STORAGE)
+def test_every_dtype_of_the_table_is_torchs_and_has_its_size(name):
+    dtype = getattr(torch, name)
+    assert schema.dtype_name(dtype) == name
+    assert schema.STORAGE[name].itemsize == dtype.itemsize
+
+
+def test_unknown_dtypes_are_named():
+    with pytest.raises(CheckpointError, match="qint8"):
+        schema.dtype_name(torch.qint8)
+
+
+def test_versions():
+    assert schema.check_version((1, 0), "x") == ""
+    assert "1.9" in schema.check_version((1, 9), "x")
+    with pytest.raises(CheckpointError, match=r"x has checkpoint format 2\.0"):
+        schema.check_version((2, 0), "x")
