@@ -1,0 +1,311 @@
+"""The verbs on torch tensors: checks, choice of algorithm, order of reduction, journal.
+
+MPI, one rank alone and simulated ranks implement the primitives of `transport.Transport`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mpispeed.base.errors import AgreementError, CommError, MpispeedError
+from mpispeed.mesh import checks, messages, ordered
+from mpispeed.mesh.dtypes import COMPLEX, FLOATS, HALF_FLOATS, as_reducible, check_reduction
+from mpispeed.mesh.journal import Journal
+from mpispeed.mesh.progress import Progress
+from mpispeed.mesh.started import Started
+from mpispeed.mesh.transport import Fast, Transport
+
+CHUNK_BYTES = 1 << 30
+"""Largest message; keeps counts below 2^31 elements for MPI libraries that refuse more."""
+
+WINDOW_BYTES = 64 << 20
+"""Scratch of the ordered reductions, per buffer; larger tensors pass through it in windows."""
+
+FAST_BYTES = 64 << 10
+"""From this size on the shared-memory shortcut is worth its synchronisations."""
+
+
+class Comm(Started, Transport):
+    """A group of ranks and the verbs over it.
+
+    Verbs are collective over this group unless their docstring says otherwise, take contiguous CPU
+    tensors of any dtype and shape, and never allocate a result.
+    """
+
+    def __init__(
+        self, rank: int, ranks: Sequence[int], axes: tuple[str, ...], reduction: str, journal: Journal
+    ) -> None:
+        if reduction not in ("ordered", "mpi"):
+            msg = f"reduction={reduction!r} is unknown; choose 'ordered' (same bits on any library) or 'mpi' (its own)"
+            raise CommError(msg)
+        self.rank, self.size = rank, len(ranks)
+        self.ranks, self.axes = ranks, axes
+        self.reduction, self.journal = reduction, journal
+        self.chunk_bytes, self.window_bytes = CHUNK_BYTES, WINDOW_BYTES
+        self.timeout_seconds: float | None = None
+        self.started: Comm = self
+        self.progress: Progress | None = None
+        self.is_lane = False
+        self._scratch: dict[tuple[str, int], torch.Tensor] = {}
+
+    # -- verbs -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> None:
+        """Combine `x` of all ranks in place; `scale` multiplies the sum before it is rounded.
+
+        Collective over: this group.
+        """
+        flat = checks.flat(self, x, "all_reduce")
+        check_reduction(x.dtype, op, scale, f"all_reduce over {self}")
+        with self._verb("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size):
+            flat, op, scale = self._normal(flat, op, scale)
+            if self._is_fast(flat, op):
+                self.fast().all_reduce(flat, scale)
+            elif self._is_ordered(flat.dtype, op):
+                ordered.all_reduce(self, flat, op, scale)
+            else:
+                for piece in messages.pieces(flat, self.chunk_bytes):
+                    self.library_all_reduce(piece, op)
+                _multiply(flat, scale)
+
+    def reduce(self, x: torch.Tensor, root: int = 0, op: str = "sum") -> None:
+        """Combine `x` of all ranks into `x` of `root`; other ranks keep theirs.
+
+        Collective over: this group.
+        """
+        flat = checks.flat(self, x, "reduce")
+        check_reduction(x.dtype, op, 1.0, f"reduce over {self}")
+        checks.peer(self, root, "reduce")
+        with self._verb("reduce", 0 if self.rank == root else x.nbytes):
+            flat, op, scale = self._normal(flat, op, 1.0)
+            is_ordered = self._is_ordered(flat.dtype, op)
+            for piece in messages.pieces(flat, self.window_bytes if is_ordered else self.chunk_bytes):
+                if is_ordered:
+                    copy = self.scratch("copy", piece.numel(), piece.dtype)
+                    copy.copy_(piece)
+                    ordered.all_reduce(self, copy, op, scale)
+                    if self.rank == root:
+                        piece.copy_(copy)
+                else:
+                    self.library_reduce(piece, root, op)
+                    if self.rank == root:
+                        _multiply(piece, scale)
+
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> None:
+        """Copy `x` of `root` to all ranks.
+
+        Collective over: this group.
+        """
+        flat = checks.flat(self, x, "broadcast")
+        checks.peer(self, root, "broadcast")
+        with self._verb("broadcast", x.nbytes if self.rank == root and self.size > 1 else 0):
+            for piece in messages.pieces(flat, self.chunk_bytes):
+                self.library_broadcast(piece, root)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Collect the shards of all ranks in rank order; `shard` may be this rank's own slice of `out`.
+
+        Collective over: this group.
+        Shapes: out has `size` times the elements of shard.
+        """
+        whole, part = checks.flat(self, out, "all_gather"), checks.flat(self, shard, "all_gather")
+        checks.cut(self, "all_gather", whole, part)
+        with self._verb("all_gather", out.nbytes * (self.size - 1) // self.size):
+            if self._is_fast(whole, None):
+                self.fast().all_gather(whole, part)
+            else:
+                messages.all_gather(self, whole, part)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> None:
+        """Combine `full` of all ranks and keep this rank's equal cut in `shard`.
+
+        `shard` may be fp32 where `full` is a 16-bit float: then the sum is not rounded. It may be this
+        rank's own slice of `full`; other contents of `full` are left alone.
+
+        Collective over: this group.
+        Shapes: full has `size` times the elements of shard.
+        """
+        part, whole = checks.flat(self, shard, "reduce_scatter"), checks.flat(self, full, "reduce_scatter")
+        is_widened = full.dtype in HALF_FLOATS and shard.dtype == torch.float32
+        checks.cut(self, "reduce_scatter", whole, part, is_widened=is_widened)
+        check_reduction(full.dtype, op, scale, f"reduce_scatter over {self}")
+        with self._verb("reduce_scatter", full.nbytes * (self.size - 1) // self.size):
+            part, _, _ = self._normal(part, op, scale)
+            whole, op, scale = self._normal(whole, op, scale)
+            if self._is_fast(whole, op):
+                self.fast().reduce_scatter(part, whole, scale)
+            elif self._is_ordered(whole.dtype, op):
+                ordered.reduce_scatter(self, part, whole, op, scale)
+            else:
+                messages.reduce_scatter(self, part, whole, op)
+                _multiply(part, scale)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_counts: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> None:
+        """Send the j-th part of `x` to rank j; `out` receives the parts in rank order.
+
+        Collective over: this group; either all ranks give counts or none does.
+        Units: counts are elements of the flat tensors.
+        """
+        target, source = checks.flat(self, out, "all_to_all"), checks.flat(self, x, "all_to_all")
+        checks.exchange(self, target, source, out_counts, counts)
+        kept = source.numel() // self.size if counts is None else counts[self.rank]
+        with self._verb("all_to_all", (source.numel() - kept) * source.itemsize):
+            if counts is None or out_counts is None:
+                messages.all_to_all(self, target, source)
+            else:
+                messages.exchange(self, target, source, out_counts, counts)
+
+    def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
+        """Send `x` to rank `dst` of this group, which receives with the same tag and size."""
+        flat = checks.flat(self, x, "send")
+        checks.peer(self, dst, "send", is_other=True)
+        with self._verb("send", x.nbytes):
+            for piece in messages.pieces(flat, self.chunk_bytes):
+                self.library_send(piece, dst, tag)
+
+    def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
+        """Fill `x` with what rank `src` of this group sends with the same tag and size."""
+        flat = checks.flat(self, x, "recv")
+        checks.peer(self, src, "recv", is_other=True)
+        with self._verb("recv", 0):
+            for piece in messages.pieces(flat, self.chunk_bytes):
+                self.library_recv(piece, src, tag)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called.
+
+        Collective over: this group.
+        """
+        with self._verb("barrier", 0):
+            self.library_barrier()
+
+    def agree(self, ok: bool, message: str = "", error: type[MpispeedError] = AgreementError) -> None:
+        """Raise `error` on every rank if any rank says it is not `ok`; else on none.
+
+        Collective over: this group.
+        """
+        with self._verb("agree", 0):
+            flag = torch.tensor([int(ok)], dtype=torch.uint8)
+            self.library_all_reduce(flag, "min")
+            if flag.item():
+                return
+            reports = self.library_gather_objects((bool(ok), message))
+        failed = [(self.ranks[i], text) for i, (is_ok, text) in enumerate(reports) if not is_ok]
+        shown = ", ".join(str(rank) for rank, _ in failed[:8]) + (", ..." if len(failed) > 8 else "")
+        text = next((text for _, text in failed if text), "no reason given")
+        msg = text if self.size == 1 else f"rank{'s' if len(failed) > 1 else ''} {shown} of {self.size}: {text}"
+        raised = error(msg)
+        raised.is_collective = True
+        raise raised
+
+    def share(self, obj: Any, root: int = 0) -> Any:
+        """The small Python object that rank `root` passed; other ranks' argument is ignored.
+
+        Collective over: this group.
+        """
+        checks.peer(self, root, "share")
+        with self._verb("share", 0):
+            return self.library_share(obj, root)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """The small Python objects of all ranks in rank order, on every rank.
+
+        Collective over: this group.
+        """
+        with self._verb("gather_objects", 0):
+            return self.library_gather_objects(obj)
+
+    def __str__(self) -> str:
+        return f"{','.join(self.axes) or 'a group'} ({self.size} rank{'s' if self.size > 1 else ''})"
+
+    def inherit(self, parent: Comm) -> Comm:
+        """Take limits and time-outs from the group this one was made of."""
+        self.chunk_bytes, self.window_bytes = parent.chunk_bytes, parent.window_bytes
+        self.timeout_seconds = parent.timeout_seconds
+        return self
+
+    def run_on(self, progress: Progress) -> Comm:
+        """Become a lane's group: started verbs go through `progress`, blocking ones wait for them first."""
+        self.started, self.progress, self.is_lane = self, progress, True
+        return self
+
+    def start_on(self, progress: Progress) -> Comm:
+        """Let started verbs run on a duplicate through `progress`. Collective over: this group."""
+        self.started, self.progress = self.duplicate().run_on(progress), progress
+        return self
+
+    # -- for the algorithms over this group ----------------------------------------------------------------
+
+    @property
+    def threads(self) -> int:
+        """Threads a local sum may use; beside a computing main thread only one."""
+        return 1 if self.is_lane else torch.get_num_threads()
+
+    def scratch(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of this group that only grows. Shapes: [count]."""
+        wanted = count * dtype.itemsize
+        # One set per thread: lanes run elsewhere, but a blocking verb may run beside a started send.
+        key = (name, threading.get_ident())
+        kept = self._scratch.get(key)
+        if kept is None or kept.numel() < wanted:
+            kept = self._scratch[key] = torch.empty(wanted, dtype=torch.uint8)
+        return kept[:wanted].view(dtype)
+
+    def window_elements(self, dtype: torch.dtype) -> int:
+        """Elements per rank and window so that a window of all ranks fits scratch and message limits."""
+        return max(1, min(self.window_bytes, self.chunk_bytes) // (self.size * dtype.itemsize))
+
+    @contextmanager
+    def _verb(self, name: str, sent_bytes: int) -> Iterator[None]:
+        """Journal one verb; on a lane, let what was started before finish first."""
+        if self.is_lane and self.progress is not None:
+            self.progress.drain()
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.journal.enter(name, self.axes, sent_bytes, time.perf_counter() - begin)
+
+    def fast(self) -> Fast:
+        """The shared-memory shortcut; only called after `has_fast` said yes."""
+        msg = f"{self} has no shared memory"
+        raise CommError(msg)
+
+    def has_fast(self) -> bool:
+        """True if all ranks of the group share memory and the shortcut is usable; equal on all ranks."""
+        return False
+
+    def _is_fast(self, x: torch.Tensor, op: str | None) -> bool:
+        """Whether the shortcut takes this tensor; `op` is None where bytes only move."""
+        if self.size == 1 or x.nbytes < FAST_BYTES or op not in ("sum", None):
+            return False
+        is_summed = x.dtype in FLOATS or x.dtype in HALF_FLOATS
+        return (op is None or is_summed) and self.has_fast()
+
+    def _is_ordered(self, dtype: torch.dtype, op: str) -> bool:
+        """Whether the order of reduction is ours; integers and extrema give the same bits in any order."""
+        if dtype in HALF_FLOATS:
+            return True
+        rounds = op in ("sum", "prod") and (dtype in FLOATS or dtype in COMPLEX)
+        return rounds and (self.reduction == "ordered" or self.size == 1)
+
+    def _normal(self, x: torch.Tensor, op: str, scale: float) -> tuple[torch.Tensor, str, float]:
+        x, op = as_reducible(x, op)
+        return (x, "sum", scale / self.size) if op == "avg" else (x, op, scale)
+
+
+def _multiply(x: torch.Tensor, scale: float) -> None:
+    if scale != 1.0:
+        x.mul_(scale)

@@ -1,0 +1,173 @@
+"""How a rank leaves: an error nobody caught ends the whole job within seconds and is shown once.
+
+Three ways out are covered: an uncaught exception, an error that all ranks raise alike, and a
+`sys.exit` with a non-zero code while other ranks wait. Left to itself each of them would hang,
+because MPI_Finalize and every collective wait for all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mpispeed.base.errors import MpispeedError
+from mpispeed.mesh.comm import Comm
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 5.0
+"""How long ranks that leave early wait for the others to leave as well."""
+
+SHOWN_SECONDS = 3.0
+"""How long a rank whose error is not shown waits to be ended by the one that shows its own."""
+
+_INSTALLED: dict[str, Exits] = {}
+
+ErrorType = type[BaseException]
+
+
+class Exits:
+    """The hooks of one process. `comm` is a group of all ranks that nothing else uses."""
+
+    def __init__(self, comm: Comm, abort: Callable[[int], None]) -> None:
+        """Agree on a name for the job. Collective over: all ranks."""
+        self._comm, self._abort = comm, abort
+        token = comm.library_share(uuid.uuid4().hex, 0)
+        self._claim = Path(tempfile.gettempdir()) / f"mpispeed-{token}.shown"
+        self._exit_code: int | None = None
+        self._has_left = False
+        self._previous = sys.excepthook
+
+    def install(self) -> None:
+        """Take over the interpreter's hooks."""
+        sys.excepthook = self.on_error
+        if self._comm.size > 1:
+            threading.excepthook = self.on_thread_error
+            self._note_exit_codes()
+        atexit.register(self.on_exit)
+
+    def on_error(self, kind: ErrorType, error: BaseException, trace: TracebackType | None) -> None:
+        """Show the error once for the job and end the job."""
+        code = 2 if isinstance(error, MpispeedError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        is_first = self._is_first()
+        if is_first:
+            self._show(kind, error, trace)
+        self._flush()
+        if self._comm.size == 1:
+            self._exit_code = code
+            raise SystemExit(code)
+        if getattr(error, "is_collective", False) and self._meet(GRACE_SECONDS):
+            self._has_left = True
+            raise SystemExit(code)
+        if not is_first:
+            time.sleep(SHOWN_SECONDS)
+        self._forget()
+        self._abort(code)
+
+    def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        """An error in a thread is an error of the rank: what waits for that thread would wait for ever."""
+        if args.exc_type is not SystemExit and args.exc_value is not None:
+            self.on_error(args.exc_type, args.exc_value, args.exc_traceback)
+
+    def on_exit(self) -> None:
+        """Leave together; a rank that leaves with an error code does not wait for ever."""
+        if self._comm.size > 1 and not self._has_left:
+            has_failed = self._exit_code not in (None, 0)
+            if not self._meet(GRACE_SECONDS):
+                if has_failed:
+                    sys.stderr.write(
+                        f"mpispeed: rank {self._comm.rank} left with exit code {self._exit_code} while other ranks "
+                        "went on; ending the job\n"
+                    )
+                    self._flush()
+                    self._forget()
+                    self._abort(self._exit_code or 1)
+                log.warning("rank %d has left the program and waits for the others", self._comm.rank)
+                self._meet(None)
+        self._forget()
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _is_first(self) -> bool:
+        """True for the one rank of the node that may show its error."""
+        try:
+            os.close(os.open(self._claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _forget(self) -> None:
+        if self._comm.rank == 0:
+            # Left in place a little longer if rank 0 is not the one that ends: the name is unique, the file empty.
+            self._claim.unlink(missing_ok=True)
+
+    def _show(self, kind: ErrorType, error: BaseException, trace: TracebackType | None) -> None:
+        where = f" (rank {self._comm.rank})" if self._comm.size > 1 else ""
+        is_collective = getattr(error, "is_collective", False)
+        if not isinstance(error, MpispeedError):
+            if self._comm.size == 1:
+                self._previous(kind, error, trace)
+                return
+            sys.stderr.write(f"mpispeed: uncaught error on rank {self._comm.rank}; ending the job\n")
+            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
+            return
+        if os.environ.get("MPISPEED_DEBUG") or "--debug" in sys.argv:
+            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
+        sys.stderr.write(f"mpispeed: error: {error}{'' if is_collective else where}\n")
+
+    def _meet(self, limit_seconds: float | None) -> bool:
+        """Wait for all ranks to come here; False if they do not within the limit."""
+        if not hasattr(self, "_everyone"):
+            self._everyone = self._comm.arrive()
+        end = time.monotonic() + (float("inf") if limit_seconds is None else limit_seconds)
+        nap = 1e-3
+        while not self._everyone():
+            if time.monotonic() > end:
+                return False
+            time.sleep(nap)
+            nap = min(nap * 1.5, 0.05)
+        return True
+
+    def _note_exit_codes(self) -> None:
+        """Remember the code of sys.exit: the interpreter does not tell it to exit handlers."""
+        leave = sys.exit
+
+        def noting(status: Any = None, /) -> None:
+            if threading.current_thread() is threading.main_thread():
+                self._exit_code = 0 if status is None else status if isinstance(status, int) else 1
+            leave(status)
+
+        sys.exit = noting  # type: ignore[assignment]
+        for name in ("exit", "quit"):
+            setattr(builtins, name, noting)
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                continue
+
+
+def install(comm: Comm) -> None:
+    """Watch how this process leaves, from now on. Collective over: `comm`, at the first call."""
+    if "exits" in _INSTALLED:
+        return
+    own = comm.duplicate()
+    exits = Exits(own, own.abort)
+    _INSTALLED["exits"] = exits
+    exits.install()

@@ -1,0 +1,114 @@
+"""Verbs that are started now and waited for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpispeed.mesh import checks, messages
+from mpispeed.mesh.work import Poll, Work
+
+if TYPE_CHECKING:
+    from mpispeed.mesh.comm import Comm
+    from mpispeed.mesh.progress import Progress
+
+
+class Started:
+    """Started verbs of a group.
+
+    They run on a duplicate of the group in the order in which they were started, beside blocking verbs
+    of the group itself. Buffers belong to the operation until `Work.wait` returns. Messages between
+    two ranks are posted at once and do not wait for collectives started before them.
+    """
+
+    started: Comm
+    progress: Progress | None
+
+    def start(self, fn: Callable[[Comm], object], verb: str = "start", buffers: object = None) -> Work:
+        """Run `fn(comm)` in its turn; it may call blocking verbs of that comm, or of its lane.
+
+        Collective over: the group, in the same order on every rank.
+        """
+        comm = self.started
+        if self.progress is None:
+            work = Work(verb, buffers)
+            try:
+                fn(comm)
+            except Exception as error:
+                work.finish(error)
+            else:
+                work.finish()
+            return work
+        return self.progress.submit(comm, lambda: fn(comm), verb, buffers)
+
+    def start_all_reduce(self, x: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> Work:
+        """Start `all_reduce`. Collective over: the group."""
+        checks.flat(self.started, x, "start_all_reduce")
+        return self.start(lambda comm: comm.all_reduce(x, op, scale=scale), "all_reduce", x)
+
+    def start_all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Start `all_gather`. Collective over: the group."""
+        flat = [checks.flat(self.started, t, "start_all_gather") for t in (out, shard)]
+        checks.cut(self.started, "all_gather", flat[0], flat[1])
+        return self.start(lambda comm: comm.all_gather(out, shard), "all_gather", (out, shard))
+
+    def start_reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, op: str = "sum", *, scale: float = 1.0
+    ) -> Work:
+        """Start `reduce_scatter`. Collective over: the group."""
+        for tensor in (shard, full):
+            checks.flat(self.started, tensor, "start_reduce_scatter")
+        return self.start(
+            lambda comm: comm.reduce_scatter(shard, full, op, scale=scale), "reduce_scatter", (shard, full)
+        )
+
+    def start_all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_counts: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> Work:
+        """Start `all_to_all`. Collective over: the group."""
+        flat = [checks.flat(self.started, t, "start_all_to_all") for t in (out, x)]
+        checks.exchange(self.started, flat[0], flat[1], out_counts, counts)
+        return self.start(lambda comm: comm.all_to_all(out, x, out_counts, counts), "all_to_all", (out, x))
+
+    def start_broadcast(self, x: torch.Tensor, root: int = 0) -> Work:
+        """Start `broadcast`. Collective over: the group."""
+        checks.flat(self.started, x, "start_broadcast")
+        checks.peer(self.started, root, "start_broadcast")
+        return self.start(lambda comm: comm.broadcast(x, root), "broadcast", x)
+
+    def start_send(self, x: torch.Tensor, dst: int, tag: int = 0) -> Work:
+        """Post `send`; not collective."""
+        comm = self.started
+        flat = checks.flat(comm, x, "start_send")
+        checks.peer(comm, dst, "start_send", is_other=True)
+        comm.journal.enter("send", comm.axes, x.nbytes, 0.0)
+        return self._post("send", x, [comm.post_send(p, dst, tag) for p in messages.pieces(flat, comm.chunk_bytes)])
+
+    def start_recv(self, x: torch.Tensor, src: int, tag: int = 0) -> Work:
+        """Post `recv`; not collective."""
+        comm = self.started
+        flat = checks.flat(comm, x, "start_recv")
+        checks.peer(comm, src, "start_recv", is_other=True)
+        comm.journal.enter("recv", comm.axes, 0, 0.0)
+        return self._post("recv", x, [comm.post_recv(p, src, tag) for p in messages.pieces(flat, comm.chunk_bytes)])
+
+    def _post(self, verb: str, buffers: object, polls: list[Poll]) -> Work:
+        def poll() -> bool:
+            while polls and polls[0]():
+                polls.pop(0)
+            return not polls
+
+        if self.progress is not None and self.progress.is_threaded:
+            return self.progress.watch(poll, verb, buffers)
+
+        def drive(work: Work) -> None:
+            if poll():
+                work.finish()
+
+        return Work(verb, buffers, drive)

@@ -1,0 +1,62 @@
+"""The handle of a started operation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from mpispeed.base.errors import CommError
+
+Poll = Callable[[], bool]
+"""Asks without blocking whether something has happened."""
+
+
+class Work:
+    """A started operation; holds on to its buffers until it is done.
+
+    `drive`, if given, is called while waiting, for transports that have no progress thread to do it.
+    """
+
+    def __init__(self, verb: str, buffers: object = None, drive: Callable[[Work], None] | None = None) -> None:
+        self.verb = verb
+        self._buffers = buffers
+        self._drive = drive
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def is_done(self) -> bool:
+        """True once the operation has ended, well or badly."""
+        if self._drive is not None and not self._done.is_set():
+            self._drive(self)
+        return self._done.is_set()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Block until the operation is done and re-raise what failed in it.
+
+        Raises:
+            CommError: `timeout_seconds` passed first.
+        """
+        if not self.settle(timeout_seconds):
+            msg = f"{self.verb} was not done after {timeout_seconds} s; another rank may not have started it"
+            raise CommError(msg)
+        if self._error is not None:
+            raise self._error
+
+    def settle(self, timeout_seconds: float | None = None) -> bool:
+        """Block until the operation has ended, well or badly; False if the time ran out first."""
+        if self._drive is None:
+            return self._done.wait(timeout_seconds)
+        end = time.monotonic() + (float("inf") if timeout_seconds is None else timeout_seconds)
+        delay = 20e-6
+        while not self.is_done():
+            if time.monotonic() > end:
+                return False
+            self._done.wait(delay)
+            delay = min(delay * 1.5, 1e-3)
+        return True
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark as done; called by whoever carries the operation out."""
+        self._error, self._buffers, self._drive = error, None, None
+        self._done.set()
