@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -288,8 +289,10 @@ def _read_numbers(node: dict[str, Any], path: str, result: Translation, text_key
             node[key] = _number(value)
         entries = node[key] if isinstance(node[key], list) else [node[key]]
         for entry in entries:
-            if isinstance(entry, float) and not math.isfinite(entry):
-                result.problems.append(Problem(result.as_spelled(here), f"expected a finite number, found {value!r}"))
+            if isinstance(entry, (int, float)) and not abs(entry) <= sys.float_info.max:
+                result.problems.append(
+                    Problem(result.as_spelled(here), f"expected a finite number, found {show(value)}")
+                )
 
 
 def _number(value: Any) -> Any:

@@ -126,12 +126,15 @@ def _build(done: legacy.Translation) -> tuple[Config | None, list[Problem]]:
     """The models' verdict. With mistakes, the rest is built too so that conflicts in it show in the same message."""
     data = done.data
     problems: list[Problem] = []
+    told = {problem.path for problem in done.problems}
     for _ in range(3):
         try:
             return Config.model_validate(data), problems
         except ValidationError as error:
             found = from_validation(error, _names_at, _homes())
-        problems += [Problem(done.as_spelled(p.path), p.what, p.cure) for _, p in found]
+        spelled = [Problem(done.as_spelled(p.path), p.what, p.cure) for _, p in found]
+        problems += [p for p in spelled if not any(path == p.path or path.startswith(f"{p.path}.") for path in told)]
+        told |= {problem.path for problem in spelled}
         for location, _ in found:
             data = _without(data, location)
     return None, problems

@@ -130,7 +130,7 @@ def test_texts_that_look_like_numbers_stay_texts():
     assert (loaded.config.tensorboard.job_name, loaded.config.tensorboard.output_path) == ("007", "1e3")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1e999"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1e999", 10**400])
 def test_numbers_that_are_not_finite(value):
     with pytest.raises(ConfigError, match=r"optimizer.params.lr: expected a finite number"):
         load({"optimizer": {"type": "SGD", "params": {"lr": value}}})

@@ -91,6 +91,20 @@ def test_one_mistake_is_one_line():
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_clipping": "1e400"},
+        {"compression_training": {"row_pruning": {"different_groups": {"g.h": {"params": {}}}}}},
+        {"fp16": {"enabled": "x"}, "zero_optimization": {"stage": 1}},
+    ],
+)
+def test_no_mistake_is_told_twice_or_brings_a_follower(settings):
+    with pytest.raises(ConfigError) as caught:
+        load(settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("section", "key", "value"),
     [
         ("fp16", "loss_scale", True),
