@@ -75,8 +75,8 @@ def check_alone(reason: BaseException, env: Mapping[str, str] = os.environ) -> N
     name, wanted = launched_size(env)
     if wanted > 1:
         msg = (
-            f"the launcher started {wanted} processes ({name}={wanted}), but MPI cannot be loaded: {reason}. Install it "
-            "with pip install 'mpispeed[mpich]', or load the site's MPI module before starting"
+            f"the launcher started {wanted} processes ({name}={wanted}), but MPI cannot be loaded: {reason}. Install "
+            "it with pip install 'mpispeed[mpich]', or load the site's MPI module before starting"
         )
         raise ConfigError(msg)
 

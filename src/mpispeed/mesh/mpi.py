@@ -22,12 +22,12 @@ _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
 
 def _moved(x: torch.Tensor) -> list[Any]:
-    return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), getattr(MPI, move_name(x.dtype))]
+    return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), getattr(MPI, move_name(x.dtype))]
 
 
 def _reduced(x: torch.Tensor) -> list[Any]:
     # A dtype that is not in the table fails here rather than being added up as something else.
-    return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), getattr(MPI, REDUCE_NAMES[x.dtype])]
+    return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), getattr(MPI, REDUCE_NAMES[x.dtype])]
 
 
 class MpiComm(Comm):
@@ -38,7 +38,7 @@ class MpiComm(Comm):
 
     def __init__(
         self,
-        handle: MPI.Intracomm,
+        handle: MPI.Comm,
         ranks: Sequence[int],
         axes: tuple[str, ...],
         reduction: str,
@@ -135,12 +135,12 @@ class MpiComm(Comm):
         """MPI_Comm_split, ordered by rank."""
         return self._made_of(self._handle.Split(color, self.rank), ranks, axes)
 
-    def _made_of(self, handle: MPI.Intracomm, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
+    def _made_of(self, handle: MPI.Comm, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
         return MpiComm(handle, ranks, axes, self.reduction, self.journal, self._node_ranks).inherit(self)
 
     def grid_coords(self, sizes: Sequence[int]) -> tuple[int, ...] | None:
         """This rank's place on an MPI Cartesian grid without reordering. Collective over: this group."""
-        grid = self._handle.Create_cart(list(sizes), reorder=False)
+        grid = MPI.Intracomm(self._handle).Create_cart(list(sizes), reorder=False)
         coords = tuple(grid.Get_coords(grid.Get_rank()))
         grid.Free()
         return coords
