@@ -47,7 +47,7 @@ def split_state(state: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Tenso
     """The optimizer state of one parameter as flat slots and the rest.
 
     A slot is a tensor of the shape of `like`, flattened (a view where it is contiguous). The rest are
-    numbers, texts and tensors of other shapes; None is left out.
+    numbers, texts and copies of tensors of other shapes; None is left out.
 
     Raises:
         UsageError: an entry is of another type, so that it cannot be stored without pickle.
@@ -58,7 +58,7 @@ def split_state(state: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Tenso
         if isinstance(value, Tensor) and value.dim() and value.shape == like.shape:
             slots[name] = value.detach().reshape(-1)
         elif isinstance(value, (bool, int, float, str, Tensor)):
-            scalars[name] = value.detach() if isinstance(value, Tensor) else value
+            scalars[name] = value.detach().clone() if isinstance(value, Tensor) else value
         elif value is not None:
             msg = f"optimizer state {name!r} is a {type(value).__name__}; only tensors, numbers and texts can be stored"
             raise UsageError(msg)

@@ -167,6 +167,7 @@ class OneCycle(Schedule):
         self.max_mom = _number(name, "cycle_max_mom", cycle_max_mom)
         self.decay_mom_rate = _number(name, "decay_mom_rate", decay_mom_rate)
         self.has_momentum = cycle_momentum
+        self._has_warned = False
         if cycle_momentum and "betas" not in self.optimizer.defaults:
             kind = type(self.optimizer).__name__
             logger.warning("OneCycle leaves the momentum alone: the optimizer %s has no betas", kind)
@@ -201,8 +202,9 @@ class OneCycle(Schedule):
         largest = max(self.max_mom, _LARGEST_MOMENTUM)
         if value <= largest:
             return value
-        message = f"the momentum of OneCycle grows beyond {largest:g} (decay_mom_rate) and is held there"
-        log.once(logger, logging.WARNING, message)
+        if not self._has_warned:
+            logger.warning("the momentum of OneCycle grows beyond %g (decay_mom_rate) and is held there", largest)
+            self._has_warned = True
         return largest
 
     def _write_momentum(self) -> None:
