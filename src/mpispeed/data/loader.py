@@ -218,14 +218,14 @@ class ShardedLoader:
             rank=self.rank,
             size=self.size,
         )
-        return DataLoader(self.dataset, batch_sampler=batches, **shared)  # type: ignore[arg-type]
+        return DataLoader(self.dataset, batch_sampler=batches, **shared)
 
     def _open_stream(self) -> _StreamShare:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._epoch)
         is_placed, self._is_placed = self._is_placed, False
         return _StreamShare(
-            self.dataset,
+            self.dataset,  # type: ignore[arg-type]
             skip=None if is_placed else self._offset,
             start=self.rank * self.micro_batch,
             micro_batch=self.micro_batch,

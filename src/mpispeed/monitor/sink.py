@@ -1,0 +1,76 @@
+"""What a sink is, and which events become which points of which series."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpispeed.base.events import Bus, Event
+
+TRAIN_LOSS = "Train/Samples/train_loss"
+LR = "Train/Samples/lr"
+LOSS_SCALE = "Train/Samples/loss_scale"
+EVAL_LOSS = "Train/Samples/eval_loss"
+
+
+class Sink(Protocol):
+    """Takes the numbers of named series; `x` counts samples of the whole run."""
+
+    def write(self, series: str, value: float, x: int) -> None:
+        """Add one point to a series."""
+
+    def flush(self) -> None:
+        """Bring what was written to where others can read it."""
+
+    def close(self) -> None:
+        """Flush and let go of files."""
+
+
+def folder_of(section: Mapping[str, Any]) -> Path:
+    """Where a sink writes: `output_path`/`job_name`."""
+    return Path(section.get("output_path") or "") / section.get("job_name", "DeepSpeedJobName")
+
+
+class Watcher:
+    """Turns events into points of series for a sink."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._last_step, self._last_samples = 0, 0
+        self._is_scaled = False
+
+    def attach(self, bus: Bus) -> None:
+        """Listen to steps, evaluations and the end of the run."""
+        bus.subscribe(Event.STEP_END, self._on_step)
+        bus.subscribe(Event.EVAL_END, self._on_eval)
+        bus.subscribe(Event.CLOSE, self._on_close)
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        step, samples = event["global_step"], event["samples"]
+        # The loss was measured before the step's samples counted; the first step after a load has
+        # no predecessor here and is taken to be as large as the average one.
+        before = self._last_samples if step == self._last_step + 1 else samples - samples // max(1, step)
+        self._last_step, self._last_samples = step, samples
+        if event["loss"] is not None:
+            self._sink.write(TRAIN_LOSS, event["loss"], before)
+        self._sink.write(LR, event["lr"], samples)
+        scale = event.get("loss_scale")
+        # A scale of 1 from the start means that losses are not scaled.
+        self._is_scaled = self._is_scaled or scale not in (None, 1.0)
+        if self._is_scaled and scale is not None:
+            self._sink.write(LOSS_SCALE, scale, samples)
+        self._sink.flush()
+
+    def _on_eval(self, event: Mapping[str, Any]) -> None:
+        self._sink.write(EVAL_LOSS, event["loss"], event["samples"])
+        self._sink.flush()
+
+    def _on_close(self, event: Mapping[str, Any]) -> None:
+        self._sink.close()
+
+
+def attach(bus: Bus, sinks: Iterable[Sink]) -> None:
+    """Write the series of a run to `sinks`; each has its own watcher, so a broken one does not stop the others."""
+    for sink in sinks:
+        Watcher(sink).attach(bus)

@@ -1,0 +1,47 @@
+"""The table of sinks by the name of their section, and what builds those that a run asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from mpispeed.base.errors import NativeMissing
+from mpispeed.base.registry import Registry
+from mpispeed.monitor import csv_sink, tensorboard_sink
+from mpispeed.monitor.sink import Sink
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How a sink is made of its section, and the module that has to be installed for it."""
+
+    create: Callable[[Mapping[str, Any]], Sink]
+    module: str | None = None
+
+
+SINKS: Registry[Backend] = Registry("monitor")
+SINKS.register("csv_monitor")(Backend(csv_sink.CsvSink.from_section))
+SINKS.register("tensorboard")(Backend(tensorboard_sink.TensorBoardSink.from_section, module="tensorboard"))
+
+
+def build(sections: Mapping[str, Mapping[str, Any]], rank: int) -> list[Sink]:
+    """The sinks of the enabled sections, by section name; none on ranks other than 0.
+
+    Names and installed modules are checked on every rank, so that a mistake ends all of them.
+
+    Raises:
+        ConfigError: an enabled section has no sink of its name.
+        NativeMissing: the library that a sink writes with is not installed.
+    """
+    enabled = {name: section for name, section in sections.items() if section.get("enabled", False)}
+    backends = {name: SINKS[name] for name in enabled}
+    for name, backend in backends.items():
+        if backend.module is not None and find_spec(backend.module) is None:
+            msg = (
+                f'"{name}" is enabled, but the Python package {backend.module} is not installed; '
+                f"install it (pip install {backend.module}) or set {name}.enabled to false"
+            )
+            raise NativeMissing(msg)
+    return [backends[name].create(section) for name, section in enabled.items()] if rank == 0 else []
