@@ -204,7 +204,7 @@ def _twin_span(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor
         g = g + p * t.decay
     m = exp_avg.to(work) * t.beta1 + g * (1.0 - t.beta1)
     v = exp_avg_sq.to(work) * t.beta2 + g * (1.0 - t.beta2) * g
-    d = v.sqrt() * t.root_scale + t.eps
+    d = v.double().sqrt().to(work) * t.root_scale + t.eps  # torch's own fp32 root can be one bit off
     if t.decay_mode == _DECAY_DECOUPLED:
         p = p - p * t.decay
     p = p - m / d * t.step_size
