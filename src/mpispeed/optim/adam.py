@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpispeed.base.errors import ConfigError, UnsupportedOption
-from mpispeed.native import host_optim
+from mpispeed.native.host_optim import adam, adam_reference
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import RULES, Rule, Window, check_range, drop_auto, refuse_keyword
 
@@ -49,8 +49,8 @@ class Adam:
         hyper = {**self.defaults, **window.group}
         # The kernel is for fp32 in host memory; its twin takes every dtype and device.
         has_kernel = window.master.dtype == torch.float32 and window.master.device.type == "cpu"
-        adam = host_optim.adam if has_kernel else host_optim.adam_reference
-        adam(
+        update = adam if has_kernel else adam_reference
+        update(
             window.master,
             window.state["exp_avg"],
             window.state["exp_avg_sq"],
