@@ -104,7 +104,7 @@ class Console:
         if self.tokens_per_sample is not None:
             rate, unit = rate * self.tokens_per_sample, "tokens/s"
         found = [f"{format_count(rate)} {unit}"]
-        if self.total_steps is not None and step > first_step:
+        if self.total_steps is not None and first_step < step < self.total_steps:
             left_seconds = (self.total_steps - step) * (end - start) / (step - first_step)
             found.append(f"{format_duration(left_seconds)} left")
         return found
