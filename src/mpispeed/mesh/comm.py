@@ -65,8 +65,9 @@ class Comm(Started, Transport):
         check_reduction(x.dtype, op, scale, f"all_reduce over {self}")
         with self._verb("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size):
             flat, op, scale = self._normal(flat, op, scale)
-            if self._is_fast(flat, op):
-                self.fast().all_reduce(flat, scale)
+            fast = self._shortcut(flat, op)
+            if fast is not None:
+                fast.all_reduce(flat, scale)
             elif self._is_ordered(flat.dtype, op):
                 ordered.all_reduce(self, flat, op, scale)
             else:
@@ -117,8 +118,9 @@ class Comm(Started, Transport):
         whole, part = checks.flat(self, out, "all_gather"), checks.flat(self, shard, "all_gather")
         checks.cut(self, "all_gather", whole, part)
         with self._verb("all_gather", out.nbytes * (self.size - 1) // self.size):
-            if self._is_fast(whole, None):
-                self.fast().all_gather(whole, part)
+            fast = self._shortcut(whole, None)
+            if fast is not None:
+                fast.all_gather(whole, part)
             else:
                 messages.all_gather(self, whole, part)
 
@@ -138,8 +140,9 @@ class Comm(Started, Transport):
         with self._verb("reduce_scatter", full.nbytes * (self.size - 1) // self.size):
             part, _, _ = self._normal(part, op, scale)
             whole, op, scale = self._normal(whole, op, scale)
-            if self._is_fast(whole, op):
-                self.fast().reduce_scatter(part, whole, scale)
+            fast = self._shortcut(whole, op)
+            if fast is not None:
+                fast.reduce_scatter(part, whole, scale)
             elif self._is_ordered(whole.dtype, op):
                 ordered.reduce_scatter(self, part, whole, op, scale)
             else:
@@ -278,21 +281,19 @@ class Comm(Started, Transport):
         finally:
             self.journal.enter(name, self.axes, sent_bytes, time.perf_counter() - begin)
 
-    def fast(self) -> Fast:
-        """The shared-memory shortcut; only called after `has_fast` said yes."""
-        msg = f"{self} has no shared memory"
-        raise CommError(msg)
+    def fast(self) -> Fast | None:
+        """The shared-memory shortcut, if all ranks of the group share memory; the same answer on all of them.
 
-    def has_fast(self) -> bool:
-        """True if all ranks of the group share memory and the shortcut is usable; equal on all ranks."""
-        return False
+        Collective over: this group, at the first call.
+        """
+        return None
 
-    def _is_fast(self, x: torch.Tensor, op: str | None) -> bool:
-        """Whether the shortcut takes this tensor; `op` is None where bytes only move."""
+    def _shortcut(self, x: torch.Tensor, op: str | None) -> Fast | None:
+        """The shortcut if it takes this tensor; `op` is None where bytes only move."""
         if self.size == 1 or x.nbytes < FAST_BYTES or op not in ("sum", None):
-            return False
+            return None
         is_summed = x.dtype in FLOATS or x.dtype in HALF_FLOATS
-        return (op is None or is_summed) and self.has_fast()
+        return self.fast() if op is None or is_summed else None
 
     def _is_ordered(self, dtype: torch.dtype, op: str) -> bool:
         """Whether the order of reduction is ours; integers and extrema give the same bits in any order."""

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """How long ranks that leave early wait for the others to leave as well."""
 
+PATIENT_SECONDS = 60.0
+"""After how long a rank that left in good order says that it waits for the others."""
+
 SHOWN_SECONDS = 3.0
 """How long a rank whose error is not shown waits to be ended by the one that shows its own."""
 
@@ -85,16 +88,18 @@ class Exits:
         """Leave together; a rank that leaves with an error code does not wait for ever."""
         if self._comm.size > 1 and not self._has_left:
             has_failed = self._exit_code not in (None, 0)
-            if not self._meet(GRACE_SECONDS):
-                if has_failed:
+            if has_failed and not self._meet(GRACE_SECONDS):
+                if self._is_first():
                     sys.stderr.write(
                         f"mpispeed: rank {self._comm.rank} left with exit code {self._exit_code} while other ranks "
                         "went on; ending the job\n"
                     )
-                    self._flush()
-                    self._forget()
-                    self._abort(self._exit_code or 1)
-                log.warning("rank %d has left the program and waits for the others", self._comm.rank)
+                self._flush()
+                self._forget()
+                self._abort(self._exit_code or 1)
+            elif not has_failed and not self._meet(PATIENT_SECONDS):
+                if self._is_first():
+                    log.warning("rank %d has left the program and waits for the others", self._comm.rank)
                 self._meet(None)
         self._forget()
 
@@ -163,11 +168,10 @@ class Exits:
                 continue
 
 
-def install(comm: Comm) -> None:
+def install(comm: Comm, abort: Callable[[int], None]) -> None:
     """Watch how this process leaves, from now on. Collective over: `comm`, at the first call."""
     if "exits" in _INSTALLED:
         return
-    own = comm.duplicate()
-    exits = Exits(own, own.abort)
+    exits = Exits(comm.duplicate(), abort)
     _INSTALLED["exits"] = exits
     exits.install()

@@ -30,6 +30,11 @@ def _reduced(x: torch.Tensor) -> list[Any]:
     return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), getattr(MPI, REDUCE_NAMES[x.dtype])]
 
 
+def abort(code: int) -> None:
+    """End all ranks of the job at once."""
+    MPI.COMM_WORLD.Abort(code)
+
+
 class MpiComm(Comm):
     """A group of ranks on an MPI communicator of its own.
 
@@ -50,16 +55,12 @@ class MpiComm(Comm):
         self._shares_memory = 1 < self.size <= len(node_ranks) and all(rank in node_ranks for rank in ranks)
         self._fast: Fast | None = None
 
-    def has_fast(self) -> bool:
-        """Open the shared scratch at first use. Collective over: this group."""
+    def fast(self) -> Fast | None:
+        """Scratch in shared memory, opened at first use. Collective over: this group, at the first call."""
         if self._shares_memory and self._fast is None:
             self._fast = shared.open_scratch(self)
             self._shares_memory = self._fast is not None
-        return self._shares_memory
-
-    def fast(self) -> Fast:
-        """The shortcut through shared memory."""
-        return self._fast if self._fast is not None else super().fast()
+        return self._fast
 
     def swap_equal(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """MPI_Alltoall."""
@@ -144,10 +145,6 @@ class MpiComm(Comm):
         coords = tuple(grid.Get_coords(grid.Get_rank()))
         grid.Free()
         return coords
-
-    def abort(self, code: int) -> None:
-        """MPI_Abort of the whole job."""
-        MPI.COMM_WORLD.Abort(code)
 
     def close(self) -> None:
         """MPI_Comm_free. Collective over: this group."""

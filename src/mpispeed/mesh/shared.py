@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
 
 MEMORY_FOLDER = "/dev/shm"
-PIECE_BYTES = 1 << 20
-"""What one rank puts into a buffer at a time; small enough for second-level caches."""
+PIECE_BYTES = 4 << 20
+"""What one rank puts into a buffer at a time: small enough to stay in the last-level cache, large enough
+that meetings cost little when ranks share cores."""
 
 TOTAL_BYTES = 64 << 20
 """Most that one group maps; with many ranks on a node, pieces get smaller instead."""
@@ -98,10 +99,16 @@ class SharedScratch(Fast):
             piece = x[start : start + window]
             width = -(-piece.numel() // size)
             buffer = self._buffer(x.dtype, width)
-            buffer[rank].view(-1)[: piece.numel()].copy_(piece)
+            slot, result, own = buffer[rank], buffer[size], buffer[rank, rank]
+            if piece.numel() == slot.numel():
+                cuts = piece.view(size, width)
+                own = cuts[rank]
+                slot[:rank].copy_(cuts[:rank])
+                slot[rank + 1 :].copy_(cuts[rank + 1 :])
+            else:
+                slot.view(-1)[: piece.numel()].copy_(piece)
             self._comm.library_barrier()
-            result = buffer[size]
-            parts = list(buffer[:size, rank].unbind())
+            parts = [own if r == rank else buffer[r, rank] for r in range(size)]
             combine(result[rank], parts, "sum", scale=scale, threads=self._comm.threads)
             self._comm.library_barrier()
             piece.copy_(result.view(-1)[: piece.numel()])
@@ -113,9 +120,8 @@ class SharedScratch(Fast):
         for start in range(0, shard.numel(), width):
             piece = columns[:, start : start + width]
             buffer = self._buffer(full.dtype, piece.shape[1])
-            for other in range(size):
-                if other != rank:
-                    buffer[rank, other].copy_(piece[other])
+            buffer[rank, :rank].copy_(piece[:rank])
+            buffer[rank, rank + 1 :].copy_(piece[rank + 1 :])
             self._comm.library_barrier()
             parts = [piece[rank] if r == rank else buffer[r, rank] for r in range(size)]
             combine(shard[start : start + width], parts, "sum", scale=scale, threads=self._comm.threads)

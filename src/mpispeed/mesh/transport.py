@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -119,10 +118,6 @@ class Transport(abc.ABC):
         """This rank's place on the library's own Cartesian grid; None where there is no such library."""
         del sizes
         return None
-
-    def abort(self, code: int) -> None:
-        """End all ranks of the job at once."""
-        os._exit(code)
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,10 +25,18 @@ _PROCESS: dict[str, World] = {}
 class World:
     """All ranks, in `comm`, and those that share this rank's node, in `node`."""
 
-    def __init__(self, comm: Comm, node: Comm, *, node_count: int, has_threads: bool = True) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        node: Comm,
+        *,
+        node_count: int,
+        has_threads: bool = True,
+        abort: Callable[[int], None] = os._exit,
+    ) -> None:
         """Wire started verbs to a progress thread. Collective over: all ranks."""
         self.comm, self.node, self.node_count = comm, node, node_count
-        self.has_threads = has_threads
+        self.has_threads, self.abort = has_threads, abort
         self._lanes: list[Progress] = []
         progress = self.new_lane("world")
         for group in (comm, node):
@@ -118,7 +126,7 @@ def start(
     _PROCESS["world"] = world
     _export(world, master_port)
     _share_cores(world)
-    exits.install(world.comm)
+    exits.install(world.comm, world.abort)
     return world
 
 
@@ -132,7 +140,7 @@ def _join(reduction: str, timeout_seconds: float) -> World:
         # Imported here because the import joins MPI, and because there may be no MPI at all.
         from mpi4py import MPI
 
-        from mpispeed.mesh.mpi import MpiComm
+        from mpispeed.mesh.mpi import MpiComm, abort
     except (ImportError, RuntimeError, OSError) as error:
         launcher.check_alone(error)
         return World(SoloComm(0, ("world",), reduction), SoloComm(0, ("node",), reduction), node_count=1)
@@ -146,7 +154,8 @@ def _join(reduction: str, timeout_seconds: float) -> World:
     comm = MpiComm(handle, range(handle.Get_size()), ("world",), reduction, journal, near)
     node = MpiComm(node_handle, node_ranks, ("node",), reduction, journal, near)
     comm.timeout_seconds = node.timeout_seconds = timeout_seconds
-    return World(comm, node, node_count=node_count, has_threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+    has_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    return World(comm, node, node_count=node_count, has_threads=has_threads, abort=abort)
 
 
 def _export(world: World, master_port: int) -> None:
