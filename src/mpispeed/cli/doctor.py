@@ -42,7 +42,7 @@ print(json.dumps({"h5py": h5py.version.version, "hdf5": h5py.version.hdf5_versio
 _NATIVE = """
 import json
 from mpispeed.native import status
-print(json.dumps([[c.name, c.is_available, c.reason] for c in status.report()]))
+print(json.dumps([[c.name, c.is_usable, c.reason or c.purpose] for c in status.report()]))
 """
 
 
@@ -96,7 +96,7 @@ def _check_torch() -> Iterable[Finding]:
 def _check_mpi() -> Iterable[Finding]:
     found, reason = _answer(_MPI)
     if isinstance(found, dict):
-        text = f"{found['library']}, MPI {found['standard']}, threads {found['threads']}"
+        text = f"{' '.join(found['library'].split())}, MPI {found['standard']}, threads {found['threads']}"
         yield Finding("MPI library", True, text, True)
     else:
         yield Finding("MPI library", False, reason, True)
@@ -135,8 +135,8 @@ def _check_compiled() -> Iterable[Finding]:
     if not isinstance(found, list):
         yield Finding("compiled modules", False, reason)
         return
-    for name, is_available, why in found:
-        yield Finding(f"compiled {name}", is_available, why or "present")
+    for name, is_usable, detail in found:
+        yield Finding(f"compiled {name}", is_usable, detail)
 
 
 def _check_files() -> Iterable[Finding]:
