@@ -147,7 +147,9 @@ def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -
             content, where = read_source(source)
     except ConfigError as error:
         problem = str(error)
-    _raise_first(world.comm.gather_objects(problem))
+    problems = [found for found in world.comm.gather_objects(problem) if found]
+    if problems:
+        raise ConfigError(problems[0])
     text, name = world.comm.share((content, where) if isinstance(content, str) else (None, where))
     return (text, name) if text is not None else (content, where)
 
