@@ -1,3 +1,4 @@
+# cython: autotestdict=False
 """CRC-32C of buffers; the code is in crc32c.h."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer

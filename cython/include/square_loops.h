@@ -1,8 +1,8 @@
 /* Sums of squares over fixed blocks, added up without rounding error.
  *
  * A block is summed in sixteen fp64 lanes that are joined in a fixed order, so its sum does not depend
- * on the vector width. Block sums are then accumulated exactly, as a list of doubles that do not
- * overlap (each addition keeps its rounding error as another entry of the list). */
+ * on the vector width. Block sums are then accumulated exactly, in one long integer
+ * that spans the range of fp64. */
 #ifndef MPISPEED_SQUARE_LOOPS_H
 #define MPISPEED_SQUARE_LOOPS_H
 
@@ -14,35 +14,72 @@
 enum { MPS_SQUARE_F32 = 1, MPS_SQUARE_BF16 = 2, MPS_SQUARE_F16 = 3, MPS_SQUARE_F64 = 4 };
 
 #define MPS_LANES 16
-#define MPS_PARTIALS 48     /* an fp64 sum without overlap has at most 40 entries */
+#define MPS_LIMBS 68        /* of 32 bits: all of fp64 from 2^-1074 to beyond 2^1024 */
+#define MPS_PARTIALS 68
 
+/* A sum of non-negative doubles as one long integer in units of 2^-1074; carries wait in the upper halves. */
 typedef struct {
-    int count;
+    uint64_t limbs[MPS_LIMBS];
+    uint32_t pending;       /* additions since the carries were resolved */
     double special;         /* 0, or the infinity or NaN that was met */
-    double values[MPS_PARTIALS];
 } mps_exact;
 
+static inline void mps_exact_carry(mps_exact *total) {
+    uint64_t carry = 0;
+    for (int k = 0; k < MPS_LIMBS; k++) {
+        carry += total->limbs[k];
+        total->limbs[k] = carry & 0xffffffffu;
+        carry >>= 32;
+    }
+    total->pending = 0;
+}
+
 static inline void mps_exact_add(mps_exact *total, double x) {
-    int kept = 0;
-    if (!isfinite(x)) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    uint64_t exponent = bits >> 52 & 0x7ffu, mantissa = bits & 0xfffffffffffffu;
+    if (exponent == 0x7ffu) {
         total->special += x;
         return;
     }
-    for (int i = 0; i < total->count; i++) {
-        double y = total->values[i];
-        double high = x + y;
-        double part = high - x;
-        double low = (x - (high - part)) + (y - part);
-        if (low != 0.0) total->values[kept++] = low;
-        x = high;
+    if (exponent) mantissa |= 1ull << 52;
+    unsigned shift = exponent ? (unsigned)exponent - 1 : 0, offset = shift & 31u;
+    uint64_t *limb = total->limbs + (shift >> 5);
+    uint64_t low = mantissa << offset;
+    limb[0] += low & 0xffffffffu;
+    limb[1] += low >> 32;
+    limb[2] += offset ? mantissa >> (64 - offset) : 0;
+    if (++total->pending == 0x40000000u) mps_exact_carry(total);
+}
+
+static inline void mps_exact_join(mps_exact *total, mps_exact *other) {
+    mps_exact_carry(total);
+    mps_exact_carry(other);
+    for (int k = 0; k < MPS_LIMBS; k++) total->limbs[k] += other->limbs[k];
+    mps_exact_carry(total);
+    total->special += other->special;
+}
+
+/* Doubles of decreasing size with the same exact sum, about one for 53 bits that are in use; returns their number. */
+static int mps_exact_partials(mps_exact *total, double *values) {
+    int count = 0;
+    double head = 0.0;
+    mps_exact_carry(total);
+    for (int k = MPS_LIMBS - 1; k >= 0 && total->special == 0.0; k--) {
+        if (!total->limbs[k]) continue;
+        double next = ldexp((double)total->limbs[k], 32 * k - 1074);
+        double sum = head + next;
+        double lost = next - (sum - head);  /* exact: what is in head is a multiple of a unit above next */
+        if (!isfinite(sum)) total->special = INFINITY;
+        if (lost != 0.0) values[count++] = sum;
+        head = lost != 0.0 ? lost : sum;
     }
-    if (!isfinite(x)) {
-        total->special += x;
-        kept = 0;
-    } else if (x != 0.0) {
-        total->values[kept++] = x;
+    if (head != 0.0) values[count++] = head;
+    if (total->special != 0.0) {
+        values[0] = total->special;
+        return 1;
     }
-    total->count = kept;
+    return count;
 }
 
 MPS_INLINE double mps_join_lanes(const double *lane) {
@@ -107,34 +144,32 @@ static inline mps_square_loop mps_square_select(int kind) {
     }
 }
 
-/* Returns 0, or -1 when there is no loop for this dtype. */
-static int mps_square_partials(const void *x, size_t n, size_t block, int kind, int threads, mps_exact *total) {
+/* Fills `values` (room for MPS_PARTIALS) and returns their number, or -1 when there is no loop for this dtype. */
+static int mps_square_partials(const void *x, size_t n, size_t block, int kind, int threads, double *values) {
     mps_square_loop loop = mps_square_select(kind);
     size_t width = kind == MPS_SQUARE_F64 ? 8 : kind == MPS_SQUARE_F32 ? 4 : 2;
-    total->count = 0;
-    total->special = 0.0;
+    mps_exact total;
+    memset(&total, 0, sizeof total);
     if (!loop || block == 0) return -1;
     int used = mps_useful_threads(n, threads);
     if (used == 1) {
-        loop(x, n, block, total);
-        return 0;
+        loop(x, n, block, &total);
+        return mps_exact_partials(&total, values);
     }
     unsigned mode = mps_float_mode();
 #pragma omp parallel for num_threads(used) schedule(static, 1)
     for (int k = 0; k < used; k++) {
         mps_range r = mps_cut(n, block, used, k);
-        mps_exact own = {0, 0.0, {0.0}};
+        mps_exact own;
+        memset(&own, 0, sizeof own);
         unsigned before = mps_float_mode();
         mps_set_float_mode(mode);
         loop((const char *)x + r.begin * width, r.end - r.begin, block, &own);
-#pragma omp critical(mps_square_join)
-        {
-            total->special += own.special;
-            for (int i = 0; i < own.count; i++) mps_exact_add(total, own.values[i]);
-        }
         mps_set_float_mode(before);
+#pragma omp critical(mps_square_join)
+        mps_exact_join(&total, &own);
     }
-    return 0;
+    return mps_exact_partials(&total, values);
 }
 
 #endif

@@ -1,3 +1,4 @@
+# cython: autotestdict=False
 """Adam over flat host buffers given by address; the loops are in adam_loops.h."""
 
 from libc.stdint cimport uintptr_t

@@ -1,3 +1,4 @@
+# cython: autotestdict=False
 """Tree sums and exact sums of squares over flat host buffers given by address; loops in sum_loops.h, square_loops.h."""
 
 from libc.stdint cimport uintptr_t
@@ -11,12 +12,7 @@ cdef extern from "sum_loops.h" nogil:
 
 
 cdef extern from "square_loops.h" nogil:
-    ctypedef struct mps_exact:
-        int count
-        double special
-        double values[48]
-
-    int mps_square_partials(const void *x, size_t n, size_t block, int kind, int threads, mps_exact *total)
+    int mps_square_partials(const void *x, size_t n, size_t block, int kind, int threads, double *values)
 
 
 def tree_sum(
@@ -41,12 +37,10 @@ def tree_sum(
 
 def square_partials(uintptr_t x, size_t count, size_t block, int kind, int threads):
     """Doubles whose exact sum is the sum of the squares of all blocks; kinds as in `tree_sum`."""
-    cdef mps_exact total
-    cdef int code
+    cdef double[68] values  # MPS_PARTIALS
+    cdef int number
     with nogil:
-        code = mps_square_partials(<const void *>x, count, block, kind, threads, &total)
-    if code != 0:
+        number = mps_square_partials(<const void *>x, count, block, kind, threads, values)
+    if number < 0:
         raise ValueError(f"no loop for kind {kind} with blocks of {block}")
-    if total.special != 0.0:
-        return [total.special]
-    return [total.values[i] for i in range(total.count)]
+    return [values[i] for i in range(number)]

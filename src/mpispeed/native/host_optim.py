@@ -186,13 +186,13 @@ def adam_reference(
 def _run_twin(
     master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, out: Tensor | None, terms: _Terms
 ) -> None:
-    flat = [x.detach().view(-1) for x in (master, exp_avg, exp_avg_sq, grad)]
+    p, m, v, g = (x.detach().view(-1) for x in (master, exp_avg, exp_avg_sq, grad))
     flat_out = None if out is None else out.detach().view(-1)
     for begin in range(0, master.numel(), TWIN_SPAN):
         cut = slice(begin, begin + TWIN_SPAN)
-        p = _twin_span(*(x[cut] for x in flat), terms)
+        updated = _twin_span(p[cut], m[cut], v[cut], g[cut], terms)
         if flat_out is not None:
-            flat_out[cut].copy_(p)
+            flat_out[cut].copy_(updated)
 
 
 def _twin_span(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, t: _Terms) -> Tensor:
