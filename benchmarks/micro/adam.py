@@ -69,10 +69,10 @@ def candidates(count: int, threads: int, bare: Callable[..., None]) -> dict[str,
     param.grad = grad
     fused = torch.optim.AdamW([param], lr=1e-3, fused=True)
     settings = {"step": 5, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled": True}
-    addresses = [x.data_ptr() for x in [*other, grad]]
+    streams = [*other, grad]
     parts = [torch.rand(count).bfloat16() for _ in range(4)]
     return {
-        "4R3W": (28, lambda: bare(*addresses, count, threads)),
+        "4R3W": (28, lambda: bare(*(x.data_ptr() for x in streams), count, threads)),
         "adam fp32": (28, lambda: adam(*state, grad, threads=threads, **settings)),
         "adam bf16 in and out": (28, lambda: adam(*state, grad16, out=out16, threads=threads, **settings)),
         "adam fp16 in and out": (28, lambda: adam(*state, half, out=out_half, threads=threads, **settings)),

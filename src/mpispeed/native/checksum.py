@@ -132,7 +132,8 @@ def _advance(lanes: npt.NDArray[np.uint8]) -> _Words:
     crc = np.full(lanes.shape[0], 0xFFFFFFFF, np.uint32)
     for column in np.ascontiguousarray(lanes.T):
         crc = (crc >> np.uint32(8)) ^ table[(crc ^ column) & np.uint32(0xFF)]
-    return np.bitwise_xor(crc, np.uint32(0xFFFFFFFF), dtype=np.uint32)
+    done: _Words = crc ^ np.uint32(0xFFFFFFFF)
+    return done
 
 
 def _fold(crcs: _Words, length: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -63,3 +64,9 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     a_begin, a_end = _byte_range(a)
     b_begin, b_end = _byte_range(b)
     return max(a_begin, b_begin) < min(a_end, b_end)
+
+
+def any_overlap(tensors: Iterable[Tensor]) -> bool:
+    """Whether some two of the contiguous tensors share memory; empty ones share nothing."""
+    ranges = sorted(_byte_range(x) for x in tensors if x.numel())
+    return any(b_begin < a_end for (_, a_end), (b_begin, _) in pairwise(ranges))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpispeed.native import status
-from mpispeed.native.flat import KINDS, TWIN_SPAN, check_tensors, check_threads, is_same_memory, overlaps
+from mpispeed.native.flat import KINDS, TWIN_SPAN, any_overlap, check_tensors, check_threads, is_same_memory, overlaps
 
 _DECAY_NONE, _DECAY_DECOUPLED, _DECAY_L2 = 0, 1, 2
 _OUT_KINDS = {torch.bfloat16: KINDS[torch.bfloat16], torch.float16: KINDS[torch.float16]}
@@ -82,11 +82,17 @@ def _check(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, ou
         if not x.dtype.is_floating_point:
             msg = f"adam: {name} has dtype {x.dtype}; Adam works on floating-point tensors"
             raise TypeError(msg)
+    if any_overlap(tensors.values()):
+        _refuse_overlap(tensors)
+    return length
+
+
+def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
+    """Name the two that share memory, unless it is only `out` in the place of the gradient."""
     for (name_a, a), (name_b, b) in combinations(tensors.items(), 2):
         if overlaps(a, b) and not ((name_a, name_b) == ("grad", "out") and is_same_memory(a, b)):
             msg = f"adam: {name_a} and {name_b} share memory; give each its own buffer"
             raise ValueError(msg)
-    return length
 
 
 def adam(
