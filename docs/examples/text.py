@@ -24,8 +24,12 @@ def standard_library(cap_bytes: int = 12_000_000, held_out: float = 0.05) -> tup
 
 
 def _join(files: list[Path], cap_bytes: int) -> Tensor:
-    text = b"".join(path.read_bytes() for path in files)[:cap_bytes]
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    text = bytearray()
+    for path in files:
+        if len(text) >= cap_bytes:
+            break
+        text += path.read_bytes()
+    return torch.frombuffer(text[:cap_bytes], dtype=torch.uint8)
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):

@@ -34,6 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save_dir", type=Path, help="folder of checkpoints (default OUT/checkpoints)")
     parser.add_argument("--save_every", type=int, default=0, help="steps between checkpoints; 0: at the end only")
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in SAVE_DIR")
+    parser.add_argument("--cap_bytes", type=int, default=12_000_000, help="text to use at most (default %(default)s)")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
@@ -110,7 +111,7 @@ def main() -> None:
     args = parse_arguments()
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = GPT(Shape(args.layers, args.heads, args.width, args.block, args.dropout))
-    text, held_out_text = standard_library()
+    text, held_out_text = standard_library(args.cap_bytes)
     engine, _, _, _ = mpispeed.initialize(
         args=args, model=model, model_parameters=model.parameters(), training_data=Windows(text, args.block)
     )

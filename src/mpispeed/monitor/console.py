@@ -47,7 +47,7 @@ class Console:
         self._bar: Progress | None = None
 
     def attach(self, bus: Bus) -> None:
-        """Listen to steps, evaluations, saves and the end of the run."""
+        """Listen to steps, evaluations, loads and the end of the run."""
         world = current()
         rank = self._rank if self._rank is not None else (world.rank if world is not None else 0)
         if rank:
@@ -57,7 +57,6 @@ class Console:
             self._task = self._bar.add_task("training", total=self.total_steps, text="")
         bus.subscribe(Event.STEP_END, self._on_step)
         bus.subscribe(Event.EVAL_END, self._on_eval)
-        bus.subscribe(Event.SAVE_END, self._on_save)
         bus.subscribe(Event.LOAD_END, self._on_load)
         bus.subscribe(Event.CLOSE, self._on_close)
 
@@ -79,12 +78,8 @@ class Console:
     def _on_eval(self, event: Mapping[str, Any]) -> None:
         self._line(f"{self._name(event['global_step'])}  validation loss {event['loss']:.3f}")
 
-    def _on_save(self, event: Mapping[str, Any]) -> None:
-        self._line(f"saved {event['path']} in {format_duration(event['seconds'])}")
-
     def _on_load(self, event: Mapping[str, Any]) -> None:
-        self._marks.clear()
-        self._line(f"loaded {event['path']} in {format_duration(event['seconds'])}")
+        self._marks.clear()  # the step count jumps; speed is measured anew
 
     def _on_close(self, event: Mapping[str, Any]) -> None:
         if self._bar is not None:
