@@ -1,19 +1,33 @@
-"""HDF5 objects whose bytes depend on their content only: no times, fixed library version, early allocation."""
+"""HDF5 objects whose bytes depend on their content only: no times, fixed library version, early allocation.
+
+HDF5 never writes to the file system here: what it writes is collected in memory and put on disk by
+plain writes. HDF5 cannot close a file that it failed to extend, so a full disk would leak the file
+in a training run that goes on.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5g, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5fd, h5g, h5p, h5s, h5t
 
 from mpispeed.ckpt import schema
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 _TRACKED = h5p.CRT_ORDER_TRACKED | h5p.CRT_ORDER_INDEXED
 #: metadata is laid down in runs of this size, so that small datasets do not scatter it
 _META_BLOCK_BYTES = 64 << 10
+#: granularity of files in memory
+_PAGE_BYTES = 64 << 10
 #: a parameter has fewer attributes than this; they stay in its header instead of a heap of their own
 _COMPACT_ATTRIBUTES = 64
 
@@ -25,8 +39,70 @@ def _no_times(kind: h5p.PropClassID) -> h5p.PropCreateID:
     return properties
 
 
+class SparseImage(io.RawIOBase):
+    """A file in memory that keeps only the pages written to; what HDF5 sees as the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pages: dict[int, bytearray] = {}
+        self._size = self._position = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset from the start, the position or the end."""
+        base = (0, self._position, self._size)[whence]
+        self._position = base + offset
+        return self._position
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write all of `data` at the position."""
+        view = memoryview(data).cast("B")
+        for page, first, part in self._cut(view):
+            own = self._pages.setdefault(page, bytearray(_PAGE_BYTES))
+            own[first : first + len(part)] = part
+        self._position += len(view)
+        self._size = max(self._size, self._position)
+        return len(view)
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill `buffer` from the position; what was never written reads as zeros."""
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
+        for page, first, part in self._cut(view):
+            own = self._pages.get(page)
+            part[:] = own[first : first + len(part)] if own else bytes(len(part))
+        self._position += len(view)
+        return len(view)
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """Set the size; HDF5 only ever asks for more."""
+        self._size = self._position if size is None else size
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing: the image is put on disk once, when it is complete."""
+
+    def put(self, path: Path) -> None:
+        """Make the file, with holes where nothing was written.
+
+        Raises:
+            OSError: the file exists, or the file system refuses.
+        """
+        with path.open("xb", buffering=0) as file:
+            os.truncate(file.fileno(), self._size)
+            for page in sorted(self._pages):
+                part = memoryview(self._pages[page])[: self._size - page * _PAGE_BYTES]
+                write_at(file.fileno(), part, page * _PAGE_BYTES)
+
+    def _cut(self, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+        done = 0
+        while done < len(view):
+            page, first = divmod(self._position + done, _PAGE_BYTES)
+            part = view[done : done + _PAGE_BYTES - first]
+            yield page, first, part
+            done += len(part)
+
+
 class Builder:
-    """Creates the objects of one new file. Use as a context manager; the file is closed on leaving.
+    """Creates the objects of one new file. Use as a context manager; leaving it puts the file on disk.
 
     Raises:
         OSError: the file exists or cannot be made.
@@ -37,8 +113,10 @@ class Builder:
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
         access.set_alignment(schema.ALIGN_THRESHOLD_BYTES, schema.ALIGN_BYTES)
         access.set_meta_block_size(_META_BLOCK_BYTES)
-        # the work folder belongs to one save; locks fail on many shared file systems
-        access.set_file_locking(False, True)
+        # closing must not wait for groups that a caller still holds
+        access.set_fclose_degree(h5f.CLOSE_STRONG)
+        self._path, self._image = path, SparseImage()
+        access.set_fileobj_driver(h5fd.fileobj_driver, self._image)
         creation = _no_times(h5p.FILE_CREATE)
         creation.set_link_creation_order(_TRACKED)
         self._groups = _no_times(h5p.GROUP_CREATE)
@@ -51,13 +129,15 @@ class Builder:
         self._links.set_char_encoding(h5t.CSET_UTF8)
         self._scalar = h5s.create(h5s.SCALAR)
         self._types: dict[np.dtype, h5t.TypeID] = {}
-        self.root = h5f.create(os.fsencode(path), h5f.ACC_EXCL, fcpl=creation, fapl=access)
+        self.root = h5f.create(b"image", h5f.ACC_TRUNC, fcpl=creation, fapl=access)
 
     def __enter__(self) -> Builder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.root.close()
+        if kind is None:
+            self._image.put(self._path)
 
     def group(self, parent: h5g.GroupID | h5f.FileID, name: str) -> h5g.GroupID:
         """A new group; `name` is escaped already."""
@@ -102,9 +182,29 @@ def open_reading(path: Path) -> h5py.File:
     return h5py.File(path, "r", locking=False)
 
 
-def create_plain(path: Path) -> h5py.File:
-    """A new file for ordinary h5py use, readable by HDF5 1.10."""
-    return h5py.File(path, "x", libver=("v110", "v110"), locking=False)
+@contextlib.contextmanager
+def create_plain(path: Path) -> Iterator[h5py.File]:
+    """A new small file for ordinary h5py use, readable by HDF5 1.10; leaving the context puts it on disk.
+
+    Raises:
+        OSError: the file exists or cannot be made.
+    """
+    image = io.BytesIO()
+    with h5py.File(image, "w", libver=("v110", "v110")) as file:
+        yield file
+    with path.open("xb") as target:
+        target.write(image.getbuffer())
+
+
+def write_at(handle: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`, however the system cuts it.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    done = 0
+    while done < len(data):
+        done += os.pwrite(handle, data[done:], offset + done)
 
 
 def text(value: object) -> str:

@@ -262,18 +262,8 @@ class Checkpoint:
         for start, length in record.index_extents:
             crc = payload.checksum_of(self._handle, start, length, crc)
         if crc != record.index_crc32c:
-            self._name_small_damage()
-            msg = f"{self._model} is damaged: its index (names, offsets, checksums, small tensors) was altered"
+            msg = f"{self._model} is damaged: its index (names, attributes, offsets, checksums) was altered"
             raise CorruptCheckpoint(msg)
-
-    def _name_small_damage(self) -> None:
-        """Raise for the small tensor whose elements were altered, if HDF5 can still tell the tensors apart."""
-        try:
-            tensors = model_file.read_index(self._model).tensors.values()
-        except CheckpointError:
-            return
-        small = [tensor for tensor in tensors if tensor.size_bytes < schema.ALIGN_THRESHOLD_BYTES]
-        payload.read_back(self._model, small, is_full=True, seed="")
 
     def _state_path(self) -> Path:
         path = self.path / schema.STATE_FILE

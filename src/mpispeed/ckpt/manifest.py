@@ -21,10 +21,10 @@ class FileRecord:
     Attributes:
         bytes: its size.
         crc32c: checksum of all its bytes.
-        index_extents: (start, length) of the ranges that hold no aligned payload: HDF5's own metadata,
-            checksums and small tensors.
-        index_crc32c: checksum of those ranges in order; lets a reader trust the offsets without
-            reading the payload.
+        index_extents: (start, length) of the ranges that hold no elements: HDF5's own metadata and the
+            checksums of the elements.
+        index_crc32c: checksum of those ranges in order; lets a reader trust names and offsets without
+            reading elements.
 
     Units:
         bytes
@@ -63,7 +63,8 @@ def write(folder: Path, manifest: Manifest) -> None:
     content = {"format": schema.FORMAT, **asdict(manifest), "complete": True}
     content["digest"] = _digest(content)
     temporary = folder / f"{schema.MANIFEST_FILE}.tmp"
-    write_durably(temporary, json.dumps(content, indent=1) + "\n")
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+    write_durably(temporary, f"{{\n{lines}\n}}\n")
     temporary.rename(folder / schema.MANIFEST_FILE)
     sync_folder(folder)
 

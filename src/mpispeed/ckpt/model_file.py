@@ -167,12 +167,12 @@ def _param_attributes(build: hdf5.Builder, group: h5g.GroupID, param: ParamInfo)
 
 @contextlib.contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turn what h5py raises on a damaged file into an error that names the file."""
+    """Turn whatever h5py and its values raise on a damaged file into an error that names the file."""
     try:
         yield
     except CheckpointError:
         raise
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as failure:
+    except Exception as failure:
         msg = f"{path} is damaged or no checkpoint file: {failure}"
         raise CorruptCheckpoint(msg) from failure
 

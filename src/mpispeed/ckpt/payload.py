@@ -12,6 +12,7 @@ import numpy as np
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt import bits, schema
 from mpispeed.ckpt.errors import CorruptCheckpoint
+from mpispeed.ckpt.hdf5 import write_at
 from mpispeed.ckpt.logical import LogicalTensor, Piece
 from mpispeed.ckpt.manifest import FileRecord
 from mpispeed.ckpt.model_file import Offsets, StoredTensor
@@ -59,17 +60,6 @@ def _write_piece(handle: int, offset: int, tensor: LogicalTensor, piece: Piece) 
         yield position, len(chunk), crc32c(chunk)
         write_at(handle, chunk, offset + position)
         done += len(chunk)
-
-
-def write_at(handle: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, however the system cuts it.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    done = 0
-    while done < len(data):
-        done += os.pwrite(handle, data[done:], offset + done)
 
 
 def read_at(handle: int, data: memoryview, offset: int) -> int:
@@ -132,18 +122,16 @@ def write_tables(path: Path, offsets: Offsets, tables: Sequence[np.ndarray]) -> 
 def model_record(
     path: Path, tensors: Sequence[LogicalTensor], offsets: Offsets, tables: Sequence[np.ndarray]
 ) -> FileRecord:
-    """Size and checksums of a finished model.h5; reads the index bytes only, the payload is known by its tables."""
-    large = sorted(
-        (int(offsets.data[i]), tensor.size_bytes, i)
-        for i, tensor in enumerate(tensors)
-        if tensor.size_bytes >= schema.ALIGN_THRESHOLD_BYTES
+    """Size and checksums of a finished model.h5; reads the index only, the elements are known by their tables."""
+    stored = sorted(
+        (int(offsets.data[i]), tensor.size_bytes, i) for i, tensor in enumerate(tensors) if tensor.size_bytes
     )
     size = path.stat().st_size
     whole = index = position = 0
     extents: list[tuple[int, int]] = []
     handle = os.open(path, os.O_RDONLY)
     try:
-        for offset, length, which in [*large, (size, 0, -1)]:
+        for offset, length, which in [*stored, (size, 0, -1)]:
             if offset > position:
                 crc = checksum_of(handle, position, offset - position)
                 extents.append((position, offset - position))

@@ -274,7 +274,7 @@ def _check_free_space(folder: Path, request: _Request, state_bytes: int) -> None
 
 
 def _check_room(model: Path, tensors: Sequence[LogicalTensor], offsets: Offsets) -> None:
-    """HDF5 may close a file it could not extend; ranks must not write past what it knows."""
+    """Every tensor lies inside the file, so that ranks write nothing HDF5 does not know of."""
     size = model.stat().st_size
     for tensor, offset in zip(tensors, offsets.data.tolist(), strict=True):
         if tensor.size_bytes and (offset < 0 or offset + tensor.size_bytes > size):

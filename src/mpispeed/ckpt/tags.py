@@ -125,13 +125,13 @@ def read_latest(folder: Path) -> str | None:
     """
     path = folder / schema.LATEST_FILE
     try:
-        lines = path.read_text(encoding="utf-8").strip().splitlines()
+        lines = path.read_text(encoding="utf-8").strip().split("\n")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except UnicodeDecodeError as failure:
         msg = f"{path} is damaged: {failure}.{_valid_tags(folder)}"
         raise CorruptCheckpoint(msg) from failure
-    tag = lines[0].strip() if lines else ""
+    tag = lines[0].strip()
     # a file of one line, as DeepSpeed or a person writes it, has no digest
     if not tag or (len(lines) > 1 and lines[1].strip() != _tag_digest(tag)):
         what = "its digest line does not match the tag" if tag else "it is empty"
@@ -170,6 +170,10 @@ def list_tags(folder: Path) -> list[TagEntry]:
         latest = read_latest(folder)
     except CorruptCheckpoint:
         latest = None
+    return _scan(folder, latest)
+
+
+def _scan(folder: Path, latest: str | None) -> list[TagEntry]:
     entries = [_entry(path, latest) for path in folder.iterdir() if path.is_dir()]
     found = [entry for entry in entries if entry is not None]
     return sorted(found, key=_age)
@@ -248,7 +252,7 @@ def _interrupted(folder: Path, tag: str) -> Path | None:
 def _valid_tags(folder: Path, wanted: str = "") -> str:
     if not folder.is_dir():
         return ""
-    tags = [entry.tag for entry in list_tags(folder) if entry.status in ("ok", "recoverable")]
+    tags = [entry.tag for entry in _scan(folder, None) if entry.status in ("ok", "recoverable")]
     if not tags:
         return " It holds no complete checkpoint."
     near = suggest(wanted, tags, _SHOWN_TAGS) if wanted else []

@@ -62,9 +62,9 @@ def cut(tensors, rank, size, *, grain=1, turn=0):
 def outcomes(size, work):
     """`work(comm)` on every rank; an error it raises on purpose is its result."""
 
-    def caught(comm):
+    def caught(world):
         try:
-            return work(comm)
+            return work(world.comm)
         except MpispeedError as failure:
             return failure
 

@@ -135,7 +135,7 @@ def test_reads_that_do_not_fit_are_refused(folder):
             checkpoint.read("scale", "master", 1, torch.zeros(1))
         with pytest.raises(CheckpointError, match="has to be flat"):
             checkpoint.read("scale", "master", 0, torch.zeros(1, 1))
-        with pytest.raises(CheckpointError, match='"embed.weight"'):
+        with pytest.raises(CheckpointError, match=r'"embed\.weight"'):
             checkpoint.info("embed.wight")
         with pytest.raises(CheckpointError, match="it has master, exp_avg, momentum16"):
             checkpoint.stored("embed.weight", "exp_avg_sq")
