@@ -34,7 +34,8 @@ levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
 print(json.dumps({"library": MPI.Get_library_version().split("\\n")[0].strip(" \\0"),
     "standard": "%d.%d" % MPI.Get_version(), "threads": levels[MPI.Query_thread()]}))
 """
-_WORLD = "from mpi4py import MPI; print(MPI.COMM_WORLD.size, flush=True)"
+# One write for a line: print makes two of it, and those of several ranks mix.
+_WORLD = "import os; from mpi4py import MPI; os.write(1, b'%d\\n' % MPI.COMM_WORLD.size)"
 _HDF5 = """
 import json, h5py
 print(json.dumps({"h5py": h5py.version.version, "hdf5": h5py.version.hdf5_version}))

@@ -42,7 +42,8 @@ def run(
         msg = f"there is no script {script} (looked from {Path.cwd()}); give its path, or -m for a module"
         raise UsageError(msg)
     # mpi4py's runner turns an exception on one rank into an end of all: the others would wait for ever.
-    program = [sys.executable, "-m", "mpi4py", *(["-m"] if module else []), script, *arguments]
+    words = [*(["-m"] if module else []), script, *arguments]
+    program = [sys.executable, "-m", "mpi4py", "-m", "mpispeed.launch.rank", *words]
     launch = plan_launch(program, ranks, mpi=mpi, is_debug=debug)
     if dry_run:
         click.echo(launch.describe())

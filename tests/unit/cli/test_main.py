@@ -70,15 +70,18 @@ def test_dry_run_passes_the_scripts_options_through(tmp_path):
     script.write_text("raise SystemExit(9)")
     done = call("run", "-n", "3", "--dry-run", "--debug", str(script), "--lr", "3", "-n", "5", "--dry-run")
     assert done.returncode == 0
-    assert done.stdout.endswith(f"-n 3 {sys.executable} -m mpi4py {script} --lr 3 -n 5 --dry-run\n")
+    assert done.stdout.endswith(
+        f"-n 3 {sys.executable} -m mpi4py -m mpispeed.launch.rank {script} --lr 3 -n 5 --dry-run\n"
+    )
     assert "MPISPEED_DEBUG=1" in done.stdout
 
 
 def test_runs_ranks_and_returns_the_code_of_the_job(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys\nfrom mpi4py import MPI\n"
-        "print(MPI.COMM_WORLD.allreduce(1), *sys.argv[1:], flush=True)\nsys.exit(int(sys.argv[2]))"
+        "import os, sys\nfrom mpi4py import MPI\n"
+        "line = f'{MPI.COMM_WORLD.allreduce(1)} {sys.argv[1]} {sys.argv[2]}\\n'\n"
+        "os.write(1, line.encode())\nsys.exit(int(sys.argv[2]))"
     )
     done = call("run", "-n", "2", str(script), "--code", "0")
     assert sorted(done.stdout.split("\n")) == ["", "2 --code 0", "2 --code 0"]
@@ -94,6 +97,25 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
     done = call("run", "-n", "2", str(script))
     assert done.returncode != 0
     assert "ValueError: broken" in done.stderr
+
+
+def test_a_rank_that_fails_before_it_joins_ends_the_others(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\nif os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n"
+        "    import no_such_module\nfrom mpispeed.mesh import start\nstart().comm.barrier()\n"
+    )
+    done = call("run", "-n", "2", str(script))
+    assert done.returncode not in (0, 2)
+    assert done.stderr.count("No module named 'no_such_module'") == 1
+
+
+def test_script_finds_its_neighbours_and_a_module_its_package(tmp_path):
+    (tmp_path / "neighbour.py").write_text("WORD = 'found'")
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys, neighbour\nos.write(1, f'{neighbour.WORD} {sys.argv}'.encode())")
+    assert call("run", str(script), "-m", "x").stdout == f"found {[str(script), '-m', 'x']}"
+    assert call("run", "-m", "this").stdout.startswith("The Zen of Python")
 
 
 def test_doctor_reports_what_is_needed():

@@ -1,0 +1,50 @@
+"""What each rank of `mpispeed run` executes: the user's script, watched until it has joined MPI.
+
+    python -m mpi4py -m mpispeed.launch.rank SCRIPT [ARGUMENTS]
+    python -m mpi4py -m mpispeed.launch.rank -m MODULE [ARGUMENTS]
+
+A rank that fails before it joins MPI, by a broken import on one node say, is unknown to MPI: some launchers
+leave the other ranks waiting for it. So it joins first and fails then, and the job ends as it does for later errors.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+
+def run_script(words: list[str]) -> None:
+    """Run a script, or a module after -m, as if Python had been started with it."""
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv[:] = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def join_before_failing() -> None:
+    """Join MPI if this process has not, and take over its exits.
+
+    Collective over: all ranks; the others are joining, or fail as well.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return  # mpi4py's runner, or the hooks that are in place, end the job
+    from mpispeed.mesh import start  # imports torch: only when it is needed
+
+    start()
+
+
+def main() -> None:
+    """Run what the command line names."""
+    try:
+        run_script(sys.argv[1:])
+    except Exception:
+        join_before_failing()
+        raise
+
+
+if __name__ == "__main__":
+    main()
