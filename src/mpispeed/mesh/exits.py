@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
+import fcntl
 import logging
 import os
 import sys
@@ -16,14 +18,13 @@ import tempfile
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mpispeed.base.errors import MpispeedError
 from mpispeed.mesh.comm import Comm
+from mpispeed.mesh.ending import Ending
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +43,15 @@ ErrorType = type[BaseException]
 
 
 class Exits:
-    """The hooks of one process. `comm` is a group of all ranks that nothing else uses."""
+    """The hooks of one process. `comm` is a group of all ranks that nothing else uses; `node` those of this node."""
 
-    def __init__(self, comm: Comm, abort: Callable[[int], None]) -> None:
-        """Agree on a name for the job. Collective over: all ranks."""
-        self._comm, self._abort = comm, abort
-        token = comm.library_share(uuid.uuid4().hex, 0)
-        self._claim = Path(tempfile.gettempdir()) / f"mpispeed-{token}.shown"
+    def __init__(self, comm: Comm, node: Comm, ending: Ending) -> None:
+        """Agree on a lock for each node. Collective over: all ranks."""
+        self._comm, self._ending = comm, ending
+        self._lock = _open_lock(node)
         self._exit_code: int | None = None
         self._has_left = False
+        self._has_shown = False
         self._previous = sys.excepthook
 
     def install(self) -> None:
@@ -73,11 +74,11 @@ class Exits:
             raise SystemExit(code)
         if getattr(error, "is_collective", False) and self._meet(GRACE_SECONDS):
             self._has_left = True
+            self._ending.forgive()
             raise SystemExit(code)
         if not is_first:
             time.sleep(SHOWN_SECONDS)
-        self._forget()
-        self._abort(code)
+        self._ending.abort(code)
 
     def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         """An error in a thread is an error of the rank: what waits for that thread would wait for ever."""
@@ -95,30 +96,33 @@ class Exits:
                         "went on; ending the job\n"
                     )
                 self._flush()
-                self._forget()
-                self._abort(self._exit_code or 1)
+                self._ending.abort(self._exit_code or 1)
             elif not has_failed and not self._meet(PATIENT_SECONDS):
                 if self._is_first():
                     log.warning("rank %d has left the program and waits for the others", self._comm.rank)
                 self._meet(None)
-        self._forget()
+            # All ranks have left their programs, so no abort is needed to free them.
+            self._ending.forgive()
+
+    def close(self) -> None:
+        """Give the lock up; a process keeps it to its end."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _is_first(self) -> bool:
-        """True for the one rank of the node that may show its error."""
-        try:
-            os.close(os.open(self._claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        except FileExistsError:
+        """True for the one rank of the node that may show its error, and once for it."""
+        if self._has_shown:
             return False
+        try:
+            if self._lock is not None:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return True
+            return False
+        self._has_shown = True
         return True
-
-    def _forget(self) -> None:
-        if self._comm.rank == 0:
-            # Left in place a little longer if rank 0 is not the one that ends: the name is unique, the file empty.
-            self._claim.unlink(missing_ok=True)
 
     def _show(self, kind: ErrorType, error: BaseException, trace: TracebackType | None) -> None:
         where = f" (rank {self._comm.rank})" if self._comm.size > 1 else ""
@@ -168,10 +172,30 @@ class Exits:
                 continue
 
 
-def install(comm: Comm, abort: Callable[[int], None]) -> None:
-    """Watch how this process leaves, from now on. Collective over: `comm`, at the first call."""
+def _open_lock(node: Comm) -> int | None:
+    """A file that all ranks of the node have open and nobody can see; None where that cannot be had."""
+    path = ""
+    if node.rank == 0:
+        try:
+            number, path = tempfile.mkstemp(prefix="mpispeed-", suffix=".lock")
+            os.close(number)
+        except OSError:
+            path = ""
+    path = node.library_share(path, 0)
+    lock: int | None = None
+    if path:
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    node.library_barrier()
+    if path and node.rank == 0:
+        Path(path).unlink(missing_ok=True)
+    return lock
+
+
+def install(comm: Comm, node: Comm, ending: Ending) -> None:
+    """Watch how this process leaves, from now on. Collective over: all ranks, at the first call."""
     if "exits" in _INSTALLED:
         return
-    exits = Exits(comm.duplicate(), abort)
+    exits = Exits(comm.duplicate(), node, ending)
     _INSTALLED["exits"] = exits
     exits.install()

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from mpispeed.mesh import checks, shared
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.dtypes import REDUCE_NAMES, move_name
+from mpispeed.mesh.ending import Ending
 from mpispeed.mesh.journal import Journal
 from mpispeed.mesh.transport import Fast, Pairs
 from mpispeed.mesh.work import Poll
@@ -30,9 +31,11 @@ def _reduced(x: torch.Tensor) -> list[Any]:
     return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), getattr(MPI, REDUCE_NAMES[x.dtype])]
 
 
-def abort(code: int) -> None:
-    """End all ranks of the job at once."""
-    MPI.COMM_WORLD.Abort(code)
+def ending() -> Ending:
+    """How MPI ends a job."""
+    # Set by `python -m mpi4py` for every error that passes it; without MPI to tell, the name may be missing.
+    forget = getattr(MPI, "_set_abort_status", None)
+    return Ending(abort=MPI.COMM_WORLD.Abort, forgive=(lambda: forget(0)) if forget else (lambda: None))
 
 
 class MpiComm(Comm):

@@ -35,7 +35,8 @@ class Started:
         if self.progress is None:
             work = Work(verb, buffers)
             try:
-                fn(comm)
+                with torch.no_grad():
+                    fn(comm)
             except Exception as error:
                 work.finish(error)
             else:

@@ -54,12 +54,6 @@ class Peers(Sequence[int]):
             rank += position * stride
         return rank
 
-    def __eq__(self, other: object) -> bool:
-        """Equal to any sequence of the same ranks, for example a range."""
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-
     def __repr__(self) -> str:
         shown = ", ".join(str(rank) for rank in self[:6])
         return f"Peers([{shown}{', ...' if len(self) > 6 else ''}])"

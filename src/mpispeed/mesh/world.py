@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh import exits, launcher
 from mpispeed.mesh.comm import Comm
+from mpispeed.mesh.ending import Ending
 from mpispeed.mesh.journal import Journal
 from mpispeed.mesh.progress import Progress
 from mpispeed.mesh.solo import SoloComm
@@ -32,11 +33,11 @@ class World:
         *,
         node_count: int,
         has_threads: bool = True,
-        abort: Callable[[int], None] = os._exit,
+        ending: Ending | None = None,
     ) -> None:
         """Wire started verbs to a progress thread. Collective over: all ranks."""
         self.comm, self.node, self.node_count = comm, node, node_count
-        self.has_threads, self.abort = has_threads, abort
+        self.has_threads, self.ending = has_threads, ending or Ending()
         self._lanes: list[Progress] = []
         progress = self.new_lane("world")
         for group in (comm, node):
@@ -126,7 +127,7 @@ def start(
     _PROCESS["world"] = world
     _export(world, master_port)
     _share_cores(world)
-    exits.install(world.comm, world.abort)
+    exits.install(world.comm, world.node, world.ending)
     return world
 
 
@@ -140,7 +141,7 @@ def _join(reduction: str, timeout_seconds: float) -> World:
         # Imported here because the import joins MPI, and because there may be no MPI at all.
         from mpi4py import MPI
 
-        from mpispeed.mesh.mpi import MpiComm, abort
+        from mpispeed.mesh.mpi import MpiComm, ending
     except (ImportError, RuntimeError, OSError) as error:
         launcher.check_alone(error)
         return World(SoloComm(0, ("world",), reduction), SoloComm(0, ("node",), reduction), node_count=1)
@@ -155,7 +156,7 @@ def _join(reduction: str, timeout_seconds: float) -> World:
     node = MpiComm(node_handle, node_ranks, ("node",), reduction, journal, near)
     comm.timeout_seconds = node.timeout_seconds = timeout_seconds
     has_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    return World(comm, node, node_count=node_count, has_threads=has_threads, abort=abort)
+    return World(comm, node, node_count=node_count, has_threads=has_threads, ending=ending())
 
 
 def _export(world: World, master_port: int) -> None:

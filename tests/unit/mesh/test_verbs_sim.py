@@ -96,5 +96,5 @@ def test_empty_tensors_meet():
 
 
 def test_unknown_reduction_is_refused():
-    with pytest.raises(Exception, match="'ordered'.*'mpi'"):
+    with pytest.raises(Exception, match=r"'ordered'.*'mpi'"):
         SoloComm(reduction="fastest")

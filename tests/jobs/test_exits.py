@@ -1,0 +1,28 @@
+"""Every way out of a job ends all its ranks, with the right exit code and one message."""
+
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("exits_worker.py")
+
+WAYS = {
+    "fine": (0, "", 0),
+    "exit": (3, "left with exit code 3", 1),
+    "exit_all": (4, "", 0),
+    "usage": (2, "unrecognized arguments: --unknown", 1),
+    "config_all": (2, "mpispeed: error: micro batch 3 does not fit", 1),
+    "config_one": (2, "mpispeed: error: only here", 1),
+    "comm": (2, "mpispeed: error: buffers do not fit (rank 2)", 1),
+    "agree": (2, "mpispeed: error: rank 2 of 3: disk full", 1),
+    "thread": (1, "ZeroDivisionError: planted in a thread", 1),
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_way_out(job, how):
+    code, words, times = WAYS[how]
+    done = job(3, WORKER, how, limit_seconds=60)
+    assert done.returncode == code, done.stderr
+    assert not words or done.stderr.count(words) == times, done.stderr
+    assert done.stderr.count("Traceback") == (1 if how == "thread" else 0), done.stderr

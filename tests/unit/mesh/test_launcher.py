@@ -1,0 +1,62 @@
+"""What launchers say, and when it contradicts the MPI library."""
+
+import pytest
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.mesh import launcher
+
+MPICH, OPEN_MPI = "MPICH Version: 5.0.2\nmore", "Open MPI v5.0.11, package: x"
+
+
+@pytest.mark.parametrize(
+    ("env", "library", "words"),
+    [
+        ({"PMI_SIZE": "4"}, OPEN_MPI, "PMI_SIZE=4.*Open MPI v5.0.11, package: x.*different MPIs"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, MPICH, "OMPI_COMM_WORLD_SIZE=2.*MPICH Version: 5.0.2"),
+        ({"SLURM_STEP_NUM_TASKS": "3"}, MPICH, "--mpi=pmi2"),
+        ({"SLURM_STEP_NUM_TASKS": "3"}, OPEN_MPI, "--mpi=pmix"),
+        ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, OPEN_MPI, "PMI_SIZE=4"),
+    ],
+)
+def test_worlds_of_one_are_refused(env, library, words):
+    with pytest.raises(ConfigError, match=words):
+        launcher.check(1, library, env)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"PMI_SIZE": "1"},
+        {"SLURM_NTASKS": "8"},
+        {"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "1"},
+        {"SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "none"},
+    ],
+)
+def test_lone_processes_pass(env):
+    launcher.check(1, MPICH, env)
+    launcher.check_alone(ImportError("no mpi4py"), env)
+
+
+def test_a_joined_world_passes():
+    launcher.check(4, MPICH, {"PMI_SIZE": "4"})
+    launcher.check(2, MPICH, {"PMI_SIZE": "4"})
+
+
+def test_launched_without_mpi_is_refused():
+    with pytest.raises(ConfigError, match=r"PMI_SIZE=2.*no module.*mpispeed\[mpich\]"):
+        launcher.check_alone(ImportError("no module"), {"PMI_SIZE": "2"})
+
+
+def test_ranks_yield_when_they_outnumber_cores():
+    many = str(len(launcher.cores()) + 1)
+    env = {"MPI_LOCALNRANKS": many}
+    launcher.prepare(env)
+    assert env["MPIR_CVAR_POLLS_BEFORE_YIELD"] == "1"
+    env = {"MPI_LOCALNRANKS": many, "MPIR_CVAR_POLLS_BEFORE_YIELD": "1000"}
+    launcher.prepare(env)
+    assert env["MPIR_CVAR_POLLS_BEFORE_YIELD"] == "1000"
+    for calm in ({"MPI_LOCALNRANKS": "1"}, {}):
+        launcher.prepare(calm)
+        assert "MPIR_CVAR_POLLS_BEFORE_YIELD" not in calm
