@@ -55,7 +55,7 @@ def save_state(folder, size, state):
     return sim.run(size, work)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(states(), st.randoms(use_true_random=False))
 def test_any_state_comes_back(drawn, random):
     size, state = drawn
@@ -75,7 +75,7 @@ def test_any_state_comes_back(drawn, random):
                 assert torch.equal(part.view(bits), flat[start:stop])
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(states())
 def test_the_bytes_do_not_depend_on_the_ranks(drawn):
     size, state = drawn

@@ -4,6 +4,7 @@ Prints the number of kills. For each: the previous tag loads, the new tag is abs
 listing works, and the next save succeeds.
 """
 
+import functools
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from tests.unit.ckpt.sample import same_bits, saved, tensors_of
 WATCHED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
+@functools.cache
 def small(seed):
     tensors = tensors_of(seed)
     return {key: tensors[key] for key in (("layers.0.weight", "master"), ("mask", "buffer"))}

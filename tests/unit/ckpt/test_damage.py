@@ -32,9 +32,11 @@ def place_of(folder, name, slot):
 
 
 def flip(path, place, mask=0x10):
-    raw = bytearray(path.read_bytes())
-    raw[place] ^= mask
-    path.write_bytes(raw)
+    with path.open("r+b") as file:
+        file.seek(place)
+        (old,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([old ^ mask]))
 
 
 def read_all(folder):
@@ -77,16 +79,15 @@ def test_a_bit_flipped_in_a_small_tensor_names_it(folder, name, slot, numel):
 
 def test_no_flipped_bit_of_the_index_goes_unnoticed(folder):
     model = folder / "step7" / schema.MODEL_FILE
-    raw = model.read_bytes()
     manifest = json.loads((folder / "step7" / schema.MANIFEST_FILE).read_text())
     extents = manifest["files"][schema.MODEL_FILE]["index_extents"]
-    places = [start + i for start, length in extents for i in range(0, length, max(1, length // 15))]
-    assert len(places) > 15
+    places = [start + i for start, length in extents for i in range(length)]
+    places = places[:: len(places) // 100]
     for place in places:
         flip(model, place)
         with pytest.raises(CheckpointError, match=r"model\.h5"):
             open_checkpoint(folder)
-        model.write_bytes(raw)
+        flip(model, place)
     read_all(folder)
 
 
@@ -144,7 +145,7 @@ def test_no_flipped_bit_of_the_manifest_goes_unnoticed(folder):
         if changed != content:  # white space may differ without harm
             with pytest.raises(CheckpointError, match=r"manifest\.json"):
                 open_checkpoint(folder)
-        path.write_bytes(raw)
+        flip(path, place, 0x01)
 
 
 def rewrite(folder, **changes):
