@@ -45,6 +45,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shapes: [batch, length, width] in and out."""
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -63,6 +64,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Mean loss of predicting each next token. Shapes: ids [batch, length + 1]."""
         inputs, targets = ids[:, :-1], ids[:, 1:]
         x = self.tokens(inputs) + self.places.weight[: inputs.shape[1]]
         for block in self.blocks:

@@ -31,12 +31,12 @@ def setup(rank: int, size: int, level: int = logging.INFO) -> None:
     logger = logging.getLogger("mpispeed")
     handlers: list[logging.Handler] = [h for h in logger.handlers if getattr(h, "is_mpispeed", False)]
     if not handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.is_mpispeed = True  # type: ignore[attr-defined]
-        handler.setFormatter(logging.Formatter("%(asctime)s %(where)s%(levelname)s %(message)s", "%H:%M:%S"))
-        logger.addHandler(handler)
+        stream = logging.StreamHandler(sys.stderr)
+        stream.is_mpispeed = True  # type: ignore[attr-defined]
+        stream.setFormatter(logging.Formatter("%(asctime)s %(where)s%(levelname)s %(message)s", "%H:%M:%S"))
+        logger.addHandler(stream)
         logger.propagate = False
-        handlers = [handler]
+        handlers = [stream]
     logger.setLevel(level)
     for handler in handlers:
         handler.filters.clear()

@@ -31,8 +31,7 @@ def restore(states: dict[str, bytes]) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
     if "numpy" in states:
         head, keys = _unpack(states["numpy"])
-        words = {"key": keys, "pos": head.pop("pos")}
-        np.random.set_state({**head, "state": words})
+        np.random.set_state({**head, "state": {"key": keys, "pos": head.pop("pos")}})
     if "python" in states:
         head, words = _unpack(states["python"])
         random.setstate((head["version"], tuple(int(w) for w in words), head["gauss"]))

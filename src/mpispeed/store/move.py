@@ -71,4 +71,3 @@ def gather_whole(mesh: Mesh, full: torch.Tensor, placement: Placement) -> None:
         start = span.start - mesh.index(move.axes[0]) * span.numel
         comm.all_gather(full[start : start + size], full[span.slice])
         span = Span(start, start + size)
-

@@ -66,5 +66,3 @@ class Table:
         for unit in self.units:
             for entry, param in zip(unit.layout.entries, unit.params, strict=True):
                 yield param, Place(unit, entry)
-
-
