@@ -116,9 +116,10 @@ class ShardedLoader:
     @property
     def position(self) -> int:
         """Samples consumed by the whole data axis; fill-up of an epoch's last block is not counted."""
-        if self._is_stream:
-            return self._offset
-        return self._epoch * self.order.length + min(self._offset, self.order.length)
+        return self._position_of(self._offset)
+
+    def _position_of(self, offset: int) -> int:
+        return offset if self._is_stream else self._epoch * self.order.length + min(offset, self.order.length)
 
     @property
     def epoch(self) -> int:
@@ -152,12 +153,20 @@ class ShardedLoader:
                 if not (is_empty and first):
                     return
 
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs; the same on every rank of the data axis."""
-        state: dict[str, Any] = {"position": self.position, "epoch": self.epoch}
+    def state_dict(self, *, unused_batches: int = 0) -> dict[str, Any]:
+        """What `load_state_dict` needs; the same on every rank of the data axis.
+
+        Args:
+            unused_batches: micro-batches of each rank that were handed out last and are to come again.
+        """
+        offset = max(0, self._offset - unused_batches * self.micro_batch * self.size)
+        position = self._position_of(offset)
+        epoch = self._epoch if self._is_stream else position // max(1, self.order.length)
+        state: dict[str, Any] = {"position": position, "epoch": epoch}
         if not self._is_stream:
             return state | {"length": self.order.length, "seed": self.order.seed, "shuffle": self.order.shuffle}
-        if self.workers == 0 and hasattr(self.dataset, "load_state_dict") and hasattr(self.dataset, "state_dict"):
+        is_placeable = self.workers == 0 and unused_batches == 0  # the data set knows its present place only
+        if is_placeable and hasattr(self.dataset, "load_state_dict") and hasattr(self.dataset, "state_dict"):
             state["dataset"] = self.dataset.state_dict()
         return state
 

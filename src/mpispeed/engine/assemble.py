@@ -23,7 +23,7 @@ from mpispeed.optim.choice import build
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Rule
 from mpispeed.optim.schedule import build_schedule
-from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
+from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale, UnforgivingScale
 from mpispeed.store.table import Table
 from mpispeed.zero.grads import Averaging, GradStore
 from mpispeed.zero.hooks import GradHooks
@@ -62,10 +62,11 @@ def assemble(
 
     Collective over: all ranks.
     """
-    mesh = Mesh(Topology(plan.axes), world, reduction=plan.reduction)
     rule, groups, basic = choose_rule(plan, model, optimizer, model_parameters)
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     _refuse_foreign_params(model, groups)
+    scaler = make_scaler(plan)
+    mesh = Mesh(Topology(plan.axes), world, reduction=plan.reduction)
     table = plan_units(model, group_of, mesh["data"].size, plan.bucket_elements) if rule else Table(())
     params = ParamStore(
         table,
@@ -75,19 +76,19 @@ def assemble(
         master_placement=plan.states.master,
     )
     broadcast_rest(model, table, mesh, plan.policy.compute)
-    scaler = make_scaler(plan)
     counters = Counters()
-    optimization, parts_of_step, scheduler = None, (), None
+    optimization, scheduler = None, None
+    parts_of_step: Sequence[step.StepPart] = ()
     if rule is not None:
         optimization, walker = _optimize(plan, mesh, table, params, scaler, rule, groups, basic)
-        scheduler = make_scheduler(plan, optimization, lr_scheduler, given=optimizer)
+        scheduler = _make_scheduler_or_unhook(plan, optimization, lr_scheduler)
         parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, walker, scheduler)
     bus = Bus()
     loader = None
     if training_data is not None:
         loader = make_loader(plan, mesh, training_data, collate_fn)
     parts = Parts(
-        plan, mesh, model, table, params, bus, scaler, counters, optimization, scheduler, loader, tuple(parts_of_step)
+        plan, mesh, model, table, params, bus, scaler, counters, optimization, scheduler, loader, parts_of_step
     )
     _watch(parts, loaded)
     return parts
@@ -107,6 +108,9 @@ def choose_rule(
             msg = f"optimizer must be a torch.optim.Optimizer or a callable that makes one, not {kind}"
             raise ConfigError(msg)
         optimizer = optimizer(list(model_parameters) if model_parameters is not None else list(model.parameters()))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            msg = f"the callable passed as optimizer made a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            raise ConfigError(msg)
     if optimizer is not None:
         rule: Rule = Foreign(optimizer)
         groups = optimizer.param_groups
@@ -126,7 +130,7 @@ def make_groups(
     model: nn.Module, model_parameters: Iterable[Any] | None, defaults: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Parameter groups with defaults filled in: one group for plain parameters, or the caller's groups."""
-    items = list(model_parameters) if model_parameters is not None else list(model.parameters())
+    items: list[Any] = list(model_parameters) if model_parameters is not None else list(model.parameters())
     if items and isinstance(items[0], dict):
         return [{**defaults, **group, "params": list(group["params"])} for group in items]
     items = [item[1] if isinstance(item, tuple) else item for item in items]
@@ -162,7 +166,9 @@ def _refuse_foreign_params(model: nn.Module, groups: list[dict[str, Any]]) -> No
 
 
 def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer | None) -> None:
-    if plan.states.master.is_whole or name in TESTED_FOR_CUTS:
+    # Of the client's optimizers the exact classes: a subclass may do anything.
+    is_tested = name in TESTED_FOR_CUTS and (client is None or type(client) is getattr(torch.optim, name))
+    if plan.states.master.is_whole or is_tested:
         return
     if rule.is_elementwise is False:
         msg = (
@@ -180,13 +186,17 @@ def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer
 
 
 def make_scaler(plan: Plan) -> LossScale:
-    """Static 1 without fp16; else static or dynamic as the fp16 section says."""
+    """Static 1 without fp16; else static or dynamic as the fp16 section says.
+
+    DeepSpeed has two dynamic rules, one for whole and one for cut states; both are kept for equal courses of runs.
+    """
     fp16 = plan.config.fp16
     if not fp16.enabled:
         return StaticScale(1.0)
     if fp16.loss_scale:
         return StaticScale(float(fp16.loss_scale))
-    return DynamicScale(
+    kind = UnforgivingScale if plan.states.master.is_whole else DynamicScale
+    return kind(
         initial_scale_power=fp16.initial_scale_power,
         loss_scale_window=fp16.loss_scale_window,
         hysteresis=fp16.hysteresis,
@@ -216,12 +226,23 @@ def _optimize(
         is_overlapped=plan.is_overlapped,
     )
     states = StateStore(table, params, rule.state_names)
-    facade = basic or EngineOptimizer(groups, scaler, grads.clear, rule.name)
-    optimization = Optimization(rule, groups, grads, states, GradHooks(table, grads), facade, basic or facade)
+    # In fp16 scripts read the loss scale off the optimizer, which a client's own object does not have.
+    own = EngineOptimizer(groups, scaler, grads.clear, rule.name, basic)
+    facade = own if basic is None or plan.policy.compute == torch.float16 else basic
+    optimization = Optimization(rule, groups, grads, states, GradHooks(table, grads), facade, basic or own)
     return optimization, Walker(params, grads, states, per_parameter=rule.wants_whole)
 
 
-def make_scheduler(plan: Plan, optimization: Optimization, lr_scheduler: Any, *, given: Any) -> Any | None:
+def _make_scheduler_or_unhook(plan: Plan, optimization: Optimization, lr_scheduler: Any) -> Any | None:
+    """`make_scheduler`; when it fails the model can be given to another `initialize`."""
+    try:
+        return make_scheduler(plan, optimization, lr_scheduler)
+    except BaseException:
+        optimization.hooks.remove()
+        raise
+
+
+def make_scheduler(plan: Plan, optimization: Optimization, lr_scheduler: Any) -> Any | None:
     """The scheduler given in code (object or callable), else the JSON's, else None.
 
     Raises:
@@ -232,9 +253,10 @@ def make_scheduler(plan: Plan, optimization: Optimization, lr_scheduler: Any, *,
             return None
         return build_schedule(plan.scheduler_name, plan.scheduler_params, optimization.basic)
     if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) or not callable(lr_scheduler):
-        if not isinstance(given, torch.optim.Optimizer):
+        bound = getattr(lr_scheduler, "optimizer", None)
+        if bound is not None and bound is not optimization.basic:
             msg = (
-                "lr_scheduler is an object, so it is bound to an optimizer that the engine does not use; "
+                f"lr_scheduler is a {type(lr_scheduler).__name__} bound to an optimizer that the engine does not use; "
                 "pass that optimizer too, or pass a callable that makes the scheduler"
             )
             raise ConfigError(msg)
@@ -264,7 +286,7 @@ def step_parts(
         step.ClearGrads(grads),
     ]
     if scheduler is not None:
-        parts.append(step.AdvanceLr(scheduler, plan.batch.train_batch_size))
+        parts.append(step.AdvanceLr(scheduler))
     return parts
 
 

@@ -25,9 +25,9 @@ class Accumulation:
         self.override: bool | None = None
         self.is_local = False
 
-    def is_boundary(self, micro_steps: int) -> bool:
-        """True if the micro-batch after `micro_steps` finished ones ends a global batch."""
-        return (micro_steps + 1) % self.steps == 0 if self.override is None else self.override
+    def is_boundary(self, finished: int) -> bool:
+        """True if the micro-batch after `finished` ones of this global batch ends it."""
+        return finished + 1 >= self.steps if self.override is None else self.override
 
     @contextmanager
     def local(self) -> Iterator[None]:

@@ -93,9 +93,7 @@ def _windows(parts: Parts) -> list[Window]:
     optimization = parts.optimization
     if optimization is None:
         return []
-    walker = Walker(
-        parts.params, optimization.grads, optimization.states, per_parameter=optimization.rule.wants_whole
-    )
+    walker = Walker(parts.params, optimization.grads, optimization.states, per_parameter=optimization.rule.wants_whole)
     return list(walker.windows(optimization.groups, parts.counters.update_count))
 
 
@@ -104,24 +102,30 @@ def _window_slots(parts: Parts, window: Window) -> dict[str, torch.Tensor]:
     return rule.slots(window.key) if isinstance(rule, KeepsState) else window.state
 
 
-def _slots(parts: Parts, windows: list[Window]) -> list[str]:
-    """Slot names that any rank holds. Collective over: all ranks, for rules that make their slots themselves."""
+def _slots(parts: Parts, windows: list[Window]) -> list[list[str]]:
+    """Slot names of each parameter group that any rank holds.
+
+    Collective over: all ranks, for rules that make their slots themselves.
+    """
     if parts.optimization is None:
         return []
+    groups = parts.optimization.groups
     if not isinstance(parts.optimization.rule, KeepsState):
-        return list(parts.optimization.rule.state_names)
-    own = sorted({slot for window in windows for slot in _window_slots(parts, window)})
+        return [list(parts.optimization.rule.state_names) for _ in groups]
+    own: list[set[str]] = [set() for _ in groups]
+    for window in windows:
+        own[window.key[1]].update(_window_slots(parts, window))
     everyone = parts.mesh.world.comm.gather_objects(own)
-    return sorted({slot for names in everyone for slot in names})
+    return [sorted(set().union(*names)) for names in zip(*everyone, strict=True)]
 
 
 def _param_infos(parts: Parts, settings: SaveSettings) -> list[ParamInfo]:
     infos = []
-    compute = parts.plan.policy.compute
     step = parts.counters.update_count
     for name, param in parts.module.named_parameters():
         place = parts.table.find(param)
         if place is not None:
+            compute = parts.params.dtypes(place.unit)[0]
             infos.append(ParamInfo(name, tuple(param.shape), compute, "trainable", place.entry.group, step))
         elif not settings.exclude_frozen_parameters:
             infos.append(ParamInfo(name, tuple(param.shape), param.dtype, "frozen", -1, 0))
@@ -129,7 +133,7 @@ def _param_infos(parts: Parts, settings: SaveSettings) -> list[ParamInfo]:
 
 
 def _tensors(
-    parts: Parts, windows: list[Window], slots: list[str], settings: SaveSettings
+    parts: Parts, windows: list[Window], slots: list[list[str]], settings: SaveSettings
 ) -> Iterator[LogicalTensor]:
     """Every tensor of the checkpoint, in the same order on every rank, with this rank's pieces."""
     states: dict[tuple[str, str], list[Piece]] = {}
@@ -152,7 +156,7 @@ def _tensors(
         shape = tuple(param.shape)
         dtype = parts.params.dtypes(place.unit)[1]
         yield LogicalTensor(name, "master", shape, dtype, _master_pieces(parts, place.unit, place.entry))
-        for slot in slots:
+        for slot in slots[place.entry.group]:
             yield LogicalTensor(name, slot, shape, dtype, tuple(states.get((name, slot), ())))
     for name, buffer in _persistent_buffers(parts.module):
         yield _by_rank_0(name, "buffer", buffer, rank)
@@ -211,7 +215,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _state(parts: Parts, windows: list[Window], slots: list[str], client_state: dict[str, Any]) -> dict[str, Any]:
+def _state(parts: Parts, windows: list[Window], slots: list[list[str]], client_state: dict[str, Any]) -> dict[str, Any]:
     counters = parts.counters
     state: dict[str, Any] = {
         "engine": {
@@ -231,7 +235,7 @@ def _state(parts: Parts, windows: list[Window], slots: list[str], client_state: 
             members[place.entry.group].append(names[id(param)])
         state["optimizer"] = {
             "name": optimization.rule.name,
-            "slots": slots,
+            "slots": sorted(set().union(*slots)),
             "scalars": _scalars(parts, windows),
             "param_groups": [
                 {**{k: v for k, v in group.items() if k != "params"}, "params": members[index]}
@@ -241,11 +245,8 @@ def _state(parts: Parts, windows: list[Window], slots: list[str], client_state: 
     if parts.scheduler is not None:
         state["lr_scheduler"] = _plain_scheduler(parts.scheduler.state_dict())
     if parts.loader is not None:
-        sampler = dict(parts.loader.state_dict())
         # Micro-batches since the last boundary left no trace but their gradients, which are not saved: replay them.
-        pending = counters.micro_steps % parts.plan.batch.gradient_accumulation_steps
-        sampler["position"] -= pending * parts.plan.batch.micro_batch_size * parts.plan.batch.ranks
-        state["data_sampler"] = sampler
+        state["data_sampler"] = parts.loader.state_dict(unused_batches=counters.pending_backwards)
     return state
 
 
@@ -271,32 +272,45 @@ def load(
     except CheckpointError as error:
         source, problem = None, str(error)
     problems = [p for p in comm.gather_objects(problem) if p]
-    if source is None and all(p.startswith("none:") for p in problems):
+    if len(problems) == comm.size and all(p.startswith("none:") for p in problems):
         if parts.mesh.rank == 0:
             log.warning("no checkpoint in %s: nothing is loaded", folder)
         return None, None
     _agree(comm, problems[0].removeprefix("none:") if problems else "")
     if source is None:  # not reached: _agree raises; tells the type checker so
         return None, None
-    _take(parts, source, settings)
-    state = source.state()
-    client = dict(state.get("client", {}))
-    if settings.module_only:
-        source.close()
-        return str(source.path), client
+    with source:
+        _take(parts, source, settings)
+        state = source.state()
+        if not settings.module_only:
+            _take_progress(parts, source, state, settings)
+    seconds = time.perf_counter() - start
+    log.info("loaded %s in %.2f s", source.path, seconds)
+    engine.bus.announce(Event.LOAD_END, path=str(source.path), tag=source.tag, seconds=seconds)
+    return str(source.path), dict(state.get("client", {}))
+
+
+def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
+    """Everything that is no tensor: counters, schedule, place in the data, generators."""
     _take_counters(parts, state)
+    if parts.optimization is not None:
+        # An update counter that belongs to other state would spoil Adam's bias correction.
+        seen = _updates_of_state(parts, source, state) if settings.optimizer_states else 0
+        parts.counters.updates_before_state = parts.counters.update_count - seen
     if settings.lr_scheduler_states and parts.scheduler is not None and "lr_scheduler" in state:
         parts.scheduler.load_state_dict(state["lr_scheduler"])
     if parts.loader is not None and "data_sampler" in state:
         parts.loader.load_state_dict(state["data_sampler"])
     _take_generators(parts, source)
-    source.close()
-    if parts.mesh.rank == 0:
-        log.info("loaded %s in %.2f s", source.path, time.perf_counter() - start)
-    engine.bus.announce(
-        Event.LOAD_END, path=str(source.path), tag=source.tag, seconds=time.perf_counter() - start
-    )
-    return str(source.path), client
+
+
+def _updates_of_state(parts: Parts, source: Checkpoint, state: dict[str, Any]) -> int:
+    """Updates that the optimizer state in the file has seen; 0 if this optimizer has to start afresh."""
+    rule = parts.optimization.rule if parts.optimization else None
+    saved = state.get("optimizer")
+    if rule is None or saved is None or not set(rule.state_names) <= set(saved["slots"]):
+        return 0
+    return max((source.info(name).step for name in source.names()), default=0)
 
 
 def _take_generators(parts: Parts, source: Checkpoint) -> None:
@@ -316,30 +330,34 @@ def _agree(comm: Any, problem: str) -> None:
 def _take(parts: Parts, source: Checkpoint, settings: LoadSettings) -> None:
     """Weights, masters and optimizer state; every rank reads only its own ranges."""
     comm, problem = parts.mesh.world.comm, ""
-    takes_optimizer = (
-        settings.optimizer_states and not settings.module_only and parts.optimization is not None
-    )
+    takes_optimizer = settings.optimizer_states and not settings.module_only and parts.optimization is not None
     try:
         if settings.custom_load_fn is None:
             _check_names(parts, source, settings.strict)
             _read_module(parts, source)
         else:
-            settings.custom_load_fn(src=_whole_state(source), dst=parts.module)
+            with torch.no_grad():
+                settings.custom_load_fn(src=_whole_state(source), dst=parts.module)
             parts.params.refresh_masters()
         if takes_optimizer:
             _take_groups(parts, source)
             _read_slots(parts, source)
-    except (CheckpointError, ConfigError, OSError, RuntimeError, KeyError) as error:
+    except (CheckpointError, ConfigError, OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
     _agree(comm, problem)
     parts.params.refresh()
 
 
 def _check_names(parts: Parts, source: Checkpoint, strict: bool) -> None:
-    stored = set(source.names())
-    wanted = {name for name, _ in parts.module.named_parameters()}
-    missing, extra = sorted(wanted - stored), sorted(stored - wanted)
-    for what, names in (("lacks parameters of the model", missing), ("has parameters the model lacks", extra)):
+    buffers = dict(_persistent_buffers(parts.module))
+    params = dict(parts.module.named_parameters())
+    stored, stored_buffers = set(source.names()), set(source.buffers())
+    for what, names in (
+        ("lacks parameters of the model", sorted(params.keys() - stored)),
+        ("has parameters the model lacks", sorted(stored - params.keys())),
+        ("lacks buffers of the model", sorted(buffers.keys() - stored_buffers)),
+        ("has buffers the model lacks", sorted(stored_buffers - buffers.keys())),
+    ):
         if names:
             rest = len(names) - NAMES_SHOWN
             shown = ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
@@ -348,11 +366,15 @@ def _check_names(parts: Parts, source: Checkpoint, strict: bool) -> None:
                 msg = text + "; load_module_strict=False loads what fits"
                 raise CheckpointError(msg)
             log.warning("%s", text)
-    for name, param in parts.module.named_parameters():
-        if name in stored and tuple(source.info(name).shape) != tuple(param.shape):
+    shapes: dict[str, tuple[str, tuple[int, ...], torch.Tensor]]
+    shapes = {name: ("parameter", source.info(name).shape, params[name]) for name in params.keys() & stored}
+    for name in buffers.keys() & stored_buffers:
+        shapes[name] = ("buffer", source.stored(name, "buffer").shape, buffers[name])
+    for name, (kind, shape, tensor) in sorted(shapes.items()):
+        if tuple(shape) != tuple(tensor.shape):
             msg = (
-                f"parameter {name} has shape {tuple(source.info(name).shape)} in {source.path} "
-                f"and {tuple(param.shape)} in the model"
+                f"{kind} {name} has shape {tuple(shape)} in {source.path} and {tuple(tensor.shape)} in the model; "
+                "build the model as it was when saved"
             )
             raise CheckpointError(msg)
 
@@ -381,14 +403,10 @@ def _read_module(parts: Parts, source: Checkpoint) -> None:
 
 
 def _whole_state(source: Checkpoint) -> dict[str, torch.Tensor]:
-    """The checkpoint's weights as an ordinary state dict, for `custom_load_fn`."""
-    state = {}
-    for name in source.names():
-        info = source.info(name)
-        tensor = torch.empty(info.shape, dtype=torch.float32 if info.kind == "trainable" else info.train_dtype)
-        source.read(name, _weight_slot(source, name), 0, tensor.view(-1))
-        state[name] = tensor
-    return state
+    """The checkpoint's weights and buffers as an ordinary state dict, for `custom_load_fn`."""
+    state = {name: source.read_whole(name, _weight_slot(source, name)) for name in source.names()}
+    state |= {name: source.read_whole(name, "buffer") for name in source.buffers()}
+    return state | {alias: state[name] for alias, name in source.aliases().items() if name in state}
 
 
 def _take_groups(parts: Parts, source: Checkpoint) -> None:
@@ -403,9 +421,10 @@ def _take_groups(parts: Parts, source: Checkpoint) -> None:
             f"{len(groups)}; group the parameters alike, or load with load_optimizer_states=False"
         )
         raise CheckpointError(msg)
+    is_same_rule = saved["name"] == parts.optimization.rule.name
     for group, stored in zip(groups, saved["param_groups"], strict=True):
         for key, value in stored.items():
-            if key != "params":
+            if key != "params" and (is_same_rule or key in group):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     if parts.params.placement.is_whole or not isinstance(parts.optimization.rule, KeepsState):
         parts.optimization.rule.load_scalars(saved["scalars"]["by_window"])
@@ -446,7 +465,8 @@ def _take_counters(parts: Parts, state: dict[str, Any]) -> None:
     counters.global_steps = saved["global_steps"]
     counters.global_samples = saved["global_samples"]
     counters.skipped_steps = saved["skipped_steps"]
-    counters.micro_steps = 0
+    counters.micro_steps = counters.boundary_micro_steps = counters.pending_backwards = 0
+    counters.updates_before_state = 0
     parts.scaler.load_state_dict(saved["loss_scaler"])
     if parts.optimization is not None:
         parts.optimization.grads.clear()
@@ -472,7 +492,7 @@ def save_weights(engine: Engine, folder: str, filename: str, exclude_frozen: boo
             target.mkdir(parents=True, exist_ok=True)
             torch.save(state, target / f".{filename}.tmp")
             (target / f".{filename}.tmp").replace(target / filename)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             problem = f"cannot write {filename} in {folder}: {error}"
     _agree(parts.mesh.world.comm, problem)
     return True

@@ -79,14 +79,8 @@ class Engine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; returns its output unchanged."""
-        if self.bus.has(Event.BATCH_START):
-            counters = self.counters
-            self.bus.announce(
-                Event.BATCH_START,
-                micro_step=counters.micro_steps,
-                global_step=counters.global_steps,
-                is_training=self.training,
-            )
+        micro_step, global_step = self.counters.micro_steps, self.counters.global_steps
+        self.bus.announce(Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training)
         if self.plan.casts_inputs:
             inputs = cast_inputs(inputs, self.plan.policy.compute)
         start = time.perf_counter()
@@ -114,12 +108,15 @@ class Engine(nn.Module):
         scale = self.parts.scaler.scale
         (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         grads.end_backward()
+        self.counters.pending_backwards += 1
         self._loss_sum += float(loss.detach())
         self.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at a boundary reduce, clip, update and advance the schedule.
+
+        Gradients that no backward pass summed over ranks, because no boundary was known then, are summed here.
 
         Collective over: the data axis, at boundaries.
 
@@ -137,21 +134,13 @@ class Engine(nn.Module):
 
     def _run_step(self, lr_kwargs: dict[str, Any]) -> None:
         counters = self.counters
-        ctx = StepContext(
-            step=counters.update_count + 1,
-            scale=self.parts.scaler.scale,
-            threads=torch.get_num_threads(),
-            lr_kwargs=lr_kwargs,
-        )
-        lr, start = self.get_lr(), time.perf_counter()
+        samples, lr, start = self.plan.batch.train_batch_size, self.get_lr(), time.perf_counter()
+        ctx = StepContext(counters.update_count + 1, self.parts.scaler.scale, samples, lr_kwargs)
         for part in self.parts.step_parts:
             part(ctx)
         self._was_step_applied = not ctx.skip
-        counters.skipped_steps += ctx.skip
-        counters.global_steps += 1
-        counters.global_samples += self.plan.batch.train_batch_size
-        if not ctx.skip:
-            self._norm = ctx.norm
+        counters.end_batch(samples, is_skipped=ctx.skip)
+        self._norm = self._norm if ctx.skip else ctx.norm
         now = time.perf_counter()
         self.bus.announce(
             Event.STEP_END,
@@ -189,7 +178,7 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True from forward to step of the micro-batch that ends a global batch."""
-        return self._accumulation.is_boundary(self.counters.micro_steps)
+        return self._accumulation.is_boundary(self.counters.finished_micro_steps)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide the boundary by hand until told otherwise; None returns to counting."""
@@ -244,7 +233,10 @@ class Engine(nn.Module):
         self._set_batch(self.plan.batch.with_train_batch_size(train_batch_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size; the accumulation steps stay, the global batch follows."""
+        """Change the micro-batch size; the accumulation steps stay, the global batch follows.
+
+        For loaders of the caller: `training_dataloader` goes on with the micro-batches it was made for.
+        """
         self._set_batch(self.plan.batch.with_micro_batch_size(micro_batch_size))
 
     def _set_batch(self, batch: Any) -> None:
@@ -259,6 +251,9 @@ class Engine(nn.Module):
             return value if found else getattr(super().__getattr__("module"), name)
 
     def _optimization(self, verb: str) -> Optimization:
+        if self._is_closed:
+            msg = f"engine.{verb}() after engine.destroy(): its hooks and groups of ranks are gone; make a new engine"
+            raise UsageError(msg)
         if self.parts.optimization is None:
             msg = f'engine.{verb}() needs an optimizer: set "optimizer" in the config or pass one to initialize'
             raise UsageError(msg)
@@ -316,8 +311,13 @@ class Engine(nn.Module):
         """Write the model's weights in compute dtype as one torch file (rank 0). Collective over: all ranks."""
         return checkpoint.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
 
+    save_fp16_model = save_16bit_model
+
     def destroy(self) -> None:
-        """Take hooks off, stop communication threads, flush observers. The model keeps its weights."""
+        """Take hooks off, stop communication threads, flush observers. The model keeps its weights.
+
+        Collective over: all ranks, the first time.
+        """
         if not self._is_closed:
             self._is_closed = True
             if self.parts.optimization:

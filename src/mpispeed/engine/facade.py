@@ -14,15 +14,27 @@ if TYPE_CHECKING:
     from mpispeed.precision.scaler import LossScale
 
 
+_OF_THE_SCALE = ("cur_iter", "scale_factor", "scale_window", "min_loss_scale", "last_overflow_iter")
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` for schedulers and user code; `param_groups` are the engine's own dicts.
 
-    `step` belongs to `engine.step()`, which also reduces, clips and publishes.
+    `step` belongs to `engine.step()`, which also reduces, clips and publishes. Numbers of the loss scale can be read
+    here under DeepSpeed's names. `optimizer` is the client's own optimizer, if there is one.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], scaler: LossScale, clear: Callable[[], None], name: str) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        scaler: LossScale,
+        clear: Callable[[], None],
+        name: str,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         super().__init__([dict(group) for group in groups], {})
         self.param_groups = groups
+        self.optimizer = optimizer
         self.defaults = {k: v for k, v in groups[0].items() if k != "params"} if groups else {}
         self.loss_scaler = scaler
         self.overflow = False
@@ -57,7 +69,33 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Forget all gradients."""
         self._clear()
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Refused: call `engine.step()`."""
         msg = "optimizer.step() does nothing by itself here: call engine.step(), which reduces, clips and updates"
         raise UsageError(msg)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: flat buffers are laid out for the groups that `initialize` saw."""
+        if hasattr(self, "loss_scaler"):
+            msg = "parameter groups cannot be added to a running engine; pass all of them to mpispeed.initialize"
+            raise UsageError(msg)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take hyper-parameters of the groups; states of parameters come with `engine.load_checkpoint`.
+
+        Raises:
+            UsageError: another number of groups.
+        """
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            msg = f"the state has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}"
+            raise UsageError(msg)
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_THE_SCALE:
+            return getattr(self.loss_scaler, name)
+        msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(msg)

@@ -26,17 +26,33 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counters:
-    """Progress of a run. `update_count` is the number of optimizer updates that were applied."""
+    """Progress of a run."""
 
     micro_steps: int = 0
     global_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
+    boundary_micro_steps: int = 0  # micro_steps when the last global batch ended
+    pending_backwards: int = 0  # backward passes since then: their gradients are in no parameter yet
+    updates_before_state: int = 0  # updates made before the present optimizer state began at zero
 
     @property
     def update_count(self) -> int:
-        """Boundary steps that changed parameters."""
-        return self.global_steps - self.skipped_steps
+        """Updates that the optimizer state has seen."""
+        return self.global_steps - self.skipped_steps - self.updates_before_state
+
+    @property
+    def finished_micro_steps(self) -> int:
+        """Micro-batches of the current global batch whose step is done."""
+        return self.micro_steps - self.boundary_micro_steps
+
+    def end_batch(self, train_batch_size: int, *, is_skipped: bool) -> None:
+        """Count one global batch."""
+        self.skipped_steps += is_skipped
+        self.global_steps += 1
+        self.global_samples += train_batch_size
+        self.boundary_micro_steps = self.micro_steps + 1
+        self.pending_backwards = 0
 
 
 @dataclass(slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpispeed.engine.facade import EngineOptimizer
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -20,8 +22,6 @@ METHODS: dict[str, Callable[[Parts], Any]] = {
     "zero_optimization_stage": lambda p: p.plan.stage,
     "zero_optimization_partition_gradients": lambda p: not p.plan.states.grad.is_whole,
     "zero_optimization_partition_weights": lambda p: not p.plan.states.param.is_whole,
-    "zero_reduce_bucket_size": lambda p: p.plan.config.zero_optimization.reduce_bucket_size,
-    "zero_allgather_bucket_size": lambda p: p.plan.config.zero_optimization.allgather_bucket_size,
     "zero_overlap_comm": lambda p: p.plan.is_overlapped,
     "fp16_enabled": lambda p: p.plan.config.fp16.enabled,
     "bfloat16_enabled": lambda p: p.plan.config.bf16.enabled,
@@ -36,12 +36,17 @@ METHODS: dict[str, Callable[[Parts], Any]] = {
     "postscale_gradients": lambda p: not p.plan.config.prescale_gradients,
     "gradient_predivide_factor": lambda p: p.plan.config.gradient_predivide_factor,
     "elasticity_enabled": lambda p: False,
-    "optimizer_name": lambda p: p.plan.optimizer_name,
+    "optimizer_name": lambda p: _optimizer_name(p),
     "optimizer_params": lambda p: dict(p.plan.optimizer_params),
     "scheduler_name": lambda p: p.plan.scheduler_name,
     "scheduler_params": lambda p: dict(p.plan.scheduler_params),
     "get_data_types": lambda p: (p.plan.policy.compute, p.plan.policy.accumulate),
     "get_pld_theta": lambda p: None,
+    "get_type": lambda p: group_values(p.optimization, "type", None),
+    "get_sequence_parallel_group": lambda p: p.mesh[()],
+    "zero_cpu_offload": lambda p: False,
+    "zero_use_cpu_optimizer": lambda p: False,
+    "aio_config": lambda p: p.plan.config.aio.model_dump(),
 }
 
 PROPERTIES: dict[str, Callable[[Parts], Any]] = {
@@ -55,6 +60,8 @@ PROPERTIES: dict[str, Callable[[Parts], Any]] = {
     "dp_world_size": lambda p: p.mesh["data"].size,
     "mp_world_size": lambda p: p.mesh["model"].size,
     "data_parallel_group": lambda p: p.mesh["data"],
+    "seq_data_parallel_group": lambda p: p.mesh["data"],
+    "seq_dp_world_size": lambda p: p.mesh["data"].size,
     "device": lambda p: p.plan.device,
     "basic_optimizer": lambda p: p.optimization.basic if p.optimization else None,
     "communication_data_type": lambda p: p.plan.policy.communicate,
@@ -69,7 +76,17 @@ def find(parts: Parts | None, name: str) -> tuple[bool, Any]:
             return True, PROPERTIES[name](parts)
         if name in METHODS:
             return True, lambda: METHODS[name](parts)
+        section, key = parts.plan.config.zero_optimization, name.removeprefix("zero_")
+        if key != name and key in type(section).model_fields:
+            return True, lambda: getattr(section, key)
     return False, None
+
+
+def _optimizer_name(parts: Parts) -> str | None:
+    """The class of an optimizer that was passed in, else the JSON's type."""
+    basic = parts.optimization.basic if parts.optimization else None
+    is_given = basic is not None and not isinstance(basic, EngineOptimizer)
+    return type(basic).__name__ if is_given else parts.plan.optimizer_name
 
 
 def group_values(optimization: Optimization | None, key: str, default: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes, format_duration
+from mpispeed.engine import queries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,25 +20,27 @@ log = logging.getLogger(__name__)
 
 
 class Progress:
-    """The progress line that DeepSpeed users know, every `steps_per_print` steps."""
+    """The progress line that DeepSpeed users know: before the first step and every `steps_per_print` steps."""
 
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._skipped = 0
+    def __init__(self, parts: Parts, every: int) -> None:
+        self._parts, self._every = parts, every
 
     def attach(self, bus: Bus) -> None:
         """Listen to the end of steps."""
+        log.info("%s", self._head())
         bus.subscribe(Event.STEP_END, self._on_step)
 
+    def _head(self) -> str:
+        counters, optimization = self._parts.counters, self._parts.optimization
+        rates, momenta = queries.group_values(optimization, "lr", 0.0), queries.momenta(optimization)
+        return f"step={counters.global_steps}, skipped={counters.skipped_steps}, lr={rates}, mom={momenta}"
+
     def _on_step(self, event: Mapping[str, Any]) -> None:
-        self._skipped += bool(event["skipped"])
         if event["global_step"] % self._every == 0:
             log.info(
-                "step=%d, skipped=%d, loss=%.4f, lr=%.3e, norm=%.3f, time=%s",
-                event["global_step"],
-                self._skipped,
+                "%s, loss=%.4f, norm=%.3f, time=%s",
+                self._head(),
                 event["loss"],
-                event["lr"],
                 event["norm"],
                 format_duration(event["seconds"]),
             )
@@ -95,7 +98,7 @@ def observe(parts: Parts) -> None:
     """Attach what the config asks for; call on rank 0."""
     config = parts.plan.config
     if parts.plan.steps_per_print:
-        Progress(parts.plan.steps_per_print).attach(parts.bus)
+        Progress(parts, parts.plan.steps_per_print).attach(parts.bus)
     if config.wall_clock_breakdown:
         Timings().attach(parts.bus)
     if config.comms_logger.enabled:

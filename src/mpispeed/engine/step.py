@@ -7,11 +7,12 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.zero.norm import global_square_sum
 
 if TYPE_CHECKING:
-    import torch
-
     from mpispeed.engine.parts import Counters
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
@@ -29,8 +30,9 @@ class StepContext:
 
     step: int  # number of this update if it is applied, from 1
     scale: float  # loss scale that was used in backward
-    threads: int
+    train_batch_size: int
     lr_kwargs: dict[str, Any] = field(default_factory=dict)
+    threads: int = field(default_factory=torch.get_num_threads)
     norm: float = math.nan  # global L2 norm of the averaged, unscaled gradients
     multiplier: float = 1.0  # what the update multiplies gradients by: unscales and clips
     skip: bool = False
@@ -44,13 +46,13 @@ class StepPart(Protocol):
 
 
 class FinishReduce:
-    """Wait for the sums over ranks that were started during backward."""
+    """Complete the sums over ranks, most of which were started during backward."""
 
     def __init__(self, grads: GradStore) -> None:
         self._grads = grads
 
     def __call__(self, ctx: StepContext) -> None:
-        """Collective over: the data axis, by waiting for what was started."""
+        """Collective over: the data axis."""
         self._grads.finish()
 
 
@@ -106,6 +108,8 @@ class Update:
 
     def __call__(self, ctx: StepContext) -> None:
         """Local."""
+        if isinstance(self._optimizer, EngineOptimizer):
+            self._optimizer.overflow = ctx.skip
         if not ctx.skip:
             windows = self._walker.windows(self._groups, ctx.step)
             self._rule.update(windows, grad_scale=ctx.multiplier, threads=ctx.threads)
@@ -140,8 +144,8 @@ class ClearGrads:
 class AdvanceLr:
     """Move the learning-rate schedule on, after applied steps only."""
 
-    def __init__(self, scheduler: Any, train_batch_size: int) -> None:
-        self._scheduler, self._batch = scheduler, train_batch_size
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
 
     def __call__(self, ctx: StepContext) -> None:
         """Local. A scheduler that takes no keywords receives the train batch size by position."""
@@ -150,4 +154,4 @@ class AdvanceLr:
         try:
             self._scheduler.step(**ctx.lr_kwargs)
         except TypeError:
-            self._scheduler.step(self._batch)
+            self._scheduler.step(ctx.train_batch_size)

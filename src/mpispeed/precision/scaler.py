@@ -135,6 +135,7 @@ class DynamicScale(_Counted):
         self.cur_iter += 1
 
     def _shrink(self) -> None:
+        """Lower the scale, or use up credit."""
         if self._credit > 1:
             self._credit -= 1
             return
@@ -147,6 +148,7 @@ class DynamicScale(_Counted):
         self._scale = max(self._scale / self.scale_factor, float(self.min_loss_scale))
 
     def _grow_if_due(self) -> None:
+        """Raise the scale after enough clean steps."""
         is_due = (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0
         if self.consecutive_hysteresis or is_due:
             self._credit = self.hysteresis
@@ -174,3 +176,21 @@ class DynamicScale(_Counted):
         self.cur_iter = int(state["cur_iter"])
         self.last_overflow_iter = int(state["last_overflow_iter"])
         self._credit = min(int(state["credit"]), self.hysteresis)
+
+
+class UnforgivingScale(DynamicScale):
+    """The dynamic scale that DeepSpeed uses where optimizer states are whole.
+
+    Every overflow halves the scale, whatever the hysteresis, and none is an error; the scale doubles after one clean
+    step more than `loss_scale_window`.
+    """
+
+    def _shrink(self) -> None:
+        """Lower the scale, down to its minimum."""
+        self._scale = max(self._scale / self.scale_factor, float(self.min_loss_scale))
+
+    def _grow_if_due(self) -> None:
+        """Raise the scale after enough clean steps."""
+        clean_steps = self.cur_iter - self.last_overflow_iter - 1
+        if clean_steps > 0 and clean_steps % self.scale_window == 0:
+            self._scale *= self.scale_factor

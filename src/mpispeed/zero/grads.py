@@ -27,10 +27,11 @@ class _UnitState:
     """What happened to a unit in the current micro-step and since the last clear."""
 
     bucket: torch.Tensor | None = None  # where gradients land in this micro-step
-    landed: set[int] = field(default_factory=set)  # entry offsets that arrived in this micro-step
-    written: set[int] = field(default_factory=set)  # entry offsets that hold a value since the last clear
-    is_launched: bool = False
+    landed: set[str] = field(default_factory=set)  # entries that arrived in this micro-step
+    written: set[str] = field(default_factory=set)  # entries that hold a value since the last clear
+    is_launched: bool = False  # all that landed is in the sum over ranks
     holds_sum: bool = False  # the accumulator at rest holds reduced gradients
+    carried: torch.Tensor | None = None  # a finished sum that gradients of a later backward add to
     work: Work | None = None
 
 
@@ -55,6 +56,7 @@ class GradStore:
     At a whole placement a micro-step adds into whole accumulators and the sum over ranks is taken once, when
     `end_backward(reduce=True)`. At a cut placement every micro-step is summed over ranks and the own part added to
     the accumulator. `target` is where the sum is needed: it may be cut while the gradients rest whole.
+    What was not summed before `finish` is summed there.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class GradStore:
         self._accumulators = [self._zeros(unit) for unit in table.units]
         self._states = [_UnitState() for _ in table.units]
         self._next = len(table.units) - 1
+        self._is_open = False
         self.reduces_now = True
 
     def _zeros(self, unit: Unit) -> torch.Tensor:
@@ -96,32 +99,49 @@ class GradStore:
     def begin_backward(self, *, reduces: bool) -> None:
         """Prepare for one backward pass; `reduces` says whether sums over ranks are due in it."""
         self.reduces_now = reduces or not self.rest.is_whole
+        self._is_open = True
         self._next = len(self.table.units) - 1
-        for state in self._states:
+        for unit, state in zip(self.table.units, self._states, strict=True):
             state.landed.clear()
+            if state.is_launched and self.rest.is_whole:
+                self._carry(unit, state)
             state.is_launched = False
+
+    def _carry(self, unit: Unit, state: _UnitState) -> None:
+        """Put a sum over ranks aside: raw gradients that were added to it would count the ranks twice."""
+        if state.work is not None:
+            state.work.wait()
+            state.work = None
+        state.carried = self.reduced(unit).clone()
+        state.written.clear()
 
     def land(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
         """Take one gradient from autograd; starts the unit's reduction when it was the last one missing.
 
         Raises:
-            UsageError: the unit's gradients are already on their way in this backward pass.
+            UsageError: no backward pass was begun, or the unit's gradients are already on their way in this one.
         """
         state = self._states[unit.index]
+        if not self._is_open:
+            msg = (
+                f"a gradient of parameter {entry.name!r} arrived outside of engine.backward(); call "
+                "engine.backward(loss), not loss.backward(), and destroy() an engine before another one takes its model"
+            )
+            raise UsageError(msg)
         if state.is_launched:
             msg = (
                 f"a second gradient of parameter {entry.name!r} arrived after its unit {unit.name!r} was reduced in "
-                "the same step; call engine.backward once per micro-batch, on the sum of the losses"
+                "the same backward pass; checkpointed segments that share parameters need use_reentrant=False"
             )
             raise UsageError(msg)
         bucket = self._bucket(unit, state)
         view = bucket[entry.span.slice].view(entry.shape)
-        if entry.offset in state.written:
+        if entry.name in state.written:
             view.add_(grad)
         else:
             view.copy_(grad)
-            state.written.add(entry.offset)
-        state.landed.add(entry.offset)
+            state.written.add(entry.name)
+        state.landed.add(entry.name)
         if self.reduces_now:
             self._launch_ready()
 
@@ -141,15 +161,18 @@ class GradStore:
 
         Collective over: the data axis, when sums are due.
         """
-        if not self.reduces_now:
-            return
+        self._is_open = False
+        if self.reduces_now:
+            self._launch_rest()
+
+    def _launch_rest(self) -> None:
         for unit in reversed(self.table.units):
             state = self._states[unit.index]
             if state.is_launched:
                 continue
             bucket = self._bucket(unit, state)
             for entry in unit.layout.entries:
-                if entry.offset not in state.written:
+                if entry.name not in state.written:
                     bucket[entry.span.slice].zero_()
             self._launch(unit, state, bucket)
 
@@ -168,16 +191,16 @@ class GradStore:
         self._next = unit.index - 1
         state.is_launched = True
         state.bucket = None
-        adds = state.holds_sum
-        state.holds_sum = True
+        adds, carried = state.holds_sum and not self.rest.is_whole, state.carried
+        state.holds_sum, state.carried = True, None
         if self.is_overlapped:
             if state.work is not None:
                 state.work.wait()  # of the previous micro-step: done by now, but its failure must surface
-            state.work = self._lane["data"].start(lambda _: self._reduce(unit, bucket, adds=adds))
+            state.work = self._lane["data"].start(lambda _: self._reduce(unit, bucket, carried, adds=adds))
         else:
-            self._reduce(unit, bucket, adds=adds)
+            self._reduce(unit, bucket, carried, adds=adds)
 
-    def _reduce(self, unit: Unit, bucket: torch.Tensor, *, adds: bool) -> None:
+    def _reduce(self, unit: Unit, bucket: torch.Tensor, carried: torch.Tensor | None, *, adds: bool) -> None:
         """Runs on the lane's progress thread when overlapped; touches only this unit's buffers."""
         accumulator = self._accumulators[unit.index]
         before, after = self.averaging.before, self.averaging.after
@@ -187,14 +210,17 @@ class GradStore:
             torch.mul(bucket, before, out=wire) if before != 1.0 else wire.copy_(bucket)
         elif before != 1.0:
             wire.mul_(before)
-        if not self.rest.is_whole and adds:
-            part = self.arena.take(accumulator.numel(), accumulator.dtype)
-            reduce_into(self._lane, wire, part, PARTIAL_AXES, self.rest, scale=after)
-            accumulator.add_(part)
+        target = self.reduced(unit)
+        is_received = self.target.is_whole or _receives(target.dtype, wire.dtype)
+        if adds or not is_received:
+            part = self.arena.take(target.numel(), target.dtype if is_received else wire.dtype)
+            reduce_into(self._lane, wire, part, PARTIAL_AXES, self.target, scale=after)
+            target.add_(part) if adds else target.copy_(part)
             self.arena.give(part)
         else:
-            target = accumulator if not self.rest.is_whole else accumulator[self.target_span(unit).slice]
             reduce_into(self._lane, wire, target, PARTIAL_AXES, self.target, scale=after)
+        if carried is not None:
+            target.add_(carried)
         if wire is not bucket:
             self.arena.give(wire)
         if bucket is not accumulator:
@@ -205,7 +231,14 @@ class GradStore:
         return own_span(self.mesh, self.target, unit.layout.padded)
 
     def finish(self) -> None:
-        """Wait until all started reductions are done."""
+        """Complete all sums over ranks: start those that no backward pass was asked to start, wait for all.
+
+        Collective over: the data axis.
+        """
+        self._launch_rest()
+        self._wait()
+
+    def _wait(self) -> None:
         for state in self._states:
             if state.work is not None:
                 state.work.wait()
@@ -220,7 +253,7 @@ class GradStore:
 
     def clear(self) -> None:
         """Forget all gradients; the next one of each parameter overwrites."""
-        self.finish()
+        self._wait()
         for state in self._states:
             if state.bucket is not None and not self.rest.is_whole:
                 self.arena.give(state.bucket)
@@ -229,8 +262,14 @@ class GradStore:
             state.landed.clear()
             state.holds_sum = False
             state.is_launched = False
+            state.carried = None
 
     @property
     def rest_bytes(self) -> int:
         """Bytes of the accumulators on this rank; buckets in flight are counted by the arena."""
         return sum(accumulator.nbytes for accumulator in self._accumulators)
+
+
+def _receives(shard: torch.dtype, wire: torch.dtype) -> bool:
+    """True if a reduce-scatter of `wire` can deliver into `shard` directly."""
+    return shard == wire or (shard == torch.float32 and wire in (torch.bfloat16, torch.float16))

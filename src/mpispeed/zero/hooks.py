@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,16 +10,21 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mpispeed.store.table import Table
+    from mpispeed.store.layout import Entry
+    from mpispeed.store.table import Table, Unit
     from mpispeed.zero.grads import GradStore
 
 
 class GradHooks:
-    """Carries every finished gradient from autograd to a `GradStore` and clears `param.grad`."""
+    """Carries every finished gradient from autograd to a `GradStore` and clears `param.grad`.
+
+    The model does not keep the store alive: when that is gone, gradients stay with their parameters.
+    """
 
     def __init__(self, table: Table, grads: GradStore) -> None:
+        store = weakref.ref(grads)
         self._handles = [
-            param.register_post_accumulate_grad_hook(_carrier(grads, place.unit, place.entry))
+            param.register_post_accumulate_grad_hook(_carrier(store, place.unit, place.entry))
             for param, place in table.places()
         ]
 
@@ -29,11 +35,11 @@ class GradHooks:
         self._handles.clear()
 
 
-def _carrier(grads: GradStore, unit: object, entry: object) -> Callable[[torch.Tensor], None]:
+def _carrier(store: weakref.ref[GradStore], unit: Unit, entry: Entry) -> Callable[[torch.Tensor], None]:
     def carry(param: torch.Tensor) -> None:
-        grad = param.grad
-        if grad is not None:
-            grads.land(unit, entry, grad.to_dense() if grad.layout != torch.strided else grad)  # type: ignore[arg-type]
-            param.grad = None
+        grads, grad = store(), param.grad
+        if grads is not None and grad is not None:
+            param.grad = None  # first: a gradient that is refused must not be added to the next one
+            grads.land(unit, entry, grad.to_dense() if grad.layout != torch.strided else grad)
 
     return carry
