@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,16 +43,20 @@ _INSTALLED: dict[str, Exits] = {}
 ErrorType = type[BaseException]
 
 
+def _nothing() -> None:
+    """Nothing is under way."""
+
+
 class Exits:
     """The hooks of one process. `comm` is a group of all ranks that nothing else uses; `node` those of this node."""
 
-    def __init__(self, comm: Comm, node: Comm, ending: Ending) -> None:
+    def __init__(self, comm: Comm, node: Comm, ending: Ending, finish: Callable[[], None] = _nothing) -> None:
         """Agree on a lock for each node. Collective over: all ranks."""
-        self._comm, self._ending = comm, ending
+        self._comm, self._ending, self._finish = comm, ending, finish
         self._lock = _open_lock(node)
         self._exit_code: int | None = None
         self._has_left = False
-        self._has_shown = False
+        self.has_shown = False
         self._previous = sys.excepthook
 
     def install(self) -> None:
@@ -89,6 +94,8 @@ class Exits:
         """Leave together; a rank that leaves with an error code does not wait for ever."""
         if self._comm.size > 1 and not self._has_left:
             has_failed = self._exit_code not in (None, 0)
+            if not has_failed:
+                self._finish()
             if has_failed and not self._meet(GRACE_SECONDS):
                 if self._is_first():
                     sys.stderr.write(
@@ -114,14 +121,14 @@ class Exits:
 
     def _is_first(self) -> bool:
         """True for the one rank of the node that may show its error, and once for it."""
-        if self._has_shown:
+        if self.has_shown:
             return False
         try:
             if self._lock is not None:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
-        self._has_shown = True
+        self.has_shown = True
         return True
 
     def _show(self, kind: ErrorType, error: BaseException, trace: TracebackType | None) -> None:
@@ -192,10 +199,24 @@ def _open_lock(node: Comm) -> int | None:
     return lock
 
 
-def install(comm: Comm, node: Comm, ending: Ending) -> None:
-    """Watch how this process leaves, from now on. Collective over: all ranks, at the first call."""
+def install(
+    comm: Comm,
+    node: Comm,
+    ending: Ending,
+    finish: Callable[[], None] = _nothing,
+    *,
+    is_silent: bool = False,
+) -> None:
+    """Watch how this process leaves, from now on.
+
+    `finish` is called before a process leaves in good order, to end what it has started. `is_silent` is for a
+    process that could not join its peers and knows that another one speaks.
+
+    Collective over: all ranks, at the first call.
+    """
     if "exits" in _INSTALLED:
         return
-    exits = Exits(comm.duplicate(), node, ending)
+    exits = Exits(comm.duplicate(), node, ending, finish)
+    exits.has_shown = is_silent
     _INSTALLED["exits"] = exits
     exits.install()

@@ -19,6 +19,12 @@ _SIZES = {
 SLURM's stands last: under an mpirun inside a SLURM job it counts the helpers of that mpirun.
 """
 
+_RANKS = {
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+}
+
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE")
 
 _OTHER_LAUNCHERS = ("HYDI_CONTROL_FD", "PMI_FD", "PMIX_RANK", "OMPI_MCA_ess_base_jobid", "PRTE_LAUNCHED")
@@ -41,6 +47,13 @@ def launched_size(env: Mapping[str, str]) -> tuple[str, int]:
             continue
         return name, int(text)
     return "", 1
+
+
+def launched_rank(env: Mapping[str, str] = os.environ) -> int:
+    """This process's number by the launcher; 0 without one. Never a rank to compute with."""
+    name, _ = launched_size(env)
+    text = env.get(_RANKS.get(name, ""), "")
+    return int(text) if text.isdigit() else 0
 
 
 def prepare(env: dict[str, str] | os._Environ[str] = os.environ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,8 @@ from mpispeed.mesh.work import Poll, Work
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
+
+log = logging.getLogger(__name__)
 
 SHORTEST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
@@ -172,6 +175,7 @@ def _carry_out(task: _Task) -> None:
         with torch.no_grad():
             task.body()
     except BaseException as error:
+        log.warning("started %s over %s failed and is raised by its wait(): %s", task.work.verb, task.comm, error)
         task.work.finish(error)
     else:
         task.work.finish()

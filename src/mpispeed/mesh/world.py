@@ -123,11 +123,17 @@ def start(
     if "world" in _PROCESS:
         return _PROCESS["world"]
     launcher.prepare()
-    world = _join(reduction, timeout)
+    try:
+        world = _join(reduction, timeout)
+    except ConfigError:
+        # Every process stands alone here, so only the launcher's numbering tells which one may speak.
+        alone = SoloComm()
+        exits.install(alone, alone, Ending(), is_silent=launcher.launched_rank() != 0)
+        raise
     _PROCESS["world"] = world
     _export(world, master_port)
     _share_cores(world)
-    exits.install(world.comm, world.node, world.ending)
+    exits.install(world.comm, world.node, world.ending, world.close)
     return world
 
 

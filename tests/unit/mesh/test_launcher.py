@@ -1,5 +1,9 @@
 """What launchers say, and when it contradicts the MPI library."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from mpispeed.base.errors import ConfigError
@@ -60,3 +64,50 @@ def test_ranks_yield_when_they_outnumber_cores():
     for calm in ({"MPI_LOCALNRANKS": "1"}, {}):
         launcher.prepare(calm)
         assert "MPIR_CVAR_POLLS_BEFORE_YIELD" not in calm
+
+
+def test_numbers_by_the_launcher():
+    assert launcher.launched_rank({"PMI_SIZE": "4", "PMI_RANK": "3", "SLURM_PROCID": "1"}) == 3
+    assert launcher.launched_rank({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}) == 2
+    assert launcher.launched_rank({"SLURM_PROCID": "2"}) == 0
+    assert launcher.launched_rank({}) == 0
+
+
+LONE = """
+import sys
+class NoMpi:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "mpi4py":
+            raise ImportError("not on this machine")
+sys.meta_path.insert(0, NoMpi())
+import torch
+from mpispeed.mesh import Mesh, Topology, start
+world = start()
+mesh = Mesh(Topology({"data": 1}), world)
+x = torch.ones(3)
+mesh["data"].start_all_reduce(x).wait()
+mesh.lane("grads")["data"].all_reduce(x)
+mesh.close()
+print(world.size, x.sum().item())
+"""
+
+
+def run_alone(**env):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM"))}
+    return subprocess.run(
+        [sys.executable, "-c", LONE], env={**kept, **env}, capture_output=True, text=True, check=False
+    )
+
+
+def test_one_rank_needs_no_mpi():
+    done = run_alone()
+    assert (done.returncode, done.stdout) == (0, "1 3.0\n"), done.stderr
+
+
+def test_processes_that_cannot_meet_say_so_once():
+    first, second = run_alone(PMI_SIZE="2", PMI_RANK="0"), run_alone(PMI_SIZE="2", PMI_RANK="1")
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.stderr.startswith("mpispeed: error: the launcher started 2 processes (PMI_SIZE=2)")
+    assert "not on this machine" in first.stderr
+    assert "Traceback" not in first.stderr
+    assert second.stderr == ""

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CommError, ConfigError, TopologyError
-from mpispeed.mesh import Factor, Mesh, Topology, sim
+from mpispeed.mesh import Factor, Mesh, Topology, World, sim
+from tests.helpers import verbs
 
 
 def test_groups_by_axes():
@@ -196,3 +197,21 @@ def test_groups_of_some_ranks():
     assert sim.run(4, fn) == [None, (0, [1, 3], 4.0), None, (1, [1, 3], 4.0)]
     with pytest.raises(ConfigError, match="different ranks"):
         sim.run(2, lambda world: world.group([0, 2]))
+
+
+def test_without_thread_multiple_started_verbs_run_at_once():
+    def fn(world):
+        plain = World(world.comm.duplicate(), world.node.duplicate(), node_count=1, has_threads=False)
+        verbs.check_started(plain.comm)
+        verbs.check_ring(plain.comm, torch.float32)
+        mesh = Mesh(Topology({"data": 3}), plain)
+        before = threading.active_count()
+        x = torch.ones(4)
+        work = mesh.lane("grads")["data"].start_all_reduce(x)
+        assert work.is_done()
+        world.comm.barrier()
+        assert threading.active_count() <= before
+        mesh.close()
+        return x.tolist()
+
+    assert sim.run(3, fn) == [[3.0] * 4] * 3
