@@ -1,6 +1,7 @@
 """Limits on the tail: files, functions, classes, public methods. They may only go down."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,10 +17,15 @@ NATIVE = sorted(
 )
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def nodes(kinds):
     """(file:line, node) of all nodes of these kinds."""
     for path in PYTHON:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, kinds):
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
 

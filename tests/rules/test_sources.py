@@ -1,6 +1,7 @@
 """What sources must not contain: prints, asserts, imports of the package root, names of the top-level folders."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -24,10 +25,15 @@ def where(path, line):
     return f"{path.relative_to(ROOT)}:{line}"
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def nodes(paths):
     """(file:line, file, node) of all nodes."""
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             yield where(path, getattr(node, "lineno", 0)), path, node
 
 
@@ -86,7 +92,7 @@ def test_modules_are_named_for_what_they_do():
 
 
 def test_every_module_says_what_it_is():
-    assert not [str(path) for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not [str(path) for path in SOURCES if not ast.get_docstring(tree_of(path))]
 
 
 def written_files():
