@@ -1,0 +1,367 @@
+"""Every optimizer trains as in plain torch, at every stage, with groups, frozen, unused and tiny parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+import mpispeed
+from tests.helpers.small import (
+    ADAM,
+    Net,
+    check_equal,
+    check_same_bits,
+    own_part,
+    samples,
+    settings,
+    start,
+    train,
+    train_plain,
+    weights,
+)
+
+pytestmark = pytest.mark.mpi(min_size=1)
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+
+CLASSES = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    "adam": (torch.optim.Adam, {"betas": (0.8, 0.95)}),
+    "adamw": (torch.optim.AdamW, {"betas": (0.8, 0.95)}),
+    "adagrad": (torch.optim.Adagrad, {}),
+}
+UNTESTED = {"zero_allow_untested_optimizer": True}
+
+
+def groups_of(model):
+    """Matrices with decay, vectors without and with another lr, and an empty group."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [], "lr": 7.0},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+@STAGES
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_client_optimizers_with_groups(name, stage):
+    cls, params = CLASSES[name]
+    model, plain = Net(), Net()
+    client = cls(groups_of(model), lr=1e-2, **params)
+    engine = start(settings(stage, gradient_clipping=0.3, **UNTESTED), model, optimizer=client)
+    assert engine.optimizer is client
+    assert engine.basic_optimizer is client
+    assert len(client.param_groups) == 2  # the empty group is dropped
+    assert engine.get_lr() == [1e-2, 3e-3]
+    assert engine.optimizer_name() == cls.__name__
+    data = samples(5)
+    train(engine, data)
+    norms = train_plain(plain, cls(groups_of(plain), lr=1e-2, **params), data, clip=0.3)
+    check_equal(engine.module, plain)
+    assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=1e-4)
+    engine.destroy()
+
+
+@STAGES
+@pytest.mark.parametrize(
+    ("json", "cls", "params"),
+    [
+        ({"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}, torch.optim.SGD, {"momentum": 0.9}),
+        ({"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-6}}, torch.optim.AdamW, {"eps": 1e-6}),
+        ({"type": "RMSprop", "params": {"lr": 1e-2, "alpha": 0.9}}, torch.optim.RMSprop, {"alpha": 0.9}),
+        (
+            {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False, "betas": [0.8, 0.9]}},
+            torch.optim.Adam,
+            {"betas": (0.8, 0.9)},
+        ),
+    ],
+    ids=lambda value: value["type"] if isinstance(value, dict) and "type" in value else "",
+)
+def test_optimizers_of_the_json_with_groups(json, cls, params, stage):
+    model, plain = Net(), Net()
+    engine = start(settings(stage, optimizer=json, **UNTESTED), model, model_parameters=groups_of(model))
+    assert engine.get_lr() == [1e-2, 3e-3]
+    data = samples(5)
+    train(engine, data)
+    train_plain(plain, cls(groups_of(plain), lr=1e-2, **params), data)
+    check_equal(engine.module, plain)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("way", ["client", "json"])
+def test_untested_optimizers_need_the_key(way, stage):
+    model = Net()
+    more = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)} if way == "client" else {}
+    section = {} if way == "client" else {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
+        start(settings(stage, **section), model, **more)
+    start(settings(stage, **section, **UNTESTED), model, **more).destroy()  # the refusal left nothing behind
+
+
+def test_subclasses_of_tested_optimizers_are_untested():
+    adam = type("Adam", (torch.optim.Adam,), {})
+    model = Net()
+    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
+        start(settings(1), model, optimizer=adam(model.parameters()))
+
+
+@STAGES
+def test_frozen_parameters_stay(stage):
+    model, plain = Net(), Net()
+    for net in (model, plain):
+        net.first.weight.requires_grad_(False)
+        net.norm.bias.requires_grad_(False)
+    before = weights(model)
+    engine = start(settings(stage, **ADAM), model)
+    data = samples(4)
+    train(engine, data)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    train_plain(plain, torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0), data)
+    check_equal(engine.module, plain)
+    after = weights(engine.module)
+    for name in ("first.weight", "norm.bias"):
+        assert torch.equal(after[name], before[name])
+    engine.destroy()
+
+
+class Branches(nn.Module):
+    """`never` is not used, `often` in every second call, `scale` is a 0-dim parameter, `none` has no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.never = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.often = nn.Parameter(torch.tensor([0.25]))
+        self.none = nn.Parameter(torch.empty(0))
+        self.calls = 0
+
+    def forward(self, x, y):
+        self.calls += 1
+        loss = self.net(x, y) * self.scale + self.none.sum()
+        return loss + self.often.square().sum() if self.calls % 2 else loss
+
+
+@STAGES
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_unused_conditional_tiny_and_empty_parameters(stage, is_overlapped):
+    model, plain = Branches(), Branches()
+    for net in (model, plain):
+        nn.init.constant_(net.never.weight, 0.5)
+        nn.init.constant_(net.never.bias, -0.5)
+    section = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}}
+    config = settings(stage, **section)
+    config["zero_optimization"]["overlap_comm"] = is_overlapped
+    engine = start(config, model)
+    data = samples(6)
+    train(engine, data)
+    train_plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01), data)
+    check_equal(engine.module, plain)
+    engine.destroy()
+
+
+@STAGES
+def test_one_tiny_parameter_on_many_ranks(stage):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 2.0)
+    client = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    engine = start(settings(stage, **UNTESTED), model, optimizer=client)
+    plain = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(plain.weight, 2.0)
+    reference = torch.optim.RMSprop(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 1)).square().mean())
+        engine.step()
+        reference.zero_grad()
+        plain(torch.ones(2, 1)).square().mean().backward()
+        reference.step()
+    torch.testing.assert_close(model.weight, plain.weight)
+    engine.destroy()
+
+
+def test_a_parameter_listed_twice_is_named():
+    model = Net()
+    twice = [{"params": list(model.parameters())}, {"params": [model.norm.weight]}]
+    with pytest.raises(AssertionError, match=r"norm\.weight is listed twice"):
+        start(settings(**ADAM), model, model_parameters=twice)
+
+
+def test_foreign_parameters_and_nothing_to_train_are_refused():
+    model = Net()
+    with pytest.raises(AssertionError, match="do not belong to the model"):
+        start(settings(**ADAM), model, model_parameters=[*model.parameters(), nn.Parameter(torch.ones(2))])
+    for param in model.parameters():
+        param.requires_grad_(False)
+    with pytest.raises(AssertionError, match="no trainable parameter"):
+        start(settings(**ADAM), model)
+
+
+@STAGES
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["sgd", "rmsprop"])
+def test_foreign_state_returns_from_a_checkpoint_at_every_stage(name, dtype, stage, mpi_tmp_path):
+    cls, params = CLASSES[name]
+    section = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+
+    def make(at, seed=11):
+        model = Net(seed)
+        groups = groups_of(model)
+        groups[2]["momentum"] = 0.0  # this group has other slots than the first
+        groups[2]["nesterov"] = False
+        client = cls(groups, lr=1e-2, **({**params, "nesterov": True} if name == "sgd" else params))
+        return start(settings(at, reduction="ordered", **UNTESTED, **section), model, optimizer=client)
+
+    data = samples(6)
+    straight = make(1)
+    train(straight, data)
+    first = make(1)
+    train(first, data[:3])
+    first.save_checkpoint(str(mpi_tmp_path))
+    second = make(stage, seed=99)
+    second.load_checkpoint(str(mpi_tmp_path))
+    train(second, data[3:])
+    if dtype == "fp32" or stage:
+        check_same_bits(weights(second.module), weights(straight.module))
+    else:  # sums over ranks are rounded to 16 bits once more
+        check_equal(second.module, straight.module, rtol=2**-6, atol=1e-3)
+    for engine in (straight, first, second):
+        engine.destroy()
+
+
+@STAGES
+def test_fresh_optimizer_state_counts_its_own_updates(stage, mpi_tmp_path):
+    data = samples(5)
+    first = start(settings(stage, **ADAM))
+    train(first, data[:3])
+    first.save_checkpoint(str(mpi_tmp_path))
+
+    second = start(settings(stage, **ADAM), Net(seed=99))
+    second.load_checkpoint(str(mpi_tmp_path), load_optimizer_states=False)
+    assert second.global_steps == 3
+    state = second.parts.optimization.states
+    assert not any(tensor.any() for unit in second.parts.table.units for tensor in state.of(unit).values())
+    plain = Net()
+    plain.load_state_dict(first.module.state_dict())
+    train(second, data[3:])
+    train_plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0), data[3:])
+    check_equal(second.module, plain)
+
+    # and the count survives the next checkpoint
+    second.save_checkpoint(str(mpi_tmp_path))
+    third = start(settings(stage, **ADAM), Net(seed=98))
+    third.load_checkpoint(str(mpi_tmp_path))
+    train(third, data[:1])
+    train(second, data[:1])
+    check_same_bits(weights(third.module), weights(second.module))
+    for engine in (first, second, third):
+        engine.destroy()
+
+
+def test_another_optimizer_starts_afresh(mpi_tmp_path):
+    data = samples(4)
+    first = start(settings(1, **ADAM))
+    train(first, data[:2])
+    first.save_checkpoint(str(mpi_tmp_path))
+    section = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}}, **UNTESTED}
+    second = start(settings(1, **section), Net(seed=99))
+    second.load_checkpoint(str(mpi_tmp_path))
+    plain = Net()
+    plain.load_state_dict(first.module.state_dict())
+    train(second, data[2:])
+    train_plain(plain, torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9, dampening=0.5), data[2:])
+    check_equal(second.module, plain)
+    for engine in (first, second):
+        engine.destroy()
+
+
+@STAGES
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", None])
+@pytest.mark.parametrize("accumulate", [None, "same"])
+def test_dtype_cocktail(stage, dtype, wire, accumulate):
+    if accumulate and dtype == "bf16" and stage == 0:
+        with pytest.raises(AssertionError, match="grad_accum_dtype"):
+            start(settings(0, **ADAM, bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}))
+        return
+    section = {dtype: {"enabled": True}, "gradient_accumulation_steps": 1}
+    if dtype == "fp16":
+        section[dtype]["initial_scale_power"] = 4
+    if wire is not None:
+        section["communication_data_type"] = wire
+    if accumulate is not None:
+        section["data_types"] = {"grad_accum_dtype": dtype}
+    engine = start(settings(stage, **ADAM, **section))
+    grads = engine.parts.optimization.grads
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    assert engine.communication_data_type == names[wire or dtype]
+    assert {grads.wire_dtype(unit) for unit in engine.parts.table.units} == {names[wire or dtype]}
+    assert engine.get_data_types() == (names[dtype], torch.float32 if accumulate is None else names[dtype])
+    data = samples(3)
+    losses = train(engine, data)
+    plain = Net()
+    train_plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0), data)
+    assert engine.skipped_steps == 0
+    # Adam moves every weight by about lr per step, whatever the size of its gradient
+    for name, ours in weights(engine.module).items():
+        reference = dict(plain.named_parameters())[name]
+        assert (ours.float() - reference).abs().mean() < 5e-3, name
+    assert all(loss == loss for loss in losses)
+    engine.destroy()
+
+
+@STAGES
+@pytest.mark.parametrize("averaging", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}, {}])
+def test_averaging_keys_do_not_change_the_mean(stage, averaging):
+    model, plain = Net(), Net()
+    client = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = settings(stage, **UNTESTED, **averaging)
+    config["zero_optimization"]["reduce_scatter"] = False  # the keys are refused with it
+    engine = start(config, model, optimizer=client)
+    assert engine.postscale_gradients() is ("prescale_gradients" not in averaging)
+    data = samples(3)
+    train(engine, data)
+    train_plain(plain, torch.optim.SGD(plain.parameters(), lr=0.1), data)
+    check_equal(engine.module, plain)
+    engine.destroy()
+
+
+@STAGES
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_the_norm_is_that_of_torch(stage, clip):
+    model, plain = Net(), Net()
+    client = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = start(settings(stage, gradient_clipping=clip, **UNTESTED), model, optimizer=client)
+    assert engine.get_global_grad_norm() is None
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in samples(3):
+        train(engine, [batch])
+        (norm,) = train_plain(plain, reference, [batch], clip=clip)
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
+        plain.load_state_dict(engine.module.state_dict())  # so that differences do not add up
+    engine.destroy()
+
+
+@STAGES
+def test_two_backward_passes_of_one_step_add_up(stage):
+    model, plain = Net(), Net()
+    engine = start(settings(stage, **UNTESTED), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = samples(1)[0]
+    x, y = own_part(engine, batch)
+    engine.backward(engine(x, y))
+    engine.backward(engine(x, 2 * y))
+    engine.backward(3 * engine.module.first.bias.square().sum())  # most units get no gradient from this one
+    engine.step()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    total = plain(*batch) + plain(batch[0], 2 * batch[1]) + 3 * plain.first.bias.square().sum()
+    total.backward()
+    reference.step()
+    check_equal(engine.module, plain)
+    engine.destroy()
+
+
+def test_mpispeed_leaves_the_config_of_the_caller_alone():
+    config = settings(optimizer={"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False, "torch_adam": False}})
+    engine, *_ = mpispeed.initialize(model=Net(), config=config)
+    assert config["optimizer"]["params"] == {"lr": 1e-2, "adam_w_mode": False, "torch_adam": False}
+    engine.destroy()

@@ -1,0 +1,205 @@
+"""A gradient that is not finite on one rank skips the step on all, at every dtype, and leaves everything as it was."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from mpispeed.base.errors import PrecisionError
+from tests.helpers.small import ADAM, check_same_bits, own_part, samples, settings, start, train, weights
+
+pytestmark = pytest.mark.mpi(min_size=1)
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}}}
+
+
+def run(engine, flags, bad=math.inf):
+    """One step per letter, T with a gradient that is `bad` on the last rank only; returns the scale after each."""
+    scales = []
+    for flag, batch in zip(flags, samples(len(flags)), strict=True):
+        is_bad = flag == "T" and engine.global_rank == engine.world_size - 1
+        loss = engine(*own_part(engine, batch))
+        engine.backward(loss * bad if is_bad else loss)
+        engine.step()
+        scales.append(engine.optimizer.cur_scale)
+    return scales
+
+
+def fp16(**section):
+    return {"fp16": {"enabled": True, "initial_scale_power": 8, **section}}
+
+
+def states_of(engine):
+    found = engine.parts.optimization.states
+    return [tensor.clone() for unit in engine.parts.table.units for tensor in found.of(unit).values()]
+
+
+@STAGES
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_overflow_on_one_rank_skips_on_all(stage, bad, is_overlapped):
+    config = settings(stage, **ADAM, **WARMUP, **fp16(hysteresis=1))
+    config["zero_optimization"]["overlap_comm"] = is_overlapped
+    engine = start(config)
+    run(engine, "FF")
+    before, states, lr, norm = weights(engine), states_of(engine), engine.get_lr(), engine.get_global_grad_norm()
+    schedule = engine.lr_scheduler.state_dict()
+    assert engine.was_step_applied()
+    assert not engine.optimizer.overflow
+    assert run(engine, "T", bad) == [128]
+    assert not engine.was_step_applied()
+    assert engine.optimizer.overflow
+    assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (3, 1, 36)
+    assert engine.get_lr() == lr
+    assert engine.lr_scheduler.state_dict() == schedule
+    assert engine.get_global_grad_norm() == norm
+    check_same_bits(weights(engine), before)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), states, strict=True))
+    run(engine, "F")  # nothing of the bad gradient is left
+    assert engine.was_step_applied()
+    assert engine.get_lr() != lr
+    assert math.isfinite(engine.get_global_grad_norm())
+    engine.destroy()
+
+
+@STAGES
+def test_a_skipped_step_leaves_no_trace_in_the_next(stage):
+    results = []
+    for flags in ("FTF", "FF"):
+        engine = start(settings(stage, **ADAM, **fp16(initial_scale_power=4, hysteresis=3), reduction="ordered"))
+        data = samples(3)
+        chosen = [data[0], data[1], data[2]] if "T" in flags else [data[0], data[2]]
+        for flag, batch in zip(flags, chosen, strict=True):
+            loss = engine(*own_part(engine, batch))
+            engine.backward(loss * math.nan if flag == "T" else loss)
+            engine.step()
+        results.append(weights(engine))
+        engine.destroy()
+    # gradients were scaled by 16 or by 8 (a power of two), which changes no bit
+    check_same_bits(*results)
+
+
+WINDOW = {"loss_scale_window": 2}
+CUT = {
+    ("FFFFFFF", 2, False): [256, 512, 512, 1024, 1024, 2048, 2048],
+    ("TTFFFTFFF", 2, False): [256, 128, 128, 256, 256, 256, 256, 512, 512],
+    ("TFTT", 1000, False): [256, 256, 128, 64],
+    ("TFTT", 1000, True): [256, 256, 256, 128],
+}
+WHOLE = {
+    ("FFFFFFF", 2, False): [256, 256, 512, 512, 1024, 1024, 2048],
+    ("TTFFFTFFF", 2, False): [128, 64, 64, 64, 128, 64, 64, 64, 128],
+    ("TFTT", 1000, True): [128, 128, 64, 32],
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "case"),
+    [(0, case) for case in WHOLE] + [(stage, case) for stage in (1, 2) for case in CUT],
+    ids=lambda value: str(value) if isinstance(value, int) else f"{value[0]}-{value[1]}-{value[2]}",
+)
+def test_trajectory_of_the_scale(stage, case):
+    flags, window, is_consecutive = case
+    section = fp16(loss_scale_window=window, consecutive_hysteresis=is_consecutive)
+    engine = start(settings(stage, **ADAM, **section))
+    assert engine.optimizer.dynamic_loss_scale
+    assert engine.optimizer.loss_scale == 256
+    assert engine.optimizer.scale_window == window
+    assert engine.optimizer.min_loss_scale == 1
+    assert run(engine, flags) == (CUT if stage else WHOLE)[case]
+    assert engine.optimizer.cur_iter == len(flags)
+    assert engine.skipped_steps == flags.count("T")
+    assert engine.global_steps == len(flags)
+    engine.destroy()
+
+
+def test_the_scale_stops_at_its_minimum():
+    engine = start(settings(0, **ADAM, **fp16(initial_scale_power=2)))
+    assert run(engine, "TTTT", math.nan) == [2, 1, 1, 1]
+    engine.destroy()
+    engine = start(settings(1, **ADAM, **fp16(initial_scale_power=1, hysteresis=1)))
+    assert run(engine, "T") == [1]
+    with pytest.raises(PrecisionError, match="minimum"):
+        run(engine, "T")
+    engine.destroy()
+
+
+@STAGES
+def test_a_static_scale_is_kept(stage):
+    engine = start(settings(stage, **ADAM, fp16={"enabled": True, "loss_scale": 138.0}))
+    assert not engine.optimizer.dynamic_loss_scale
+    assert engine.loss_scale() == 138.0
+    assert run(engine, "FTF") == [138.0, 138.0, 138.0]
+    assert (engine.global_steps, engine.skipped_steps) == (3, 1)
+    engine.destroy()
+
+
+@STAGES
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_a_scale_the_step_is_skipped_with_a_warning(stage, dtype, caplog):
+    section = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+    engine = start(settings(stage, **ADAM, **WARMUP, **section))
+    run(engine, "F")
+    before, lr = weights(engine), engine.get_lr()
+    logger = logging.getLogger("mpispeed")
+    logger.addHandler(caplog.handler)
+    try:
+        run(engine, "T", math.nan)
+    finally:
+        logger.removeHandler(caplog.handler)
+    found = [r for r in caplog.records if r.levelno == logging.WARNING and "skipped" in r.getMessage()]
+    assert len(found) == (1 if engine.global_rank == 0 else 0)
+    check_same_bits(weights(engine), before)
+    assert engine.get_lr() == lr
+    assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+    engine.destroy()
+
+
+@STAGES
+def test_scale_and_counters_return_from_a_checkpoint(stage, mpi_tmp_path):
+    config = settings(stage, **ADAM, **fp16(**WINDOW))
+    first = start(config)
+    run(first, "TTFT")
+    first.save_checkpoint(str(mpi_tmp_path))
+    second = start(config)
+    second.load_checkpoint(str(mpi_tmp_path))
+    assert second.optimizer.cur_scale == first.optimizer.cur_scale
+    assert second.optimizer.cur_iter == 4
+    assert (second.global_steps, second.skipped_steps) == (4, 3)
+    assert run(second, "FFFTF") == run(first, "FFFTF")
+    check_same_bits(weights(second), weights(first))
+    first.destroy()
+    second.destroy()
+
+
+@STAGES
+def test_the_norm_is_reported_without_the_scale(stage):
+    norms = []
+    for power in (2, 8):
+        engine = start(settings(stage, **ADAM, **fp16(initial_scale_power=power)))
+        train(engine, samples(1))
+        norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    plain = start(settings(stage, **ADAM))
+    train(plain, samples(1))
+    assert norms[1] == pytest.approx(plain.get_global_grad_norm(), rel=5e-3)
+    plain.destroy()
+
+
+@STAGES
+def test_client_optimizers_in_fp16_show_the_scale(stage):
+    def make(params):
+        return torch.optim.Adam(params, lr=1e-2)
+
+    engine = start(settings(stage, **fp16()), optimizer=make)
+    assert type(engine.basic_optimizer) is torch.optim.Adam
+    assert engine.optimizer.optimizer is engine.basic_optimizer
+    assert engine.optimizer.param_groups is engine.basic_optimizer.param_groups
+    assert run(engine, "F") == [256]
+    engine.optimizer.set_lr(0.5)
+    assert engine.get_lr() == engine.optimizer.get_lr() == [0.5]
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = engine.optimizer.no_such_thing
+    engine.destroy()
