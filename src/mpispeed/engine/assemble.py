@@ -23,7 +23,7 @@ from mpispeed.optim.choice import build
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Rule
 from mpispeed.optim.schedule import build_schedule
-from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale, UnforgivingScale
+from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.store.table import Table
 from mpispeed.zero.grads import Averaging, GradStore
 from mpispeed.zero.hooks import GradHooks
@@ -186,17 +186,13 @@ def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer
 
 
 def make_scaler(plan: Plan) -> LossScale:
-    """Static 1 without fp16; else static or dynamic as the fp16 section says.
-
-    DeepSpeed has two dynamic rules, one for whole and one for cut states; both are kept for equal courses of runs.
-    """
+    """Static 1 without fp16; else static or dynamic as the fp16 section says, by one rule at every stage."""
     fp16 = plan.config.fp16
     if not fp16.enabled:
         return StaticScale(1.0)
     if fp16.loss_scale:
         return StaticScale(float(fp16.loss_scale))
-    kind = UnforgivingScale if plan.states.master.is_whole else DynamicScale
-    return kind(
+    return DynamicScale(
         initial_scale_power=fp16.initial_scale_power,
         loss_scale_window=fp16.loss_scale_window,
         hysteresis=fp16.hysteresis,

@@ -176,21 +176,3 @@ class DynamicScale(_Counted):
         self.cur_iter = int(state["cur_iter"])
         self.last_overflow_iter = int(state["last_overflow_iter"])
         self._credit = min(int(state["credit"]), self.hysteresis)
-
-
-class UnforgivingScale(DynamicScale):
-    """The dynamic scale that DeepSpeed uses where optimizer states are whole.
-
-    Every overflow halves the scale, whatever the hysteresis, and none is an error; the scale doubles after one clean
-    step more than `loss_scale_window`.
-    """
-
-    def _shrink(self) -> None:
-        """Lower the scale, down to its minimum."""
-        self._scale = max(self._scale / self.scale_factor, float(self.min_loss_scale))
-
-    def _grow_if_due(self) -> None:
-        """Raise the scale after enough clean steps."""
-        clean_steps = self.cur_iter - self.last_overflow_iter - 1
-        if clean_steps > 0 and clean_steps % self.scale_window == 0:
-            self._scale *= self.scale_factor
