@@ -15,7 +15,7 @@ import torch
 
 from mpispeed.base.errors import AgreementError, CommError, MpispeedError
 from mpispeed.mesh import checks, messages, ordered
-from mpispeed.mesh.dtypes import COMPLEX, FLOATS, HALF_FLOATS, as_reducible, check_reduction
+from mpispeed.mesh.dtypes import COMPLEX, FLOATS, HALF_FLOATS, SUMMED_HERE, as_reducible, check_reduction
 from mpispeed.mesh.journal import Journal
 from mpispeed.mesh.progress import Progress
 from mpispeed.mesh.started import Started
@@ -27,8 +27,11 @@ CHUNK_BYTES = 1 << 30
 WINDOW_BYTES = 64 << 20
 """Scratch of the ordered reductions, per buffer; larger tensors pass through it in windows."""
 
-FAST_BYTES = 64 << 10
-"""From this size on the shared-memory shortcut is worth its synchronisations."""
+FAST_BYTES = 1 << 20
+"""From this size on ordered sums go through shared memory where ranks share it."""
+
+FAST_FACTOR = 4
+"""How much larger a tensor has to be where the library has a good verb of its own to compete with."""
 
 
 class Comm(Started, Transport):
@@ -47,7 +50,7 @@ class Comm(Started, Transport):
         self.rank, self.size = rank, len(ranks)
         self.ranks, self.axes = ranks, axes
         self.reduction, self.journal = reduction, journal
-        self.chunk_bytes, self.window_bytes = CHUNK_BYTES, WINDOW_BYTES
+        self.chunk_bytes, self.window_bytes, self.fast_bytes = CHUNK_BYTES, WINDOW_BYTES, FAST_BYTES
         self.timeout_seconds: float | None = None
         self.started: Comm = self
         self.progress: Progress | None = None
@@ -236,7 +239,7 @@ class Comm(Started, Transport):
     def inherit(self, parent: Comm) -> Comm:
         """Take limits and time-outs from the group this one was made of."""
         self.chunk_bytes, self.window_bytes = parent.chunk_bytes, parent.window_bytes
-        self.timeout_seconds = parent.timeout_seconds
+        self.fast_bytes, self.timeout_seconds = parent.fast_bytes, parent.timeout_seconds
         return self
 
     def run_on(self, progress: Progress) -> Comm:
@@ -290,10 +293,10 @@ class Comm(Started, Transport):
 
     def _shortcut(self, x: torch.Tensor, op: str | None) -> Fast | None:
         """The shortcut if it takes this tensor; `op` is None where bytes only move."""
-        if self.size == 1 or x.nbytes < FAST_BYTES or op not in ("sum", None):
+        if self.size == 1 or (op is not None and (op != "sum" or x.dtype not in SUMMED_HERE)):
             return None
-        is_summed = x.dtype in FLOATS or x.dtype in HALF_FLOATS
-        return self.fast() if op is None or is_summed else None
+        is_ours = op is not None and self._is_ordered(x.dtype, op)
+        return self.fast() if x.nbytes >= self.fast_bytes * (1 if is_ours else FAST_FACTOR) else None
 
     def _is_ordered(self, dtype: torch.dtype, op: str) -> bool:
         """Whether the order of reduction is ours; integers and extrema give the same bits in any order."""

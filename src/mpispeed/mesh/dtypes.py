@@ -10,6 +10,9 @@ HALF_FLOATS = frozenset({torch.bfloat16, torch.float16})
 """Summed here in fp32 and never by an MPI library: some add the bit patterns without an error."""
 
 FLOATS = frozenset({torch.float32, torch.float64})
+SUMMED_HERE = FLOATS | HALF_FLOATS
+"""What the tree over ranks adds without the help of a transport."""
+
 COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 MOVE_NAMES = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}

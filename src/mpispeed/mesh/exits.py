@@ -26,6 +26,7 @@ from typing import Any
 from mpispeed.base.errors import MpispeedError
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.ending import Ending
+from mpispeed.mesh.work import nap_until
 
 log = logging.getLogger(__name__)
 
@@ -149,14 +150,7 @@ class Exits:
         """Wait for all ranks to come here; False if they do not within the limit."""
         if not hasattr(self, "_everyone"):
             self._everyone = self._comm.arrive()
-        end = time.monotonic() + (float("inf") if limit_seconds is None else limit_seconds)
-        nap = 1e-3
-        while not self._everyone():
-            if time.monotonic() > end:
-                return False
-            time.sleep(nap)
-            nap = min(nap * 1.5, 0.05)
-        return True
+        return nap_until(self._everyone, float("inf") if limit_seconds is None else limit_seconds)
 
     def _note_exit_codes(self) -> None:
         """Remember the code of sys.exit: the interpreter does not tell it to exit handlers."""

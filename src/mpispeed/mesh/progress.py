@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.work import Poll, Work
+from mpispeed.mesh.work import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Poll, Work
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
 
 log = logging.getLogger(__name__)
-
-SHORTEST_NAP_SECONDS = 20e-6
-LONGEST_NAP_SECONDS = 1e-3
 
 
 class _Task:
@@ -133,6 +130,7 @@ class Progress:
             if task is not None and self._step(task):
                 with self._wake:
                     self._tasks.popleft()
+                task = None  # this frame would keep its buffers alive while the lane is idle
                 has_moved = True
             if has_moved:
                 nap = SHORTEST_NAP_SECONDS

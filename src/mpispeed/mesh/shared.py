@@ -17,6 +17,7 @@ import torch
 
 from mpispeed.mesh.ops import combine
 from mpispeed.mesh.transport import Fast
+from mpispeed.mesh.work import nap_until
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -92,6 +93,13 @@ class SharedScratch(Fast):
         """Elements of one cut so that a piece of all cuts fits a slot; a multiple of a cache line."""
         return max(1, self._piece_bytes // (self._comm.size * dtype.itemsize) // 16 * 16)
 
+    def _meet(self) -> None:
+        """Wait for all ranks: on a lane asleep, because the core is computing; else as fast as the library can."""
+        if self._comm.is_lane:
+            nap_until(self._comm.arrive())
+        else:
+            self._comm.library_barrier()
+
     def all_reduce(self, x: torch.Tensor, scale: float) -> None:
         """Sum in place. Collective over: the group."""
         size, rank, window = self._comm.size, self._comm.rank, self._width(x.dtype) * self._comm.size
@@ -107,10 +115,10 @@ class SharedScratch(Fast):
                 slot[rank + 1 :].copy_(cuts[rank + 1 :])
             else:
                 slot.view(-1)[: piece.numel()].copy_(piece)
-            self._comm.library_barrier()
+            self._meet()
             parts = [own if r == rank else buffer[r, rank] for r in range(size)]
             combine(result[rank], parts, "sum", scale=scale, threads=self._comm.threads)
-            self._comm.library_barrier()
+            self._meet()
             piece.copy_(result.view(-1)[: piece.numel()])
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, scale: float) -> None:
@@ -122,7 +130,7 @@ class SharedScratch(Fast):
             buffer = self._buffer(full.dtype, piece.shape[1])
             buffer[rank, :rank].copy_(piece[:rank])
             buffer[rank, rank + 1 :].copy_(piece[rank + 1 :])
-            self._comm.library_barrier()
+            self._meet()
             parts = [piece[rank] if r == rank else buffer[r, rank] for r in range(size)]
             combine(shard[start : start + width], parts, "sum", scale=scale, threads=self._comm.threads)
 
@@ -136,7 +144,7 @@ class SharedScratch(Fast):
             self._turn ^= 1
             slots = self._slots[self._turn].view(shard.dtype)[:, : piece.numel()]
             slots[rank].copy_(piece)
-            self._comm.library_barrier()
+            self._meet()
             for other in range(size):
                 if other != rank:
                     columns[other, start : start + window].copy_(slots[other])

@@ -12,6 +12,21 @@ Poll = Callable[[], bool]
 """Asks without blocking whether something has happened."""
 
 
+SHORTEST_NAP_SECONDS = 20e-6
+LONGEST_NAP_SECONDS = 1e-3
+
+
+def nap_until(poll: Poll, limit_seconds: float = float("inf")) -> bool:
+    """Sleep in short, growing naps until `poll` says yes; False if the time ran out first."""
+    end, nap = time.monotonic() + limit_seconds, SHORTEST_NAP_SECONDS
+    while not poll():
+        if time.monotonic() > end:
+            return False
+        time.sleep(nap)
+        nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
+    return True
+
+
 class Work:
     """A started operation; holds on to its buffers until it is done.
 
@@ -47,14 +62,7 @@ class Work:
         """Block until the operation has ended, well or badly; False if the time ran out first."""
         if self._drive is None:
             return self._done.wait(timeout_seconds)
-        end = time.monotonic() + (float("inf") if timeout_seconds is None else timeout_seconds)
-        delay = 20e-6
-        while not self.is_done():
-            if time.monotonic() > end:
-                return False
-            self._done.wait(delay)
-            delay = min(delay * 1.5, 1e-3)
-        return True
+        return nap_until(self.is_done, float("inf") if timeout_seconds is None else timeout_seconds)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark as done; called by whoever carries the operation out."""

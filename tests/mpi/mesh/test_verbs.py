@@ -56,7 +56,7 @@ def test_ordered_is_the_tree_by_messages(plain, dtype):
 @pytest.mark.parametrize("dtype", verbs.REALS, ids=str)
 def test_ordered_is_the_tree_in_shared_memory(comm, dtype):
     made = comm.duplicate()
-    made.reduction = "ordered"
+    made.reduction, made.fast_bytes = "ordered", 1
     verbs.check_ordered_bits(made, dtype, (16384 * 4 + 5, 100_003))
     assert (made.fast() is not None) == (comm.size > 1)
     made.close()
@@ -66,15 +66,25 @@ def test_ordered_is_the_tree_in_shared_memory(comm, dtype):
 def test_small_pieces_of_shared_memory(comm, dtype, monkeypatch):
     monkeypatch.setattr(shared, "PIECE_BYTES", 8192)
     made = comm.duplicate()
-    made.reduction = "ordered"
+    made.reduction, made.fast_bytes = "ordered", 1
     verbs.check_ordered_bits(made, dtype, (100_003,))
-    count = 40_000
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.uint8, torch.complex128), ids=str)
+@pytest.mark.parametrize("piece_bytes", (8192, 4 << 20))
+def test_gathers_in_shared_memory(comm, dtype, piece_bytes, monkeypatch):
+    monkeypatch.setattr(shared, "PIECE_BYTES", piece_bytes)
+    count = 40_001
+    made = comm.duplicate()
+    made.fast_bytes = 1
     out, part = torch.zeros(comm.size * count, dtype=dtype), verbs.values(comm.rank, count, dtype)
     made.all_gather(out, part)
     assert verbs.same(out, torch.cat([verbs.values(r, count, dtype) for r in range(comm.size)]))
     out.view(comm.size, count)[comm.rank] = part * 2
     made.all_gather(out, out.view(comm.size, count)[comm.rank])
     assert verbs.same(out, torch.cat([verbs.values(r, count, dtype) * 2 for r in range(comm.size)]))
+    assert (made.fast() is not None) == (comm.size > 1)
     made.close()
 
 
@@ -82,6 +92,7 @@ def test_memory_that_is_refused_falls_back_on_all_ranks(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(shared, "_map", lambda path, total_bytes: None)
     made = comm.duplicate()
+    made.fast_bytes = 1
     x = torch.ones(100_000)
     made.all_reduce(x)
     assert made.fast() is None
