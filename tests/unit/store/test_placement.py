@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from mpispeed.base.errors import StoreError
 from mpispeed.mesh import sim
 from mpispeed.mesh.mesh import Mesh
