@@ -1,0 +1,19 @@
+"""Engines on simulated ranks: the same parts, put on a world of threads."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpispeed.config.load import validate
+from mpispeed.engine.assemble import assemble
+from mpispeed.engine.engine import Engine
+from mpispeed.engine.plan import make_plan
+
+
+def engine_on(world: Any, config: dict[str, Any], model: nn.Module, **more: Any) -> Engine:
+    """What `initialize` does after it has joined MPI and read the config."""
+    loaded = validate(config, "test")
+    plan = make_plan(loaded.config, world.size, torch.float32)
+    arguments = {"optimizer": None, "model_parameters": None, "training_data": None, "lr_scheduler": None, **more}
+    return Engine(assemble(plan, loaded, world, model, **arguments, collate_fn=None))

@@ -1,0 +1,112 @@
+"""Plans, placements and the batch triangle; nothing here communicates."""
+
+import itertools
+
+import pytest
+import torch
+
+from mpispeed.base.errors import ConfigError, TopologyError
+from mpispeed.config.load import validate
+from mpispeed.engine.backward import Accumulation, scale_loss
+from mpispeed.engine.parts import Counters
+from mpispeed.engine.placements import STATES_BY_STAGE
+from mpispeed.engine.plan import Batch, make_plan
+from mpispeed.store.placement import moves, reduce_moves
+
+
+def plan_of(ranks=4, dtype=torch.float32, **config):
+    config.setdefault("train_batch_size", 24)
+    return make_plan(validate(config, "test").config, ranks, dtype)
+
+
+@pytest.mark.parametrize(("micro", "steps", "ranks"), list(itertools.product((1, 2, 5), (1, 3), (1, 4))))
+def test_batch_triangle(micro, steps, ranks):
+    batch = Batch(micro * steps * ranks, micro, steps, ranks)
+    unit = micro * ranks
+    for count in (1, 2, 7):
+        changed = batch.with_train_batch_size(count * unit)
+        assert changed.triple == (count * unit, micro, count)
+    for size in (unit + 1 if unit > 1 else 0, 0, -unit):
+        with pytest.raises(ConfigError, match="multiple"):
+            batch.with_train_batch_size(size)
+    assert batch.with_micro_batch_size(3).triple == (3 * steps * ranks, 3, steps)
+    for size in (0, -1):
+        with pytest.raises(ConfigError, match="positive"):
+            batch.with_micro_batch_size(size)
+
+
+def test_plan_resolves_what_the_config_leaves_open():
+    plan = plan_of(gradient_accumulation_steps=3, bf16={"enabled": True})
+    assert plan.batch.triple == (24, 2, 3)
+    assert plan.axes == {"pipe": 1, "data": 4, "model": 1}
+    assert plan.policy.compute == plan.policy.communicate == torch.bfloat16
+    assert plan.policy.master == plan.policy.accumulate == torch.float32
+    assert not plan.is_overlapped
+    assert plan_of(dtype=torch.float64).policy.master == torch.float64
+    assert plan_of(zero_optimization={"stage": 1, "overlap_comm": True}).is_overlapped
+    assert plan_of(zero_optimization={"stage": 1, "reduce_bucket_size": 0}).bucket_elements == 1
+    assert dict(plan.describe())["batch"] == "24 = 2 x 3 x 4"
+    changed = plan.with_batch(plan.batch.with_train_batch_size(8))
+    assert changed.batch.gradient_accumulation_steps == 1
+    assert plan.batch.gradient_accumulation_steps == 3
+
+
+def test_digest_tells_plans_apart():
+    digests = {
+        plan_of().digest(),
+        plan_of(gradient_clipping=0.5).digest(),
+        plan_of(dtype=torch.float64).digest(),
+        plan_of(ranks=2).digest(),
+        plan_of(zero_optimization={"stage": 2}).digest(),
+    }
+    assert len(digests) == 5
+    assert plan_of().digest() in digests
+
+
+def test_axes_that_do_not_fit_are_refused():
+    with pytest.raises(TopologyError, match="data_parallel_size 3 does not fit 4 ranks"):
+        plan_of(data_parallel_size=3)
+
+
+def test_what_is_cut_grows_with_the_stage():
+    cut = {stage: sum(not p.is_whole for p in (s.param, s.grad, s.master)) for stage, s in STATES_BY_STAGE.items()}
+    assert cut == {0: 0, 1: 1, 2: 2}
+    for states in STATES_BY_STAGE.values():
+        verbs = [move.verb for move in reduce_moves(("data",), states.master)]
+        verbs += [move.verb for move in moves(states.master, states.param)]
+        assert verbs == (["all_reduce"] if states.master.is_whole else ["reduce_scatter", "all_gather"])
+        assert states.grad.is_whole or states.grad == states.master
+
+
+def test_boundaries_are_counted_or_set():
+    accumulation = Accumulation(3)
+    assert [accumulation.is_boundary(finished) for finished in range(3)] == [False, False, True]
+    assert accumulation.is_boundary(5)  # the steps were lowered meanwhile
+    for override in (True, False):
+        accumulation.override = override
+        assert {accumulation.is_boundary(finished) for finished in range(3)} == {override}
+    accumulation.override = None
+    assert not accumulation.is_boundary(0)
+
+
+def test_counters_end_a_batch():
+    counters = Counters(micro_steps=4, pending_backwards=5, updates_before_state=1)
+    counters.end_batch(12, is_skipped=False)
+    counters.micro_steps += 1
+    counters.micro_steps += 1
+    counters.end_batch(12, is_skipped=True)
+    assert (counters.global_steps, counters.skipped_steps, counters.global_samples) == (2, 1, 24)
+    assert (counters.update_count, counters.pending_backwards) == (0, 0)
+    assert counters.boundary_micro_steps == 7
+
+
+def test_losses_are_divided_whatever_holds_them():
+    loss = torch.tensor(6.0, requires_grad=True)
+    assert scale_loss(loss, 1) is loss
+    assert scale_loss(loss, 3).item() == 2.0
+    assert [item.item() for item in scale_loss([loss, loss], 2)] == [3.0, 3.0]
+    assert isinstance(scale_loss((loss,), 2), tuple)
+    assert scale_loss("text", 2) == "text"
+    low = torch.tensor(1.0, dtype=torch.bfloat16)
+    assert scale_loss(low, 3).item() == pytest.approx(1 / 3, rel=1e-7)  # not rounded to 16 bits
+    assert scale_loss(loss.double(), 3).dtype == torch.float64
