@@ -25,8 +25,7 @@ def test_foreign_state_at_other_rank_counts(name, chain, tmp_path):
     cls, params = CLASSES[name]
     data = samples(6)
 
-    def job(world, stage, part):
-        model = Net(seed=11 if part == 0 else 90 + part)
+    def job(world, stage, part, model):
         client = cls(groups_of(model), lr=1e-2, **params)
         engine = engine_on(world, settings(stage, zero_allow_untested_optimizer=True), model, optimizer=client)
         if part:
@@ -40,7 +39,9 @@ def test_foreign_state_at_other_rank_counts(name, chain, tmp_path):
         return result
 
     for part, (ranks, stage) in enumerate(chain):
-        results = sim.run(ranks, lambda world, s=stage, p=part: job(world, s, p))
+        # Made here because ranks that are threads share torch's generator.
+        models = [Net(seed=11 if part == 0 else 90 + part) for _ in range(ranks)]
+        results = sim.run(ranks, lambda world, s=stage, p=part, m=models: job(world, s, p, m[world.rank]))
     plain = Net()
     train_plain(plain, cls(groups_of(plain), lr=1e-2, **params), data)
     for result in results:
@@ -52,11 +53,11 @@ def test_foreign_state_at_other_rank_counts(name, chain, tmp_path):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_hold_equal_weights_and_plain_results(ranks, stage):
-    data = samples(4)
+    data, models = samples(4), [Net() for _ in range(ranks)]
 
     def job(world):
         section = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
-        engine = engine_on(world, settings(stage, **section, gradient_clipping=0.2), Net())
+        engine = engine_on(world, settings(stage, **section, gradient_clipping=0.2), models[world.rank])
         train(engine, data)
         result = weights(engine.module)
         engine.destroy()

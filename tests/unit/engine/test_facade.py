@@ -1,0 +1,194 @@
+"""What users hold as the optimizer, and the getters of an engine."""
+
+import argparse
+
+import pytest
+import torch
+
+import mpispeed
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.engine import queries
+from mpispeed.engine.api import _config_source
+from mpispeed.engine.facade import EngineOptimizer
+from mpispeed.mesh import sim
+from mpispeed.precision.scaler import DynamicScale, StaticScale
+from tests.helpers.small import ADAM, SGD, Net, samples, settings, train
+from tests.unit.engine.simulated import engine_on
+
+
+def make_facade(scaler=None):
+    groups = [{"params": list(Net().parameters()), "lr": 0.1}, {"params": [torch.nn.Parameter(torch.ones(2))], "lr": 1}]
+    cleared = []
+    return EngineOptimizer(groups, scaler or DynamicScale(8), lambda: cleared.append(True), "Adam"), groups, cleared
+
+
+def test_groups_are_shared_not_copied():
+    facade, groups, _ = make_facade()
+    assert facade.param_groups is groups
+    facade.set_lr(0.5)
+    assert [group["lr"] for group in groups] == facade.get_lr() == [0.5, 0.5]
+    torch.optim.lr_scheduler.LambdaLR(facade, lambda _: 0.1)
+    assert facade.get_lr() == [pytest.approx(0.05)] * 2
+
+
+def test_a_loaded_state_dict_keeps_the_groups():
+    facade, groups, _ = make_facade()
+    state = facade.state_dict()
+    facade.set_lr(7.0)
+    before = [id(group) for group in groups]
+    facade.load_state_dict(state)
+    assert [id(group) for group in facade.param_groups] == before
+    assert facade.get_lr() == [0.1, 1]
+    assert len(groups[0]["params"]) == 6
+    with pytest.raises(UsageError, match="1 parameter groups, the optimizer 2"):
+        facade.load_state_dict({"state": {}, "param_groups": state["param_groups"][:1]})
+
+
+def test_the_scale_shows_under_its_names():
+    facade, _, cleared = make_facade()
+    assert facade.loss_scale == facade.cur_scale == 256
+    assert facade.dynamic_loss_scale
+    assert (facade.cur_iter, facade.scale_window, facade.scale_factor) == (0, 1000, 2.0)
+    assert (facade.min_loss_scale, facade.last_overflow_iter) == (1, -1)
+    facade.zero_grad()
+    assert cleared == [True]
+    static, _, _ = make_facade(StaticScale(138.0))
+    assert static.cur_scale == 138.0
+    assert not static.dynamic_loss_scale
+    for name in ("scale_window", "nothing"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(static, name)
+
+
+def test_its_own_step_and_new_groups_are_refused():
+    facade, _, _ = make_facade()
+    with pytest.raises(UsageError, match=r"engine\.step\(\)"):
+        facade.step()
+    with pytest.raises(UsageError, match="cannot be added"):
+        facade.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+
+@pytest.fixture
+def engine():
+    found = []
+
+    def job(world):
+        section = {"fp16": {"enabled": True, "loss_scale": 2.0}, "gradient_clipping": 0.5, "steps_per_print": 7}
+        section["zero_optimization"] = {"stage": 2, "allgather_bucket_size": 33, "sub_group_size": 44}
+        found.append(engine_on(world, {**settings(), **ADAM, **section}, Net()))
+
+    sim.run(1, job)
+    yield found[0]
+    found[0].destroy()
+
+
+def test_every_name_of_the_tables_answers(engine):
+    for name in queries.METHODS:
+        getattr(engine, name)()
+    for name in queries.PROPERTIES:
+        getattr(engine, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("train_batch_size", 12),
+        ("get_batch_info", (12, 12, 1)),
+        ("gradient_clipping", 0.5),
+        ("steps_per_print", 7),
+        ("zero_optimization", True),
+        ("zero_optimization_stage", 2),
+        ("zero_optimization_partition_gradients", True),
+        ("zero_optimization_partition_weights", False),
+        ("zero_allgather_bucket_size", 33),
+        ("zero_sub_group_size", 44),  # one for every key of the section
+        ("zero_contiguous_gradients", True),
+        ("fp16_enabled", True),
+        ("bfloat16_enabled", False),
+        ("loss_scale", 2.0),
+        ("dynamic_loss_scale", False),
+        ("optimizer_name", "Adam"),
+        ("scheduler_name", None),
+        ("get_data_types", (torch.float16, torch.float32)),
+        ("postscale_gradients", True),
+        ("get_type", [None]),
+    ],
+)
+def test_getters(engine, name, value):
+    assert getattr(engine, name)() == value
+
+
+def test_unknown_names_are_attribute_errors(engine):
+    for name in ("zero_nothing", "nothing", "_private"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(engine, name)
+
+
+def test_momenta_follow_the_optimizer():
+    def job(world):
+        adam = engine_on(world, settings(**ADAM), Net())
+        config = settings(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8}})
+        sgd = engine_on(world, config, Net())
+        result = [tuple(adam.get_mom()[0]), *sgd.get_mom()]
+        adam.destroy()
+        sgd.destroy()
+        return result
+
+    assert sim.run(1, job) == [[(0.9, 0.999), 0.8]]
+
+
+def test_train_batch_runs_a_whole_global_batch():
+    def job(world):
+        config = {**settings(**SGD), "gradient_accumulation_steps": 3}
+        losses, nets = [], []
+        for way in ("train_batch", "by hand"):
+            engine = engine_on(world, config, Net())
+            batch = samples(1)[0]
+            if way == "train_batch":
+                losses.append(engine.train_batch(iter([tuple(t[i : i + 4] for t in batch) for i in (0, 4, 8)])))
+            else:
+                losses += train(engine, [batch])
+            nets.append(engine.module.first.weight.detach().clone())
+            assert engine.global_steps == 1
+            engine.destroy()
+        assert losses[0] == losses[1]
+        assert torch.equal(*nets)
+
+    sim.run(1, job)
+
+
+def namespace(**values):
+    return argparse.Namespace(**values)
+
+
+def test_where_the_config_comes_from():
+    assert _config_source(namespace(deepspeed_config="a.json"), None) == "a.json"
+    assert _config_source(namespace(deepscale_config="b.json"), None) == "b.json"
+    assert _config_source(None, {"train_batch_size": 1}) == {"train_batch_size": 1}
+    assert _config_source(namespace(), "c.json") == "c.json"
+    for args, config, word in (
+        (namespace(deepspeed_config="a", deepscale_config="b"), None, "both"),
+        (namespace(deepspeed_config="a"), {"x": 1}, "twice"),
+        (namespace(), None, "no config"),
+        (None, None, "no config"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            _config_source(args, config)
+
+
+def test_what_initialize_refuses_before_anything_else():
+    with pytest.raises(AssertionError, match="model is None"):
+        mpispeed.initialize(config=settings())
+    for more in ({"mpu": object()}, {"mesh_param": (1, 1)}):
+        with pytest.raises(AssertionError, match="not supported"):
+            mpispeed.initialize(model=Net(), config=settings(), **more)
+
+
+def test_arguments_of_a_script():
+    parser = mpispeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args([])
+    assert (args.deepspeed, args.deepspeed_config, args.deepscale, args.deepscale_config) == (False, None, False, None)
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"])
+    assert (args.deepspeed, args.deepspeed_config, args.deepscale) == (True, "x.json", False)
+    with pytest.raises(SystemExit):
+        argparse.ArgumentParser().parse_args(["--deepspeed"])
