@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
 
 MEMORY_FOLDER = "/dev/shm"
-PIECE_BYTES = 4 << 20
-"""What one rank puts into a buffer at a time: small enough to stay in the last-level cache, large enough
-that meetings cost little when ranks share cores."""
+PIECE_BYTES = 8 << 20
+"""What one rank puts into a buffer at a time: large enough that meetings cost little when ranks share cores."""
 
 TOTAL_BYTES = 64 << 20
 """Most that one group maps; with many ranks on a node, pieces get smaller instead."""
@@ -94,11 +93,8 @@ class SharedScratch(Fast):
         return max(1, self._piece_bytes // (self._comm.size * dtype.itemsize) // 16 * 16)
 
     def _meet(self) -> None:
-        """Wait for all ranks: on a lane asleep, because the core is computing; else as fast as the library can."""
-        if self._comm.is_lane:
-            nap_until(self._comm.arrive())
-        else:
-            self._comm.library_barrier()
+        """Wait for all ranks, asleep: a rank that spins keeps the core from the rank it waits for, or from torch."""
+        nap_until(self._comm.arrive())
 
     def all_reduce(self, x: torch.Tensor, scale: float) -> None:
         """Sum in place. Collective over: the group."""
