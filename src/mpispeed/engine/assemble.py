@@ -71,11 +71,11 @@ def assemble(
     params = ParamStore(
         table,
         mesh,
-        compute=plan.policy.compute,
-        master=plan.policy.master,
+        compute=_cast_to(plan),
+        master=torch.float32,
         master_placement=plan.states.master,
     )
-    broadcast_rest(model, table, mesh, plan.policy.compute)
+    broadcast_rest(model, table, mesh, _cast_to(plan))
     counters = Counters()
     optimization, scheduler = None, None
     parts_of_step: Sequence[step.StepPart] = ()
@@ -92,6 +92,11 @@ def assemble(
     )
     _watch(parts, loaded)
     return parts
+
+
+def _cast_to(plan: Plan) -> torch.dtype | None:
+    """The dtype that fp16 or bf16 asks for; None without them: every tensor of the model keeps its own."""
+    return plan.policy.compute if plan.config.fp16.enabled or plan.config.bf16.enabled else None
 
 
 def choose_rule(
@@ -121,7 +126,7 @@ def choose_rule(
         name = rule.name
     else:
         return None, [], None
-    _check_groups(model, groups)
+    _check_groups(model, groups, keeps_empty=optimizer is not None)
     _check_cuts(plan, rule, name, optimizer)
     return rule, groups, optimizer
 
@@ -137,8 +142,11 @@ def make_groups(
     return [{**defaults, "params": items}]
 
 
-def _check_groups(model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """Keep trainable parameters, drop empty groups, refuse duplicates; works on the list in place."""
+def _check_groups(model: nn.Module, groups: list[dict[str, Any]], *, keeps_empty: bool) -> None:
+    """Keep trainable parameters, refuse duplicates; works on the list in place.
+
+    Empty groups of a client's optimizer stay where they are: its schedulers count groups. Others are dropped.
+    """
     names = {id(param): name for name, param in model.named_parameters()}
     seen: set[int] = set()
     for group in groups:
@@ -148,8 +156,9 @@ def _check_groups(model: nn.Module, groups: list[dict[str, Any]]) -> None:
                 raise ConfigError(msg)
             seen.add(id(param))
         group["params"] = [param for param in group["params"] if param.requires_grad]
-    groups[:] = [group for group in groups if group["params"]]
-    if not groups:
+    if not keeps_empty:
+        groups[:] = [group for group in groups if group["params"]]
+    if not any(group["params"] for group in groups):
         msg = "the optimizer has no trainable parameter: every requires_grad is False or the groups are empty"
         raise ConfigError(msg)
 
@@ -211,13 +220,14 @@ def _optimize(
     groups: list[dict[str, Any]],
     basic: torch.optim.Optimizer | None,
 ) -> tuple[Optimization, Walker]:
+    is_wire_set = _cast_to(plan) is not None or plan.config.communication_data_type is not None
     grads = GradStore(
         table,
         mesh,
         rest=plan.states.grad,
         target=plan.states.master,
-        accumulate=plan.policy.accumulate,
-        communicate=plan.policy.communicate,
+        accumulate=plan.policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32,
+        communicate=plan.policy.communicate if is_wire_set else None,
         averaging=Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
         is_overlapped=plan.is_overlapped,
     )
@@ -282,7 +292,8 @@ def step_parts(
         step.ClearGrads(grads),
     ]
     if scheduler is not None:
-        parts.append(step.AdvanceLr(scheduler))
+        advance = step.AdvanceLr(scheduler)
+        parts = [step.CheckLrKwargs(advance), *parts, advance]
     return parts
 
 

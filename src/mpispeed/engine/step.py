@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from mpispeed.base.errors import UsageError
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.zero.norm import global_square_sum
 
@@ -142,16 +144,60 @@ class ClearGrads:
 
 
 class AdvanceLr:
-    """Move the learning-rate schedule on, after applied steps only."""
+    """Move the learning-rate schedule on, after applied steps only.
+
+    A scheduler whose `step` has to be given one value, and which is not `metrics`, receives the train batch size.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
+        self._signature = inspect.signature(scheduler.step)
+        self._wants_batch_size = self._required() not in ([], ["metrics"]) and self._fits(0)
+
+    def _required(self) -> list[str]:
+        skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        found = self._signature.parameters.values()
+        return [p.name for p in found if p.default is p.empty and p.kind not in skipped]
+
+    def _fits(self, *values: Any, **keywords: Any) -> bool:
+        try:
+            self._signature.bind(*values, **keywords)
+        except TypeError:
+            return False
+        return True
+
+    def check(self, lr_kwargs: dict[str, Any]) -> None:
+        """Before anything is changed.
+
+        Raises:
+            UsageError: the scheduler cannot be called with `lr_kwargs`.
+        """
+        if self._wants_batch_size or self._fits(**lr_kwargs):
+            return
+        name, missing = type(self._scheduler).__name__, [key for key in self._required() if key not in lr_kwargs]
+        if missing:
+            given = ", ".join(f'"{key}": ...' for key in missing)
+            msg = f"{name}.step needs {', '.join(missing)}: call engine.step(lr_kwargs={{{given}}})"
+        else:
+            msg = f"{name}.step{self._signature} does not take lr_kwargs {sorted(lr_kwargs)}; leave them out"
+        raise UsageError(msg)
 
     def __call__(self, ctx: StepContext) -> None:
-        """Local. A scheduler that takes no keywords receives the train batch size by position."""
+        """Local."""
         if ctx.skip:
             return
-        try:
+        if self._fits(**ctx.lr_kwargs):
             self._scheduler.step(**ctx.lr_kwargs)
-        except TypeError:
+        else:
             self._scheduler.step(ctx.train_batch_size)
+
+
+class CheckLrKwargs:
+    """Refuse a step that the scheduler could not follow, while nothing is changed yet."""
+
+    def __init__(self, advance: AdvanceLr) -> None:
+        self._advance = advance
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Local."""
+        self._advance.check(ctx.lr_kwargs)

@@ -67,7 +67,7 @@ class GradStore:
         rest: Placement,
         target: Placement,
         accumulate: torch.dtype,
-        communicate: torch.dtype,
+        communicate: torch.dtype | None,  # None: in the dtype that each unit came in
         averaging: Averaging,
         is_overlapped: bool,
     ) -> None:
@@ -92,7 +92,8 @@ class GradStore:
 
     def wire_dtype(self, unit: Unit) -> torch.dtype:
         """In which gradients of the unit travel."""
-        return torch.float64 if unit.dtype == torch.float64 else self._communicate
+        is_own = self._communicate is None or unit.dtype == torch.float64
+        return unit.dtype if is_own else self._communicate  # type: ignore[return-value]
 
     # -- one micro-step ------------------------------------------------------------------------------------
 

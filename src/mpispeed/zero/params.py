@@ -28,11 +28,13 @@ class ParamStore:
         table: Table,
         mesh: Mesh,
         *,
-        compute: torch.dtype,
+        compute: torch.dtype | None,
         master: torch.dtype,
         master_placement: Placement,
     ) -> None:
         """Take over the parameters of `table`; all ranks start from the values of the first data rank.
+
+        With `compute` None every unit is computed with in the dtype it came in.
 
         Collective over: the data axis of `mesh`.
         """
@@ -62,7 +64,7 @@ class ParamStore:
         """Compute and master dtype of a unit; fp64 parameters stay fp64 throughout."""
         if unit.dtype == torch.float64:
             return torch.float64, torch.float64
-        return self.compute, self.master_dtype
+        return unit.dtype if self.compute is None else self.compute, self.master_dtype
 
     def span(self, unit: Unit) -> Span:
         """The range of the unit's flat buffer whose masters this rank holds."""
@@ -121,15 +123,15 @@ class ParamStore:
         return sum(self._masters[u.index].nbytes for u in self.table.units if self.low_precision(u) is not None)
 
 
-def broadcast_rest(model: nn.Module, table: Table, mesh: Mesh, compute: torch.dtype) -> None:
-    """Equalise what the store does not manage: frozen parameters and buffers; floats go to the compute dtype.
+def broadcast_rest(model: nn.Module, table: Table, mesh: Mesh, compute: torch.dtype | None) -> None:
+    """Equalise what the store does not manage: frozen parameters and buffers; floats go to `compute` if it is given.
 
     Collective over: the data axis.
     """
     frozen = [param for param in model.parameters() if table.find(param) is None]
     tensors: list[torch.Tensor] = [*frozen, *model.buffers()]
     for tensor in tensors:
-        if tensor.is_floating_point() and tensor.dtype != torch.float64:
+        if compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:
             tensor.data = tensor.data.to(compute)
         tensor.data = tensor.data.contiguous()
         mesh["data"].broadcast(tensor.data)

@@ -50,8 +50,8 @@ def test_client_optimizers_with_groups(name, stage):
     engine = start(settings(stage, gradient_clipping=0.3, **UNTESTED), model, optimizer=client)
     assert engine.optimizer is client
     assert engine.basic_optimizer is client
-    assert len(client.param_groups) == 2  # the empty group is dropped
-    assert engine.get_lr() == [1e-2, 3e-3]
+    assert len(client.param_groups) == 3  # the empty group stays: schedulers count groups
+    assert engine.get_lr() == [1e-2, 7.0, 3e-3]
     assert engine.optimizer_name() == cls.__name__
     data = samples(5)
     train(engine, data)
