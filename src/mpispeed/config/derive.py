@@ -19,11 +19,8 @@ def communication_dtype(config: Config) -> str:
 
 
 def accumulation_dtype(config: Config) -> str:
-    """Format in which gradients are accumulated: the model's, but fp32 for bf16 without ZeRO."""
-    if config.data_types.grad_accum_dtype is not None:
-        return config.data_types.grad_accum_dtype
-    model = train_dtype(config)
-    return "fp32" if model == "bf16" and config.zero_optimization.stage == 0 else model
+    """Format in which gradients are accumulated: fp32 at every stage, also for 16-bit models, unless set."""
+    return config.data_types.grad_accum_dtype or "fp32"
 
 
 def overlaps_communication(config: Config) -> bool:
@@ -62,7 +59,7 @@ def derive(config: Config, world_size: int) -> dict[str, tuple[Any, str]]:
     if config.communication_data_type is None:
         found["communication_data_type"] = (communication_dtype(config), f"derived: the model is {model}")
     if config.data_types.grad_accum_dtype is None:
-        reason = f"derived: the model is {model}, zero_optimization.stage is {stage}"
+        reason = "derived: gradients add up in fp32 unless this key says otherwise"
         found["data_types.grad_accum_dtype"] = (accumulation_dtype(config), reason)
     if config.zero_optimization.overlap_comm is None:
         reason = f"derived: zero_optimization.stage is {stage}"

@@ -58,5 +58,5 @@ class DataTypes(Section):
 
     grad_accum_dtype: Literal["fp16", "bf16", "fp32", "int8"] | None = Field(
         None,
-        description="Format in which gradients are accumulated; null is the model's, but fp32 for bf16 at stage 0.",
+        description="Format in which gradients are accumulated; null is fp32, also for 16-bit models.",
     )

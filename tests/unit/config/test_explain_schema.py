@@ -13,6 +13,7 @@ from mpispeed.config.derive import accumulation_dtype, communication_dtype, meas
 from mpispeed.config.legacy import ALIASES
 from mpispeed.config.schema import reference_page
 from mpispeed.config.section import walk
+from mpispeed.precision.policy import parse_dtype, resolve
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "config.md"
 
@@ -56,15 +57,26 @@ def test_batch_sizes_that_do_not_fit():
     ("settings", "communication", "accumulation"),
     [
         ({}, "fp32", "fp32"),
-        ({"fp16": True}, "fp16", "fp16"),
+        ({"fp16": True}, "fp16", "fp32"),
         ({"bf16": True}, "bf16", "fp32"),
-        ({"bf16": True, "zero_optimization": {"stage": 1}}, "bf16", "bf16"),
+        ({"bf16": True, "zero_optimization": {"stage": 1}}, "bf16", "fp32"),
+        ({"fp16": True, "zero_optimization": {"stage": 2}}, "fp16", "fp32"),
+        ({"bf16": True, "data_types": {"grad_accum_dtype": "bf16"}, "zero_optimization": {"stage": 1}}, "bf16", "bf16"),
         ({"bf16": True, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}, "fp32", "fp32"),
     ],
 )
 def test_number_formats_follow_the_model(settings, communication, accumulation):
     config = load(settings).config
     assert (communication_dtype(config), accumulation_dtype(config)) == (communication, accumulation)
+    # The engine's own rule; explain has to say what a run does.
+    policy = resolve(
+        fp16_enabled=config.fp16.enabled,
+        bf16_enabled=config.bf16.enabled,
+        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        communication_data_type=config.communication_data_type,
+    )
+    assert policy.accumulate == parse_dtype(accumulation, "grad_accum_dtype")
+    assert policy.communicate == parse_dtype(communication, "communication_data_type")
 
 
 def test_switches_that_follow_others():
