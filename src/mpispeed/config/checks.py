@@ -162,7 +162,9 @@ def _check_params(params: Mapping[str, Any], path: str, table: Mapping[str, str]
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_whole(value: Any) -> bool:

@@ -187,7 +187,8 @@ def translate(raw: Mapping[str, Any], text_keys: frozenset[str]) -> Translation:
     for path, convert in NORMAL_FORMS.items():
         if has(result.data, path):
             put(result.data, path, convert(get(result.data, path)))
-    _read_numbers(result.data, "", result, text_keys)
+    _read_numbers(result.data, "", text_keys)
+    _refuse_infinite(result.data, "", result)
     return result
 
 
@@ -274,25 +275,31 @@ def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
-def _read_numbers(node: dict[str, Any], path: str, result: Translation, text_keys: frozenset[str]) -> None:
-    """Texts such as "5e8" become numbers; numbers that are not finite are problems."""
+def _read_numbers(node: dict[str, Any], path: str, text_keys: frozenset[str]) -> None:
+    """Texts such as "5e8" become numbers."""
     in_params = path.endswith("params")
     for key, value in node.items():
         here = join(path, key)
         if key in text_keys:
             continue
         if isinstance(value, dict):
-            _read_numbers(value, here, result, text_keys)
+            _read_numbers(value, here, text_keys)
         elif isinstance(value, list) and in_params:
             node[key] = [_number(entry) for entry in value]
         else:
             node[key] = _number(value)
-        entries = node[key] if isinstance(node[key], list) else [node[key]]
-        for entry in entries:
-            if isinstance(entry, (int, float)) and not abs(entry) <= sys.float_info.max:
-                result.problems.append(
-                    Problem(result.as_spelled(here), f"expected a finite number, found {show(value)}")
-                )
+
+
+def _refuse_infinite(value: Any, path: str, result: Translation) -> None:
+    """NaN, infinity and numbers beyond every float are problems, wherever they stand."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            _refuse_infinite(entry, join(path, key), result)
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            _refuse_infinite(entry, join(path, index), result)
+    elif isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
+        result.problems.append(Problem(result.as_spelled(path), f"expected a finite number, found {show(value)}"))
 
 
 def _number(value: Any) -> Any:

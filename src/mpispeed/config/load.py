@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from mpispeed.base.errors import ConfigError
 from mpispeed.config import legacy
 from mpispeed.config.checks import find_conflicts, find_warnings
-from mpispeed.config.problems import Problem, from_validation, path_of, refuse
+from mpispeed.config.problems import Problem, find_too_deep, from_validation, path_of, refuse
 from mpispeed.config.root import TEXT_KEYS, Config
 from mpispeed.config.section import section_at, walk
 from mpispeed.config.text import decode
@@ -98,11 +98,16 @@ def validate(raw: Mapping[str, Any], where: str = INLINE, known: Sequence[Proble
     Raises:
         ConfigError: as `load`.
     """
+    too_deep = find_too_deep(raw)
+    if too_deep:
+        raise refuse(where, [*known, *too_deep])
     done = legacy.translate(raw, TEXT_KEYS)
     config, problems = _build(done)
     problems = [*known, *done.problems, *problems]
     if config is not None:
-        problems += [Problem(done.as_spelled(p.path), p.what, p.cure) for p in find_conflicts(config)]
+        told = {problem.path for problem in problems}
+        spelled = [Problem(done.as_spelled(p.path), p.what, p.cure) for p in find_conflicts(config)]
+        problems += [p for p in spelled if not any(path.partition("[")[0] == p.path for path in told)]
     if problems or config is None:
         raise refuse(where, problems)
     values = flatten(config.resolved_dict())

@@ -12,6 +12,9 @@ from pydantic_core import ErrorDetails
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.registry import suggest
 
+# Far more than any legal setting needs, and far less than Python's own limit on recursion.
+MAX_DEPTH = 32
+
 
 class Problem(NamedTuple):
     """One mistake: where it stands in the file, what is wrong, what to do."""
@@ -39,8 +42,29 @@ def show(value: Any) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
-        text = repr(value)
+        text = _repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python prints no whole number of thousands of digits
+        return f"a {type(value).__name__} too large to print"
+
+
+def find_too_deep(tree: Any) -> list[Problem]:
+    """The first object or list below `MAX_DEPTH` others, if there is one; never recurses itself."""
+    stack: list[tuple[str, int, Any]] = [("", 0, tree)]
+    while stack:
+        path, depth, node = stack.pop()
+        if not isinstance(node, (Mapping, list, tuple)):
+            continue
+        if depth > MAX_DEPTH:
+            return [Problem(path, f"objects and lists are nested deeper than {MAX_DEPTH} levels", "flatten them")]
+        entries = node.items() if isinstance(node, Mapping) else enumerate(node)
+        stack += [(join(path, key if isinstance(key, int) else str(key)), depth + 1, entry) for key, entry in entries]
+    return []
 
 
 def join(path: str, key: str | int) -> str:

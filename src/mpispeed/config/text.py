@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from mpispeed.config.problems import Problem, join, refuse
+from mpispeed.config.problems import MAX_DEPTH, Problem, join, refuse
 
 _TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'"(?:[^"\\\n]|\\.)*"|,(?=\s*[}\]])', re.DOTALL)
@@ -62,16 +62,18 @@ def _blank(text: str, pattern: re.Pattern[str]) -> str:
     return pattern.sub(blank, text)
 
 
-def _settle(tree: Any, path: str, problems: list[Problem]) -> Any:
-    """Objects become dicts; keys that come twice become problems."""
+def _settle(tree: Any, path: str, problems: list[Problem], depth: int = 0) -> Any:
+    """Objects become dicts; keys that come twice become problems. What is too deep stays, and is refused later."""
+    if depth > MAX_DEPTH:
+        return tree
     if isinstance(tree, _Pairs):
         result: dict[str, Any] = {}
         for key, value in tree:
             here = join(path, key)
             if key in result:
                 problems.append(Problem(here, "the key is there twice in one object", "keep one of them"))
-            result[key] = _settle(value, here, problems)
+            result[key] = _settle(value, here, problems, depth + 1)
         return result
     if isinstance(tree, list):
-        return [_settle(value, join(path, index), problems) for index, value in enumerate(tree)]
+        return [_settle(value, join(path, index), problems, depth + 1) for index, value in enumerate(tree)]
     return tree

@@ -96,6 +96,7 @@ def test_one_mistake_is_one_line():
         {"gradient_clipping": "1e400"},
         {"compression_training": {"row_pruning": {"different_groups": {"g.h": {"params": {}}}}}},
         {"fp16": {"enabled": "x"}, "zero_optimization": {"stage": 1}},
+        {"optimizer": {"type": "Adam", "params": {"lr": float("nan")}}},
     ],
 )
 def test_no_mistake_is_told_twice_or_brings_a_follower(settings):
@@ -121,6 +122,46 @@ def test_no_mistake_is_told_twice_or_brings_a_follower(settings):
 def test_values_that_only_seem_to_fit(section, key, value):
     with pytest.raises(ConfigError, match=rf"^configuration: {section}\.{key}"):
         load({section: {key: value}})
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ('{"scheduler": {"type":"WarmupLR", "params": {"warmup_num_steps": %s}}}', "scheduler.params.warmup_num_steps"),
+        ('{"scheduler": {"type": "Other", "params": {"a": [[1, {"b": %s}]]}}}', "scheduler.params.a[0][1].b"),
+        ('{"optimizer": {"type": "Adam", "params": {"betas": [0.9, %s]}}}', "optimizer.params.betas[1]"),
+        ('{"optimizer": {"type": "Other", "params": {"dtype": %s}}}', "optimizer.params.dtype"),
+        ('{"gradient_clipping": %s}', "gradient_clipping"),
+        ('{"train_batch_size": %s}', "train_batch_size"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_once_with_their_path(text, path, number):
+    with pytest.raises(ConfigError) as caught:
+        parse(text % number, "ds.json")
+    assert str(caught.value).startswith(f"ds.json: {path}: expected a finite number, found "), str(caught.value)
+
+
+@pytest.mark.parametrize("depth", [33, 200, 450, 700, 990])
+@pytest.mark.parametrize(("start", "end"), [("[", "]"), ('{"k": ', "}")])
+def test_what_is_nested_too_deeply_is_refused_in_one_line(depth, start, end):
+    text = '{"optimizer": {"params": {"a": ' + start * depth + "1" + end * depth + "}}}"
+    sources = [lambda: parse(text, "configuration")]
+    if depth < 500:  # reading deeper ones is up to whoever made the dict
+        sources.append(lambda: load(json.loads(text)))
+    for source in sources:
+        with pytest.raises(
+            ConfigError, match=r"^configuration: (optimizer\.params\.a|this is no JSON).*nested"
+        ) as told:
+            source()
+        assert "\n" not in str(told.value) and len(str(told.value)) < 300
+
+
+def test_a_dict_that_holds_itself_is_refused():
+    settings = {"optimizer": {"params": {}}}
+    settings["optimizer"]["params"]["again"] = settings
+    with pytest.raises(ConfigError, match="nested deeper"):
+        load(settings)
 
 
 def test_null_where_a_section_is_expected():
