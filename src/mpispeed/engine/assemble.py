@@ -83,6 +83,8 @@ def assemble(
         optimization, walker = _optimize(plan, mesh, table, params, scaler, rule, groups, basic)
         scheduler = _make_scheduler_or_unhook(plan, optimization, lr_scheduler)
         parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, walker, scheduler)
+        if basic is not None and isinstance(rule, Foreign):
+            optimization.unguard = rule.guard(optimization.grads.clear)
     bus = Bus()
     loader = None
     if training_data is not None:

@@ -322,6 +322,7 @@ class Engine(nn.Module):
             self._is_closed = True
             if self.parts.optimization:
                 self.parts.optimization.hooks.remove()
+                self.parts.optimization.unguard()
             self.bus.announce(Event.CLOSE)
             self.mesh.close()
 

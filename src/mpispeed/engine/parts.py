@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import nn
@@ -66,6 +66,7 @@ class Optimization:
     hooks: GradHooks
     facade: torch.optim.Optimizer  # what `initialize` returns as the optimizer
     basic: torch.optim.Optimizer  # what schedulers attach to
+    unguard: Callable[[], object] = field(default=lambda: None)  # gives a client's optimizer its own methods back
 
 
 @dataclass(slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class Foreign:
         self.is_client = not isinstance(optimizer, type)
         self.optimizer = _make(optimizer, dict(params or {})) if isinstance(optimizer, type) else optimizer
         self.defaults: dict[str, Any] = dict(self.optimizer.defaults)
+        self._step: Callable[[], Any] = self.optimizer.step
         self._bound: dict[tuple[Any, ...], nn.Parameter] = {}
         self._waiting: dict[str, Mapping[str, Scalar]] = {}
         self._has_loaded_numbers = False
@@ -116,13 +118,41 @@ class Foreign:
         try:
             for window, parameter in zip(held, parameters, strict=True):
                 parameter.grad = _scaled(window, grad_scale).view_as(parameter)
-            self.optimizer.step()
+            self._step()
+            self.optimizer._opt_called = True  # type: ignore[attr-defined] # as torch's schedulers want to see
         finally:
             for parameter in parameters:
                 parameter.grad = None
         for window in held:
             if window.out is not None:
                 window.out.copy_(window.master)
+
+    def guard(self, clear: Callable[[], None]) -> Callable[[], None]:
+        """Make `step` and `zero_grad` of the object, which whoever made it still holds, mean what they say.
+
+        `step` is refused, since the gradients are elsewhere; `zero_grad` calls `clear`. Returns what undoes it.
+        """
+        optimizer = self.optimizer
+        before: dict[str, Any] = {
+            name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)
+        }
+        self._step = optimizer.step  # which a scheduler may have wrapped meanwhile
+        # A method, with torch's mark, so that schedulers neither wrap it nor take it for an override of their own.
+        vars(optimizer).update(step=MethodType(_refuse_step, optimizer), zero_grad=lambda set_to_none=True: clear())
+
+        def undo() -> None:
+            for name in ("step", "zero_grad"):
+                vars(optimizer).pop(name, None)
+            vars(optimizer).update(before)
+
+        return undo
+
+    def forget(self) -> None:
+        """Drop the state of all windows, as before the first update."""
+        self._waiting = {}
+        for key, parameter in self._bound.items():
+            self.optimizer.state.pop(parameter, None)
+            self._begin(parameter, self.optimizer.param_groups[int(key[1]) if len(key) > 1 else 0])
 
     def slots(self, key: tuple[Any, ...]) -> dict[str, Tensor]:
         """One flat tensor of the window's length per elementwise state; empty before the first update."""
@@ -192,11 +222,7 @@ class Foreign:
         if parameter is None:
             parameter = self._bound[window.key] = nn.Parameter(data)
             group["params"].append(parameter)
-            if isinstance(self.optimizer, torch.optim.Adagrad):  # fills its state where it is constructed
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "sum": torch.full_like(data, group["initial_accumulator_value"]),
-                }
+            self._begin(parameter, group)
         elif parameter.shape != data.shape:
             msg = (
                 f"window {key_text(window.key)} of optimizer {self.name} had shape {tuple(parameter.shape)} and has "
@@ -205,6 +231,13 @@ class Foreign:
             raise UsageError(msg)
         parameter.data = data
         return parameter
+
+    def _begin(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        if isinstance(self.optimizer, torch.optim.Adagrad):  # fills its state where it is constructed
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "sum": torch.full_like(parameter.data, group["initial_accumulator_value"]),
+            }
 
     def _group(self, window: Window) -> dict[str, Any]:
         """The optimizer's group for `window`, with the window's hyper-parameters if they lead."""
@@ -249,6 +282,17 @@ def _make(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> torch.opt
     optimizer.param_groups.clear()
     optimizer.state.clear()
     return optimizer
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
+    msg = (
+        f"{type(optimizer).__name__}.step() does nothing by itself here: call engine.step(), which reduces, clips and "
+        "updates"
+    )
+    raise UsageError(msg)
+
+
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def _refuse_unusable(cls: type[torch.optim.Optimizer]) -> None:

@@ -70,6 +70,9 @@ class KeepsState(Protocol):
     def restore(self, window: Window, slots: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -> None:
         """Give `window` this state; tensors are copied."""
 
+    def forget(self) -> None:
+        """Drop the state of all windows, as before the first update."""
+
 
 RuleFactory = Callable[[dict[str, Any]], tuple[Rule, dict[str, Any]]]
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import UsageError
-from tests.helpers.small import ADAM, Net, check_equal, samples, settings, start, train, train_plain, weights
+from tests.helpers.small import ADAM, Net, check_equal, own_part, samples, settings, start, train, train_plain, weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -114,6 +114,34 @@ def test_unknown_lr_kwargs_are_refused():
     with pytest.raises(UsageError, match="does not take lr_kwargs"):
         train(engine, samples(1), lr_kwargs={"nothing": 1})
     engine.destroy()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.filterwarnings("error")
+def test_a_clients_optimizer_means_what_it_says(order):
+    def make(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    model, plain = Net(), Net()
+    client = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = settings(0, gradient_accumulation_steps=1)
+    engine = start(config, model, optimizer=client, lr_scheduler=make(client) if order == "before" else make)
+    batch = samples(1)[0]
+    x, y = own_part(engine, batch)
+    engine.backward(engine(100 * x, y))
+    engine.optimizer.zero_grad()
+    engine.backward(engine(x, y))
+    before = weights(model)
+    with pytest.raises(UsageError, match=r"engine\.step\(\)"):
+        client.step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
+    engine.step()
+    train_plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), [batch])
+    check_equal(model, plain)
+    assert engine.get_lr() == pytest.approx([1e-3])
+    engine.destroy()
+    client.step()  # is the client's own again
+    assert not vars(client).get("zero_grad")
 
 
 def test_type_errors_of_a_scheduler_come_through():
