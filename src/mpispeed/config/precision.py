@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mpispeed.config.section import Integer, Natural, NonNegative, Positive, Section
+from mpispeed.config.section import Integer, NonNegative, Positive, ScalePower, Section
 
 Dtype = Literal["fp16", "bf16", "fp32"]
 
@@ -17,7 +17,7 @@ class Fp16(Section):
     enabled: bool = Field(False, description="Cast the model to fp16 and scale the loss; not together with bf16.")
     auto_cast: bool = Field(False, description="Cast floating positional inputs of the model to fp16.")
     loss_scale: NonNegative = Field(0.0, description="Static loss scale; 0 means dynamic.")
-    initial_scale_power: Natural = Field(16, description="The dynamic scale starts at 2 to this power.")
+    initial_scale_power: ScalePower = Field(16, description="The dynamic scale starts at 2 to this power.")
     loss_scale_window: Positive = Field(1000, description="Clean steps after which the dynamic scale doubles.")
     hysteresis: Positive = Field(2, description="Overflows that are forgiven before the scale is halved.")
     consecutive_hysteresis: bool = Field(False, description="Refill the forgiven overflows at every clean step.")

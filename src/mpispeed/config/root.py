@@ -17,7 +17,7 @@ from mpispeed.config.offload import Aio
 from mpispeed.config.optimizer import Optimizer, Scheduler
 from mpispeed.config.pipeline import Pipeline, TensorParallel
 from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
-from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Section, is_text, subsection, walk
+from mpispeed.config.section import NonNegative, Positive, PositiveReal, Section, Seed, is_text, subsection, walk
 from mpispeed.config.serve import HybridEngine, WeightQuantization
 from mpispeed.config.sparse import SparseAttention
 from mpispeed.config.tune import Autotuning
@@ -32,7 +32,7 @@ class Config(Section):
         None, description="Samples of one forward pass of one rank."
     )
     gradient_accumulation_steps: Positive | None = Field(None, description="Forward passes per optimizer step.")
-    seed: Integer = Field(1234, description="Seed of the order of samples (mpispeed only).")
+    seed: Seed = Field(1234, description="Seed of the order of samples (mpispeed only).")
     steps_per_print: Positive | None = Field(None, description="Steps between progress lines; null is no lines.")
     gradient_clipping: NonNegative = Field(0.0, description="Greatest global L2 norm of the gradients; 0 is off.")
     communication_data_type: Dtype | None = Field(

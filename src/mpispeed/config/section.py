@@ -37,6 +37,8 @@ def _wrap_text(value: Any) -> Any:
 # Limits stand next to the type, so that the JSON Schema shows them.
 Integer = Annotated[int, BeforeValidator(refuse_bool)]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(refuse_bool)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(refuse_bool)]
+ScalePower = Annotated[int, Field(ge=0, le=127), BeforeValidator(refuse_bool)]  # 2^127 still fits into fp32
 Stage = Annotated[int, Field(ge=0, le=3), BeforeValidator(refuse_bool)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(refuse_bool)]
 Real = Annotated[float, BeforeValidator(refuse_bool)]

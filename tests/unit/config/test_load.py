@@ -164,6 +164,28 @@ def test_a_dict_that_holds_itself_is_refused():
         load(settings)
 
 
+@pytest.mark.parametrize(
+    ("path", "good", "bad"),
+    [
+        ("seed", (0, 2**63 - 1), (-1, 2**63, 99999999999999999999999)),
+        ("fp16.initial_scale_power", (0, 127), (-1, 128, 1000000)),
+    ],
+)
+def test_numbers_that_a_run_could_not_hold(path, good, bad):
+    section, _, key = path.rpartition(".")
+
+    def settings(value):
+        return {section: {key: value}} if section else {key: value}
+
+    for value in good:
+        load(settings(value))
+    for value in bad:
+        with pytest.raises(
+            ConfigError, match=rf"^configuration: {path}: must be at (least 0|most \d+), found {value}$"
+        ):
+            load(settings(value))
+
+
 def test_null_where_a_section_is_expected():
     with pytest.raises(ConfigError, match=r"fp16: expected a section"):
         load({"fp16": None})
