@@ -18,19 +18,23 @@ def config() -> None:
     """Group of the commands below."""
 
 
-def _leave(error: ConfigError) -> NoReturn:
+def _leave(error: ConfigError, as_json: bool = False) -> NoReturn:
+    """Say what is wrong on stderr, with `as_json` also as a verdict on stdout, and exit with 2."""
+    first, *listed = str(error).splitlines()
     click.echo(str(error), err=True)
+    if as_json:
+        click.echo(json.dumps({"ok": False, "problems": [line.strip() for line in listed] or [first]}))
     sys.exit(2)
 
 
-def _load(source: str) -> Any:
+def _load(source: str, as_json: bool = False) -> Any:
     from mpispeed.config import load, require_available
 
     try:
         loaded = load(source)
         require_available(loaded.config, loaded.where)
     except ConfigError as error:
-        _leave(error)
+        _leave(error, as_json)
     for warning in loaded.warnings:
         click.echo(f"{loaded.where}: warning: {warning}", err=True)
     return loaded
@@ -44,12 +48,12 @@ def check(file: str, ranks: int | None, as_json: bool) -> None:
     """Say ok, or list all mistakes of FILE and exit with 2."""
     from mpispeed.config.derive import batch_sizes
 
-    loaded = _load(file)
+    loaded = _load(file, as_json)
     if ranks is not None:
         try:
             batch_sizes(loaded.config, ranks)
         except ConfigError as error:
-            _leave(ConfigError(f"{loaded.where}: {error}"))
+            _leave(ConfigError(f"{loaded.where}: {error}"), as_json)
     click.echo(json.dumps({"ok": True, "warnings": loaded.warnings}) if as_json else "ok")
 
 

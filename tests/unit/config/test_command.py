@@ -57,6 +57,26 @@ def test_check_as_json_carries_warnings(run):
     assert "warning: vocabulary_size 9" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("settings", "more", "expected"),
+    [
+        ({"train_batch_sise": 8, "fp16": {"enabled": "maybe"}}, (), ["train_batch_sise: ", "fp16.enabled: "]),
+        ({"seed": -1}, (), ["seed: must be at least 0, found -1"]),
+        ({"zero_optimization": {"stage": 1, "legacy_stage1": True}}, (), ["zero_optimization.legacy_stage1: "]),
+        ({"amp": True}, (), ["amp: "]),
+        ({"train_batch_size": 8}, ("-n", "3"), ["train_batch_size 8: "]),
+        (None, (), ["there is no such configuration file"]),
+        ("{", (), ["line 1, column 2: this is no JSON"]),
+    ],
+)
+def test_check_as_json_tells_all_problems(run, settings, more, expected):
+    result = run("check", "FILE", "--json", *more, settings=settings)
+    verdict = json.loads(result.stdout)
+    assert (result.exit_code, verdict["ok"], len(verdict["problems"])) == (2, False, len(expected))
+    assert all(any(text in problem for problem in verdict["problems"]) for text in expected), verdict
+    assert all(problem in result.stderr for problem in verdict["problems"])
+
+
 def test_explain_prints_values_and_origins(run):
     text = '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage3_max_live_parameters": "1e9"},} // x'
     result = run("explain", "FILE", "-n", "4", settings=text)
