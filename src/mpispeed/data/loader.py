@@ -170,10 +170,8 @@ class ShardedLoader:
             state["dataset"] = self.dataset.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the stream of samples of a saved state, on any number of ranks; running iterators follow.
-
-        Seed and shuffling are taken from the state, because they define the stream.
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Whether `load_state_dict` can take `state`; changes nothing.
 
         Raises:
             ConfigError: the state is of a data set of another length, or of another kind.
@@ -182,9 +180,20 @@ class ShardedLoader:
         if state.get("length") != length:
             msg = (
                 f"the saved position {state['position']} is of a data set of {_describe(state.get('length'))}, but "
-                f"the training data has {_describe(length)}; give the same data, or load without the loader's state"
+                f"the training data has {_describe(length)}; give the same data, or begin it anew with "
+                "load_checkpoint(..., load_data_state=False)"
             )
             raise ConfigError(msg)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the stream of samples of a saved state, on any number of ranks; running iterators follow.
+
+        Seed and shuffling are taken from the state, because they define the stream.
+
+        Raises:
+            ConfigError: the state is of a data set of another length, or of another kind.
+        """
+        self.check_state(state)
         self._loads += 1
         if self._is_stream:
             self._epoch, self._offset, self._is_placed = state["epoch"], state["position"], False

@@ -11,7 +11,7 @@ from torch import nn
 
 from mpispeed.base.errors import UsageError
 from mpispeed.base.events import Event
-from mpispeed.engine import checkpoint, queries
+from mpispeed.engine import checkpoint, queries, restore
 from mpispeed.engine.backward import Accumulation, scale_loss
 from mpispeed.engine.step import StepContext
 from mpispeed.precision.cast import cast_inputs
@@ -101,9 +101,7 @@ class Engine(nn.Module):
         grads, start = self._optimization("backward").grads, time.perf_counter()
         divides = scale_wrt_gas and not self._accumulation.is_local
         loss = scale_loss(loss, self.plan.batch.gradient_accumulation_steps if divides else 1)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            msg = f"engine.backward needs one scalar loss, found {_describe(loss)}; sum or average it first"
-            raise UsageError(msg)
+        _check_scalar(loss)
         grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and not self._accumulation.is_local)
         scale = self.parts.scaler.scale
         (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
@@ -292,6 +290,7 @@ class Engine(nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., None] | None = None,
+        load_data_state: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Continue from a checkpoint written at any rank count; returns (path, client_state).
 
@@ -300,10 +299,9 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: on every rank, if the checkpoint is damaged or does not fit the model.
         """
-        settings = checkpoint.LoadSettings(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        )
-        return checkpoint.load(self, load_dir, tag, settings)
+        only = load_optimizer_states, load_lr_scheduler_states, load_module_only
+        settings = restore.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state)
+        return restore.load(self, load_dir, tag, settings)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -327,7 +325,10 @@ class Engine(nn.Module):
             self.mesh.close()
 
 
-def _describe(loss: Any) -> str:
-    if isinstance(loss, torch.Tensor):
-        return f"a tensor of shape {tuple(loss.shape)}"
-    return f"a {type(loss).__name__}"
+def _check_scalar(loss: Any) -> None:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    is_tensor = isinstance(loss, torch.Tensor)
+    found = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
+    msg = f"engine.backward needs one scalar loss, found {found}; sum or average it first"
+    raise UsageError(msg)

@@ -1,0 +1,283 @@
+"""How an engine takes a checkpoint back, at its own layout: tensors, counters, schedule, data, generators."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base import rng
+from mpispeed.base.errors import CheckpointError, ConfigError
+from mpispeed.base.events import Event
+from mpispeed.ckpt.errors import NoCheckpoint
+from mpispeed.ckpt.load import Checkpoint, open_checkpoint
+from mpispeed.engine.checkpoint import persistent_buffers, windows_of
+from mpispeed.optim.rule import KeepsState
+from mpispeed.store.layout import Span
+
+if TYPE_CHECKING:
+    from mpispeed.engine.engine import Engine
+    from mpispeed.engine.parts import Parts
+
+log = logging.getLogger(__name__)
+
+NAMES_SHOWN = 20
+READ_ERRORS = (CheckpointError, ConfigError, OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError)
+"""What a damaged, unreadable or unfit checkpoint can raise on one rank; ranks agree on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """Flags of `Engine.load_checkpoint`."""
+
+    strict: bool = True
+    optimizer_states: bool = True
+    lr_scheduler_states: bool = True
+    module_only: bool = False
+    custom_load_fn: Callable[..., None] | None = None
+    data_state: bool = True
+
+
+def load(
+    engine: Engine, folder: str, tag: str | None, settings: LoadSettings
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Take a checkpoint back at this engine's layout. Collective over: all ranks."""
+    parts, comm = engine.parts, engine.mesh.world.comm
+    start = time.perf_counter()
+    try:
+        source = open_checkpoint(Path(folder), tag)
+        problem = ""
+    except NoCheckpoint as missing:
+        source, problem = None, f"none:{missing}"
+    except READ_ERRORS as error:
+        source, problem = None, _text_of(error)
+    problems = [p for p in comm.gather_objects(problem) if p]
+    if len(problems) == comm.size and all(p.startswith("none:") for p in problems):
+        if parts.mesh.rank == 0:
+            log.warning("no checkpoint in %s: nothing is loaded", folder)
+        return None, None
+    first = problems[0].removeprefix("none:") if problems else ""
+    comm.agree(not first, first, CheckpointError)
+    if source is None:  # not reached: _agree raises; tells the type checker so
+        return None, None
+    with source:
+        with _agreed(comm):
+            state = source.state()
+            takes_data = settings.data_state and not settings.module_only and "data_sampler" in state
+            if takes_data and parts.loader is not None:
+                parts.loader.check_state(state["data_sampler"])
+        _take(parts, source, settings)
+        if not settings.module_only:
+            with _agreed(comm):
+                _take_progress(parts, source, state, settings)
+    seconds = time.perf_counter() - start
+    log.info("loaded %s in %.2f s", source.path, seconds)
+    engine.bus.announce(Event.LOAD_END, path=str(source.path), tag=source.tag, seconds=seconds)
+    return str(source.path), dict(state.get("client", {}))
+
+
+def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
+    """Everything that is no tensor: counters, schedule, place in the data, generators."""
+    _take_counters(parts, state)
+    if parts.optimization is not None:
+        # An update counter that belongs to other state would spoil Adam's bias correction.
+        seen = _updates_of_state(parts, source, state) if settings.optimizer_states else 0
+        parts.counters.updates_before_state = parts.counters.update_count - seen
+    if settings.lr_scheduler_states and parts.scheduler is not None and "lr_scheduler" in state:
+        parts.scheduler.load_state_dict(state["lr_scheduler"])
+    if settings.data_state and parts.loader is not None and "data_sampler" in state:
+        parts.loader.load_state_dict(state["data_sampler"])
+    _take_generators(parts, source)
+
+
+def _updates_of_state(parts: Parts, source: Checkpoint, state: dict[str, Any]) -> int:
+    """Updates that the optimizer state in the file has seen; 0 if this optimizer has to start afresh."""
+    rule = parts.optimization.rule if parts.optimization else None
+    saved = state.get("optimizer")
+    if rule is None or saved is None or not set(rule.state_names) <= set(saved["slots"]):
+        return 0
+    return max((source.info(name).step for name in source.names()), default=0)
+
+
+def _take_generators(parts: Parts, source: Checkpoint) -> None:
+    """Exact states on as many ranks as saved; else fresh ones, seeded by the saved step and this rank."""
+    rank, size = parts.mesh.rank, parts.mesh.size
+    states = {kind: source.rng(kind) for kind in source.rng_kinds()}
+    if all(len(ranks) == size for ranks in states.values()):
+        rng.restore({kind: ranks[rank] for kind, ranks in states.items()})
+    else:
+        rng.seed_all(parts.plan.config.seed, source.global_step, rank)
+
+
+@contextmanager
+def _agreed(comm: Any) -> Iterator[None]:
+    """What any rank cannot read inside is a CheckpointError of all ranks. Collective over: the group."""
+    problem = ""
+    try:
+        yield
+    except READ_ERRORS as error:
+        problem = _text_of(error)
+    comm.agree(not problem, problem, CheckpointError)
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _take(parts: Parts, source: Checkpoint, settings: LoadSettings) -> None:
+    """Weights, masters and optimizer state; every rank reads only its own ranges."""
+    with _agreed(parts.mesh.world.comm):
+        if settings.custom_load_fn is None:
+            _check_names(parts, source, settings.strict)
+            _read_module(parts, source)
+        else:
+            with torch.no_grad():
+                settings.custom_load_fn(src=_whole_state(source), dst=parts.module)
+            parts.params.refresh_masters()
+        if not settings.module_only:
+            _forget_states(parts)
+            if settings.optimizer_states:
+                _take_groups(parts, source)
+                _read_slots(parts, source)
+    parts.params.refresh()
+
+
+def _forget_states(parts: Parts) -> None:
+    """Optimizer state that the checkpoint does not give begins at zero, whatever this engine did before."""
+    if parts.optimization is None:
+        return
+    for unit in parts.table.units:
+        for tensor in parts.optimization.states.of(unit).values():
+            tensor.zero_()
+    if isinstance(parts.optimization.rule, KeepsState):
+        parts.optimization.rule.forget()
+
+
+def _check_names(parts: Parts, source: Checkpoint, strict: bool) -> None:
+    buffers = dict(persistent_buffers(parts.module))
+    params = dict(parts.module.named_parameters())
+    stored, stored_buffers = set(source.names()), set(source.buffers())
+    for what, names in (
+        ("lacks parameters of the model", sorted(params.keys() - stored)),
+        ("has parameters the model lacks", sorted(stored - params.keys())),
+        ("lacks buffers of the model", sorted(buffers.keys() - stored_buffers)),
+        ("has buffers the model lacks", sorted(stored_buffers - buffers.keys())),
+    ):
+        if names:
+            rest = len(names) - NAMES_SHOWN
+            shown = ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+            text = f"checkpoint {source.path} {what}: {shown}"
+            if strict:
+                msg = text + "; load_module_strict=False loads what fits"
+                raise CheckpointError(msg)
+            log.warning("%s", text)
+    shapes: dict[str, tuple[str, tuple[int, ...], torch.Tensor]]
+    shapes = {name: ("parameter", source.info(name).shape, params[name]) for name in params.keys() & stored}
+    for name in buffers.keys() & stored_buffers:
+        shapes[name] = ("buffer", source.stored(name, "buffer").shape, buffers[name])
+    for name, (kind, shape, tensor) in sorted(shapes.items()):
+        if tuple(shape) != tuple(tensor.shape):
+            msg = (
+                f"{kind} {name} has shape {tuple(shape)} in {source.path} and {tuple(tensor.shape)} in the model; "
+                "build the model as it was when saved"
+            )
+            raise CheckpointError(msg)
+
+
+def _weight_slot(source: Checkpoint, name: str) -> str:
+    slots = source.slots(name)
+    return "master" if "master" in slots else "weight16"
+
+
+def _read_module(parts: Parts, source: Checkpoint) -> None:
+    stored = set(source.names())
+    for unit in parts.table.units:
+        own = parts.params.span(unit)
+        for entry, common in unit.layout.overlaps(own):
+            if entry.name in stored:
+                out = parts.params.master(unit)[common.shifted(-own.start).slice]
+                source.read(entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
+    with torch.no_grad():
+        for name, param in parts.module.named_parameters():
+            if parts.table.find(param) is None and name in stored:
+                source.read(name, _weight_slot(source, name), 0, param.data.view(-1))
+        stored_buffers = set(source.buffers())
+        for name, buffer in persistent_buffers(parts.module):
+            if name in stored_buffers:
+                source.read(name, "buffer", 0, buffer.view(-1))
+
+
+def _whole_state(source: Checkpoint) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights and buffers as an ordinary state dict, for `custom_load_fn`."""
+    state = {name: source.read_whole(name, _weight_slot(source, name)) for name in source.names()}
+    state |= {name: source.read_whole(name, "buffer") for name in source.buffers()}
+    return state | {alias: state[name] for alias, name in source.aliases().items() if name in state}
+
+
+def _take_groups(parts: Parts, source: Checkpoint) -> None:
+    """Hyper-parameters of the groups; groups are matched by order."""
+    saved = source.state().get("optimizer")
+    if saved is None or parts.optimization is None:
+        return
+    groups = parts.optimization.groups
+    if len(saved["param_groups"]) != len(groups):
+        msg = (
+            f"checkpoint {source.path} has {len(saved['param_groups'])} parameter groups and the optimizer "
+            f"{len(groups)}; group the parameters alike, or load with load_optimizer_states=False"
+        )
+        raise CheckpointError(msg)
+    is_same_rule = saved["name"] == parts.optimization.rule.name
+    for group, stored in zip(groups, saved["param_groups"], strict=True):
+        for key, value in stored.items():
+            if key != "params" and (is_same_rule or key in group):
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    if parts.params.placement.is_whole or not isinstance(parts.optimization.rule, KeepsState):
+        parts.optimization.rule.load_scalars(saved["scalars"]["by_window"])
+
+
+def _read_slots(parts: Parts, source: Checkpoint) -> None:
+    """Optimizer slots by name; a parameter without them in the file starts afresh, with a warning."""
+    optimization = parts.optimization
+    if optimization is None:
+        return
+    saved = source.state().get("optimizer", {})
+    stored = set(source.names())
+    rule = optimization.rule
+    fresh: set[str] = set()
+    for window in windows_of(parts):
+        unit = parts.table.units[window.key[0]]
+        span = Span(window.key[2], window.key[2] + window.master.numel())
+        slots = window.state
+        if isinstance(rule, KeepsState):
+            slots = {slot: torch.zeros_like(window.master) for slot in saved.get("slots", ())}
+        for slot, tensor in slots.items():
+            for entry, common in unit.layout.overlaps(span):
+                if entry.name in stored and slot in source.slots(entry.name):
+                    out = tensor[common.shifted(-span.start).slice]
+                    source.read(entry.name, slot, common.start - entry.offset, out)
+                else:
+                    fresh.add(entry.name)
+        if isinstance(rule, KeepsState) and slots:
+            scalars = saved["scalars"]
+            is_by_window = parts.params.placement.is_whole and scalars["by_window"]
+            rule.restore(window, slots, {} if is_by_window else scalars["by_group"].get(str(window.key[1]), {}))
+    if fresh:
+        log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
+
+
+def _take_counters(parts: Parts, state: dict[str, Any]) -> None:
+    saved, counters = state["engine"], parts.counters
+    counters.global_steps = saved["global_steps"]
+    counters.global_samples = saved["global_samples"]
+    counters.skipped_steps = saved["skipped_steps"]
+    counters.micro_steps = counters.boundary_micro_steps = counters.pending_backwards = 0
+    counters.updates_before_state = 0
+    parts.scaler.load_state_dict(saved["loss_scaler"])
+    if parts.optimization is not None:
+        parts.optimization.grads.clear()

@@ -1,0 +1,117 @@
+"""What a load takes, leaves and refuses; weights alone as a file that replaces nothing by half."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.engine import restore
+from tests.helpers.small import ADAM, WIDTH, Net, check_same_bits, samples, settings, start, train, weights
+
+pytestmark = pytest.mark.mpi(min_size=1)
+UNTESTED = {"zero_allow_untested_optimizer": True}
+
+
+def data_of(length):
+    return TensorDataset(torch.ones(length, WIDTH), torch.ones(length, 2))
+
+
+def test_data_of_another_length_is_refused_before_anything_is_taken(mpi_tmp_path):
+    first = start(settings(1, **ADAM), training_data=data_of(48))
+    train(first, samples(2))
+    next(iter(first.training_dataloader))
+    first.save_checkpoint(str(mpi_tmp_path))
+    second = start(settings(1, **ADAM), Net(seed=9), training_data=data_of(60))
+    before = weights(second.module)
+    with pytest.raises(CheckpointError, match="load_data_state=False"):
+        second.load_checkpoint(str(mpi_tmp_path))
+    check_same_bits(weights(second.module), before)
+    assert second.global_steps == 0
+    second.load_checkpoint(str(mpi_tmp_path), load_data_state=False)
+    check_same_bits(weights(second.module), weights(first.module))
+    assert (second.global_steps, second.training_dataloader.position) == (2, 0)
+    first.destroy()
+    second.destroy()
+
+
+@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_warm_engine_forgets_what_it_does_not_load(name, stage, mpi_tmp_path):
+    section = {"optimizer": {"type": name, "params": {"lr": 1e-2}}, **UNTESTED}
+    engine = start(settings(stage, **section))
+    engine.save_checkpoint(str(mpi_tmp_path))
+    data = samples(3)
+    train(engine, data)
+    engine.load_checkpoint(str(mpi_tmp_path), load_optimizer_states=False)
+    train(engine, data[:2])
+    fresh = start(settings(stage, **section))
+    train(fresh, data[:2])
+    check_same_bits(weights(engine.module), weights(fresh.module))
+    # this file has no state of an update: nothing of the updates since then may stay
+    engine.load_checkpoint(str(mpi_tmp_path))
+    train(engine, data[:2])
+    check_same_bits(weights(engine.module), weights(fresh.module))
+    engine.destroy()
+    fresh.destroy()
+
+
+class Tied(nn.Module):
+    """Embedding and head share a frozen weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.between, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.embed.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.between(self.embed(x))).square().mean()
+
+
+def test_tied_frozen_weights_can_be_left_out(mpi_tmp_path):
+    engine = start(settings(1, **ADAM), Tied())
+    train(engine, [(torch.arange(12) % 10,)])
+    engine.save_checkpoint(str(mpi_tmp_path), exclude_frozen_parameters=True)
+    after = weights(engine.module)
+    train(engine, [(torch.arange(12) % 10,)])
+    engine.load_checkpoint(str(mpi_tmp_path), load_module_strict=False)
+    check_same_bits(weights(engine.module), after)
+    engine.destroy()
+
+
+def test_weights_follow_no_link_and_leave_no_piece(comm, mpi_tmp_path):
+    victim = mpi_tmp_path / "victim"
+    if comm.rank == 0:
+        victim.write_text("mine")
+        (mpi_tmp_path / ".model.bin.tmp").symlink_to(victim)
+        (mpi_tmp_path / "taken").mkdir()
+    comm.barrier()
+    engine = start(settings(0, **ADAM))
+    engine.save_16bit_model(str(mpi_tmp_path), "model.bin")
+    with pytest.raises(CheckpointError, match="cannot write taken"):
+        engine.save_16bit_model(str(mpi_tmp_path), "taken")
+    with pytest.raises(CheckpointError, match="put the folder into save_dir"):
+        engine.save_16bit_model(str(mpi_tmp_path), "sub/model.bin")
+    assert victim.read_text() == "mine"
+    names = sorted(path.name for path in mpi_tmp_path.iterdir())
+    assert names == [".model.bin.tmp", "model.bin", "taken", "victim"]
+    assert torch.load(mpi_tmp_path / "model.bin").keys() == engine.module.state_dict().keys()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("error", [OSError, EOFError, ValueError])
+def test_what_one_rank_cannot_read_is_an_error_of_all(error, comm, mpi_tmp_path, monkeypatch):
+    engine = start(settings(0, **ADAM))
+    engine.save_checkpoint(str(mpi_tmp_path))
+
+    reason = "bad sector"
+
+    def fail(folder, tag):
+        raise error(reason)
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(restore, "open_checkpoint", fail)
+    with pytest.raises(CheckpointError, match=f"{error.__name__}: bad sector"):
+        engine.load_checkpoint(str(mpi_tmp_path))
+    engine.destroy()
