@@ -9,6 +9,7 @@ from typing import Any
 from mpispeed.base.registry import suggest
 from mpispeed.config import optimizer as known
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from mpispeed.config.ineffective import find_ineffective
 from mpispeed.config.problems import Problem, show
 from mpispeed.config.root import Config
 
@@ -308,9 +309,9 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
 )
 
 
-def find_warnings(config: Config) -> list[str]:
-    """What is legal but will not do what it seems to."""
-    found = []
+def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str]:
+    """What is legal but will not do what it seems to; `spell` gives the path as the user wrote it."""
+    found = find_ineffective(config, spell)
     if config.nebula.enabled:
         found.append("nebula is ignored: it is a vendor's service; checkpoints go where save_checkpoint says")
     if config.zero_optimization.elastic_checkpoint:

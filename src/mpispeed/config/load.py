@@ -112,7 +112,7 @@ def validate(raw: Mapping[str, Any], where: str = INLINE, known: Sequence[Proble
         raise refuse(where, problems)
     values = flatten(config.resolved_dict())
     origins = MappingProxyType({path: done.origin(path) for path in (*values, *sorted(done.autos))})
-    return LoadedConfig(config, raw, origins, [*done.warnings, *find_warnings(config)], where)
+    return LoadedConfig(config, raw, origins, [*done.warnings, *find_warnings(config, done.as_spelled)], where)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

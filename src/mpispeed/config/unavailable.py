@@ -24,6 +24,10 @@ def _is_on(section: Any) -> bool:
     return bool(section.enabled)
 
 
+def _is_false(value: bool) -> bool:
+    return not value
+
+
 def _is_elsewhere(tier: Any) -> bool:
     return tier is not None and tier.device != "none"
 
@@ -55,6 +59,9 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row(f"{_Z}.zeropp_loco_param", lambda p: p is not None, "quantized gradients are not available; remove it"),
     Row(f"{_Z}.mics_shard_size", lambda n: n > 0, "cutting over a part of the ranks is not available; use -1"),
     Row(f"{_Z}.mics_hierarchical_params_gather", bool, "hierarchical gathers are not available; use false"),
+    Row(f"{_Z}.ignore_unused_parameters", _is_false, "refusing parameters without gradient is not available; use true"),
+    Row(f"{_Z}.load_from_fp32_weights", _is_false, "masters made of 16-bit weights are not available; use true"),
+    Row("checkpoint.use_node_local_storage", bool, "a checkpoint per node is not available; use a shared folder"),
     Row(
         "optimizer",
         lambda s: s is not None and (s.type or "").lower() in _LATER_OPTIMIZERS,

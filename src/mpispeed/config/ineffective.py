@@ -1,0 +1,99 @@
+"""Keys that are accepted and do nothing: one warning for each that is set. Delete a row when its key gets an effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpispeed.config.root import Config
+
+_ZERO = "zero_optimization"
+_STAGE3 = "it is for stage 3"
+_HOST = "it is for optimizer states outside the device"
+_PIPE = "it is for pipelines"
+_SLICES = "it is for tensor parallelism"
+_KINDS = "communication is counted for all kinds of messages, in one table when the run ends"
+_DISK = "it is for states on local disks"
+_THROUGHPUT = "steps are always timed, by the clock of the host, and reported by steps_per_print"
+
+# Path -> why. Keys below a section that has its own `enabled` and is off or refused need no row.
+NO_EFFECT: dict[str, str] = {
+    "disable_allgather": "updated parameters always have to be gathered",
+    "graph_harvesting": "there are no device graphs to replay",
+    "seq_parallel_comm_data_type": "it is for sequence parallelism",
+    "use_data_before_expert_parallelism": "there are no expert ranks",
+    "zero_force_ds_cpu_optimizer": _HOST,
+    "optimizer.legacy_fusion": "there is one fused optimizer step",
+    "bf16.immediate_grad_update": "gradients are always added as soon as they are there",
+    f"{_ZERO}.contiguous_gradients": "gradients always have buffers of their own",
+    f"{_ZERO}.reduce_scatter": "the stage decides how gradients are reduced; false only permits predivision at stage 2",
+    f"{_ZERO}.use_multi_rank_bucket_allreduce": "the stage decides how gradients are reduced",
+    f"{_ZERO}.allgather_partitions": "parameters are always collected by all-gather",
+    f"{_ZERO}.allgather_bucket_size": "parameters are gathered in the units of reduce_bucket_size",
+    f"{_ZERO}.round_robin_gradients": "the owners of gradients follow from the cut",
+    f"{_ZERO}.sub_group_size": _STAGE3,
+    f"{_ZERO}.prefetch_bucket_size": _STAGE3,
+    f"{_ZERO}.param_persistence_threshold": _STAGE3,
+    f"{_ZERO}.model_persistence_threshold": _STAGE3,
+    f"{_ZERO}.max_live_parameters": _STAGE3,
+    f"{_ZERO}.max_reuse_distance": _STAGE3,
+    f"{_ZERO}.gather_16bit_weights_on_model_save": _STAGE3,
+    f"{_ZERO}.module_granularity_threshold": _STAGE3,
+    f"{_ZERO}.use_all_reduce_for_fetch_params": _STAGE3,
+    f"{_ZERO}.memory_efficient_linear": _STAGE3,
+    f"{_ZERO}.override_module_apply": _STAGE3,
+    f"{_ZERO}.pipeline_loading_checkpoint": _STAGE3,
+    f"{_ZERO}.log_trace_cache_warnings": _STAGE3,
+    "aio.block_size": _DISK,
+    "aio.queue_depth": _DISK,
+    "aio.intra_op_parallelism": _DISK,
+    "aio.single_submit": _DISK,
+    "aio.overlap_events": _DISK,
+    "aio.use_gds": _DISK,
+    "checkpoint.load_universal": "every checkpoint loads at any number of ranks",
+    "checkpoint.parallel_write.pipeline_stage": _PIPE,
+    "activation_checkpointing.number_checkpoints": "recomputed blocks are chosen in the model's code",
+    "pipeline.partition": _PIPE,
+    "pipeline.seed_layers": _PIPE,
+    "pipeline.activation_checkpoint_interval": _PIPE,
+    "pipeline.pipe_partitioned": _PIPE,
+    "pipeline.grad_partitioned": _PIPE,
+    "pipeline.use_reentrant": _PIPE,
+    "tensor_parallel.dtype": _SLICES,
+    "tensor_parallel.tensor_parallel.tp_grain_size": _SLICES,
+    "tensor_parallel.tensor_parallel.mpu": _SLICES,
+    "tensor_parallel.tensor_parallel.tp_group": _SLICES,
+    "tensor_parallel.injection_policy_tuple": _SLICES,
+    "tensor_parallel.keep_module_on_host": _SLICES,
+    "tensor_parallel.replace_with_kernel_inject": _SLICES,
+    "comms_logger.prof_all": _KINDS,
+    "comms_logger.prof_ops": _KINDS,
+    "comms_logger.verbose": _KINDS,
+    "comms_logger.debug": _KINDS,
+    "timers.throughput.enabled": _THROUGHPUT,
+    "timers.throughput.synchronized": _THROUGHPUT,
+}
+
+
+def find_ineffective(config: Config, spell: Callable[[str], str] = str) -> list[str]:
+    """A sentence for each key of the table that differs from its default.
+
+    Args:
+        config: the settings.
+        spell: from a path to the path as the user wrote it.
+    """
+    return [
+        f"{spell(path)} has no effect here: {why}"
+        for path, why in NO_EFFECT.items()
+        if _differs(config, path.split("."))
+    ]
+
+
+def _differs(section: Any, keys: list[str]) -> bool:
+    """Whether the value at a path below `section` is another than its default; absent sections have none."""
+    for key in keys[:-1]:
+        section = getattr(section, key)
+        if section is None:
+            return False
+    info = type(section).model_fields[keys[-1]]
+    return bool(getattr(section, keys[-1]) != info.get_default(call_default_factory=True))

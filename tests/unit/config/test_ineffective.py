@@ -1,0 +1,78 @@
+"""Keys without effect: each warns, and no key of the format is silently ignored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpispeed.config import load
+from mpispeed.config.ineffective import NO_EFFECT
+from mpispeed.config.root import Config
+from mpispeed.config.section import inner_section, walk
+from mpispeed.config.unavailable import UNAVAILABLE
+
+FIELDS = {field.path: field for field in walk(Config)}
+# Read by the engine, or by find_warnings.
+READ = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "seed", "steps_per_print",
+    "gradient_clipping", "communication_data_type", "reduction", "prescale_gradients", "gradient_predivide_factor",
+    "wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer", "dataloader_drop_last",
+    "vocabulary_size", "data_parallel_size", "optimizer.type", "optimizer.params", "scheduler.type",
+    "scheduler.params", "bf16.enabled", "data_types.grad_accum_dtype", "zero_optimization.reduce_bucket_size",
+    "zero_optimization.overlap_comm", "zero_optimization.elastic_checkpoint", "checkpoint.tag_validation",
+    "comms_logger.enabled",
+}  # fmt: skip
+READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula")
+REFUSED = {row.path for row in UNAVAILABLE} | {"zero_optimization.legacy_stage1"}
+
+
+def other_than(default):
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return default + 1 if default < 2**60 else default - 1
+    if isinstance(default, list):
+        return ["all_reduce"]
+    return {"fp32": "bf16", "fp16": "bf16", "best": "uniform"}.get(default, 7)
+
+
+def nested(path, value):
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+@pytest.mark.parametrize("path", NO_EFFECT)
+def test_each_warns_once_and_only_when_it_differs_from_the_default(path):
+    default = FIELDS[path].default
+    warnings = load(nested(path, other_than(default))).warnings
+    assert [w.partition(" has no effect here: ")[0] for w in warnings] == [path]
+    assert NO_EFFECT[path] in warnings[0]
+    assert load(nested(path, default)).warnings == []
+
+
+def test_the_warning_names_the_key_as_it_was_written():
+    warnings = load({"zero_optimization": {"stage3_max_live_parameters": 5}}).warnings
+    assert [w.split()[0] for w in warnings] == ["zero_optimization.stage3_max_live_parameters"]
+
+
+def test_defaults_and_plain_settings_are_quiet():
+    settings = {"train_batch_size": 4, "bf16": True, "zero_optimization": {"stage": 2, "reduce_scatter": True}}
+    assert load(settings).warnings == []
+    full = load({}).config.resolved_dict()
+    assert load(json.loads(json.dumps(full))).warnings == []
+
+
+def is_accounted_for(path):
+    """Read, refused, warned about, or part of a section that is off or refused as a whole."""
+    keys = path.split(".")
+    heads = {".".join(keys[:count]) for count in range(1, len(keys) + 1)}
+    return path in READ or path in NO_EFFECT or keys[0] in READ_SECTIONS or bool(heads & REFUSED)
+
+
+def test_no_key_is_silently_ignored():
+    leaves = [path for path, field in FIELDS.items() if inner_section(field.annotation)[0] is None]
+    assert [path for path in leaves if not is_accounted_for(path)] == []
+    assert not set(NO_EFFECT) & (READ | REFUSED)
+    assert set(NO_EFFECT) | READ <= set(FIELDS)
