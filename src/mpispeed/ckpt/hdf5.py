@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5fd, h5g, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5fd, h5g, h5i, h5l, h5o, h5p, h5s, h5t
 
 from mpispeed.ckpt import schema
 
@@ -177,9 +178,93 @@ class Builder:
         return self._types[dtype]
 
 
-def open_reading(path: Path) -> h5py.File:
-    """Open a file for reading without taking a lock (read-only and network file systems have none)."""
+def open_reading(path: Path | io.BytesIO) -> h5py.File:
+    """Open a file for reading without taking a lock (read-only and network file systems have none).
+
+    Reach its objects through `child` and its kin only: h5py's own access follows links to other files.
+    """
     return h5py.File(path, "r", locking=False)
+
+
+def child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
+    """The group or dataset `name` (escaped already) of `parent`, if it lies in the same file.
+
+    Raises:
+        KeyError: there is nothing of that name.
+        ValueError: it is a link elsewhere, stored elsewhere or larger than the file.
+    """
+    where, raw = _path(parent, name), name.encode()
+    if "/" in name or name in ("", "."):
+        msg = f"{where}: {name!r} is a path and not a name"
+        raise ValueError(msg)
+    if not parent.links.exists(raw):
+        msg = f"there is no {where}"
+        raise KeyError(msg)
+    if parent.links.get_info(raw).type != h5l.TYPE_HARD:
+        msg = f"{where} is a soft or external link, which a checkpoint never has"
+        raise ValueError(msg)
+    found = h5o.open(parent, raw)
+    if isinstance(found, h5d.DatasetID):
+        _check_own_bytes(found, where)
+    elif not isinstance(found, h5g.GroupID):
+        msg = f"{where} is neither a group nor a dataset"
+        raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
+    return found
+
+
+def child_group(parent: h5g.GroupID, name: str) -> h5g.GroupID:
+    """The group `name` of `parent`.
+
+    Raises:
+        KeyError: there is nothing of that name.
+        ValueError: it is no group of this file.
+    """
+    found = child(parent, name)
+    if not isinstance(found, h5g.GroupID):
+        msg = f"{_path(parent, name)} is no group"
+        raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
+    return found
+
+
+def child_dataset(parent: h5g.GroupID, name: str) -> h5d.DatasetID:
+    """The dataset `name` of `parent`.
+
+    Raises:
+        KeyError: there is nothing of that name.
+        ValueError: it is no dataset of this file.
+    """
+    found = child(parent, name)
+    if not isinstance(found, h5d.DatasetID):
+        msg = f"{_path(parent, name)} is no dataset"
+        raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
+    return found
+
+
+def names(group: h5g.GroupID) -> list[str]:
+    """Names of all links of a group, in the order of h5py."""
+    return list(h5py.Group(group))
+
+
+def _path(parent: h5g.GroupID, name: str) -> str:
+    inner: bytes = h5i.get_name(parent) or b"?"
+    return f"{inner.decode(errors='replace').rstrip('/')}/{name}"
+
+
+def _check_own_bytes(dataset: h5d.DatasetID, where: str) -> None:
+    """The elements lie plainly in this file, so reading them reads nothing else and needs no more memory."""
+    properties, problem = dataset.get_create_plist(), ""
+    limit: int = h5i.get_file_id(dataset).get_filesize()
+    if properties.get_layout() not in (h5d.CONTIGUOUS, h5d.COMPACT):
+        problem = "is chunked or virtual"
+    elif properties.get_external_count():
+        problem = "has its elements in another file"
+    elif dataset.dtype not in schema.STORAGE.values():
+        problem = f"is of type {dataset.dtype}"
+    elif math.prod(dataset.shape) * dataset.dtype.itemsize > limit:
+        problem = f"says that it has more elements ({dataset.shape}) than its file of {limit} bytes can hold"
+    if problem:
+        msg = f"{where} {problem}, as no dataset of a checkpoint is"
+        raise ValueError(msg)
 
 
 @contextlib.contextmanager

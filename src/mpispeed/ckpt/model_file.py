@@ -193,15 +193,20 @@ def read_index(path: Path) -> Index:
         schema.check_version((major, minor), str(path))
         params: dict[str, ParamInfo] = {}
         tensors: dict[tuple[str, str], StoredTensor] = {}
-        sums = file[schema.INTEGRITY]
-        for stored, group in file[schema.PARAMS].items():
-            param = _read_param(schema.unescape(stored), group)
+        sums = hdf5.child_group(file.id, schema.INTEGRITY)
+        home = hdf5.child_group(file.id, schema.PARAMS)
+        for stored in hdf5.names(home):
+            group = hdf5.child_group(home, stored)
+            param = _read_param(schema.unescape(stored), h5py.Group(group))
             params[param.name] = param
-            slots = [(schema.unescape(slot), h5d.open(group.id, slot.encode())) for slot in group]
+            slots = [(schema.unescape(slot), hdf5.child_dataset(group, slot)) for slot in hdf5.names(group)]
             tensors.update(_read_tensors(param.name, slots, sums))
-        for stored, dataset in file[schema.BUFFERS].items():
-            tensors.update(_read_tensors(schema.unescape(stored), [(schema.BUFFER_SLOT, dataset.id)], sums))
-        aliases = {schema.unescape(k): hdf5.text(v) for k, v in file[schema.ALIASES].attrs.items()}
+        home = hdf5.child_group(file.id, schema.BUFFERS)
+        for stored in hdf5.names(home):
+            slots = [(schema.BUFFER_SLOT, hdf5.child_dataset(home, stored))]
+            tensors.update(_read_tensors(schema.unescape(stored), slots, sums))
+        named = h5py.Group(hdf5.child_group(file.id, schema.ALIASES)).attrs
+        aliases = {schema.unescape(k): hdf5.text(v) for k, v in named.items()}
         tag, step = hdf5.text(attributes["tag"]), int(attributes["global_step"])
         return Index((major, minor), tag, step, params, tensors, aliases)
 
@@ -229,25 +234,27 @@ def _read_param(name: str, group: h5py.Group) -> ParamInfo:
 
 
 def _read_tensors(
-    name: str, slots: Sequence[tuple[str, h5d.DatasetID]], sums: h5py.Group
+    name: str, slots: Sequence[tuple[str, h5d.DatasetID]], sums: h5g.GroupID
 ) -> Iterator[tuple[tuple[str, str], StoredTensor]]:
     if not slots:
         return
-    tables = h5g.open(sums.id, schema.escape(name).encode())
+    tables = hdf5.child_group(sums, schema.escape(name))
     for slot, dataset in slots:
-        table = h5d.open(tables, schema.escape(slot).encode())
+        table = hdf5.child_dataset(tables, schema.escape(slot))
         offset, table_offset = dataset.get_offset(), table.get_offset()
-        yield (
-            (name, slot),
-            StoredTensor(
-                name=name,
-                slot=slot,
-                shape=tuple(dataset.shape),
-                dtype=_stored_dtype(dataset),
-                offset=-1 if offset is None else int(offset),
-                table_offset=-1 if table_offset is None else int(table_offset),
-            ),
+        stored = StoredTensor(
+            name=name,
+            slot=slot,
+            shape=tuple(dataset.shape),
+            dtype=_stored_dtype(dataset),
+            offset=-1 if offset is None else int(offset),
+            table_offset=-1 if table_offset is None else int(table_offset),
         )
+        table_bytes = schema.block_count(stored.size_bytes) * schema.STORAGE["uint32"].itemsize
+        if stored.numel and (stored.offset < 0 or stored.table_offset < 0 or table.shape[0] * 4 != table_bytes):
+            msg = f"{name}/{slot} or its checksums have no place in the file"
+            raise ValueError(msg)
+        yield (name, slot), stored
 
 
 def _stored_dtype(dataset: h5d.DatasetID) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from mpispeed.ckpt import hdf5, schema, tree
@@ -101,5 +102,11 @@ def read_rng(path: Path) -> dict[str, list[bytes]]:
             schema.unescape(kind): [
                 row[:length].tobytes() for row, length in zip(stored[()], stored.attrs["lengths"], strict=True)
             ]
-            for kind, stored in file[schema.STATE][schema.RNG].items()
+            for kind, stored in _generators(file)
         }
+
+
+def _generators(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
+    group = hdf5.child_group(hdf5.child_group(file.id, schema.STATE), schema.RNG)
+    for kind in hdf5.names(group):
+        yield kind, h5py.Dataset(hdf5.child_dataset(group, kind))

@@ -13,6 +13,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from h5py import h5d, h5o
 
 from mpispeed.ckpt import hdf5, schema
 from mpispeed.ckpt.errors import UnsupportedValue
@@ -205,10 +206,15 @@ def read(parent: h5py.Group, name: str, make_tensor: TensorMaker | None = None) 
 
     Raises:
         KeyError: there is nothing of that name, or a part is missing.
+        ValueError: a part is not in this file, or is larger than it.
     """
     if name in parent.attrs:
         return _read_plain(parent.attrs[name])
-    child = parent[name]
+    found = hdf5.child(parent.id, name)
+    child = h5py.Dataset(found) if isinstance(found, h5d.DatasetID) else h5py.Group(found)
+    if h5o.get_info(found).rc > 1:
+        msg = f"{child.name} has several names; a checkpoint stores trees only"
+        raise ValueError(msg)
     kind = hdf5.text(child.attrs[_KIND])
     if isinstance(child, h5py.Dataset):
         return _read_array(child, kind, make_tensor or _torch_tensor)

@@ -1,0 +1,157 @@
+"""Checkpoints made by others: loading reads no file but theirs, takes no more memory than they are large."""
+
+import io
+import json
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+
+from mpispeed.ckpt import manifest as manifests
+from mpispeed.ckpt import model_file, payload, schema, state_file
+from mpispeed.ckpt.errors import CorruptCheckpoint
+from mpispeed.ckpt.load import open_checkpoint
+from tests.unit.ckpt.sample import saved
+
+SECRET = b"what nobody else may read"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    where = tmp_path_factory.mktemp("good")
+    saved(where, rng={"cpu": b"12"})
+    return where
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    with h5py.File(tmp_path / "secret.h5", "w") as file:
+        file["data"] = np.frombuffer(SECRET, np.uint8)
+        file["data"].attrs["%kind"] = "bytes"
+    return shutil.copytree(good, tmp_path / "copy")
+
+
+def sign(tag, **changes):
+    path = tag / schema.MANIFEST_FILE
+    content = json.loads(path.read_text()) | changes
+    content["digest"] = manifests._digest(content)
+    path.write_text(json.dumps(content))
+
+
+def sign_files(tag):
+    """Make the manifest fit altered files, as whoever alters a checkpoint on purpose does."""
+    content = json.loads((tag / schema.MANIFEST_FILE).read_text())
+    for name in (schema.MODEL_FILE, schema.STATE_FILE):
+        record = payload.plain_record(tag / name)
+        content["files"][name] |= {"bytes": record.bytes, "crc32c": record.crc32c}
+    content["files"][schema.MODEL_FILE] |= {"index_extents": [], "index_crc32c": 0}
+    sign(tag, files=content["files"])
+
+
+def external_storage(group, name, where):
+    group.create_dataset(name, (len(SECRET),), np.uint8, external=[(str(where / "secret"), 0, len(SECRET))])
+
+
+def external_link(group, name, where):
+    group[name] = h5py.ExternalLink(str(where / "secret.h5"), "/data")
+
+
+def soft_link(group, name, where):
+    group[name] = h5py.SoftLink("/" + schema.CONFIG)
+
+
+def huge_chunked(group, name, where):
+    group.create_dataset(name, (1 << 40,), np.uint8, chunks=(1 << 20,))
+
+
+def huge_contiguous(group, name, where):
+    group.create_dataset(name, (1 << 40,), np.uint8)  # space is taken when elements are written, so never
+
+
+def virtual(group, name, where):
+    layout = h5py.VirtualLayout((len(SECRET),), np.uint8)
+    layout[:] = h5py.VirtualSource(str(where / "secret.h5"), "data", (len(SECRET),))
+    group.create_virtual_dataset(name, layout)
+
+
+TRICKS = [external_storage, external_link, soft_link, huge_chunked, huge_contiguous, virtual]
+
+
+def plant(group, name, trick, where):
+    trick(group, name, where)
+    if isinstance(group.get(name, getlink=True), h5py.HardLink):
+        group[name].attrs["%kind"] = "bytes"
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_state_that_points_elsewhere_or_is_huge_is_refused(folder, trick):
+    path = folder / "step7" / schema.STATE_FILE
+    with h5py.File(path, "r+") as file:
+        client = file["state/client"]
+        client.attrs["%length"] = 1
+        client.attrs.create("%keys", ["leak"], dtype=h5py.string_dtype())
+        plant(client, "leak", trick, folder.parent)
+    sign_files(folder / "step7")
+    with (
+        open_checkpoint(folder) as checkpoint,
+        pytest.raises(CorruptCheckpoint, match=r"state\.h5.*/state/client/leak"),
+    ):
+        checkpoint.state()
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_generators_that_point_elsewhere_are_refused(folder, trick):
+    path = folder / "step7" / schema.STATE_FILE
+    with h5py.File(path, "r+") as file:
+        plant(file["state/rng"], "leak", trick, folder.parent)
+    with pytest.raises(CorruptCheckpoint, match=r"state\.h5.*/state/rng/leak"):
+        state_file.read_rng(path)
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize("home", ["params/scale", "buffers", "integrity/scale"])
+def test_a_model_that_points_elsewhere_or_is_huge_is_refused(folder, trick, home):
+    path = folder / "step7" / schema.MODEL_FILE
+    name = "master" if home.startswith("integrity") else "leak"
+    with h5py.File(path, "r+") as file:
+        if name in file[home]:
+            del file[home][name]
+        plant(file[home], name, trick, folder.parent)
+    sign_files(folder / "step7")
+    with pytest.raises(CorruptCheckpoint, match=rf"model\.h5.*/{home}/{name}"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["params", "buffers", "aliases", "integrity"])
+def test_a_whole_group_in_another_file_is_refused(folder, name):
+    path = folder / "step7" / schema.MODEL_FILE
+    with h5py.File(path, "r+") as file:
+        del file[name]
+        file[name] = h5py.ExternalLink(str(folder.parent / "secret.h5"), "/")
+    with pytest.raises(CorruptCheckpoint, match=rf"model\.h5.*/{name} is a soft or external link"):
+        model_file.read_index(path)
+
+
+@pytest.mark.parametrize("key", ["way/data", "/config", ".", "again"])
+def test_keys_cannot_walk_through_links_or_back(folder, key):
+    path = folder / "step7" / schema.STATE_FILE
+    with h5py.File(path, "r+") as file:
+        client = file["state/client"]
+        client["way"] = h5py.ExternalLink(str(folder.parent / "secret.h5"), "/")
+        client["again"] = client
+        client.attrs["%length"] = 1
+        client.attrs.create("%keys", [key], dtype=h5py.string_dtype())
+    with pytest.raises(CorruptCheckpoint, match=r"state\.h5"):
+        state_file.read_state(path)
+
+
+def test_a_small_file_in_memory_is_large_enough_for_its_own_datasets():
+    from mpispeed.ckpt import hdf5
+
+    image = io.BytesIO()
+    with h5py.File(image, "w") as file:
+        file["x"] = np.arange(5, dtype=np.int64)
+    with hdf5.open_reading(image) as file:
+        assert h5py.Dataset(hdf5.child_dataset(file.id, "x"))[()].tolist() == [0, 1, 2, 3, 4]
