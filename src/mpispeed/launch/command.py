@@ -49,7 +49,7 @@ def plan_launch(
 
     Raises:
         ConfigError: the number of ranks is not positive.
-        UsageError: there is no launcher.
+        UsageError: there is no launcher, or a variable of SLURM is not a number.
     """
     environ = os.environ if environ is None else environ
     if ranks is not None and ranks < 1:
@@ -61,7 +61,8 @@ def plan_launch(
         ranks = tasks if ranks is None else ranks
         per_node = -(-ranks // nodes)
         argv = srun.srun_argv(ranks, program, _slurm_family(mpi, environ), environ)
-        cores = int(environ.get("SLURM_CPUS_ON_NODE", cores))
+        share = srun.cores_per_rank(per_node, environ)
+        cores = cores if share is None else share * per_node
         return Launch(
             tuple(argv), env.rank_environment(environ, ranks_per_node=per_node, cores=cores, is_debug=is_debug)
         )

@@ -21,10 +21,38 @@ def is_inside_allocation(environ: Mapping[str, str]) -> bool:
     return "SLURM_JOB_ID" in environ and not is_rank and shutil.which("srun", path=environ.get("PATH")) is not None
 
 
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    """The positive number in a variable; None if it is not set."""
+    text = environ.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        msg = f"{name} is {text!r} in the environment of this SLURM job, not a positive whole number; set or unset it"
+        raise UsageError(msg)
+    return int(text)
+
+
 def allocation_size(environ: Mapping[str, str]) -> tuple[int, int]:
-    """(tasks, nodes) of the allocation."""
-    nodes = int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1")))
-    return int(environ.get("SLURM_NTASKS", str(nodes))), nodes
+    """(tasks, nodes) of the allocation.
+
+    Raises:
+        UsageError: a variable of SLURM is not a number.
+    """
+    nodes = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or 1
+    return _number(environ, "SLURM_NTASKS") or nodes, nodes
+
+
+def cores_per_rank(ranks_per_node: int, environ: Mapping[str, str]) -> int | None:
+    """Cores that a rank gets: as the job asks for, else its share of the node; None if SLURM does not say.
+
+    Raises:
+        UsageError: a variable of SLURM is not a number.
+    """
+    asked = _number(environ, "SLURM_CPUS_PER_TASK")
+    if asked is not None:
+        return asked
+    on_node = _number(environ, "SLURM_CPUS_ON_NODE")
+    return None if on_node is None else max(1, on_node // ranks_per_node)
 
 
 def srun_argv(ranks: int, program: Sequence[str], family: Family | None, environ: Mapping[str, str]) -> list[str]:
@@ -33,7 +61,7 @@ def srun_argv(ranks: int, program: Sequence[str], family: Family | None, environ
     `family` is the MPI that the ranks load; with None, or a SLURM_MPI_TYPE from the user, the site's plugin is used.
 
     Raises:
-        UsageError: the ranks do not spread evenly over the nodes.
+        UsageError: the ranks do not spread evenly over the nodes, or a variable of SLURM is not a number.
     """
     _, nodes = allocation_size(environ)
     flags = ["--kill-on-bad-exit=1"]
@@ -47,6 +75,8 @@ def srun_argv(ranks: int, program: Sequence[str], family: Family | None, environ
     if ranks >= nodes:
         # Without it SLURM may fill the first node and leave one rank for the second.
         flags += [f"--nodes={nodes}", f"--ntasks-per-node={ranks // nodes}"]
-    if "SLURM_CPUS_PER_TASK" in environ:
-        flags.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")  # srun stopped inheriting it in 22.05
+    cores = cores_per_rank(-(-ranks // nodes), environ)
+    if cores is not None:
+        # Since 22.05 srun does not inherit it; without it each rank is bound to a single core.
+        flags.append(f"--cpus-per-task={cores}")
     return ["srun", *flags, f"--ntasks={ranks}", *program]

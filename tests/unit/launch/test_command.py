@@ -153,6 +153,31 @@ def test_plan_inside_an_allocation_takes_its_tasks(tmp_path):
     assert launch.added["OMP_NUM_THREADS"] == "4"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "slurm", "threads"),
+    [
+        (None, {"SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "16"}, 3),
+        (None, {"SLURM_CPUS_ON_NODE": "16"}, 4),
+        (4, {"SLURM_CPUS_ON_NODE": "16"}, 8),
+        (1, {"SLURM_CPUS_PER_TASK": "6", "SLURM_CPUS_ON_NODE": "16"}, 6),
+        (16, {"SLURM_CPUS_ON_NODE": "4"}, 1),
+    ],
+)
+def test_threads_of_a_slurm_rank_are_the_cores_srun_gives_it(tmp_path, ranks, slurm, threads):
+    fake_launcher(tmp_path, Family.OTHER, "srun")
+    launch = plan_launch(["p"], ranks, environ={**SLURM, **slurm, "PATH": str(tmp_path)})
+    assert launch.added["OMP_NUM_THREADS"] == str(threads)
+    assert f"--cpus-per-task={threads}" in launch.argv
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_ON_NODE", "SLURM_CPUS_PER_TASK"])
+@pytest.mark.parametrize("text", ["", "two", "0", "-1"])
+def test_a_bad_slurm_variable_is_named(tmp_path, name, text):
+    fake_launcher(tmp_path, Family.OTHER, "srun")
+    with pytest.raises(UsageError, match=f"{name} is '{text}'"):
+        plan_launch(["p"], environ={**SLURM, "PATH": str(tmp_path), name: text})
+
+
 def test_plan_outside_is_one_rank_by_default(site, monkeypatch):
     _, folder, environ = site
     fake_launcher(folder, Family.MPICH)
