@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch import env, srun
 from mpispeed.launch.mpirun import Family, find_mpirun, mpi_choice, mpirun_argv
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +86,36 @@ def _terminal_sends_interrupts() -> bool:
         return False
 
 
+def _tie_to_parent() -> Callable[[], None] | None:
+    """What a child calls before it starts the job, to be ended should we be killed; None where that cannot be had."""
+    if sys.platform != "linux":
+        return None
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+    parent = os.getpid()
+
+    def tie() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGTERM)  # we were killed before the call
+
+    return tie
+
+
 def run_launch(launch: Launch) -> int:
     """Start the job, pass signals on, wait, and return its exit code (128 + the number of a fatal signal)."""
-    process = subprocess.Popen(launch.argv, env={**os.environ, **launch.added})
+    process = subprocess.Popen(launch.argv, env={**os.environ, **launch.added}, preexec_fn=_tie_to_parent())
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGINT or not _terminal_sends_interrupts():
+        if number not in _OF_TERMINAL or not _terminal_sends_interrupts():
             process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    # An ignored signal stays ignored: that is what nohup, and a shell in the background, ask for.
+    before = {
+        number: signal.signal(number, forward) for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         code = process.wait()
     finally:

@@ -1,6 +1,8 @@
 """Launch command lines: the launcher that is found, its flags and variables, what becomes of codes and signals."""
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -204,19 +206,51 @@ def test_variables_reach_the_job():
     assert run_launch(Launch((sys.executable, "-c", code), {"MPISPEED_PROBE": "x"})) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on(number):
-    parent = textwrap.dedent("""
+@pytest.fixture
+def parent():
+    """A launcher whose child answers every signal it is sent with exit code 5, and has told its number."""
+    code = textwrap.dedent("""
         import sys
         from mpispeed.launch import Launch, run_launch
-        child = "import signal\\nsignal.signal(signal.SIGINT, lambda *_: sys.exit(5))\\n" \\
-                "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\\nprint('up', flush=True)\\nsignal.pause()"
-        sys.exit(run_launch(Launch((sys.executable, "-c", "import sys\\n" + child))))
+        child = "import os, signal, sys\\nfor number in (1, 2, 3, 10, 12, 15):\\n" \\
+                "    signal.signal(number, lambda *_: sys.exit(5))\\nprint(os.getpid(), flush=True)\\nsignal.pause()"
+        sys.exit(run_launch(Launch((sys.executable, "-c", child))))
     """)
     process = subprocess.Popen(
-        [sys.executable, "-c", parent], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
     )
-    assert process.stdout.readline() == b"up\n"
-    process.send_signal(number)
-    assert process.wait(20) == 5
+    child = int(process.stdout.readline())
+    yield process, child
+    process.kill()
+    process.wait(20)
     process.stdout.close()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
+def test_signals_are_passed_on(parent, name):
+    process, _ = parent
+    process.send_signal(getattr(signal, name))
+    assert process.wait(20) == 5
+
+
+def test_the_job_ends_with_a_launcher_that_is_killed(parent):
+    process, child = parent
+    process.kill()
+    try:
+        readable, _, _ = select.select([process.stdout], [], [], 20)
+        assert readable, "the job outlived its launcher"
+        assert process.stdout.read() == b""  # nobody is left to write
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
+        assert run_launch(Launch((sys.executable, "-c", code))) == 0
+        code = "import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)"
+        assert run_launch(Launch((sys.executable, "-c", code))) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
