@@ -41,6 +41,10 @@ def main() -> None:
     """Run what the command line names."""
     try:
         run_script(sys.argv[1:])
+    except SystemExit as leaving:
+        if "mpispeed.mesh.exits" in sys.modules:
+            sys.modules["mpispeed.mesh.exits"].leaves_with(leaving.code)
+        raise
     except Exception:
         join_before_failing()
         raise

@@ -1,8 +1,10 @@
 """How a rank leaves: an error nobody caught ends the whole job within seconds and is shown once.
 
-Three ways out are covered: an uncaught exception, an error that all ranks raise alike, and a
-`sys.exit` with a non-zero code while other ranks wait. Left to itself each of them would hang,
+Three ways out are covered: an uncaught exception, an error that all ranks raise alike, and an
+exit with a non-zero code while other ranks wait. Left to itself each of them would hang,
 because MPI_Finalize and every collective wait for all ranks.
+
+The code of `raise SystemExit(3)` is known under `mpispeed run` and `python -m mpi4py`, that of `sys.exit(3)` always.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from mpispeed.base.errors import MpispeedError
 from mpispeed.mesh.comm import Comm
@@ -39,9 +41,29 @@ PATIENT_SECONDS = 60.0
 SHOWN_SECONDS = 3.0
 """How long a rank whose error is not shown waits to be ended by the one that shows its own."""
 
+_CODE: Any = vars(SystemExit)["code"]
+
 _INSTALLED: dict[str, Exits] = {}
 
 ErrorType = type[BaseException]
+
+
+class Leaving(SystemExit):
+    """What sys.exit raises. A script may catch it and go on, so its code counts only once the interpreter reads it."""
+
+    @property
+    def code(self) -> Any:
+        """The status; read from outside of all frames, it is the one that the process ends with."""
+        status = _CODE.__get__(self)
+        try:
+            sys._getframe(1)
+        except ValueError:
+            leaves_with(status)
+        return status
+
+    @code.setter
+    def code(self, status: Any) -> None:
+        _CODE.__set__(self, status)
 
 
 def _nothing() -> None:
@@ -88,7 +110,7 @@ class Exits:
 
     def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         """An error in a thread is an error of the rank: what waits for that thread would wait for ever."""
-        if args.exc_type is not SystemExit and args.exc_value is not None:
+        if not issubclass(args.exc_type, SystemExit) and args.exc_value is not None:
             self.on_error(args.exc_type, args.exc_value, args.exc_traceback)
 
     def on_exit(self) -> None:
@@ -152,18 +174,31 @@ class Exits:
             self._everyone = self._comm.arrive()
         return nap_until(self._everyone, float("inf") if limit_seconds is None else limit_seconds)
 
+    def leaves_with(self, status: object) -> None:
+        """Remember the status of an exit under way: the interpreter does not tell it to exit handlers."""
+        self._exit_code = 0 if status is None else status if isinstance(status, int) else 1
+
     def _note_exit_codes(self) -> None:
-        """Remember the code of sys.exit: the interpreter does not tell it to exit handlers."""
         leave = sys.exit
 
-        def noting(status: Any = None, /) -> None:
-            if threading.current_thread() is threading.main_thread():
-                self._exit_code = 0 if status is None else status if isinstance(status, int) else 1
-            leave(status)
+        def noting(status: Any = None, /) -> NoReturn:
+            if threading.current_thread() is not threading.main_thread() or isinstance(status, SystemExit):
+                leave(status)
+            raise Leaving(*(() if status is None else (status,)))
 
-        sys.exit = noting  # type: ignore[assignment]
+        sys.exit = noting
         for name in ("exit", "quit"):
             setattr(builtins, name, noting)
+        # What `python -m mpi4py` calls with the code of a SystemExit that nobody caught, however it was raised.
+        mpi = sys.modules.get("mpi4py.MPI")
+        plan_abort = getattr(mpi, "_set_abort_status", None)
+        if plan_abort is not None:
+
+            def noting_plan(status: int) -> None:
+                self.leaves_with(status)
+                plan_abort(status)
+
+            mpi._set_abort_status = noting_plan  # type: ignore[union-attr]
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -214,3 +249,9 @@ def install(
     exits.has_shown = is_silent
     _INSTALLED["exits"] = exits
     exits.install()
+
+
+def leaves_with(status: object) -> None:
+    """Tell the hooks, if they are in place, that this process is ending with the status of a SystemExit."""
+    if "exits" in _INSTALLED:
+        _INSTALLED["exits"].leaves_with(status)
