@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 from string import Template
 
@@ -19,14 +20,15 @@ for _ in $(seq "${SRUN_TASKS:-1}"); do "$@"; done
 def fill(template, folder, **changes):
     values = {
         "job_name": "gpt", "partition": "main", "time_limit": "00:10:00", "nodes": 2, "ranks_per_node": 3,
-        "cores_per_rank": 4, "mpi_plugin": "pmi2", "work_folder": folder, "log_folder": folder,
-        "setup": "export SITE=ready",
-        "python": folder / "python", "script": "train.py", "config": "ds.json", "arguments": "--steps 3",
+        "cores_per_rank": 4, "mpi_plugin": "pmi2", "work_folder": shlex.quote(str(folder)), "log_folder": folder,
+        "setup": "export SITE=ready$NO_SUCH_VARIABLE",
+        "python": shlex.quote(str(folder / "python")), "script": "train.py", "config": "ds.json",
+        "arguments": "--steps 3",
     }  # fmt: skip
     return Template(template.read_text()).substitute({**values, **changes})
 
 
-def start(template, folder, world):
+def start(template, folder, world, **changes):
     """Run the filled script with an srun that runs its command once, and a python that reports its world."""
     for name, text in (
         ("srun", FAKE_SRUN),
@@ -35,7 +37,7 @@ def start(template, folder, world):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     job = folder / "job.sbatch"
-    job.write_text(fill(template, folder))
+    job.write_text(fill(template, folder, **changes))
     slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "4", "SRUN_LOG": str(folder / "log")}
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -59,6 +61,18 @@ def test_starts_the_script_through_srun(template, tmp_path):
     flags = (tmp_path / "log").read_text()
     assert "flag --mpi=pmi2" in flags
     assert "flag --cpus-per-task=4" in flags
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_quoted_values_reach_the_script_unchanged(template, tmp_path):
+    folder = tmp_path / 'my "run" $(touch hurt)'
+    folder.mkdir()
+    done = start(
+        template, folder, world=6, config=shlex.quote("a b.json"), arguments=shlex.join(["--name", "$HOME 'x'"])
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--deepspeed_config a b.json --name $HOME 'x' SITE" in done.stdout
+    assert not list(tmp_path.rglob("hurt"))
 
 
 def test_refuses_worlds_of_one(tmp_path):
