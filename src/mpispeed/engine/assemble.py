@@ -92,7 +92,13 @@ def assemble(
     parts = Parts(
         plan, mesh, model, table, params, bus, scaler, counters, optimization, scheduler, loader, parts_of_step
     )
-    _watch(parts, loaded)
+    try:
+        _watch(parts, loaded)
+    except BaseException:
+        if optimization is not None:  # the model and the optimizer can be given to another `initialize`
+            optimization.hooks.remove()
+            optimization.unguard()
+        raise
     return parts
 
 
@@ -314,10 +320,24 @@ def make_loader(plan: Plan, mesh: Mesh, dataset: Any, collate_fn: Any) -> Sharde
 
 
 def _watch(parts: Parts, loaded: LoadedConfig) -> None:
-    """Monitors on every rank (they keep to rank 0 themselves), the log on rank 0."""
+    """Monitors on every rank (they keep to rank 0 themselves), the log on rank 0.
+
+    Collective over: all ranks.
+
+    Raises:
+        ConfigError: on every rank, if a monitor cannot make its folder or files.
+    """
     plan, rank = parts.plan, parts.mesh.rank
     sections = {name: getattr(plan.config, name).model_dump() for name in ("tensorboard", "csv_monitor")}
-    monitor.attach(parts.bus, monitor.build(sections, rank))
+    sinks, problem = [], ""
+    try:
+        sinks = monitor.build(sections, rank)
+    except OSError as error:
+        enabled = ", ".join(name for name, section in sections.items() if section["enabled"])
+        problem = f"a monitor of the config ({enabled}) cannot write: {error}; correct its output_path or disable it"
+    if any(section["enabled"] for section in sections.values()):
+        parts.mesh.world.comm.agree(not problem, problem, ConfigError)
+    monitor.attach(parts.bus, sinks)
     if rank == 0:
         for warning in loaded.warnings:
             log.warning("%s", warning)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import ConfigError, UsageError
 from tests.helpers.small import ADAM, Net, check_equal, own_part, samples, settings, start, train, train_plain, weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -149,3 +149,14 @@ def test_type_errors_of_a_scheduler_come_through():
     with pytest.raises(TypeError, match="a mistake inside"):
         train(engine, samples(1))
     engine.destroy()
+
+
+def test_a_monitor_that_cannot_write_is_an_error_of_all_ranks(comm, mpi_tmp_path):
+    if comm.rank == 0:
+        (mpi_tmp_path / "file").write_text("")
+    comm.barrier()
+    section = {"enabled": True, "output_path": str(mpi_tmp_path / "file" / "below"), "job_name": "run"}
+    model = Net()
+    with pytest.raises(ConfigError, match=r"csv_monitor.*output_path"):
+        start(settings(0, csv_monitor=section, **ADAM), model)
+    start(settings(0, **ADAM), model).destroy()  # nothing of the first is left on the model
