@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import curve
 import torch
@@ -71,19 +72,42 @@ def mean_over_ranks(value: float) -> float:
     return float(total) / comm.get_world_size()
 
 
+def stop(message: str) -> NoReturn:
+    """End the run for a mistake that every rank knows of: one line, exit code 2."""
+    if comm.get_rank() == 0:
+        print(f"train_gpt: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def check(args: argparse.Namespace, *texts: Windows) -> None:
+    """End the run if it cannot work with these arguments, before anything is built. Collective over: all ranks."""
+    if args.heads < 1 or args.width % (2 * args.heads):
+        stop(f"--width {args.width} is no multiple of 2 x --heads {args.heads}; every head needs an even share")
+    if min(len(text) for text in texts) < 1:
+        stop(f"--cap_bytes {args.cap_bytes} leaves no window of --block {args.block} bytes and one; raise it")
+    failure = torch.zeros(1)
+    if comm.get_rank() == 0:
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            failure += 1
+    comm.all_reduce(failure)
+    if failure.item():
+        stop(f"--out {args.out} cannot be made a folder on rank 0; name another")
+
+
 def resume(engine: mpispeed.Engine, folder: Path) -> None:
     """Load the latest checkpoint, or end the run if there is none. Collective over: all ranks."""
     path, _ = engine.load_checkpoint(str(folder))
     if path is None:
-        if comm.get_rank() == 0:
-            print(f"train_gpt: nothing to resume from in {folder}; leave --resume away to start", file=sys.stderr)
-        sys.exit(2)
+        stop(f"nothing to resume from in {folder}; leave --resume away to start")
 
 
 def train(engine: mpispeed.Engine, args: argparse.Namespace, held_out: DataLoader) -> None:
     """Run the loop up to step `args.steps`, with validations, points of the curve, and checkpoints."""
     points = curve.read(args.out / "loss.csv", last_step=engine.global_steps) if args.resume else []
-    loss_sum, last_step = 0.0, engine.global_steps
+    loss_sum, step = 0.0, engine.global_steps
+    last_step = step  # of the last validation
     batches = iter(mpispeed.RepeatingLoader(engine.training_dataloader))
     while engine.global_steps < args.steps:
         x, y = next(batches)
@@ -91,8 +115,10 @@ def train(engine: mpispeed.Engine, args: argparse.Namespace, held_out: DataLoade
         loss_sum += engine.backward(loss).item()
         engine.step()
 
+        if engine.global_steps == step:
+            continue  # a micro-batch within a global batch
         step = engine.global_steps
-        if step > last_step and (step % args.eval_every == 0 or step == args.steps):
+        if step % args.eval_every == 0 or step == args.steps:
             train_loss = mean_over_ranks(loss_sum / (step - last_step))
             validation_loss = validate(engine, held_out)
             engine.bus.announce(Event.EVAL_END, global_step=step, samples=engine.global_samples, loss=validation_loss)
@@ -109,20 +135,21 @@ def train(engine: mpispeed.Engine, args: argparse.Namespace, held_out: DataLoade
 def main() -> None:
     """Build, train, save, and show what the model writes."""
     args = parse_arguments()
+    mpispeed.init_distributed()
+    text, held_out_text = standard_library(args.cap_bytes)
+    training, held_out = Windows(text, args.block), Windows(held_out_text, args.block)
+    check(args, training, held_out)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = GPT(Shape(args.layers, args.heads, args.width, args.block, args.dropout))
-    text, held_out_text = standard_library(args.cap_bytes)
     engine, _, _, _ = mpispeed.initialize(
-        args=args, model=model, model_parameters=model.parameters(), training_data=Windows(text, args.block)
+        args=args, model=model, model_parameters=model.parameters(), training_data=training
     )
     Console(args.steps, tokens_per_sample=args.block, steps_per_print=20).attach(engine.bus)
 
     rank, size = comm.get_rank(), comm.get_world_size()
-    held_out = Windows(held_out_text, args.block)
     stride = max(1, len(held_out) // VALIDATION_WINDOWS)
     own = range(0, len(held_out), stride)[:VALIDATION_WINDOWS][rank::size]
     if rank == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
         count = sum(parameter.numel() for parameter in model.parameters())
         print(f"{count:,} parameters, {len(text):,} bytes of text, {size} ranks", flush=True)
     if args.resume:

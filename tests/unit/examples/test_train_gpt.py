@@ -83,3 +83,30 @@ def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
     found = run(tmp_path, *without_tensorboard(tmp_path), "--resume")
     assert found.returncode == 2
     assert "nothing to resume from in runs/gpt/checkpoints" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--heads", "3"], "--width 16 is no multiple of 2 x --heads 3"),
+        (["--cap_bytes", "20"], "--cap_bytes 20 leaves no window"),
+        (["--out", "file/below"], "--out file/below cannot be made a folder"),
+    ],
+    ids=["heads", "cap_bytes", "out"],
+)
+def test_arguments_that_cannot_work_are_one_line_and_code_2(options: list[str], text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = run(tmp_path, *without_tensorboard(tmp_path), *options)
+    assert found.returncode == 2
+    assert [text in line for line in found.stderr.splitlines()] == [True]
+
+
+def test_one_checkpoint_per_global_step(tmp_path: Path) -> None:
+    options = without_tensorboard(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("train_micro_batch_size_per_gpu", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"gradient_accumulation_steps": 3}))
+    found = run(tmp_path, *options, "--steps", "3", "--save_every", "1")
+    assert found.returncode == 0, found.stderr
+    saved = [line.split("/")[-1].split(" ")[0] for line in found.stderr.splitlines() if "INFO saved" in line]
+    assert saved == ["global_step1", "global_step2", "global_step3"]
