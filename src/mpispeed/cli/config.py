@@ -18,12 +18,16 @@ def config() -> None:
     """Group of the commands below."""
 
 
-def _leave(error: ConfigError, as_json: bool = False) -> NoReturn:
+def _leave(error: ConfigError, as_json: bool = False, where: str = "") -> NoReturn:
     """Say what is wrong on stderr, with `as_json` also as a verdict on stdout, and exit with 2."""
     first, *listed = str(error).splitlines()
     click.echo(str(error), err=True)
     if as_json:
-        click.echo(json.dumps({"ok": False, "problems": [line.strip() for line in listed] or [first]}))
+        click.echo(
+            json.dumps(
+                {"ok": False, "problems": [line.strip() for line in listed] or [first.removeprefix(f"{where}: ")]}
+            )
+        )
     sys.exit(2)
 
 
@@ -34,7 +38,7 @@ def _load(source: str, as_json: bool = False) -> Any:
         loaded = load(source)
         require_available(loaded.config, loaded.where)
     except ConfigError as error:
-        _leave(error, as_json)
+        _leave(error, as_json, source)
     for warning in loaded.warnings:
         click.echo(f"{loaded.where}: warning: {warning}", err=True)
     return loaded
@@ -53,7 +57,7 @@ def check(file: str, ranks: int | None, as_json: bool) -> None:
         try:
             batch_sizes(loaded.config, ranks)
         except ConfigError as error:
-            _leave(ConfigError(f"{loaded.where}: {error}"), as_json)
+            _leave(ConfigError(f"{loaded.where}: {error}"), as_json, loaded.where)
     click.echo(json.dumps({"ok": True, "warnings": loaded.warnings}) if as_json else "ok")
 
 

@@ -75,6 +75,7 @@ def test_check_as_json_tells_all_problems(run, settings, more, expected):
     assert (result.exit_code, verdict["ok"], len(verdict["problems"])) == (2, False, len(expected))
     assert all(any(text in problem for problem in verdict["problems"]) for text in expected), verdict
     assert all(problem in result.stderr for problem in verdict["problems"])
+    assert not any("ds.json" in problem for problem in verdict["problems"])
 
 
 def test_explain_prints_values_and_origins(run):
