@@ -62,7 +62,11 @@ class Checkpoint:
     def __init__(self, path: Path, tag: str, manifest: Manifest) -> None:
         self.path, self.tag, self.manifest = path, tag, manifest
         self._model = path / schema.MODEL_FILE
-        self._handle = os.open(self._model, os.O_RDONLY)
+        try:
+            self._handle = os.open(self._model, os.O_RDONLY)
+        except OSError as failure:
+            msg = f"{self._model} cannot be read: {failure.strerror}"
+            raise CheckpointError(msg) from failure
         try:
             self._check_index()
             self._index: Index = model_file.read_index(self._model)
@@ -259,8 +263,9 @@ class Checkpoint:
             msg = f"the manifest of {self.path} does not list {schema.MODEL_FILE}"
             raise CorruptCheckpoint(msg)
         crc = 0
-        for start, length in record.index_extents:
-            crc = payload.checksum_of(self._handle, start, length, crc)
+        with model_file.translated(self._model):
+            for start, length in record.index_extents:
+                crc = payload.checksum_of(self._handle, start, length, crc)
         if crc != record.index_crc32c:
             msg = f"{self._model} is damaged: its index (names, attributes, offsets, checksums) was altered"
             raise CorruptCheckpoint(msg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,8 @@ def read(folder: Path) -> Manifest:
 
     Raises:
         IncompleteCheckpoint: there is none, or it does not say that the save completed.
-        CorruptCheckpoint: it is not what was written.
-        CheckpointError: it is of another format or a newer major version.
+        CorruptCheckpoint: it is not what was written, or of another format.
+        CheckpointError: it may not be read, or is of a newer major version.
     """
     path = folder / schema.MANIFEST_FILE
     try:
@@ -83,40 +84,83 @@ def read(folder: Path) -> Manifest:
     except FileNotFoundError:
         msg = f"{folder} has no {schema.MANIFEST_FILE}: the save that made it never finished; load another tag"
         raise IncompleteCheckpoint(msg) from None
-    except ValueError as failure:
+    except PermissionError as failure:
+        msg = f"{path} cannot be read: {failure.strerror}"
+        raise CheckpointError(msg) from failure
+    except (OSError, ValueError, RecursionError) as failure:
         msg = f"{path} is damaged: {failure}"
         raise CorruptCheckpoint(msg) from failure
     if not isinstance(content, dict) or content.get("format") != schema.FORMAT:
         msg = f"{path} is not the manifest of a {schema.FORMAT}"
         raise CorruptCheckpoint(msg)
-    digest = content.pop("digest", None)
-    if digest != _digest(content):
-        msg = f"{path} is damaged: its content does not match its digest"
-        raise CorruptCheckpoint(msg)
+    _check_digest(path, content)
     if not content.pop("complete", False):
         msg = f"{path} says that the save never finished; load another tag"
         raise IncompleteCheckpoint(msg)
-    major, minor = content["version"]
+    try:
+        major, minor = (_natural(part) for part in content["version"])
+    except (KeyError, TypeError, ValueError) as failure:
+        msg = f"{path} has no valid version: {failure}"
+        raise CorruptCheckpoint(msg) from failure
     schema.check_version((major, minor), str(path))
     return _from_content(path, content, (major, minor))
 
 
+def _check_digest(path: Path, content: dict[str, Any]) -> None:
+    digest = content.pop("digest", None)
+    try:
+        found = _digest(content)
+    except (RecursionError, UnicodeEncodeError) as failure:
+        msg = f"{path} is damaged: {failure}"
+        raise CorruptCheckpoint(msg) from failure
+    if digest != found:
+        msg = f"{path} is damaged: its content does not match its digest"
+        raise CorruptCheckpoint(msg)
+
+
 def _from_content(path: Path, content: dict[str, Any], version: tuple[int, int]) -> Manifest:
     try:
-        files = {
-            name: FileRecord(
-                record["bytes"],
-                record["crc32c"],
-                tuple((start, length) for start, length in record["index_extents"]),
-                record["index_crc32c"],
-            )
-            for name, record in content["files"].items()
-        }
-        known = {name: content[name] for name in ("tag", "global_step", "uuid", "created", "layout")}
+        files = {name: _record(name, record) for name, record in _typed(content, "files", dict).items()}
+        return Manifest(
+            tag=_typed(content, "tag", str),
+            global_step=int(_typed(content, "global_step", int)),
+            uuid=_typed(content, "uuid", str),
+            created=_typed(content, "created", str),
+            layout=_typed(content, "layout", dict),
+            files=files,
+            version=version,
+        )
     except (KeyError, TypeError, ValueError) as failure:
         msg = f"{path} lacks what format {version[0]}.{version[1]} requires: {failure}"
-        raise CheckpointError(msg) from failure
-    return Manifest(**known, files=files, version=version)
+        raise CorruptCheckpoint(msg) from failure
+
+
+def _record(name: str, record: dict[str, Any]) -> FileRecord:
+    if "/" in name or "\0" in name or name in ("", ".", ".."):
+        msg = f"{name!r} is no name of a file in the folder of the tag"
+        raise ValueError(msg)
+    size = _natural(record["bytes"])
+    extents = tuple((_natural(start), _natural(length)) for start, length in record["index_extents"])
+    # no more than the file is ever read, whatever the extents say
+    if any(start + length > size for start, length in extents) or sum(length for _, length in extents) > size:
+        msg = f"index_extents of {name} leave the file of {size} bytes"
+        raise ValueError(msg)
+    return FileRecord(size, _natural(record["crc32c"]), extents, _natural(record["index_crc32c"]))
+
+
+def _natural(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        msg = f"{value!r:.80} is no size, version or checksum"
+        raise ValueError(msg)
+    return value
+
+
+def _typed(content: dict[str, Any], name: str, kind: type) -> Any:
+    value = content[name]
+    if type(value) is not kind:
+        msg = f"{name} has to be of type {kind.__name__} and is {value!r:.80}"
+        raise TypeError(msg)
+    return value
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -128,10 +172,17 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         path = folder / name
         try:
-            found = path.stat().st_size
+            status = path.stat()
         except FileNotFoundError:
             msg = f"{path} is missing: the checkpoint {manifest.tag!r} is not usable"
             raise CorruptCheckpoint(msg) from None
+        except OSError as failure:
+            msg = f"{path} cannot be looked at: {failure.strerror}"
+            raise CorruptCheckpoint(msg) from failure
+        if not stat.S_ISREG(status.st_mode):
+            msg = f"{path} is no ordinary file"
+            raise CorruptCheckpoint(msg)
+        found = status.st_size
         if found != record.bytes:
             what = "truncated" if found < record.bytes else "longer than it was"
             msg = f"{path} is {what}: {found} bytes, saved were {record.bytes}"

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 #: leaves room for the prefix and suffix of work folders within the usual 255 bytes of a file name
 _TAG_BYTES = 200
+#: the longest name that file systems take
+_NAME_BYTES = 255
 _DIGEST_PREFIX = "blake2b:"
 _WORK_FOLDER = re.compile(r"^\.(?P<tag>.+)\.(?P<role>tmp|old)-(?P<uuid>[0-9a-f]{32})$")
 _SHOWN_TAGS = 10
@@ -121,20 +123,28 @@ def read_latest(folder: Path) -> str | None:
     """The tag that `latest` names; None when there is no such file.
 
     Raises:
-        CorruptCheckpoint: the file is empty or its digest line does not fit.
+        CorruptCheckpoint: it is no file, is empty, or its digest line does not fit.
+        CheckpointError: it may not be read.
     """
     path = folder / schema.LATEST_FILE
     try:
         lines = path.read_text(encoding="utf-8").strip().split("\n")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except UnicodeDecodeError as failure:
+    except PermissionError as failure:
+        msg = f"{path} cannot be read: {failure.strerror}"
+        raise CheckpointError(msg) from failure
+    except (OSError, UnicodeDecodeError) as failure:
         msg = f"{path} is damaged: {failure}.{_valid_tags(folder)}"
         raise CorruptCheckpoint(msg) from failure
     tag = lines[0].strip()
     # a file of one line, as DeepSpeed or a person writes it, has no digest
-    if not tag or (len(lines) > 1 and lines[1].strip() != _tag_digest(tag)):
-        what = "its digest line does not match the tag" if tag else "it is empty"
+    what = "" if tag else "it is empty"
+    if len(tag.encode()) > _NAME_BYTES:
+        what = f"what it names is longer than {_NAME_BYTES} bytes"
+    elif len(lines) > 1 and lines[1].strip() != _tag_digest(tag):
+        what = "its digest line does not match the tag"
+    if what:
         msg = f"{path} is damaged: {what}.{_valid_tags(folder)} Pass a tag or write one into the file"
         raise CorruptCheckpoint(msg)
     return tag
@@ -168,7 +178,7 @@ def list_tags(folder: Path) -> list[TagEntry]:
     """
     try:
         latest = read_latest(folder)
-    except CorruptCheckpoint:
+    except CheckpointError:
         latest = None
     return _scan(folder, latest)
 
@@ -228,6 +238,7 @@ def resolve(folder: Path, tag: str | None) -> tuple[Path, str]:
         msg = f"nothing to load from {folder}: {what}.{_valid_tags(folder)}"
         raise NoCheckpoint(msg)
     is_name = wanted not in ("", ".", "..") and "/" not in wanted and "\0" not in wanted
+    is_name = is_name and len(wanted.encode(errors="replace")) <= _NAME_BYTES
     if is_name and (folder / wanted).is_dir():
         return folder / wanted, wanted
     old = _interrupted(folder, wanted)

@@ -7,11 +7,14 @@ import shutil
 import h5py
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from mpispeed.ckpt import manifest as manifests
 from mpispeed.ckpt import model_file, payload, schema, state_file
-from mpispeed.ckpt.errors import CorruptCheckpoint
+from mpispeed.ckpt.errors import CorruptCheckpoint, TagNotFound
 from mpispeed.ckpt.load import open_checkpoint
+from mpispeed.ckpt.tools import ls as listing
+from mpispeed.cli.ckpt import ckpt
 from tests.unit.ckpt.sample import saved
 
 SECRET = b"what nobody else may read"
@@ -155,3 +158,86 @@ def test_a_small_file_in_memory_is_large_enough_for_its_own_datasets():
         file["x"] = np.arange(5, dtype=np.int64)
     with hdf5.open_reading(image) as file:
         assert h5py.Dataset(hdf5.child_dataset(file.id, "x"))[()].tolist() == [0, 1, 2, 3, 4]
+
+
+def record_of(tag, **changes):
+    files = json.loads((tag / schema.MANIFEST_FILE).read_text())["files"]
+    return files | {schema.MODEL_FILE: files[schema.MODEL_FILE] | changes}
+
+
+def without_version(tag):
+    path = tag / schema.MANIFEST_FILE
+    content = json.loads(path.read_text())
+    del content["version"]
+    path.write_text(json.dumps(content))
+    sign(tag)
+
+
+def directory_as(name):
+    def change(tag):
+        (tag / name).unlink()
+        (tag / name).mkdir()
+
+    return change
+
+
+BROKEN_TAGS = {
+    "no version": without_version,
+    "version text": lambda tag: sign(tag, version="abc"),
+    "version of texts": lambda tag: sign(tag, version=["1", "0"]),
+    "version of three": lambda tag: sign(tag, version=[1, 0, 0]),
+    "bytes text": lambda tag: sign(tag, files=record_of(tag, bytes="1")),
+    "bytes missing": lambda tag: sign(tag, files={schema.MODEL_FILE: {}}),
+    "negative extent": lambda tag: sign(tag, files=record_of(tag, index_extents=[[0, -5]])),
+    "extent past the end": lambda tag: sign(tag, files=record_of(tag, index_extents=[[10**9, 50]])),
+    "extents again and again": lambda tag: sign(tag, files=record_of(tag, index_extents=[[0, 10**4]] * 10**4)),
+    "no files": lambda tag: sign(tag, files=None),
+    "files in a list": lambda tag: sign(tag, files=[]),
+    "record is a number": lambda tag: sign(tag, files={schema.MODEL_FILE: 1}),
+    "file elsewhere": lambda tag: sign(tag, files=record_of(tag) | {"../x": record_of(tag)[schema.STATE_FILE]}),
+    "step text": lambda tag: sign(tag, global_step="9"),
+    "layout a list": lambda tag: sign(tag, layout=[1]),
+    "date a number": lambda tag: sign(tag, created=1),
+    "deep": lambda tag: (tag / schema.MANIFEST_FILE).write_text("[" * 100_000),
+    "manifest is a folder": directory_as(schema.MANIFEST_FILE),
+    "model is a folder": directory_as(schema.MODEL_FILE),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_TAGS)
+def test_a_broken_tag_is_corrupt_and_hides_no_other(folder, what):
+    shutil.copytree(folder / "step7", folder / "fine")
+    BROKEN_TAGS[what](folder / "step7")
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json|model\.h5"):
+        open_checkpoint(folder, "step7")
+    rows = {row["tag"]: row["status"] for row in listing.rows(folder)}
+    assert rows == {"fine": "ok", "step7": "corrupt"}
+    table = CliRunner().invoke(ckpt, ["ls", str(folder)])
+    assert table.exit_code == 0
+    assert table.stdout.count("corrupt") == 1
+
+
+def test_a_manifest_nested_almost_too_deep(folder):
+    path = folder / "step7" / schema.MANIFEST_FILE
+    for depth in (400, 800, 990, 3000):
+        path.write_text('{"format": "mpispeed-checkpoint", "x": ' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is damaged"):
+            open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", [None, "x" * 300, "ö" * 200, ""])
+def test_a_latest_that_names_nothing_possible_is_corrupt(folder, content):
+    (folder / "latest").unlink()
+    if content is None:
+        (folder / "latest").mkdir()
+    else:
+        (folder / "latest").write_text(content, encoding="utf-8")
+    with pytest.raises(CorruptCheckpoint, match=r"latest is damaged.*step7"):
+        open_checkpoint(folder)
+    assert [row["status"] for row in listing.rows(folder)] == ["ok"]
+
+
+@pytest.mark.parametrize("tag", ["x" * 300, "a\0b", "../copy/step7", ""])
+def test_impossible_tags_are_not_found(folder, tag):
+    with pytest.raises(TagNotFound, match="step7"):
+        open_checkpoint(folder, tag)
