@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from mpispeed.mesh.ending import Ending
 from mpispeed.mesh.journal import Journal
 from mpispeed.mesh.progress import Progress
 from mpispeed.mesh.solo import SoloComm
+
+log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 DEFAULT_MASTER_PORT = 29500
@@ -106,7 +109,7 @@ def start(
 ) -> World:
     """Join MPI, or make a world of one where there is none; later calls return the same world.
 
-    Exports RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT where they are not set, divides
+    Exports RANK, WORLD_SIZE and LOCAL_RANK, and MASTER_ADDR and MASTER_PORT where they are not set, divides
     the cores among the ranks of a node unless OMP_NUM_THREADS is set, and makes an uncaught error on
     one rank end the whole job.
 
@@ -168,15 +171,19 @@ def _join(reduction: str, timeout_seconds: float) -> World:
 def _export(world: World, master_port: int) -> None:
     """Set the variables DeepSpeed scripts read. Collective over: all ranks."""
     host = "127.0.0.1" if world.node_count == 1 else socket.gethostname()
-    facts = {
-        "RANK": world.rank,
-        "WORLD_SIZE": world.size,
-        "LOCAL_RANK": world.local_rank,
-        "MASTER_ADDR": world.comm.library_share(host, 0),
-        "MASTER_PORT": master_port,
-    }
-    for name, value in facts.items():
-        os.environ.setdefault(name, str(value))
+    facts = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
+    stale = {name: os.environ[name] for name, value in facts.items() if os.environ.get(name, value) != value}
+    os.environ.update(facts)
+    found = world.comm.library_gather_objects(stale)
+    wrong = [rank for rank, settings in enumerate(found) if settings]
+    if wrong and world.rank == 0:
+        text = " ".join(f"{name}={value!r}" for name, value in found[wrong[0]].items())
+        log.warning(
+            "the environment of %d of %d ranks had other values than MPI (rank %d: %s), left by another launcher "
+            "perhaps; MPI's are used", len(wrong), world.size, wrong[0], text,
+        )  # fmt: skip
+    os.environ.setdefault("MASTER_ADDR", world.comm.library_share(host, 0))
+    os.environ.setdefault("MASTER_PORT", str(master_port))
 
 
 def _share_cores(world: World) -> None:
