@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from mpispeed.ckpt.errors import CorruptCheckpoint
 from mpispeed.ckpt.logical import ParamInfo
 from mpispeed.ckpt.manifest import Manifest
 from mpispeed.ckpt.model_file import Index, StoredTensor
+from mpispeed.native.checksum import crc32c
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class Checkpoint:
             self._slots.setdefault(name, []).append(slot)
         self._tables: dict[tuple[str, str], np.ndarray] = {}
         self._edge: tuple[tuple[str, str, int], memoryview] | None = None
-        self._is_state_checked = False
+        self._state: state_file.Content | None = None
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -144,12 +146,14 @@ class Checkpoint:
             raise CheckpointError(msg) from None
 
     def state(self) -> dict[str, Any]:
-        """The state tree as it was passed to `save`.
+        """The state tree as it was passed to `save`; a copy that the caller may change.
+
+        state.h5 is read once, by the first call that asks for anything in it.
 
         Raises:
             CorruptCheckpoint: state.h5 was altered.
         """
-        return state_file.read_state(self._state_path())
+        return copy.deepcopy(self._content().state)
 
     def config(self) -> str:
         """The configuration text of the run that saved.
@@ -157,7 +161,7 @@ class Checkpoint:
         Raises:
             CorruptCheckpoint: state.h5 was altered.
         """
-        return state_file.read_config(self._state_path())
+        return self._content().config
 
     def rng(self, kind: str) -> list[bytes]:
         """State of one kind of generator for every rank that saved; an empty list when none was stored.
@@ -165,11 +169,40 @@ class Checkpoint:
         Raises:
             CorruptCheckpoint: state.h5 was altered.
         """
-        return state_file.read_rng(self._state_path()).get(kind, [])
+        content = self._content()
+        ranks = len(content.generators[kind][1]) if kind in content.generators else 0
+        return [content.rng(kind, rank) for rank in range(ranks)]
+
+    def rng_of(self, rank: int) -> dict[str, bytes]:
+        """Generator kind -> state of one rank that saved, without those it had no state of.
+
+        Raises:
+            CheckpointError: no such rank saved its generators.
+            CorruptCheckpoint: state.h5 was altered.
+        """
+        if not 0 <= rank < self.rng_ranks:
+            msg = f"{self.path} has generators of {self.rng_ranks} ranks, none of rank {rank}"
+            raise CheckpointError(msg)
+        content = self._content()
+        states = {kind: content.rng(kind, rank) for kind in content.generators}
+        return {kind: raw for kind, raw in states.items() if raw}
+
+    @property
+    def rng_ranks(self) -> int:
+        """Number of ranks whose generators are stored; 0 when none are.
+
+        Raises:
+            CorruptCheckpoint: state.h5 was altered, or its kinds of generators are of different numbers of ranks.
+        """
+        sizes = {len(lengths) for _, lengths in self._content().generators.values()}
+        if len(sizes) > 1:
+            msg = f"{self.path / schema.STATE_FILE} has generators of different numbers of ranks: {sorted(sizes)}"
+            raise CorruptCheckpoint(msg)
+        return max(sizes, default=0)
 
     def rng_kinds(self) -> list[str]:
         """Kinds of generators whose state is stored."""
-        return list(state_file.read_rng(self._state_path()))
+        return list(self._content().generators)
 
     def read(self, name: str, slot: str, start: int, out: torch.Tensor, verify: bool = True) -> None:
         """Fill `out` from the flat range of the stored tensor that begins at element `start`.
@@ -270,15 +303,20 @@ class Checkpoint:
             msg = f"{self._model} is damaged: its index (names, attributes, offsets, checksums) was altered"
             raise CorruptCheckpoint(msg)
 
-    def _state_path(self) -> Path:
-        path = self.path / schema.STATE_FILE
-        if not self._is_state_checked:
+    def _content(self) -> state_file.Content:
+        if self._state is None:
+            path = self.path / schema.STATE_FILE
+            try:
+                raw = path.read_bytes()
+            except OSError as failure:
+                msg = f"{path} cannot be read: {failure.strerror}"
+                raise CheckpointError(msg) from failure
             record = self.manifest.files.get(schema.STATE_FILE)
-            if record is None or payload.plain_record(path).crc32c != record.crc32c:
+            if record is None or crc32c(raw) != record.crc32c:
                 msg = f"{path} is damaged: it does not match the checksum in {schema.MANIFEST_FILE}"
                 raise CorruptCheckpoint(msg)
-            self._is_state_checked = True
-        return path
+            self._state = state_file.decode(path, raw)
+        return self._state
 
 
 def _cut_by_block(start: int, data: memoryview) -> Iterator[tuple[int, int, memoryview]]:

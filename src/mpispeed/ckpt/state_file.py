@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,50 @@ def write(
             made.attrs["axis"] = ",".join(layout.get("axes", {}))
 
 
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a state.h5 holds.
+
+    Attributes:
+        state: the state tree without the generators.
+        config: the configuration text.
+        generators: kind -> states of all ranks that saved and their lengths.
+
+    Shapes:
+        generators: uint8 [ranks, longest], int64 [ranks]
+    """
+
+    state: dict[str, Any]
+    config: str
+    generators: dict[str, tuple[np.ndarray, np.ndarray]]
+
+    def rng(self, kind: str, rank: int) -> bytes:
+        """State of one generator of one rank; empty for a rank that had none."""
+        table, lengths = self.generators[kind]
+        return bytes(table[rank, : lengths[rank]].tobytes())
+
+
+def decode(path: Path, raw: bytes) -> Content:
+    """Everything in the bytes `raw` of a state.h5; `path` is for messages.
+
+    Raises:
+        CorruptCheckpoint: the bytes are no state.h5.
+    """
+    with translated(path), hdf5.open_reading(io.BytesIO(raw)) as file:
+        state = tree.read(file, schema.STATE)
+        config = str(tree.read(file, schema.CONFIG)["json"])
+        generators = {schema.unescape(kind): _table(stored) for kind, stored in _generators(file)}
+        return Content(state, config, generators)
+
+
+def _table(stored: h5py.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    table, lengths = stored[()], np.asarray(stored.attrs["lengths"])
+    if table.ndim != 2 or table.dtype != np.uint8 or lengths.dtype.kind != "i" or lengths.shape != table.shape[:1]:
+        msg = f"{stored.name} is no table of generator states: {table.dtype} {table.shape}, lengths {lengths.shape}"
+        raise ValueError(msg)
+    return table, lengths
+
+
 def read_state(path: Path, make_tensor: tree.TensorMaker | None = None) -> dict[str, Any]:
     """The state tree without the generators.
 
@@ -99,9 +145,7 @@ def read_rng(path: Path) -> dict[str, list[bytes]]:
     """
     with translated(path), hdf5.open_reading(path) as file:
         return {
-            schema.unescape(kind): [
-                row[:length].tobytes() for row, length in zip(stored[()], stored.attrs["lengths"], strict=True)
-            ]
+            schema.unescape(kind): [row[:length].tobytes() for row, length in zip(*_table(stored), strict=True)]
             for kind, stored in _generators(file)
         }
 

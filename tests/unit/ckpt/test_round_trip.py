@@ -1,9 +1,11 @@
 """What is saved comes back, from any cut, and a plain HDF5 tool sees it too."""
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -217,3 +219,35 @@ def test_every_way_of_reading_back_accepts_a_good_save(tmp_path, verify):
 def test_an_unknown_way_of_reading_back_is_refused():
     with pytest.raises(CheckpointError, match="none, sample or full"):
         SaveOptions(verify="quick")
+
+
+def test_state_is_read_once_and_generators_by_rank(tmp_path, monkeypatch):
+    made = [LogicalTensor("scale", "master", (), torch.float32, [])]
+
+    def work(comm):
+        piece = [Piece(0, torch.ones(1))] if comm.rank == 0 else []
+        own = {"cpu": bytes([comm.rank] * 3)} | ({"cuda": b"c"} if comm.rank == 1 else {})
+        tensors = [dataclasses.replace(made[0], pieces=piece)]
+        return save(comm, tmp_path, "t", params=[ParamInfo("scale", ())], tensors=tensors, state=STATE, rng=own)
+
+    for report in outcomes(2, work):
+        assert not isinstance(report, Exception), report
+    reads = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path.name) or real(path))
+    with open_checkpoint(tmp_path) as checkpoint:
+        reads.clear()
+        first = checkpoint.state()
+        first["engine"].clear()
+        assert checkpoint.state() == STATE
+        assert checkpoint.rng_kinds() == ["cpu", "cuda"]
+        assert checkpoint.rng("cuda") == [b"", b"c"]
+        assert checkpoint.rng_ranks == 2
+        assert checkpoint.rng_of(0) == {"cpu": b"\0\0\0"}
+        assert checkpoint.rng_of(1) == {"cpu": b"\1\1\1", "cuda": b"c"}
+        (tmp_path / "t" / schema.STATE_FILE).unlink()  # and nothing opens it again
+        checkpoint.config()
+        for rank in (-1, 2):
+            with pytest.raises(CheckpointError, match=f"2 ranks, none of rank {rank}"):
+                checkpoint.rng_of(rank)
+    assert reads == [schema.STATE_FILE]
