@@ -9,6 +9,16 @@ import click
 
 from mpispeed.base.errors import UsageError
 
+_WITHOUT_FOLDER = "import sys; del sys.path[0]; from mpi4py.run import main; main()"
+
+
+def runner(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
+    """Python's flags for mpi4py's runner, which ends all ranks when one fails: the others would wait for ever.
+
+    Files of the working folder must not take the place of mpi4py's and our modules before the script starts.
+    """
+    return ["-P", "-m", "mpi4py"] if version >= (3, 11) else ["-c", _WITHOUT_FOLDER]
+
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-n", "--ranks", type=int, help="Number of ranks; by default the tasks of the SLURM job, else 1.")
@@ -17,7 +27,7 @@ from mpispeed.base.errors import UsageError
     help="auto: an mpirun beside Python, else the one on PATH; site: only PATH.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show the command and start nothing.")
-@click.option("--debug", is_flag=True, help="Set MPISPEED_DEBUG=1: check calls across ranks, at a cost.")
+@click.option("--debug", is_flag=True, help="Set MPISPEED_DEBUG=1: errors of mpispeed come with a traceback.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -41,9 +51,8 @@ def run(
     if not module and not Path(script).is_file():
         msg = f"there is no script {script} (looked from {Path.cwd()}); give its path, or -m for a module"
         raise UsageError(msg)
-    # mpi4py's runner turns an exception on one rank into an end of all: the others would wait for ever.
     words = [*(["-m"] if module else []), script, *arguments]
-    program = [sys.executable, "-m", "mpi4py", "-m", "mpispeed.launch.rank", *words]
+    program = [sys.executable, *runner(), "-m", "mpispeed.launch.rank", *words]
     launch = plan_launch(program, ranks, mpi=mpi, is_debug=debug)
     if dry_run:
         click.echo(launch.describe())

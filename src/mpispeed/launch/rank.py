@@ -1,7 +1,7 @@
 """What each rank of `mpispeed run` executes: the user's script, watched until it has joined MPI.
 
-    python -m mpi4py -m mpispeed.launch.rank SCRIPT [ARGUMENTS]
-    python -m mpi4py -m mpispeed.launch.rank -m MODULE [ARGUMENTS]
+    python -P -m mpi4py -m mpispeed.launch.rank SCRIPT [ARGUMENTS]
+    python -P -m mpi4py -m mpispeed.launch.rank -m MODULE [ARGUMENTS]
 
 A rank that fails before it joins MPI, by a broken import on one node say, is unknown to MPI: some launchers
 leave the other ranks waiting for it. So it joins first and fails then, and the job ends as it does for later errors.
@@ -9,6 +9,7 @@ leave the other ranks waiting for it. So it joins first and fails then, and the 
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -18,11 +19,18 @@ def run_script(words: list[str]) -> None:
     """Run a script, or a module after -m, as if Python had been started with it."""
     if words[0] == "-m":
         sys.argv[:] = words[1:]
+        _put_first(Path.cwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     sys.argv[:] = words
-    sys.path[0] = str(Path(words[0]).resolve().parent)
+    _put_first(Path(words[0]).resolve().parent)
     runpy.run_path(words[0], run_name="__main__")
+
+
+def _put_first(folder: Path) -> None:
+    """What Python does at its start, unless the user asked it not to; the runner was started without."""
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, str(folder))
 
 
 def join_before_failing() -> None:

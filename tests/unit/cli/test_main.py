@@ -1,6 +1,7 @@
 """The command: a fast start without torch, pass-through of the script's options, exit codes."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 import mpispeed
 from mpispeed.cli import doctor as doctor_module
 from mpispeed.cli.main import COMMANDS, LazyGroup, cli
+from mpispeed.cli.run import runner
 from mpispeed.launch.mpirun import Family, Mpirun
 
 HEAVY = ("torch", "numpy", "pydantic", "h5py", "mpi4py", "rich")
@@ -71,7 +73,7 @@ def test_dry_run_passes_the_scripts_options_through(tmp_path):
     done = call("run", "-n", "3", "--dry-run", "--debug", str(script), "--lr", "3", "-n", "5", "--dry-run")
     assert done.returncode == 0
     assert done.stdout.endswith(
-        f"-n 3 {sys.executable} -m mpi4py -m mpispeed.launch.rank {script} --lr 3 -n 5 --dry-run\n"
+        f"-n 3 {shlex.join([sys.executable, *runner()])} -m mpispeed.launch.rank {script} --lr 3 -n 5 --dry-run\n"
     )
     assert "MPISPEED_DEBUG=1" in done.stdout
 
@@ -116,6 +118,21 @@ def test_script_finds_its_neighbours_and_a_module_its_package(tmp_path):
     script.write_text("import os, sys, neighbour\nos.write(1, f'{neighbour.WORD} {sys.argv}'.encode())")
     assert call("run", str(script), "-m", "x").stdout == f"found {[str(script), '-m', 'x']}"
     assert call("run", "-m", "this").stdout.startswith("The Zen of Python")
+
+
+@pytest.mark.parametrize("version", [(3, 10), sys.version_info[:2]])
+def test_files_beside_the_user_do_not_replace_mpi4py(tmp_path, version):
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "neighbour.py").write_text(f"WORD = {folder!r}")
+    for name in ("mpi4py", "mpispeed", "runpy"):
+        (tmp_path / "here" / f"{name}.py").write_text("raise SystemExit(77)")
+    script = tmp_path / "there" / "train.py"
+    script.write_text("import sys, neighbour\nprint(neighbour.WORD, sys.argv[1:])")
+    for words, answer in (((script, "x"), "there ['x']"), (("-m", "neighbour"), "")):
+        argv = [sys.executable, *runner(version), "-m", "mpispeed.launch.rank", *words]
+        done = subprocess.run(argv, cwd=tmp_path / "here", capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout.strip()) == (0, answer), done.stderr
 
 
 def test_doctor_reports_what_is_needed():
