@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -21,29 +21,42 @@ from mpispeed.ckpt.tools import ls as listing
 from mpispeed.ckpt.tools import show as showing
 
 
-class _UsageFailure(click.ClickException):
+class _Failure(click.ClickException):
+    """A failure with an exit code of its own: one line on stderr, or an object on stdout."""
+
     exit_code = 2
 
+    def __init__(self, message: str, as_json: bool) -> None:
+        super().__init__(message)
+        self._as_json = as_json
 
-class _CorruptFailure(click.ClickException):
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it."""
+        if self._as_json:
+            click.echo(json.dumps({"ok": False, "error": self.message}))
+        else:
+            super().show(file)
+
+
+class _CorruptFailure(_Failure):
     exit_code = 3
 
 
-class _IncompleteFailure(click.ClickException):
+class _IncompleteFailure(_Failure):
     exit_code = 4
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
-    """Turn checkpoint errors into one line and the exit code of their kind."""
+def _reported(as_json: bool) -> Iterator[None]:
+    """Turn checkpoint errors into one line, or JSON, and the exit code of their kind."""
     try:
         yield
     except CorruptCheckpoint as failure:
-        raise _CorruptFailure(str(failure)) from failure
+        raise _CorruptFailure(str(failure), as_json) from failure
     except IncompleteCheckpoint as failure:
-        raise _IncompleteFailure(str(failure)) from failure
+        raise _IncompleteFailure(str(failure), as_json) from failure
     except (CheckpointError, OSError) as failure:
-        raise _UsageFailure(str(failure)) from failure
+        raise _Failure(str(failure), as_json) from failure
 
 
 @click.group()
@@ -56,7 +69,7 @@ def ckpt() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(folder: Path, as_json: bool) -> None:
     """List the checkpoints in DIR; * marks the one that `latest` names."""
-    with _reported():
+    with _reported(as_json):
         rows = listing.rows(folder)
     if as_json:
         click.echo(json.dumps(rows, indent=1))
@@ -91,7 +104,7 @@ def show(location: str, pattern: str, wants_state: bool, wants_config: bool, wan
 
     TAG defaults to the latest. PATTERN selects names: shell-style, or a part of the name.
     """
-    with _reported():
+    with _reported(as_json):
         found = showing.describe(location)
         content: dict[str, Any] = {"tag": found.tag, "step": found.manifest.global_step}
         if not (wants_state or wants_config or wants_layout):

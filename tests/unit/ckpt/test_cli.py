@@ -152,3 +152,19 @@ def test_neither_torch_nor_mpi_is_imported(folder):
     done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "tensor bfloat16 [2]" in done.stdout
+
+
+def test_failures_are_json_too(tmp_path):
+    def error(*arguments, code):
+        found = json.loads(call(*arguments, "--json", code=code).stdout)
+        assert found.keys() == {"ok", "error"}
+        assert found["ok"] is False
+        return found["error"]
+
+    assert "missing" in error("ls", tmp_path / "missing", code=2)
+    saved(tmp_path, "t")
+    assert "newest first: t" in error("show", f"{tmp_path}:u", code=2)
+    (tmp_path / "t" / schema.MODEL_FILE).write_bytes(b"")
+    assert "model.h5 is truncated" in error("show", tmp_path, code=3)
+    (tmp_path / "t" / schema.MANIFEST_FILE).unlink()
+    assert "never finished" in error("show", tmp_path, code=4)
