@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 from Cython.Build import cythonize  # capital C: the folder ./cython cannot shadow it
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.errors import CCompilerError
 
 # module name under mpispeed._native -> source under cython/
 SOURCES = {
@@ -66,6 +70,31 @@ class BuildPy(build_py):
         return super().get_outputs(include_bytecode) + assets
 
 
+class BuildExt(build_ext):
+    """Builds with one thread for each loop where the compiler has no OpenMP, as Apple's clang."""
+
+    def has_openmp(self) -> bool:
+        """True if a program can be compiled and linked with -fopenmp."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "probe.c"
+            source.write_text("#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n")
+            try:
+                made = self.compiler.compile([str(source)], output_dir="/", extra_postargs=LINK)
+                self.compiler.link_executable(made, str(Path(folder) / "probe"), extra_postargs=LINK)
+            except CCompilerError:
+                return False
+        return True
+
+    def build_extensions(self) -> None:
+        """Probe, then build."""
+        if not self.has_openmp():
+            sys.stderr.write("warning: the C compiler refuses -fopenmp; the compiled modules will use one thread\n")
+            for module in self.extensions:
+                module.extra_compile_args = [flag for flag in module.extra_compile_args if flag not in LINK]
+                module.extra_link_args = [flag for flag in module.extra_link_args if flag not in LINK]
+        super().build_extensions()
+
+
 setup(
     ext_modules=cythonize(
         [extension(name, source) for name, source in SOURCES.items()],
@@ -73,5 +102,5 @@ setup(
         include_path=["cython/include"],
         language_level=3,
     ),
-    cmdclass={"build_py": BuildPy},
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
 )
