@@ -38,6 +38,9 @@ GRACE_SECONDS = 5.0
 PATIENT_SECONDS = 60.0
 """After how long a rank that left in good order says that it waits for the others."""
 
+HANDED_SECONDS = 0.3
+"""How long a rank waits between its last words and the abort."""
+
 SHOWN_SECONDS = 3.0
 """How long a rank whose error is not shown waits to be ended by the one that shows its own."""
 
@@ -106,7 +109,7 @@ class Exits:
             raise SystemExit(code)
         if not is_first:
             time.sleep(SHOWN_SECONDS)
-        self._ending.abort(code)
+        self._abort(code)
 
     def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         """An error in a thread is an error of the rank: what waits for that thread would wait for ever."""
@@ -125,8 +128,7 @@ class Exits:
                         f"mpispeed: rank {self._comm.rank} left with exit code {self._exit_code} while other ranks "
                         "went on; ending the job\n"
                     )
-                self._flush()
-                self._ending.abort(self._exit_code or 1)
+                self._abort(self._exit_code or 1)
             elif not has_failed and not self._meet(PATIENT_SECONDS):
                 if self._is_first():
                     log.warning("rank %d has left the program and waits for the others", self._comm.rank)
@@ -199,6 +201,12 @@ class Exits:
                 plan_abort(status)
 
             mpi._set_abort_status = noting_plan  # type: ignore[union-attr]
+
+    def _abort(self, code: int) -> None:
+        """End the job once the launcher has had time to take what was written: it drops what is still in the pipe."""
+        self._flush()
+        time.sleep(HANDED_SECONDS)
+        self._ending.abort(code)
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr):
