@@ -16,8 +16,11 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ALL_PYTHON = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"))
 # A module called so collects whatever has no home.
 HOMELESS = {"utils", "util", "helpers", "common", "misc"}
-# Words that promise instead of do, signatures, and paths of one machine.
-FORBIDDEN = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError|Co-[Aa]uthored-[Bb]y)\b|/work/|/root/")
+# Words that promise instead of do, signatures, and paths of one machine: this checkout's, and anybody's home.
+FORBIDDEN = re.compile(
+    r"\b(TODO|FIXME|XXX|HACK|NotImplementedError|Co-[Aa]uthored-[Bb]y)\b|/(root|home/\w+|Users/\w+)/|"
+    + re.escape(f"{ROOT}/")
+)
 WRITTEN = {".py", ".pyi", ".pyx", ".pxd", ".h", ".cu", ".cuh", ".md", ".sbatch", ".toml", ".json", ""}
 
 
