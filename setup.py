@@ -18,6 +18,7 @@ SOURCES = {
     "cpu_adam": "optim/cpu_adam.pyx",
     "fp_sum": "reduce/fp_sum.pyx",
     "crc32c": "bits/crc32c.pyx",
+    "block_quant": "bits/block_quant.pyx",
 }
 # top-level folder -> suffixes that go into a wheel, as mpispeed/_<folder>
 ASSETS = {

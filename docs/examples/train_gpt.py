@@ -2,7 +2,8 @@
 
     mpispeed run -n 2 docs/examples/train_gpt.py --deepspeed_config docs/examples/ds_config.json --steps 800
 
-Only `mpispeed.initialize` and the three calls on the engine in the training loop are not plain torch.
+Only `mpispeed.initialize`, the three calls on the engine in the training loop, and the line that makes parameters whole
+before text is generated are not plain torch.
 """
 
 from __future__ import annotations
@@ -156,9 +157,11 @@ def main() -> None:
         resume(engine, args.save_dir)
     train(engine, args, DataLoader(Subset(held_out, own), batch_size=24))
     engine.save_checkpoint(str(args.save_dir), overwrite=True)
-    if rank == 0 and args.sample:
-        written = model.generate(b"def ", args.sample).decode("utf-8", errors="replace")
-        print(f"--- what it writes after {engine.global_steps} steps ---\n{written}\n---", flush=True)
+    if args.sample:
+        with mpispeed.zero.unwrap_model_for_generation(engine):  # parameters may be cut over the ranks
+            if rank == 0:
+                written = model.generate(b"def ", args.sample).decode("utf-8", errors="replace")
+                print(f"--- what it writes after {engine.global_steps} steps ---\n{written}\n---", flush=True)
     comm.barrier()
     engine.destroy()
 

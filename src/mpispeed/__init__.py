@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpispeed.base import late
+
 if TYPE_CHECKING:
     from mpispeed import comm, zero
     from mpispeed.data.loader import RepeatingLoader
@@ -37,6 +39,11 @@ __all__ = [
     "initialize",
     "zero",
 ]
+
+
+late.provide("TiledLinear", "mpispeed.engine.tiling:TiledLinear")
+late.provide("TiledLinearReturnBias", "mpispeed.engine.tiling:TiledLinearReturnBias")
+late.provide("resolve_init_config", "mpispeed.engine.birth_config:resolve_init_config")
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mpispeed
+from tests.helpers.training import whole_weights, zero
 
 BATCH = 12  # divides by 3 micro-batches on 1, 2 and 4 ranks, and by 1 micro-batch on 3 ranks
 WIDTH = 5
@@ -39,8 +40,8 @@ def samples(steps: int, size: int = BATCH, seed: int = 5) -> list[tuple[torch.Te
 
 
 def settings(stage: int = 0, **more: Any) -> dict[str, Any]:
-    """A config without optimizer for `BATCH` samples per step."""
-    return {"train_batch_size": BATCH, "zero_optimization": {"stage": stage}, **more}
+    """A config without optimizer for `BATCH` samples per step; at stage 3 small units are cut too."""
+    return {"train_batch_size": BATCH, "zero_optimization": zero(stage), **more}
 
 
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
@@ -96,9 +97,7 @@ def train_plain(
     return norms
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters by name."""
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+weights = whole_weights
 
 
 def check_equal(model: nn.Module, reference: nn.Module, *, rtol: float = 2e-5, atol: float = 2e-6) -> None:

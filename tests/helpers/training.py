@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 import mpispeed
+from mpispeed.zero import guard
 
 VOCABULARY = 61
 LENGTH = 9
@@ -59,16 +61,21 @@ def batches(steps: int, size: int, seed: int = 3) -> list[torch.Tensor]:
 
 
 def config(stage: int, train_batch: int, accumulation: int, **more: Any) -> dict[str, Any]:
-    """A DeepSpeed-style config for the tiny model."""
+    """A DeepSpeed-style config for the tiny model; at stage 3 small units are cut too."""
     return {
         "train_batch_size": train_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 3e-3}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero(stage),
         **more,
     }
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    """The section for `stage`; at stage 3 no unit is so small that it stays whole."""
+    return {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}) | more
 
 
 def train_plain(model: nn.Module, data: list[torch.Tensor], *, clip: float = 0.5) -> list[float]:
@@ -114,5 +121,14 @@ def make_engine(settings: dict[str, Any], **model: Any) -> Any:
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Copies of the model's parameters."""
-    return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    """Copies of the model's parameters, gathered where they are cut."""
+    return whole_weights(engine.module)
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters by name, gathered where they are cut."""
+    keepers = {id(keeper): keeper for keeper in map(guard.keeper_of, model.parameters()) if keeper is not None}
+    with ExitStack() as stack:
+        for keeper in keepers.values():
+            stack.enter_context(keeper.whole(keeper.table.all_units))
+        return {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -14,6 +14,7 @@ from mpispeed.base.errors import MpispeedError
 COMMANDS = {
     "run": ("mpispeed.cli.run", "run", "Start a training script on N ranks."),
     "config": ("mpispeed.cli.config", "config", "Check and explain configuration files."),
+    "plan": ("mpispeed.cli.plan", "plan", "Predict memory and traffic before anything starts; GO or NO-GO."),
     "ckpt": ("mpispeed.cli.ckpt", "ckpt", "List and inspect checkpoints."),
     "doctor": ("mpispeed.cli.doctor", "doctor", "Show what is usable on this machine, and why the rest is not."),
 }

@@ -67,6 +67,9 @@ def _check_accumulation(config: Config) -> Iterator[Problem]:
 
 def _check_zero(config: Config) -> Iterator[Problem]:
     zero = config.zero_optimization
+    if config.sparse_gradients and zero.stage:
+        what = f"rows of embedding gradients cannot be cut over ranks, as {_ZERO}.stage {zero.stage} does"
+        yield Problem("sparse_gradients", what, f"set it to false, or {_ZERO}.stage to 0")
     cure = f"set {_ZERO}.reduce_scatter to false, or use stage 1"
     if zero.stage >= 2 and zero.reduce_scatter:
         with_what = f"{_ZERO}.stage {zero.stage} with reduce_scatter"

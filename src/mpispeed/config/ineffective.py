@@ -8,7 +8,6 @@ from typing import Any
 from mpispeed.config.root import Config
 
 _ZERO = "zero_optimization"
-_STAGE3 = "it is for stage 3"
 _HOST = "it is for optimizer states outside the device"
 _PIPE = "it is for pipelines"
 _SLICES = "it is for tensor parallelism"
@@ -26,24 +25,14 @@ NO_EFFECT: dict[str, str] = {
     "optimizer.legacy_fusion": "there is one fused optimizer step",
     "bf16.immediate_grad_update": "gradients are always added as soon as they are there",
     f"{_ZERO}.contiguous_gradients": "gradients always have buffers of their own",
-    f"{_ZERO}.reduce_scatter": "the stage decides how gradients are reduced; false only permits predivision at stage 2",
-    f"{_ZERO}.use_multi_rank_bucket_allreduce": "the stage decides how gradients are reduced",
+    f"{_ZERO}.use_multi_rank_bucket_allreduce": "each rank has an equal part of every bucket: one message serves all",
     f"{_ZERO}.allgather_partitions": "parameters are always collected by all-gather",
     f"{_ZERO}.allgather_bucket_size": "parameters are gathered in the units of reduce_bucket_size",
-    f"{_ZERO}.round_robin_gradients": "the owners of gradients follow from the cut",
-    f"{_ZERO}.sub_group_size": _STAGE3,
-    f"{_ZERO}.prefetch_bucket_size": _STAGE3,
-    f"{_ZERO}.param_persistence_threshold": _STAGE3,
-    f"{_ZERO}.model_persistence_threshold": _STAGE3,
-    f"{_ZERO}.max_live_parameters": _STAGE3,
-    f"{_ZERO}.max_reuse_distance": _STAGE3,
-    f"{_ZERO}.gather_16bit_weights_on_model_save": _STAGE3,
-    f"{_ZERO}.module_granularity_threshold": _STAGE3,
-    f"{_ZERO}.use_all_reduce_for_fetch_params": _STAGE3,
-    f"{_ZERO}.memory_efficient_linear": _STAGE3,
-    f"{_ZERO}.override_module_apply": _STAGE3,
-    f"{_ZERO}.pipeline_loading_checkpoint": _STAGE3,
-    f"{_ZERO}.log_trace_cache_warnings": _STAGE3,
+    f"{_ZERO}.round_robin_gradients": "each rank has an equal part of every bucket already",
+    f"{_ZERO}.sub_group_size": "states are updated in the units of reduce_bucket_size, without copies",
+    f"{_ZERO}.use_all_reduce_for_fetch_params": "parameters are fetched by all-gather, which sends half as much",
+    f"{_ZERO}.memory_efficient_linear": "no module keeps its weights for the backward pass; they are fetched again",
+    f"{_ZERO}.pipeline_loading_checkpoint": "no rank reads more of a checkpoint than its own part",
     "aio.block_size": _DISK,
     "aio.queue_depth": _DISK,
     "aio.intra_op_parallelism": _DISK,

@@ -49,17 +49,8 @@ _SAMPLING = "data_efficiency.data_sampling"
 _COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                 "channel_pruning")  # fmt: skip
 UNAVAILABLE: tuple[Row, ...] = (
-    Row(f"{_Z}.stage", lambda stage: stage == 3, "cutting parameters (stage 3) is not available; use stage 2"),
     Row(f"{_Z}.offload_param", _is_elsewhere, "parameters outside the device are not available; remove it"),
     Row(f"{_Z}.offload_optimizer", _is_elsewhere, "optimizer states outside the device are not available; remove it"),
-    Row(f"{_Z}.zero_hpz_partition_size", _more_than_one, "a second copy of parameters is not available; use 1"),
-    Row(f"{_Z}.zero_quantized_weights", bool, "quantized weights are not available; use false"),
-    Row(f"{_Z}.zero_quantized_nontrainable_weights", bool, "quantized weights are not available; use false"),
-    Row(f"{_Z}.zero_quantized_gradients", bool, "quantized gradients are not available; use false"),
-    Row(f"{_Z}.zeropp_loco_param", lambda p: p is not None, "quantized gradients are not available; remove it"),
-    Row(f"{_Z}.mics_shard_size", lambda n: n > 0, "cutting over a part of the ranks is not available; use -1"),
-    Row(f"{_Z}.mics_hierarchical_params_gather", bool, "hierarchical gathers are not available; use false"),
-    Row(f"{_Z}.ignore_unused_parameters", _is_false, "refusing parameters without gradient is not available; use true"),
     Row(f"{_Z}.load_from_fp32_weights", _is_false, "masters made of 16-bit weights are not available; use true"),
     Row("checkpoint.use_node_local_storage", bool, "a checkpoint per node is not available; use a shared folder"),
     Row(
@@ -105,7 +96,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row("pipeline.stages", _more_than_one, "pipelines are not available; use 1 stage"),
     Row("tensor_parallel.autotp_size", _more_than_one, "tensor parallelism is not available; use 0"),
     Row("tensor_parallel.tensor_parallel.tp_size", _more_than_one, "tensor parallelism is not available; use 1"),
-    Row("sparse_gradients", bool, "sparse gradients are not available; use false"),
     Row("sequence_parallel_size", _more_than_one, "sequence parallelism is not available; use 1"),
 )  # fmt: skip
 

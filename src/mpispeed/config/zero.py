@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from mpispeed.config.offload import OffloadOptimizer, OffloadParam
@@ -20,8 +22,13 @@ class ZeroOptimization(Section):
 
     stage: Stage = Field(0, description="0 nothing, 1 masters and optimizer states, 2 and gradients, 3 and parameters.")
     contiguous_gradients: bool = Field(True, description="Copy gradients into one buffer as they appear.")
-    reduce_scatter: bool = Field(True, description="Reduce gradients by reduce-scatter rather than all-reduce.")
-    reduce_bucket_size: Natural = Field(5 * 10**8, description="Elements reduced at once.")
+    reduce_scatter: bool = Field(
+        True, description="Stages 1 to 3: sum gradients by reduce-scatter, else by all-reduce."
+    )
+    reduce_bucket_size: Natural = Field(
+        5 * 10**8,
+        description="Most elements in one unit of several parameters; units are reduced, fetched and updated as one.",
+    )
     use_multi_rank_bucket_allreduce: bool = Field(
         True, description="One all-reduce for a bucket that spans several owners; used when reduce_scatter is off."
     )
@@ -34,22 +41,47 @@ class ZeroOptimization(Section):
     elastic_checkpoint: bool = Field(False, description="No effect: every checkpoint loads at any number of ranks.")
     offload_param: OffloadParam | None = Field(None, description="Where parameters rest (stage 3).")
     offload_optimizer: OffloadOptimizer | None = Field(None, description="Where masters and optimizer states rest.")
-    sub_group_size: Natural = Field(10**9, description="Elements that are updated at once.")
-    prefetch_bucket_size: Natural = Field(5 * 10**7, description="Stage 3: elements fetched ahead.")
-    param_persistence_threshold: Natural = Field(10**5, description="Stage 3: smaller parameters stay whole.")
-    model_persistence_threshold: Natural = Field(2**63 - 1, description="Stage 3: elements that may stay whole in all.")
-    max_live_parameters: Natural = Field(10**9, description="Stage 3: elements that may be whole at once.")
-    max_reuse_distance: Natural = Field(
-        10**9, description="Stage 3: keep a parameter that is used again within so many elements."
+    sub_group_size: Natural = Field(
+        10**9, description="No effect: states are updated in the units of reduce_bucket_size."
     )
-    gather_16bit_weights_on_model_save: bool = Field(False, description="Stage 3: save whole 16-bit weights.")
-    module_granularity_threshold: Integer = Field(0, description="Stage 3: fetch small modules as one.")
-    use_all_reduce_for_fetch_params: bool = Field(False, description="Stage 3: fetch by all-reduce.")
+    prefetch_bucket_size: Natural = Field(
+        5 * 10**7, description="Stage 3: elements fetched before they are needed; 0 is off."
+    )
+    param_persistence_threshold: Natural = Field(
+        10**5,
+        description="Elements up to which neighbouring small modules form one unit (at every stage), and up to which a "
+        "unit stays whole (stage 3). A unit is a block of the model, or what stands between two blocks.",
+    )
+    model_persistence_threshold: Natural = Field(
+        2**63 - 1, description="Stage 3: elements that stay whole in all, at most."
+    )
+    max_live_parameters: Natural = Field(
+        10**9, description="Stage 3: elements that are whole at once, at most, beside the unit that is needed."
+    )
+    max_reuse_distance: Natural = Field(
+        10**9, description="Stage 3: keep a unit that is used again before so many elements of others are used."
+    )
+    gather_16bit_weights_on_model_save: bool = Field(
+        False, description="Stage 3: allow save_16bit_model, which gathers the model; without it it writes nothing."
+    )
+    module_granularity_threshold: Integer = Field(
+        0,
+        description="Stage 3: fetch a module with all below it where that is at most so many elements for each "
+        "module; 0 is off.",
+    )
+    use_all_reduce_for_fetch_params: bool = Field(
+        False, description="No effect: parameters are fetched by all-gather, which sends half as much."
+    )
     ignore_unused_parameters: bool = Field(
         True, description="Accept parameters without a gradient; false refuses them."
     )
     legacy_stage1: bool = Field(False, description="Removed; only false is accepted.")
     round_robin_gradients: bool = Field(False, description="Stages 1, 2: spread the copies of gradients over ranks.")
+    divergent_modules: Literal["error", "union"] = Field(
+        "error",
+        description="Stage 3: what happens when ranks run different modules: an error that names them, or every rank "
+        "takes part in fetching what any of them needs.",
+    )
     zero_hpz_partition_size: Positive = Field(1, description="Ranks over which a second copy of parameters is cut.")
     zero_quantized_weights: bool = Field(False, description="Fetch parameters as 8-bit integers.")
     zero_quantized_nontrainable_weights: bool = Field(False, description="The same for parameters without gradient.")
@@ -57,7 +89,11 @@ class ZeroOptimization(Section):
     zeropp_loco_param: LocoParam | None = Field(None, description="Error feedback of quantized gradients.")
     mics_shard_size: Integer = Field(-1, description="Ranks over which parameters are cut; -1 is all.")
     mics_hierarchical_params_gather: bool = Field(False, description="Fetch between nodes, then inside them.")
-    memory_efficient_linear: bool = Field(True, description="Stage 3: linear layers keep no whole weights.")
-    override_module_apply: bool = Field(True, description="Stage 3: gather parameters for Module.apply.")
-    pipeline_loading_checkpoint: bool = Field(False, description="Stage 3: ranks of a node load in turn.")
-    log_trace_cache_warnings: bool = Field(False, description="Stage 3: warn when the order of use changes.")
+    memory_efficient_linear: bool = Field(True, description="No effect: no module keeps whole weights.")
+    override_module_apply: bool = Field(True, description="zero.Init: gather cut parameters for Module.apply.")
+    pipeline_loading_checkpoint: bool = Field(
+        False, description="No effect: no rank reads more of a checkpoint than its own part."
+    )
+    log_trace_cache_warnings: bool = Field(
+        False, description="Stage 3: warn on rank 0 when modules are used in another order than before."
+    )

@@ -16,6 +16,7 @@ from mpispeed.config.load import LoadedConfig, parse, read_source, validate
 from mpispeed.config.unavailable import require_available
 from mpispeed.engine.assemble import assemble
 from mpispeed.engine.engine import Engine
+from mpispeed.engine.placements import ranks_per_node
 from mpispeed.engine.plan import Plan, make_plan
 from mpispeed.mesh.world import start
 
@@ -161,10 +162,11 @@ def _resolve(world: World, source: tuple[Any, str], model: nn.Module) -> tuple[L
     """
     content, where = source
     problem, digest, resolved = "", "", None
+    node = ranks_per_node(world)
     try:
         loaded = parse(content, where) if isinstance(content, str) else validate(content, where)
         require_available(loaded.config, loaded.where)
-        resolved = loaded, make_plan(loaded.config, world.size, _floating_dtype(model))
+        resolved = loaded, make_plan(loaded.config, world.size, _floating_dtype(model), ranks_per_node=node)
         shapes = [(name, tuple(param.shape), param.dtype) for name, param in model.named_parameters()]
         digest = resolved[1].digest() + hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
     except ConfigError as error:

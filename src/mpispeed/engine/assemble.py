@@ -16,19 +16,18 @@ from mpispeed.data.loader import ShardedLoader
 from mpispeed.engine import step
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.engine.parts import Counters, Optimization, Parts
+from mpispeed.engine.reducing import choose_reducer
 from mpispeed.engine.reports import observe
+from mpispeed.engine.sharding import Sharding, shard
 from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Topology
 from mpispeed.optim.choice import build
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Rule
 from mpispeed.optim.schedule import build_schedule
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
-from mpispeed.store.table import Table
 from mpispeed.zero.grads import Averaging, GradStore
 from mpispeed.zero.hooks import GradHooks
-from mpispeed.zero.params import ParamStore, broadcast_rest
-from mpispeed.zero.units import plan_units
+from mpispeed.zero.params import broadcast_rest
 from mpispeed.zero.walk import StateStore, Walker
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from mpispeed.config.load import LoadedConfig
     from mpispeed.engine.plan import Plan
     from mpispeed.mesh.world import World
+    from mpispeed.zero.params import ParamStore
 
 log = logging.getLogger(__name__)
 
@@ -66,22 +66,16 @@ def assemble(
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     _refuse_foreign_params(model, groups)
     scaler = make_scaler(plan)
-    mesh = Mesh(Topology(plan.axes), world, reduction=plan.reduction)
-    table = plan_units(model, group_of, mesh["data"].size, plan.bucket_elements) if rule else Table(())
-    params = ParamStore(
-        table,
-        mesh,
-        compute=_cast_to(plan),
-        master=torch.float32,
-        master_placement=plan.states.master,
-    )
+    mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
+    sharding = shard(plan, mesh, model, group_of, _cast_to(plan))
+    table, params = sharding.table, sharding.params
     broadcast_rest(model, table, mesh, _cast_to(plan))
     counters = Counters()
     optimization, scheduler = None, None
     parts_of_step: Sequence[step.StepPart] = ()
     if rule is not None:
-        optimization, walker = _optimize(plan, mesh, table, params, scaler, rule, groups, basic)
-        scheduler = _make_scheduler_or_unhook(plan, optimization, lr_scheduler)
+        optimization, walker = _optimize(plan, mesh, model, sharding, scaler, rule, groups, basic)
+        scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
         parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, walker, scheduler)
         if basic is not None and isinstance(rule, Foreign):
             optimization.unguard = rule.guard(optimization.grads.clear)
@@ -89,15 +83,14 @@ def assemble(
     loader = None
     if training_data is not None:
         loader = make_loader(plan, mesh, training_data, collate_fn)
-    parts = Parts(
-        plan, mesh, model, table, params, bus, scaler, counters, optimization, scheduler, loader, parts_of_step
-    )
+    parts = Parts(plan, mesh, model, sharding, bus, scaler, counters, optimization, scheduler, loader, parts_of_step)
     try:
         _watch(parts, loaded)
     except BaseException:
         if optimization is not None:  # the model and the optimizer can be given to another `initialize`
             optimization.hooks.remove()
             optimization.unguard()
+        sharding.remove()
         raise
     return parts
 
@@ -221,13 +214,14 @@ def make_scaler(plan: Plan) -> LossScale:
 def _optimize(
     plan: Plan,
     mesh: Mesh,
-    table: Table,
-    params: ParamStore,
+    model: nn.Module,
+    sharding: Sharding,
     scaler: LossScale,
     rule: Rule,
     groups: list[dict[str, Any]],
     basic: torch.optim.Optimizer | None,
 ) -> tuple[Optimization, Walker]:
+    table, params = sharding.table, sharding.params
     is_wire_set = _cast_to(plan) is not None or plan.config.communication_data_type is not None
     grads = GradStore(
         table,
@@ -238,21 +232,31 @@ def _optimize(
         communicate=plan.policy.communicate if is_wire_set else None,
         averaging=Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
         is_overlapped=plan.is_overlapped,
+        scatters=plan.config.zero_optimization.reduce_scatter,
+        requires_all=not plan.config.zero_optimization.ignore_unused_parameters,
+        reducer=choose_reducer(plan, model, table),
+        wait=sharding.wait,
     )
+    grads.arena = params.arena  # buffers of one size serve both
     states = StateStore(table, params, rule.state_names)
+    params.grads, params.states, params.rule, params.groups = grads, states, rule, groups
+    landed = sharding.frames.landed if sharding.frames is not None else None
     # In fp16 scripts read the loss scale off the optimizer, which a client's own object does not have.
     own = EngineOptimizer(groups, scaler, grads.clear, rule.name, basic)
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
-    optimization = Optimization(rule, groups, grads, states, GradHooks(table, grads), facade, basic or own)
+    optimization = Optimization(rule, groups, grads, states, GradHooks(table, grads, landed), facade, basic or own)
     return optimization, Walker(params, grads, states, per_parameter=rule.wants_whole)
 
 
-def _make_scheduler_or_unhook(plan: Plan, optimization: Optimization, lr_scheduler: Any) -> Any | None:
+def _make_scheduler_or_unhook(
+    plan: Plan, optimization: Optimization, sharding: Sharding, lr_scheduler: Any
+) -> Any | None:
     """`make_scheduler`; when it fails the model can be given to another `initialize`."""
     try:
         return make_scheduler(plan, optimization, lr_scheduler)
     except BaseException:
         optimization.hooks.remove()
+        sharding.remove()
         raise
 
 
@@ -291,9 +295,10 @@ def step_parts(
     """The step in order; see `engine/step.py`."""
     grads = optimization.grads
     parts: list[step.StepPart] = [
+        step.CheckParams(params),
         step.FinishReduce(grads),
         step.MeasureNorm(mesh, grads),
-        step.AdjustScale(scaler, mesh, counters),
+        step.AdjustScale(scaler, mesh, counters, grads),
         step.ScaleAndClip(plan.gradient_clipping),
         step.Update(optimization.rule, walker, optimization.groups, optimization.facade),
         step.Publish(params),

@@ -1,10 +1,8 @@
-"""What an engine writes to a checkpoint: logical tensors, counters, generators; and its weights alone."""
+"""What an engine writes to a checkpoint: logical tensors, counters, generators."""
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base import rng
-from mpispeed.base.errors import CheckpointError
 from mpispeed.base.events import Event
 from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
 from mpispeed.ckpt.save import SaveOptions
 from mpispeed.ckpt.save import save as save_files
 from mpispeed.ckpt.tags import check_same_tag
-from mpispeed.engine.placements import DATA
 from mpispeed.optim.rule import KeepsState
 from mpispeed.store.layout import Span
-from mpispeed.store.move import own_span
+from mpispeed.store.move import own_share
 from mpispeed.zero.units import tied_names
 from mpispeed.zero.walk import Walker
 
@@ -31,12 +27,9 @@ if TYPE_CHECKING:
     from mpispeed.engine.engine import Engine
     from mpispeed.engine.parts import Parts
     from mpispeed.optim.rule import Window
-    from mpispeed.store.layout import Entry
-    from mpispeed.store.table import Unit
+    from mpispeed.store.table import Place, Unit
 
 log = logging.getLogger(__name__)
-
-NAMES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +41,10 @@ class SaveSettings:
     overwrite: bool = False
 
 
-# -- save --------------------------------------------------------------------------------------------------------
-
-
 def save(engine: Engine, folder: str, tag: str | None, client_state: dict[str, Any], settings: SaveSettings) -> bool:
     """Write one checkpoint. Collective over: all ranks."""
     parts, comm = engine.parts, engine.mesh.world.comm
+    parts.sharding.meet("engine.save_checkpoint()")
     start = time.perf_counter()
     tag = f"global_step{parts.counters.global_steps}" if tag is None else str(tag)
     tag = check_same_tag(comm, tag, parts.plan.config.checkpoint.tag_validation)
@@ -120,7 +111,9 @@ def _param_infos(parts: Parts, settings: SaveSettings) -> list[ParamInfo]:
             compute = parts.params.dtypes(place.unit)[0]
             infos.append(ParamInfo(name, tuple(param.shape), compute, "trainable", place.entry.group, step))
         elif not settings.exclude_frozen_parameters:
-            infos.append(ParamInfo(name, tuple(param.shape), param.dtype, "frozen", -1, 0))
+            place = parts.table.locate(param)
+            compute = param.dtype if place is None else parts.params.dtypes(place.unit)[0]
+            infos.append(ParamInfo(name, tuple(param.shape), compute, "frozen", -1, 0))
     return infos
 
 
@@ -138,20 +131,28 @@ def _tensors(
                 states.setdefault((entry.name, slot), []).append(
                     Piece(common.start - entry.offset, tensor.reshape(-1)[local])
                 )
-    rank = parts.mesh.rank
+    rank, frozen = parts.mesh.rank, {u.index: parts.params.rest(u) for u in _frozen_units(parts, settings)}
     for name, param in parts.module.named_parameters():
-        place = parts.table.find(param)
-        if place is None:
-            if not settings.exclude_frozen_parameters:
+        place, shape = parts.table.locate(param), tuple(param.shape)
+        if place is None or not place.unit.is_trainable:
+            if place is not None and place.unit.index in frozen:
+                # every rank writes of a frozen parameter that a unit holds what it holds
+                pieces = _pieces(parts, place, parts.params.rest_span(place.unit), frozen[place.unit.index])
+                yield LogicalTensor(name, "weight16", shape, parts.params.dtypes(place.unit)[0], pieces)
+            elif not settings.exclude_frozen_parameters:
                 yield _by_rank_0(name, "weight16", param, rank)
             continue
-        shape = tuple(param.shape)
         dtype = parts.params.dtypes(place.unit)[1]
-        yield LogicalTensor(name, "master", shape, dtype, _master_pieces(parts, place.unit, place.entry))
+        own = parts.params.span(place.unit), parts.params.master(place.unit)
+        yield LogicalTensor(name, "master", shape, dtype, _pieces(parts, place, *own))
         for slot in slots[place.entry.group]:
             yield LogicalTensor(name, slot, shape, dtype, tuple(states.get((name, slot), ())))
     for name, buffer in persistent_buffers(parts.module):
         yield _by_rank_0(name, "buffer", buffer, rank)
+
+
+def _frozen_units(parts: Parts, settings: SaveSettings) -> tuple[Unit, ...]:
+    return () if settings.exclude_frozen_parameters else parts.table.frozen
 
 
 def _by_rank_0(name: str, slot: str, tensor: torch.Tensor, rank: int) -> LogicalTensor:
@@ -160,16 +161,16 @@ def _by_rank_0(name: str, slot: str, tensor: torch.Tensor, rank: int) -> Logical
 
 
 def _share(parts: Parts, unit: Unit) -> Span:
-    """The range this rank writes: an equal cut even where masters are whole, so that all ranks write."""
-    return own_span(parts.mesh, DATA, unit.layout.padded)
+    """The range this rank writes: an equal part of its masters that is its alone, so that all ranks write."""
+    return own_share(parts.mesh, parts.params.placement, unit.layout.padded, "data")
 
 
-def _master_pieces(parts: Parts, unit: Unit, entry: Entry) -> tuple[Piece, ...]:
-    common = entry.span.intersect(_share(parts, unit))
+def _pieces(parts: Parts, place: Place, held: Span, values: torch.Tensor) -> tuple[Piece, ...]:
+    """What this rank writes of a parameter, of the range `held` of its unit that it has in `values`."""
+    common = place.entry.span.intersect(_share(parts, place.unit))
     if not common.numel:
         return ()
-    local = common.shifted(-parts.params.span(unit).start).slice
-    return (Piece(common.start - entry.offset, parts.params.master(unit)[local]),)
+    return (Piece(common.start - place.entry.offset, values[common.shifted(-held.start).slice]),)
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -246,44 +247,3 @@ def _state(parts: Parts, windows: list[Window], slots: list[list[str]], client_s
 def _plain_scheduler(state: dict[str, Any]) -> dict[str, Any]:
     """A scheduler's state without callables (torch keeps lambdas out of it too, as None)."""
     return {key: value for key, value in state.items() if not callable(value)}
-
-
-# -- weights alone -----------------------------------------------------------------------------------------------
-
-
-def save_weights(engine: Engine, folder: str, filename: str, exclude_frozen: bool) -> bool:
-    """The module's state dict in compute dtype as one torch file. Collective over: all ranks."""
-    parts, problem = engine.parts, ""
-    if parts.mesh.rank == 0:
-        state = {}
-        frozen = {name for name, param in parts.module.named_parameters() if parts.table.find(param) is None}
-        clones: dict[int, torch.Tensor] = {}
-        for name, tensor in parts.module.state_dict(keep_vars=True).items():
-            if exclude_frozen and name in frozen:
-                continue
-            # A clone drops the flat buffer behind the view; tied names share one clone.
-            state[name] = clones.setdefault(id(tensor), tensor.detach().clone())
-        try:
-            _write_whole(state, Path(folder), filename)
-        except (OSError, RuntimeError, ValueError) as error:  # torch reports a full disk as a RuntimeError
-            problem = f"cannot write {filename} in {folder}: {error}"
-    parts.mesh.world.comm.agree(not problem, problem, CheckpointError)
-    return True
-
-
-def _write_whole(state: dict[str, torch.Tensor], folder: Path, filename: str) -> None:
-    """The file appears complete or not at all; its temporary name cannot be foreseen and is made anew."""
-    if Path(filename).name != filename:
-        msg = f"save_filename {filename!r} is no plain file name; put the folder into save_dir"
-        raise ValueError(msg)
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{filename}.{secrets.token_hex(8)}.tmp"
-    with temporary.open("xb") as file:  # "x" follows no link
-        try:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.replace(folder / filename)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise

@@ -14,6 +14,7 @@ from mpispeed.base.events import Event
 from mpispeed.engine import checkpoint, queries, restore
 from mpispeed.engine.backward import Accumulation, scale_loss
 from mpispeed.engine.step import StepContext
+from mpispeed.engine.weights import Weights
 from mpispeed.precision.cast import cast_inputs
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
 
 
-class Engine(nn.Module):
+class Engine(Weights, nn.Module):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
     Names that the engine does not have are looked up among the settings (`engine.gradient_clipping()`) and then on
@@ -84,7 +85,8 @@ class Engine(nn.Module):
         if self.plan.casts_inputs:
             inputs = cast_inputs(inputs, self.plan.policy.compute)
         start = time.perf_counter()
-        output = self.module(*inputs, **kwargs)
+        with self.parts.sharding.unwinding():
+            output = self.module(*inputs, **kwargs)
         self.bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
         return output
 
@@ -104,8 +106,9 @@ class Engine(nn.Module):
         _check_scalar(loss)
         grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and not self._accumulation.is_local)
         scale = self.parts.scaler.scale
-        (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
-        grads.end_backward()
+        with self.parts.sharding.unwinding():
+            (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
+        self.parts.end_backward()
         self.counters.pending_backwards += 1
         self._loss_sum += float(loss.detach())
         self.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
@@ -303,14 +306,6 @@ class Engine(nn.Module):
         settings = restore.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state)
         return restore.load(self, load_dir, tag, settings)
 
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the model's weights in compute dtype as one torch file (rank 0). Collective over: all ranks."""
-        return checkpoint.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
-
-    save_fp16_model = save_16bit_model
-
     def destroy(self) -> None:
         """Take hooks off, stop communication threads, flush observers. The model keeps its weights.
 
@@ -321,6 +316,8 @@ class Engine(nn.Module):
             if self.parts.optimization:
                 self.parts.optimization.hooks.remove()
                 self.parts.optimization.unguard()
+            self.parts.sharding.meet("engine.destroy()")
+            self.parts.sharding.remove()
             self.bus.announce(Event.CLOSE)
             self.mesh.close()
 

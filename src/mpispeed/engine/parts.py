@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from mpispeed.base.events import Bus
     from mpispeed.engine.plan import Plan
+    from mpispeed.engine.sharding import Sharding
     from mpispeed.engine.step import StepPart
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
@@ -76,8 +77,7 @@ class Parts:
     plan: Plan
     mesh: Mesh
     module: nn.Module
-    table: Table
-    params: ParamStore
+    sharding: Sharding
     bus: Bus
     scaler: LossScale
     counters: Counters
@@ -85,3 +85,19 @@ class Parts:
     scheduler: Any | None
     loader: Any | None
     step_parts: Sequence[StepPart]
+
+    @property
+    def table(self) -> Table:
+        """Which parameter is where."""
+        return self.sharding.table
+
+    @property
+    def params(self) -> ParamStore:
+        """What holds parameters and masters."""
+        return self.sharding.params
+
+    def end_backward(self) -> None:
+        """A backward pass is over. Collective over: the data axis, where gradients or parameters rest cut."""
+        if self.optimization is not None:
+            self.optimization.grads.end_backward()
+        self.sharding.end_backward()

@@ -11,11 +11,13 @@ import torch
 
 from mpispeed.base.errors import ConfigError, TopologyError
 from mpispeed.config.batch import resolve_batch
-from mpispeed.engine.placements import STATES_BY_STAGE, States
+from mpispeed.config.derive import overlaps_communication
+from mpispeed.engine.placements import Placing, States, place
 from mpispeed.precision.policy import Policy, resolve
 
 if TYPE_CHECKING:
     from mpispeed.config.root import Config
+    from mpispeed.mesh.topology import Topology
 
 UNIT_ELEMENTS_MAX = 2**31 - 1
 
@@ -63,7 +65,7 @@ class Plan:
     axes: dict[str, int]
     batch: Batch
     stage: int
-    states: States
+    placing: Placing
     policy: Policy
     gradient_clipping: float
     is_prescaled: bool
@@ -79,13 +81,27 @@ class Plan:
     steps_per_print: int | None
     device: torch.device
 
+    @property
+    def states(self) -> States:
+        """Where each kind of model state rests."""
+        return self.placing.states
+
+    def topology(self) -> Topology:
+        """`axes`, divided as the placements need it."""
+        return self.placing.topology(self.axes)
+
+    def _divided(self) -> str:
+        names = [factor.name for factor in self.placing.factors]
+        sizes = [f"{name} {self.topology().group_size(name)}" for name in names]
+        return f" ({', '.join(sizes)})" if sizes else ""
+
     def with_batch(self, batch: Batch) -> Plan:
         """The same plan at another batch size."""
         return dataclasses.replace(self, batch=batch)
 
     def digest(self) -> str:
         """A short hash of everything that must be equal on all ranks."""
-        text = self.config.model_dump_json() + repr((self.axes, self.batch, self.policy))
+        text = self.config.model_dump_json() + repr((self.axes, self.batch, self.policy, self.placing))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> list[tuple[str, str]]:
@@ -94,7 +110,7 @@ class Plan:
         dtypes = ("compute", "accumulate", "master")
         names = {name: str(getattr(policy, name)).removeprefix("torch.") for name in dtypes}
         return [
-            ("ranks", " x ".join(f"{axis} {size}" for axis, size in self.axes.items())),
+            ("ranks", " x ".join(f"{axis} {size}" for axis, size in self.axes.items()) + self._divided()),
             ("batch", f"{b.train_batch_size} = {b.micro_batch_size} x {b.gradient_accumulation_steps} x {b.ranks}"),
             ("stage", f"{self.stage}"),
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
@@ -103,8 +119,8 @@ class Plan:
         ]
 
 
-def make_plan(config: Config, world_size: int, model_dtype: torch.dtype) -> Plan:
-    """Resolve `config` for `world_size` ranks.
+def make_plan(config: Config, world_size: int, model_dtype: torch.dtype, *, ranks_per_node: int | None = None) -> Plan:
+    """Resolve `config` for `world_size` ranks, of which neighbours share nodes; None: all share one.
 
     Raises:
         ConfigError: settings that cannot hold together, with the keys, the values and the cure.
@@ -129,12 +145,12 @@ def make_plan(config: Config, world_size: int, model_dtype: torch.dtype) -> Plan
         axes={"pipe": 1, "data": data, "model": 1},
         batch=Batch(*triple, data),
         stage=zero.stage,
-        states=STATES_BY_STAGE[zero.stage],
+        placing=place(zero, data, world_size if ranks_per_node is None else ranks_per_node),
         policy=policy,
         gradient_clipping=config.gradient_clipping,
         is_prescaled=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
-        is_overlapped=bool(zero.overlap_comm),
+        is_overlapped=overlaps_communication(config),
         bucket_elements=min(max(zero.reduce_bucket_size, 1), UNIT_ELEMENTS_MAX),
         reduction=config.reduction,
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,

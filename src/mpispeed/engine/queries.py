@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.engine.facade import EngineOptimizer
+from mpispeed.zero.gathered import empty_partition_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +47,7 @@ METHODS: dict[str, Callable[[Parts], Any]] = {
     "get_sequence_parallel_group": lambda p: p.mesh[()],
     "zero_cpu_offload": lambda p: False,
     "zero_use_cpu_optimizer": lambda p: False,
+    "empty_partition_cache": lambda p: empty_partition_cache(p.module),
     "aio_config": lambda p: p.plan.config.aio.model_dump(),
 }
 

@@ -18,6 +18,7 @@ from mpispeed.base.events import Event
 from mpispeed.ckpt.errors import NoCheckpoint
 from mpispeed.ckpt.load import Checkpoint, open_checkpoint
 from mpispeed.engine.checkpoint import persistent_buffers, windows_of
+from mpispeed.engine.weights import NAMES_SHOWN, load_by
 from mpispeed.optim.rule import KeepsState
 from mpispeed.store.layout import Span
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAMES_SHOWN = 20
 READ_ERRORS = (CheckpointError, ConfigError, OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError)
 """What a damaged, unreadable or unfit checkpoint can raise on one rank; ranks agree on it."""
 
@@ -49,6 +49,7 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Take a checkpoint back at this engine's layout. Collective over: all ranks."""
     parts, comm = engine.parts, engine.mesh.world.comm
+    parts.sharding.meet("engine.load_checkpoint()")
     start = time.perf_counter()
     try:
         source = open_checkpoint(Path(folder), tag)
@@ -108,10 +109,9 @@ def _updates_of_state(parts: Parts, source: Checkpoint, state: dict[str, Any]) -
 def _take_generators(parts: Parts, source: Checkpoint) -> None:
     """Exact states on as many ranks as saved; else fresh ones, seeded by the saved step and this rank."""
     rank, size = parts.mesh.rank, parts.mesh.size
-    states = {kind: source.rng(kind) for kind in source.rng_kinds()}
-    if all(len(ranks) == size for ranks in states.values()):
-        rng.restore({kind: ranks[rank] for kind, ranks in states.items()})
-    else:
+    if source.rng_ranks == size:
+        rng.restore(source.rng_of(rank))
+    elif source.rng_ranks:
         rng.seed_all(parts.plan.config.seed, source.global_step, rank)
 
 
@@ -132,14 +132,16 @@ def _text_of(error: BaseException) -> str:
 
 def _take(parts: Parts, source: Checkpoint, settings: LoadSettings) -> None:
     """Weights, masters and optimizer state; every rank reads only its own ranges."""
-    with _agreed(parts.mesh.world.comm):
+    comm = parts.mesh.world.comm
+    if settings.custom_load_fn is not None:
+        with _agreed(comm):
+            whole = _whole_state(source)
+        problem = load_by(parts, settings.custom_load_fn, whole)
+        comm.agree(not problem, problem, CheckpointError)
+    with _agreed(comm):
         if settings.custom_load_fn is None:
             _check_names(parts, source, settings.strict)
             _read_module(parts, source)
-        else:
-            with torch.no_grad():
-                settings.custom_load_fn(src=_whole_state(source), dst=parts.module)
-            parts.params.refresh_masters()
         if not settings.module_only:
             _forget_states(parts)
             if settings.optimizer_states:
@@ -196,18 +198,21 @@ def _weight_slot(source: Checkpoint, name: str) -> str:
 
 
 def _read_module(parts: Parts, source: Checkpoint) -> None:
-    stored = set(source.names())
-    for unit in parts.table.units:
-        own = parts.params.span(unit)
+    stored, stored_buffers, params = set(source.names()), set(source.buffers()), parts.params
+    for unit in parts.table.all_units:
+        own, values = params.span(unit), params.master(unit)
+        if not unit.is_trainable:
+            own, values = params.rest_span(unit), params.rest(unit)
         for entry, common in unit.layout.overlaps(own):
             if entry.name in stored:
-                out = parts.params.master(unit)[common.shifted(-own.start).slice]
+                out = values[common.shifted(-own.start).slice]
                 source.read(entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
+        if not unit.is_trainable:
+            params.put_rest(unit, values)
     with torch.no_grad():
         for name, param in parts.module.named_parameters():
-            if parts.table.find(param) is None and name in stored:
+            if parts.table.locate(param) is None and name in stored:
                 source.read(name, _weight_slot(source, name), 0, param.data.view(-1))
-        stored_buffers = set(source.buffers())
         for name, buffer in persistent_buffers(parts.module):
             if name in stored_buffers:
                 source.read(name, "buffer", 0, buffer.view(-1))

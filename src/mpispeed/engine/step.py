@@ -13,6 +13,7 @@ import torch
 from mpispeed.base.errors import UsageError
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.zero.norm import global_square_sum
+from mpispeed.zero.params import find_unbound
 
 if TYPE_CHECKING:
     from mpispeed.engine.parts import Counters
@@ -58,6 +59,28 @@ class FinishReduce:
         self._grads.finish()
 
 
+class CheckParams:
+    """Refuse a step whose result the model would not see."""
+
+    def __init__(self, params: ParamStore) -> None:
+        self._params = params
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Local.
+
+        Raises:
+            UsageError: a parameter was given other data than the engine's.
+        """
+        name = find_unbound(self._params)
+        if name:
+            msg = (
+                f"parameter {name!r} was given other data (param.data = ...) after initialize, which training would "
+                "not change; write into it with `with mpispeed.zero.GatheredParameters(param, modifier_rank=0):` and "
+                "param.copy_(...) under torch.no_grad(), or before initialize"
+            )
+            raise UsageError(msg)
+
+
 class MeasureNorm:
     """Global norm and finite check in one pass; all ranks come to the same verdict."""
 
@@ -74,12 +97,13 @@ class MeasureNorm:
 class AdjustScale:
     """Tell the loss scale how the step went; gradients keep the scale that backward used."""
 
-    def __init__(self, scaler: LossScale, mesh: Mesh, counters: Counters) -> None:
-        self._scaler, self._mesh, self._counters = scaler, mesh, counters
+    def __init__(self, scaler: LossScale, mesh: Mesh, counters: Counters, grads: GradStore) -> None:
+        self._scaler, self._mesh, self._counters, self._grads = scaler, mesh, counters, grads
 
     def __call__(self, ctx: StepContext) -> None:
         """Local: every rank has the same verdict."""
         self._scaler.update(ctx.skip)
+        self._grads.rescale(self._scaler.scale / ctx.scale, is_overflow=ctx.skip)
         if ctx.skip and self._mesh.rank == 0:
             step = self._counters.global_steps + 1
             if self._scaler.dynamic:
@@ -128,8 +152,7 @@ class Publish:
     def __call__(self, ctx: StepContext) -> None:
         """Collective over: the axes by which masters are cut."""
         if not ctx.skip:
-            for unit in self._params.table.units:
-                self._params.publish(unit)
+            self._params.publish_all()
 
 
 class ClearGrads:

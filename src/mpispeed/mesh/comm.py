@@ -245,6 +245,7 @@ class Comm(Started, Transport):
     def run_on(self, progress: Progress) -> Comm:
         """Become a lane's group: started verbs go through `progress`, blocking ones wait for them first."""
         self.started, self.progress, self.is_lane = self, progress, True
+        progress.add_group(self)
         return self
 
     def start_on(self, progress: Progress) -> Comm:

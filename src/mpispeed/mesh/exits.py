@@ -79,7 +79,7 @@ class Exits:
     def __init__(self, comm: Comm, node: Comm, ending: Ending, finish: Callable[[], None] = _nothing) -> None:
         """Agree on a lock for each node. Collective over: all ranks."""
         self._comm, self._ending, self._finish = comm, ending, finish
-        self._lock = _open_lock(node)
+        self._lock = open_lock(node)
         self._exit_code: int | None = None
         self._has_left = False
         self.has_shown = False
@@ -216,7 +216,7 @@ class Exits:
                 continue
 
 
-def _open_lock(node: Comm) -> int | None:
+def open_lock(node: Comm) -> int | None:
     """A file that all ranks of the node have open and nobody can see; None where that cannot be had."""
     path = ""
     if node.rank == 0:

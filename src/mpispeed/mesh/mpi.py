@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.dtypes import REDUCE_NAMES, move_name
 from mpispeed.mesh.ending import Ending
 from mpispeed.mesh.journal import Journal
-from mpispeed.mesh.transport import Fast, Pairs
+from mpispeed.mesh.transport import Comparison, Fast, Pairs
 from mpispeed.mesh.work import Poll
 
 EXCHANGE_TAG = 32000
@@ -127,9 +128,11 @@ class MpiComm(Comm):
         """MPI_Allgather of pickles."""
         return list(self._handle.allgather(obj))
 
-    def arrive(self) -> Poll:
-        """MPI_Ibarrier."""
-        return self._handle.Ibarrier().Test
+    def compare(self, code: int) -> Comparison:
+        """MPI_Iallreduce of the least code and the greatest: 16 bytes for any number of ranks."""
+        bounds = array("q", (code, -code))
+        test = self._handle.Iallreduce(MPI.IN_PLACE, [bounds, MPI.INT64_T], MPI.MIN).Test
+        return lambda: (bounds[0], -bounds[1]) if test() else None
 
     def duplicate(self) -> Comm:
         """MPI_Comm_dup."""

@@ -18,7 +18,7 @@ import torch
 from mpispeed.base.errors import CommError
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.journal import Journal
-from mpispeed.mesh.transport import Pairs
+from mpispeed.mesh.transport import Comparison, Pairs
 from mpispeed.mesh.work import Poll
 from mpispeed.mesh.world import World
 
@@ -86,7 +86,8 @@ class _Group:
         self.machine, self.key, self.ranks = machine, key, ranks
         self.turns = [0] * len(ranks)
         self.made = [0] * len(ranks)
-        self.arrivals = [0] * len(ranks)
+        self.compared = [0] * len(ranks)
+        self.codes: dict[int, list[int]] = {}
         self.meetings: dict[int, _Meeting] = {}
         self.mail: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
 
@@ -246,16 +247,19 @@ class SimComm(Comm):
         """Everyone's object itself, not a copy."""
         return self._meet("gather_objects", obj, list)
 
-    def arrive(self) -> Poll:
-        """Count this rank in."""
-        arrivals = self._group.arrivals
-        with self._group.machine.changed:
-            arrivals[self.rank] += 1
-            wanted = arrivals[self.rank]
+    def compare(self, code: int) -> Comparison:
+        """Leave the code where all members see it."""
+        group = self._group
+        with group.machine.changed:
+            group.compared[self.rank] += 1
+            codes = group.codes.setdefault(group.compared[self.rank], [])
+            codes.append(code)
+            if len(codes) == self.size:
+                del group.codes[group.compared[self.rank]]
 
-        def poll() -> bool:
+        def poll() -> tuple[int, int] | None:
             self._raise_failure("started verb")
-            return min(arrivals) >= wanted
+            return (min(codes), max(codes)) if len(codes) == self.size else None
 
         return poll
 

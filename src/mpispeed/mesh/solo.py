@@ -10,7 +10,7 @@ import torch
 from mpispeed.base.errors import CommError
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.journal import Journal
-from mpispeed.mesh.transport import Pairs
+from mpispeed.mesh.transport import Comparison, Pairs
 from mpispeed.mesh.work import Poll
 
 
@@ -77,9 +77,9 @@ class SoloComm(Comm):
         """A list of one."""
         return [obj]
 
-    def arrive(self) -> Poll:
-        """Always complete."""
-        return lambda: True
+    def compare(self, code: int) -> Comparison:
+        """Equal to itself."""
+        return lambda: (code, code)
 
     def duplicate(self) -> Comm:
         """Another group of this rank."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.mesh import checks, messages
+from mpispeed.mesh.gate import Label
 from mpispeed.mesh.work import Poll, Work
 
 if TYPE_CHECKING:
@@ -26,10 +27,24 @@ class Started:
     started: Comm
     progress: Progress | None
 
-    def start(self, fn: Callable[[Comm], object], verb: str = "start", buffers: object = None) -> Work:
+    def start(
+        self,
+        fn: Callable[[Comm], object],
+        verb: str = "start",
+        buffers: object = None,
+        label: Label = "",
+        describe: Callable[[], str] | None = None,
+    ) -> Work:
         """Run `fn(comm)` in its turn; it may call blocking verbs of that comm, or of its lane.
 
-        Collective over: the group, in the same order on every rank.
+        `verb` and `label` say which operation it is and are compared before it runs; if ranks have come with
+        different ones, it runs nowhere and the lane is broken: `wait` of this and of everything started later
+        raises. `describe` says in words what the operation is for; it is called only then.
+
+        Collective over: the group, in the same order and with the same verb and label on every rank.
+
+        Raises:
+            AgreementError: ranks have come with different operations; from `wait`, or from here without threads.
         """
         comm = self.started
         if self.progress is None:
@@ -42,18 +57,21 @@ class Started:
             else:
                 work.finish()
             return work
-        return self.progress.submit(comm, lambda: fn(comm), verb, buffers)
+        return self.progress.submit(comm, lambda: fn(comm), verb, buffers, label, describe)
 
     def start_all_reduce(self, x: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> Work:
         """Start `all_reduce`. Collective over: the group."""
         checks.flat(self.started, x, "start_all_reduce")
-        return self.start(lambda comm: comm.all_reduce(x, op, scale=scale), "all_reduce", x)
+        label = f"{op} of {x.numel()} {x.dtype}"
+        return self.start(lambda comm: comm.all_reduce(x, op, scale=scale), "all_reduce", x, label)
 
     def start_all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start `all_gather`. Collective over: the group."""
         flat = [checks.flat(self.started, t, "start_all_gather") for t in (out, shard)]
         checks.cut(self.started, "all_gather", flat[0], flat[1])
-        return self.start(lambda comm: comm.all_gather(out, shard), "all_gather", (out, shard))
+        return self.start(
+            lambda comm: comm.all_gather(out, shard), "all_gather", (out, shard), f"of {out.nbytes} bytes"
+        )
 
     def start_reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, op: str = "sum", *, scale: float = 1.0
@@ -62,7 +80,10 @@ class Started:
         for tensor in (shard, full):
             checks.flat(self.started, tensor, "start_reduce_scatter")
         return self.start(
-            lambda comm: comm.reduce_scatter(shard, full, op, scale=scale), "reduce_scatter", (shard, full)
+            lambda comm: comm.reduce_scatter(shard, full, op, scale=scale),
+            "reduce_scatter",
+            (shard, full),
+            f"{op} of {full.numel()} {full.dtype}",
         )
 
     def start_all_to_all(
@@ -81,7 +102,7 @@ class Started:
         """Start `broadcast`. Collective over: the group."""
         checks.flat(self.started, x, "start_broadcast")
         checks.peer(self.started, root, "start_broadcast")
-        return self.start(lambda comm: comm.broadcast(x, root), "broadcast", x)
+        return self.start(lambda comm: comm.broadcast(x, root), "broadcast", x, f"of {x.nbytes} bytes from {root}")
 
     def start_send(self, x: torch.Tensor, dst: int, tag: int = 0) -> Work:
         """Post `send`; not collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,9 @@ from mpispeed.mesh.work import Poll
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
+
+Comparison = Callable[[], tuple[int, int] | None]
+"""Asks without blocking what a comparison has found: None while ranks are missing, then the least and greatest code."""
 
 Pairs = Sequence[tuple[torch.Tensor, int]]
 """Flat tensors with the rank they go to or come from."""
@@ -102,9 +105,14 @@ class Transport(abc.ABC):
     def library_gather_objects(self, obj: Any) -> list[Any]:
         """One small object of each."""
 
-    @abc.abstractmethod
     def arrive(self) -> Poll:
         """Say that this rank is here; the poll tells whether all are. Not blocking."""
+        comparison = self.compare(0)
+        return lambda: comparison() is not None
+
+    @abc.abstractmethod
+    def compare(self, code: int) -> Comparison:
+        """Say that this rank is here with `code`, 0 <= code < 2^63. Not blocking."""
 
     @abc.abstractmethod
     def duplicate(self) -> Comm:

@@ -68,3 +68,7 @@ class Work:
         """Mark as done; called by whoever carries the operation out."""
         self._error, self._buffers, self._drive = error, None, None
         self._done.set()
+
+
+Wait = Callable[[Work, Callable[[], str]], None]
+"""Waits for a started operation; the second argument says what for, in words."""

@@ -72,9 +72,14 @@ class World:
         """What all groups of this process have communicated."""
         return self.comm.journal
 
+    @property
+    def lanes(self) -> Sequence[Progress]:
+        """All lanes of this world and its meshes, in the same order on every rank."""
+        return self._lanes
+
     def new_lane(self, name: str) -> Progress:
         """A queue for started verbs that `close` will end."""
-        lane = Progress(name, is_threaded=self.has_threads)
+        lane = Progress(name, number=len(self._lanes), is_threaded=self.has_threads)
         self._lanes.append(lane)
         return lane
 

@@ -18,6 +18,7 @@ MODULES = {
     "cpu_adam": "fused Adam on host memory",
     "fp_sum": "tree sums and exact norms on host memory",
     "crc32c": "checksums",
+    "block_quant": "block quantizers of compressed communication",
 }
 
 

@@ -29,7 +29,8 @@ class Arena:
             if shelf:
                 buffer = shelf.pop()
             else:
-                buffer = torch.empty(numel, dtype=dtype, device=self.device)
+                with torch.inference_mode(False):  # it may be taken for training later
+                    buffer = torch.empty(numel, dtype=dtype, device=self.device)
                 self.owned_bytes += buffer.nbytes
             self._taken.add(id(buffer))
             return buffer
@@ -46,6 +47,13 @@ class Arena:
                 raise StoreError(msg)
             self._taken.remove(id(buffer))
             self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+
+    def lose(self, buffer: torch.Tensor) -> None:
+        """Never hand `buffer` out again: somebody still looks at it, and its memory ends with them."""
+        with self._lock:
+            if id(buffer) in self._taken:
+                self._taken.remove(id(buffer))
+                self.owned_bytes -= buffer.nbytes
 
     @property
     def taken_count(self) -> int:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import StoreError
+from mpispeed.mesh.dtypes import HALF_FLOATS
+from mpispeed.store.arena import Arena
 from mpispeed.store.layout import Span
 from mpispeed.store.placement import Placement, moves, reduce_moves
 
 if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.mesh.topology import Axes
 
 
 def own_span(mesh: Mesh, placement: Placement, padded: int) -> Span:
@@ -27,47 +30,103 @@ def own_span(mesh: Mesh, placement: Placement, padded: int) -> Span:
     return Span(start, start + size)
 
 
+def remaining_axes(mesh: Mesh, placement: Placement, over: Axes) -> tuple[str, ...]:
+    """Fine axes among `over` by which `placement` does not cut: ranks along them hold equal copies."""
+    cut = mesh.topology.resolve(placement.axes)
+    return tuple(axis for axis in mesh.topology.resolve(over) if axis not in cut)
+
+
+def own_share(mesh: Mesh, placement: Placement, padded: int, over: Axes) -> Span:
+    """A part of `own_span` that is this rank's alone: copies along the axes `over` are dealt out in equal parts.
+
+    Over all ranks of `over` the shares tile the buffer exactly once, whatever the placement.
+    """
+    rest = remaining_axes(mesh, placement, over)
+    return own_span(mesh, Placement((*placement.axes, *reversed(rest))), padded)
+
+
+def receives(shard: torch.dtype, wire: torch.dtype) -> bool:
+    """True if a reduce-scatter of `wire` can deliver into `shard` directly."""
+    return shard == wire or (shard == torch.float32 and wire in HALF_FLOATS)
+
+
 def reduce_into(
     mesh: Mesh,
     full: torch.Tensor,
     target: torch.Tensor,
-    partial: tuple[str, ...],
+    partial: Axes,
     placement: Placement,
     *,
     scale: float = 1.0,
+    scatters: bool = True,
+    arena: Arena | None = None,
 ) -> None:
     """Sum `full` over the axes `partial` and leave `scale` times this rank's part in `target`.
 
-    `target` may be (a slice of) `full`. `full` is used as scratch when the target is cut.
+    `target` may be (a slice of) `full`, and of another dtype. `full` is used as scratch when the target is cut. Sums
+    of 16-bit floats that take several hops stay in fp32 between them, so that they round as in one hop.
+
+    Args:
+        mesh: the ranks.
+        full: a whole buffer of partial sums.
+        target: this rank's range under `placement`.
+        partial: axes along which ranks hold different sums.
+        placement: how the result is cut.
+        scale: factor of the sum.
+        scatters: False: sum the whole buffer everywhere and take the own range of it.
+        arena: where scratch comes from.
 
     Collective over: the axes `partial`.
     Shapes: full [padded], target [elements of this rank under `placement`].
     """
-    todo = reduce_moves(partial, placement)
-    source, scatters = full, len(placement.axes)
+    own = set(mesh.topology.resolve(partial))
+    cuts = [axis for axis in placement.axes if own >= set(mesh.topology.resolve(axis))]
+    todo = reduce_moves((*cuts, *remaining_axes(mesh, placement, partial)), placement)
+    if not scatters:
+        mesh[partial].all_reduce(full, scale=scale)
+        full = full[own_span(mesh, placement, full.numel()).slice]
+        todo = ()
+    arena = arena or Arena()
+    todo = tuple(move for move in todo if mesh[move.axes].size > 1) or todo[:1]  # one rank alone still scales
+    source, borrowed = full, []
     for position, move in enumerate(todo):
-        factor = scale if position == len(todo) - 1 else 1.0
-        if move.verb == "reduce_scatter":
-            comm = mesh[move.axes[0]]
-            part = source.numel() // comm.size
-            shard = target if position == scatters - 1 else source[comm.rank * part : (comm.rank + 1) * part]
-            comm.reduce_scatter(shard, source, scale=factor)
-            source = shard
+        comm, factor = mesh[move.axes], scale if position == len(todo) - 1 else 1.0
+        if move.verb == "all_reduce":
+            comm.all_reduce(source, scale=factor)
+            continue
+        part = source.numel() // comm.size
+        if part == target.numel() and receives(target.dtype, source.dtype):
+            shard = target
+        elif source.dtype in HALF_FLOATS:
+            shard = arena.take(part, torch.float32)
+            borrowed.append(shard)
         else:
-            mesh[move.axes].all_reduce(source, scale=factor)
+            shard = source[comm.rank * part : (comm.rank + 1) * part]
+        comm.reduce_scatter(shard, source, scale=factor)
+        source = shard
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)
+    for buffer in borrowed:
+        arena.give(buffer)
 
 
-def gather_whole(mesh: Mesh, full: torch.Tensor, placement: Placement) -> None:
-    """Make every rank's `full` whole; this rank's part under `placement` already stands in its place.
+def widen(
+    mesh: Mesh, out: torch.Tensor, shard: torch.Tensor, source: Placement, target: Placement, padded: int
+) -> None:
+    """Collect in `out` this rank's range under `target` of a flat buffer that is cut as `source`.
 
-    Collective over: the axes of `placement`.
+    `shard` may be its own slice of `out`.
+
+    Collective over: the axes by which `source` is cut and `target` is not.
+    Shapes: out [elements of this rank under `target`], shard [elements of this rank under `source`].
     """
-    span = own_span(mesh, placement, full.numel())
-    for move in moves(placement, Placement()):
+    span, origin = own_span(mesh, source, padded), own_span(mesh, target, padded).start
+    for move in moves(source, target):
         comm = mesh[move.axes[0]]
-        size = span.numel * comm.size
         start = span.start - mesh.index(move.axes[0]) * span.numel
-        comm.all_gather(full[start : start + size], full[span.slice])
-        span = Span(start, start + size)
+        span = Span(start, start + span.numel * comm.size)
+        piece = out[span.shifted(-origin).slice]
+        comm.all_gather(piece, shard)
+        shard = piece
+    if shard.data_ptr() != out.data_ptr():
+        out.copy_(shard)

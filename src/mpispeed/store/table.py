@@ -24,6 +24,7 @@ class Unit:
     layout: FlatLayout
     params: tuple[nn.Parameter, ...]  # in the order of layout.entries
     dtype: torch.dtype
+    is_trainable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,23 @@ class Place:
 
 @dataclass(slots=True)
 class Table:
-    """All units of a model; parameters are looked up by identity or by name."""
+    """All units of a model; parameters are looked up by identity or by name.
+
+    `units` hold what is trained; `frozen` holds parameters that are cut too but get no gradient. Indices run through
+    both.
+    """
 
     units: tuple[Unit, ...]
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied parameters -> canonical name
+    frozen: tuple[Unit, ...] = ()
     _by_param: dict[int, Place] = field(default_factory=dict)
     _by_name: dict[str, Place] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for unit in self.units:
+        for index, unit in enumerate(self.all_units):
+            if unit.index != index:
+                msg = f"unit {unit.name} has index {unit.index} and stands at {index}"
+                raise StoreError(msg)
             for entry, param in zip(unit.layout.entries, unit.params, strict=True):
                 if id(param) in self._by_param:
                     msg = f"parameter {entry.name} stands in two units"
@@ -53,8 +62,18 @@ class Table:
                 self._by_param[id(param)] = place
                 self._by_name[entry.name] = place
 
+    @property
+    def all_units(self) -> tuple[Unit, ...]:
+        """Trained units, then frozen ones: `all_units[i].index == i`."""
+        return self.units + self.frozen
+
     def find(self, param: torch.Tensor) -> Place | None:
-        """Where `param` is, or None if this table does not manage it (frozen, or foreign)."""
+        """Where the trained parameter `param` is, or None (frozen, or foreign)."""
+        place = self._by_param.get(id(param))
+        return place if place is not None and place.unit.is_trainable else None
+
+    def locate(self, param: torch.Tensor) -> Place | None:
+        """Where `param` is, trained or frozen; None if no unit holds it."""
         return self._by_param.get(id(param))
 
     def by_name(self, name: str) -> Place | None:
@@ -62,7 +81,13 @@ class Table:
         return self._by_name.get(self.aliases.get(name, name))
 
     def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
-        """All parameters in unit order."""
+        """All trained parameters in unit order."""
         for unit in self.units:
+            for entry, param in zip(unit.layout.entries, unit.params, strict=True):
+                yield param, Place(unit, entry)
+
+    def all_places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+        """All parameters in unit order, frozen ones included."""
+        for unit in self.all_units:
             for entry, param in zip(unit.layout.entries, unit.params, strict=True):
                 yield param, Place(unit, entry)

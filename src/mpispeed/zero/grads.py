@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,17 +10,23 @@ import torch
 
 from mpispeed.base.errors import UsageError
 from mpispeed.store.arena import Arena
-from mpispeed.store.move import own_span, reduce_into
+from mpispeed.store.move import own_span, remaining_axes
+from mpispeed.zero.backlog import Backlog, limit_of
+from mpispeed.zero.reducers import PlainReducer, Reducer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.mesh.work import Work
+    from mpispeed.mesh.work import Wait, Work
     from mpispeed.store.layout import Entry, Span
     from mpispeed.store.placement import Placement
     from mpispeed.store.table import Table, Unit
 
 PARTIAL_AXES = ("data",)
 """Each data-parallel rank sees its own samples, so raw gradients are partial sums over this axis."""
+
+NAMES_SHOWN = 8
 
 
 @dataclass(slots=True)
@@ -29,8 +36,10 @@ class _UnitState:
     bucket: torch.Tensor | None = None  # where gradients land in this micro-step
     landed: set[str] = field(default_factory=set)  # entries that arrived in this micro-step
     written: set[str] = field(default_factory=set)  # entries that hold a value since the last clear
-    is_launched: bool = False  # all that landed is in the sum over ranks
-    holds_sum: bool = False  # the accumulator at rest holds reduced gradients
+    seen: set[str] = field(default_factory=set)  # entries that got a gradient since the last clear
+    is_launched: bool = False  # all that landed in this micro-step is in a sum over ranks
+    holds_sum: bool = False  # the accumulator at rest holds sums over ranks, all or the inner ones
+    is_averaged: bool = False  # it holds sums over all ranks, averaged
     carried: torch.Tensor | None = None  # a finished sum that gradients of a later backward add to
     work: Work | None = None
 
@@ -53,9 +62,11 @@ class Averaging:
 class GradStore:
     """Gradients of all units under one resting placement.
 
-    At a whole placement a micro-step adds into whole accumulators and the sum over ranks is taken once, when
-    `end_backward(reduce=True)`. At a cut placement every micro-step is summed over ranks and the own part added to
-    the accumulator. `target` is where the sum is needed: it may be cut while the gradients rest whole.
+    At a whole placement a micro-step adds into whole accumulators and the sum over ranks is taken once, in the
+    backward pass that `begin_backward` was told of. At a cut placement every micro-step is summed over ranks and the
+    own part added to the accumulator. Where the cut is over a part of the data axes only, a micro-step is summed over
+    these, and accumulators are summed over the others once (MiCS, arXiv 2205.00119, two-hop synchronization).
+    `target` is where the sum is needed: it may be cut while the gradients rest whole.
     What was not summed before `finish` is summed there.
     """
 
@@ -67,20 +78,50 @@ class GradStore:
         rest: Placement,
         target: Placement,
         accumulate: torch.dtype,
-        communicate: torch.dtype | None,  # None: in the dtype that each unit came in
+        communicate: torch.dtype | None,
         averaging: Averaging,
         is_overlapped: bool,
+        scatters: bool = True,
+        requires_all: bool = False,
+        reducer: Reducer | None = None,
+        wait: Wait | None = None,
     ) -> None:
+        """No gradient is there yet.
+
+        Args:
+            table: the units.
+            mesh: the ranks.
+            rest: where gradients are accumulated.
+            target: where sums are needed; `rest` itself, or any cut if `rest` is whole.
+            accumulate: dtype of accumulators.
+            communicate: dtype of messages; None: in the dtype that each unit came in.
+            averaging: factors around the sum over ranks.
+            is_overlapped: sums run beside the backward pass.
+            scatters: False: buckets are summed whole everywhere, and each rank takes its range.
+            requires_all: `finish` refuses parameters that got no gradient.
+            reducer: sums a bucket over the axes of the cut (over the data axis if whole); plain sums by default.
+            wait: waits for started sums; then sums that are not overlapped are started too, so that it sees them.
+        """
         self.table, self.mesh, self.rest, self.target = table, mesh, rest, target
         self.averaging = averaging
         self.is_overlapped = is_overlapped and mesh["data"].size > 1
         self.arena = Arena()
-        self._accumulate, self._communicate = accumulate, communicate
-        self._lane = mesh.lane("grads") if self.is_overlapped else mesh
+        self._accumulate, self._communicate, self._requires_all = accumulate, communicate, requires_all
+        outer = remaining_axes(mesh, target, PARTIAL_AXES)
+        is_partly_cut = not rest.is_whole and mesh.topology.group_size(outer) > 1
+        self._outer = outer if is_partly_cut else ()
+        partial = target.axes if is_partly_cut else PARTIAL_AXES
+        self._reducer = reducer or PlainReducer(partial, target, scatters=scatters)
+        self._is_started = self.is_overlapped or (wait is not None and mesh["data"].size > 1)
+        self._wait_for: Wait = wait or (lambda work, _: work.wait())
+        self._lane = mesh.lane("grads") if self._is_started else mesh
         self._accumulators = [self._zeros(unit) for unit in table.units]
         self._states = [_UnitState() for _ in table.units]
+        self._backlog = Backlog(limit_of(unit.layout.padded for unit in table.units))
         self._next = len(table.units) - 1
         self._is_open = False
+        self.has_gradients = False  # a backward pass has ended since the last clear
+        self._is_due = True
         self.reduces_now = True
 
     def _zeros(self, unit: Unit) -> torch.Tensor:
@@ -100,21 +141,20 @@ class GradStore:
     def begin_backward(self, *, reduces: bool) -> None:
         """Prepare for one backward pass; `reduces` says whether sums over ranks are due in it."""
         self.reduces_now = reduces or not self.rest.is_whole
-        self._is_open = True
+        self._is_open, self._is_due = True, reduces
         self._next = len(self.table.units) - 1
         for unit, state in zip(self.table.units, self._states, strict=True):
             state.landed.clear()
-            if state.is_launched and self.rest.is_whole:
+            if state.is_averaged and (self.rest.is_whole or self._outer):
                 self._carry(unit, state)
             state.is_launched = False
 
     def _carry(self, unit: Unit, state: _UnitState) -> None:
         """Put a sum over ranks aside: raw gradients that were added to it would count the ranks twice."""
-        if state.work is not None:
-            state.work.wait()
-            state.work = None
+        self._settle(unit, state)
         state.carried = self.reduced(unit).clone()
         state.written.clear()
+        state.holds_sum = state.is_averaged = False
 
     def land(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
         """Take one gradient from autograd; starts the unit's reduction when it was the last one missing.
@@ -136,15 +176,22 @@ class GradStore:
             )
             raise UsageError(msg)
         bucket = self._bucket(unit, state)
+        self._reducer.note(unit, entry, grad)
         view = bucket[entry.span.slice].view(entry.shape)
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
         if entry.name in state.written:
             view.add_(grad)
         else:
             view.copy_(grad)
-            state.written.add(entry.name)
-        state.landed.add(entry.name)
+        for names in (state.written, state.landed, state.seen):
+            names.add(entry.name)
         if self.reduces_now:
             self._launch_ready()
+
+    def has_landed(self, unit: Unit) -> bool:
+        """True if every gradient of the unit has arrived in this backward pass."""
+        return len(self._states[unit.index].landed) == len(unit.layout.entries)
 
     def _bucket(self, unit: Unit, state: _UnitState) -> torch.Tensor:
         if state.bucket is None:
@@ -163,6 +210,7 @@ class GradStore:
         Collective over: the data axis, when sums are due.
         """
         self._is_open = False
+        self.has_gradients = True
         if self.reduces_now:
             self._launch_rest()
 
@@ -192,19 +240,41 @@ class GradStore:
         self._next = unit.index - 1
         state.is_launched = True
         state.bucket = None
-        adds, carried = state.holds_sum and not self.rest.is_whole, state.carried
-        state.holds_sum, state.carried = True, None
-        if self.is_overlapped:
-            if state.work is not None:
-                state.work.wait()  # of the previous micro-step: done by now, but its failure must surface
-            state.work = self._lane["data"].start(lambda _: self._reduce(unit, bucket, carried, adds=adds))
-        else:
-            self._reduce(unit, bucket, carried, adds=adds)
+        adds = state.holds_sum and not self.rest.is_whole
+        completes = self._is_due or not self._outer
+        carried = state.carried if completes else None
+        state.holds_sum, state.is_averaged = True, completes
+        if completes:
+            state.carried = None
+        self._run(unit, state, lambda: self._reduce(unit, bucket, carried, adds=adds, completes=completes))
 
-    def _reduce(self, unit: Unit, bucket: torch.Tensor, carried: torch.Tensor | None, *, adds: bool) -> None:
+    def _run(self, unit: Unit, state: _UnitState, work: Callable[[], None]) -> None:
+        """Do `work` in its turn on the lane, or at once."""
+        if not self._is_started:
+            work()
+            return
+        self._settle(unit, state)  # of the previous micro-step
+        self._backlog.add(unit.layout.padded, functools.partial(self._settle, unit, state))
+        state.work = self._lane["data"].start(
+            lambda _: work(),
+            "sum",
+            label=f"unit {unit.index}",
+            describe=lambda: f"the sum of the gradients of {unit.name!r}",
+        )
+        if not self.is_overlapped:
+            self._settle(unit, state)
+
+    def _settle(self, unit: Unit, state: _UnitState) -> None:
+        """Wait for what was started for `unit`."""
+        if state.work is not None:
+            self._wait_for(state.work, lambda: f"the sum of the gradients of {unit.name!r}")
+            state.work = None
+
+    def _reduce(
+        self, unit: Unit, bucket: torch.Tensor, carried: torch.Tensor | None, *, adds: bool, completes: bool
+    ) -> None:
         """Runs on the lane's progress thread when overlapped; touches only this unit's buffers."""
-        accumulator = self._accumulators[unit.index]
-        before, after = self.averaging.before, self.averaging.after
+        before, after = self.averaging.before, 1.0 if self._outer else self.averaging.after
         wire = bucket
         if bucket.dtype != self.wire_dtype(unit):
             wire = self.arena.take(bucket.numel(), self.wire_dtype(unit))
@@ -212,20 +282,27 @@ class GradStore:
         elif before != 1.0:
             wire.mul_(before)
         target = self.reduced(unit)
-        is_received = self.target.is_whole or _receives(target.dtype, wire.dtype)
-        if adds or not is_received:
-            part = self.arena.take(target.numel(), target.dtype if is_received else wire.dtype)
-            reduce_into(self._lane, wire, part, PARTIAL_AXES, self.target, scale=after)
-            target.add_(part) if adds else target.copy_(part)
+        if adds:
+            part = self.arena.take(target.numel(), torch.promote_types(target.dtype, wire.dtype))
+            self._reducer(self._lane, unit, wire, part, after, self.arena)
+            target.add_(part)
             self.arena.give(part)
         else:
-            reduce_into(self._lane, wire, target, PARTIAL_AXES, self.target, scale=after)
-        if carried is not None:
-            target.add_(carried)
+            self._reducer(self._lane, unit, wire, target, after, self.arena)
+        if completes:
+            self._complete(unit, carried)
         if wire is not bucket:
             self.arena.give(wire)
-        if bucket is not accumulator:
+        if bucket is not self._accumulators[unit.index]:
             self.arena.give(bucket)
+
+    def _complete(self, unit: Unit, carried: torch.Tensor | None) -> None:
+        """The sum over the axes along which ranks rest equal ranges, in the accumulator's own dtype."""
+        target = self.reduced(unit)
+        if self._outer:
+            self._lane[self._outer].all_reduce(target, scale=self.averaging.after)
+        if carried is not None:
+            target.add_(carried)
 
     def target_span(self, unit: Unit) -> Span:
         """The range of the flat buffer whose summed gradients this rank needs."""
@@ -235,15 +312,24 @@ class GradStore:
         """Complete all sums over ranks: start those that no backward pass was asked to start, wait for all.
 
         Collective over: the data axis.
+
+        Raises:
+            UsageError: on every rank, if gradients of all parameters are required and one of a rank is missing.
         """
+        self._is_due = True
         self._launch_rest()
+        for unit in reversed(self.table.units):
+            state = self._states[unit.index]
+            if not state.is_averaged:
+                carried, state.carried, state.is_averaged = state.carried, None, True
+                self._run(unit, state, functools.partial(self._complete, unit, carried))
         self._wait()
+        if self._requires_all:
+            missing = _missing_sentence(self.table, self._states)
+            self.mesh["data"].agree(not missing, missing, UsageError)
 
     def _wait(self) -> None:
-        for state in self._states:
-            if state.work is not None:
-                state.work.wait()
-                state.work = None
+        self._backlog.clear()
 
     # -- after the sums ----------------------------------------------------------------------------------------
 
@@ -255,15 +341,16 @@ class GradStore:
     def clear(self) -> None:
         """Forget all gradients; the next one of each parameter overwrites."""
         self._wait()
-        for state in self._states:
+        self.has_gradients = False
+        self._reducer.forget()
+        for index, state in enumerate(self._states):
             if state.bucket is not None and not self.rest.is_whole:
                 self.arena.give(state.bucket)
-            state.bucket = None
-            state.written.clear()
-            state.landed.clear()
-            state.holds_sum = False
-            state.is_launched = False
-            state.carried = None
+            self._states[index] = _UnitState()
+
+    def rescale(self, factor: float, *, is_overflow: bool) -> None:
+        """Tell what remembers earlier gradients that the loss scale was multiplied by `factor`."""
+        self._reducer.adjust(factor, is_overflow=is_overflow)
 
     @property
     def rest_bytes(self) -> int:
@@ -271,6 +358,19 @@ class GradStore:
         return sum(accumulator.nbytes for accumulator in self._accumulators)
 
 
-def _receives(shard: torch.dtype, wire: torch.dtype) -> bool:
-    """True if a reduce-scatter of `wire` can deliver into `shard` directly."""
-    return shard == wire or (shard == torch.float32 and wire in (torch.bfloat16, torch.float16))
+def _missing_sentence(table: Table, states: Sequence[_UnitState]) -> str:
+    """About parameters without a gradient since the last clear; empty if there are none."""
+    names = [
+        entry.name
+        for unit, state in zip(table.units, states, strict=True)
+        for entry in unit.layout.entries
+        if entry.name not in state.seen
+    ]
+    if not names:
+        return ""
+    shown = ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" if names[NAMES_SHOWN:] else "")
+    return (
+        f"no gradient since the last step for {shown}, and zero_optimization.ignore_unused_parameters is false; "
+        "use each parameter in the loss of every rank, set requires_grad to False before initialize, or set the "
+        "key to true"
+    )

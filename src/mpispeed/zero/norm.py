@@ -10,8 +10,7 @@ import torch
 from mpispeed.base.errors import StoreError
 from mpispeed.native.reduce import square_partials
 from mpispeed.store.layout import BLOCK
-from mpispeed.store.move import own_span
-from mpispeed.store.placement import Placement
+from mpispeed.store.move import own_share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,17 +47,15 @@ def compress(values: Iterable[float]) -> list[float]:
 def global_square_sum(mesh: Mesh, grads: GradStore, *, threads: int) -> float:
     """Sum of squares of all averaged gradients, correctly rounded; inf or NaN if any gradient is.
 
-    Each rank sums fixed blocks of its own cut in fp64; the block sums are added exactly, so neither the cut nor the
-    number of ranks changes a bit.
+    Each rank sums fixed blocks of a part that is its alone in fp64; the block sums are added exactly, so neither the
+    cut nor the number of ranks changes a bit.
 
     Collective over: the data axis.
     """
-    cut = Placement(("data",))
     partials: list[float] = []
     for unit in grads.table.units:
-        values = grads.reduced(unit)
-        if grads.target.is_whole:
-            values = values[own_span(mesh, cut, unit.layout.padded).slice]
+        share = own_share(mesh, grads.target, unit.layout.padded, "data")
+        values = grads.reduced(unit)[share.shifted(-grads.target_span(unit).start).slice]
         partials = compress(partials + square_partials(values, block=BLOCK, threads=threads))
     if len(partials) > _SLOTS:
         msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {_SLOTS} that are exchanged"

@@ -1,26 +1,87 @@
-"""Parameters and their masters as flat buffers, one of each per unit."""
+"""Parameters and their masters as flat buffers, one of each per unit, whole or cut as their placements say."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from mpispeed.store.layout import Entry, Span
-from mpispeed.store.move import gather_whole, own_span
-from mpispeed.store.placement import Placement
+from mpispeed.base.errors import StoreError, UsageError
+from mpispeed.store.arena import Arena
+from mpispeed.store.layout import Span
+from mpispeed.store.move import own_span, widen
+from mpispeed.store.placement import WHOLE, Placement
+from mpispeed.zero import guard
+from mpispeed.zero.collect import Collector, Widener
+from mpispeed.zero.quantized import Codes
 
 if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.mesh.work import Wait, Work
+    from mpispeed.optim.rule import Rule
     from mpispeed.store.table import Table, Unit
+    from mpispeed.zero.fetch import Fetcher
+    from mpispeed.zero.grads import GradStore
+    from mpispeed.zero.walk import StateStore
 
 
-class ParamStore:
+class Reader(Protocol):
+    """Who decides whether a sealed parameter may be read now."""
+
+    def open(self, params: Sequence[nn.Parameter], reader: str) -> bool:
+        """As `guard.Keeper.open`."""
+
+    def close(self, params: Sequence[nn.Parameter]) -> None:
+        """As `guard.Keeper.close`."""
+
+
+class _Holdings:
+    """What a `ParamStore` holds on this rank, and how many bytes that takes."""
+
+    _placements: list[Placement]
+    _rest: list[torch.Tensor]
+    _masters: list[torch.Tensor]
+    _collector: Collector
+
+    def is_resident(self, unit: Unit) -> bool:
+        """True if the unit's parameters are whole all the time."""
+        return self._placements[unit.index].is_whole
+
+    @property
+    def is_all_resident(self) -> bool:
+        """True if no parameter is ever cut."""
+        return all(placement.is_whole for placement in self._placements)
+
+    def master(self, unit: Unit) -> torch.Tensor:
+        """This rank's masters. Shapes: [span(unit).numel]."""
+        return self._masters[unit.index]
+
+    @property
+    def param_bytes(self) -> int:
+        """Parameters at rest, frozen ones that are in units included."""
+        return sum(rest.nbytes for rest in self._rest) + self._collector.code_bytes
+
+    @property
+    def second_bytes(self) -> int:
+        """Second copies."""
+        return self._collector.second_bytes
+
+    @property
+    def master_bytes(self) -> int:
+        """Masters that are not the parameters themselves."""
+        rests = {rest.untyped_storage().data_ptr() for rest in self._rest}
+        return sum(m.nbytes for m in self._masters if m.untyped_storage().data_ptr() not in rests)
+
+
+class ParamStore(_Holdings):
     """Holds what the model computes with and the high-precision masters that the optimizer updates.
 
-    A parameter's `data` becomes a view of its unit's flat buffer. Where compute and master dtype agree,
-    the master is a slice of that buffer and costs no memory of its own.
+    At rest a unit's parameters are one tensor: the whole flat buffer, whose views the parameters are, or this rank's
+    cut of it, and the parameters are sealed. Where compute and master dtype agree, the master is a slice of that
+    tensor and costs no memory of its own. Frozen units have no masters.
     """
 
     def __init__(
@@ -31,68 +92,176 @@ class ParamStore:
         compute: torch.dtype | None,
         master: torch.dtype,
         master_placement: Placement,
+        param_placement: Placement = WHOLE,
+        second: Placement | None = None,
+        resident: Collection[int] = (),
+        widener: Widener = widen,
+        codes_frozen: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         """Take over the parameters of `table`; all ranks start from the values of the first data rank.
 
-        With `compute` None every unit is computed with in the dtype it came in.
+        Args:
+            table: the units.
+            mesh: the ranks.
+            compute: dtype to compute in; None: every unit is computed with in the dtype it came in.
+            master: dtype of masters.
+            master_placement: how masters are cut.
+            param_placement: how parameters rest; it begins `master_placement`.
+            second: how a second copy is cut that is taken when a unit was whole, and gathered from until the next
+                update; it begins `param_placement`.
+            resident: indices of units that rest whole all the same.
+            widener: how cut parameters come together.
+            codes_frozen: keep and gather cut frozen units as 8-bit codes.
+            arena: where whole buffers of cut units come from.
 
         Collective over: the data axis of `mesh`.
         """
         self.table, self.mesh = table, mesh
         self.compute, self.master_dtype, self.placement = compute, master, master_placement
-        self._flat: list[torch.Tensor] = []
+        self.arena, self._codes_frozen = arena or Arena(), codes_frozen
+        self._collector = Collector(mesh, widener=widener, second=second)
+        is_cut = mesh.topology.group_size(param_placement.axes) > 1
+        self._placements = [
+            param_placement if is_cut and unit.index not in resident else WHOLE for unit in table.all_units
+        ]
+        self._rest: list[torch.Tensor] = []
         self._masters: list[torch.Tensor] = []
-        for unit in table.units:
+        self._marks: dict[int, list[tuple[int, int]]] = {}  # versions and addresses of what became whole
+        self._names = {id(param): place.entry.name for param, place in table.all_places()}
+        # What access by parameter needs; set by whoever puts the parts together.
+        self.fetcher: Fetcher | None = None
+        self.reader: Reader | None = None
+        self.grads: GradStore | None = None
+        self.states: StateStore | None = None
+        self.rule: Rule | None = None
+        self.groups: Sequence[dict[str, Any]] = ()
+        self.wait: Wait = lambda work, _: work.wait()
+        self.rests_cut = not param_placement.is_whole
+        for unit in table.all_units:
             self._adopt(unit)
 
     def _adopt(self, unit: Unit) -> None:
         source = torch.zeros(unit.layout.padded, dtype=unit.dtype)
-        for entry, param in zip(unit.layout.entries, unit.params, strict=True):
-            source[entry.span.slice].copy_(param.detach().reshape(-1))
-        self.mesh["data"].broadcast(source)
+        # What zero.Init cut over all data ranks has equal values there.
+        group_sizes = [getattr(guard.keeper_of(p), "group_size", 0) if guard.is_sealed(p) else 0 for p in unit.params]
+        is_born_cut = min(group_sizes, default=0) >= self.mesh["data"].size
+        _refuse_taken(unit)
+        with guard.opened(unit.params, "initialize"):
+            for entry, param in zip(unit.layout.entries, unit.params, strict=True):
+                source[entry.span.slice].copy_(param.detach().reshape(-1))
+        if not is_born_cut:
+            self.mesh["data"].broadcast(source)
         compute, master = self.dtypes(unit)
-        flat = source if unit.dtype == compute else source.to(compute)
-        span = own_span(self.mesh, self.placement, unit.layout.padded)
+        own, span = self.rest_span(unit), self.span(unit)
+        rest = source[own.slice].to(compute, copy=not self.is_resident(unit))
+        if self._codes_frozen and not unit.is_trainable and not self.is_resident(unit) and Codes.takes(compute):
+            self._collector.codes[unit.index] = Codes(rest)
+            rest = rest[:0].clone()
+        self._rest.append(rest)
         # Masters of another dtype start from the model as given, before it is rounded to the compute dtype.
-        masters = flat[span.slice] if master == compute else source[span.slice].to(master, copy=True)
-        for entry, param in zip(unit.layout.entries, unit.params, strict=True):
-            param.data = flat[entry.span.slice].view(entry.shape)
-        self._flat.append(flat)
+        if not unit.is_trainable:
+            masters = rest[:0]
+        elif master == compute:
+            masters = rest[span.shifted(-own.start).slice]
+        else:
+            masters = source[span.slice].to(master, copy=True)
         self._masters.append(masters)
+        if self.is_resident(unit):
+            self.show(unit, rest)
+        else:
+            self.hide(unit)
 
     def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
-        """Compute and master dtype of a unit; fp64 parameters stay fp64 throughout."""
-        if unit.dtype == torch.float64:
-            return torch.float64, torch.float64
+        """Compute and master dtype of a unit; fp64 parameters and integers keep theirs throughout."""
+        if unit.dtype == torch.float64 or not unit.dtype.is_floating_point:
+            return unit.dtype, unit.dtype
         return unit.dtype if self.compute is None else self.compute, self.master_dtype
 
+    # -- where things are ----------------------------------------------------------------------------------------
+
+    def rest_span(self, unit: Unit) -> Span:
+        """The range of the unit's flat buffer that this rank holds at rest."""
+        return own_span(self.mesh, self._placements[unit.index], unit.layout.padded)
+
     def span(self, unit: Unit) -> Span:
-        """The range of the unit's flat buffer whose masters this rank holds."""
+        """The range of the unit's flat buffer whose masters this rank holds; empty for frozen units."""
+        if not unit.is_trainable:
+            return Span(0, 0)
         return own_span(self.mesh, self.placement, unit.layout.padded)
 
-    def flat(self, unit: Unit) -> torch.Tensor:
-        """The unit's parameters in compute dtype. Shapes: [padded]."""
-        return self._flat[unit.index]
+    def rest(self, unit: Unit) -> torch.Tensor:
+        """What this rank holds of the parameters, in compute dtype; a copy where it is coded.
 
-    def master(self, unit: Unit) -> torch.Tensor:
-        """This rank's masters. Shapes: [span(unit).numel]."""
-        return self._masters[unit.index]
+        Shapes: [rest_span(unit).numel].
+        """
+        codes = self._collector.codes.get(unit.index)
+        return self._rest[unit.index] if codes is None else codes.values()
+
+    def put_rest(self, unit: Unit, values: torch.Tensor) -> None:
+        """Keep `values` as what rests here; they are not copied if they are what `rest` returned.
+
+        Shapes: values [rest_span(unit).numel].
+        """
+        codes = self._collector.codes.get(unit.index)
+        if codes is not None:
+            codes.keep(values)
+        elif values.data_ptr() != self._rest[unit.index].data_ptr():
+            self._rest[unit.index].copy_(values)
+        self._collector.forget(unit)
 
     def low_precision(self, unit: Unit) -> torch.Tensor | None:
-        """Where rounded masters go: this rank's range of the flat buffer, or None if masters are that range."""
+        """Where rounded masters go: their range of what rests here, or None if masters are that range."""
         compute, master = self.dtypes(unit)
-        return None if compute == master else self._flat[unit.index][self.span(unit).slice]
+        if compute == master or not unit.is_trainable:
+            return None
+        return self._rest[unit.index][self.span(unit).shifted(-self.rest_span(unit).start).slice]
 
-    def view(self, unit: Unit, entry: Entry) -> torch.Tensor:
-        """A parameter's values in compute dtype, in its own shape."""
-        return self._flat[unit.index][entry.span.slice].view(entry.shape)
+    # -- whole and cut -----------------------------------------------------------------------------------------
+
+    def show(self, unit: Unit, full: torch.Tensor) -> None:
+        """Make the unit's parameters views of `full`. Shapes: full [padded]."""
+        for entry, param in zip(unit.layout.entries, unit.params, strict=True):
+            guard.unseal(param, full[entry.span.slice].view(entry.shape))
+            guard.watch(param, self)
+        self._mark(unit)
+
+    def _mark(self, unit: Unit) -> None:
+        self._marks[unit.index] = [(param._version, param.data_ptr()) for param in unit.params]
+
+    def hide(self, unit: Unit) -> None:
+        """Seal the unit's parameters."""
+        for param in unit.params:
+            guard.seal(param, self, self.dtypes(unit)[0])
+
+    def start_collect(self, lane: Mesh, unit: Unit, full: torch.Tensor, reader: Callable[[], str]) -> Work:
+        """Start to fill `full` with the whole unit, from the second copy if that is of use.
+
+        Collective over: the axes by which the unit, or its second copy, is cut.
+        """
+        source, shard = self._placements[unit.index], self._rest[unit.index]
+        return self._collector.start(lane, unit, full, shard, source, reader)
 
     def publish(self, unit: Unit) -> None:
         """Bring updated masters to where parameters rest; the rule has filled the low-precision copy already.
 
+        Collective over: the axes by which masters are cut and parameters are not.
+        """
+        self._collector.forget(unit)
+        if unit.is_trainable:
+            rest, own = self._rest[unit.index], self.rest_span(unit)
+            local = rest[self.span(unit).shifted(-own.start).slice]
+            widen(self.mesh, rest, local, self.placement, self._placements[unit.index], unit.layout.padded)
+
+    def publish_all(self) -> None:
+        """Bring all updated masters to where parameters rest; whole copies of cut ones are let go first.
+
         Collective over: the axes by which masters are cut.
         """
-        gather_whole(self.mesh, self._flat[unit.index], self.placement)
+        if self.fetcher is not None:
+            self.fetcher.drop_all()
+        for unit in self.table.units:
+            self.publish(unit)
 
     def refresh(self) -> None:
         """Make parameters of masters, after masters were loaded or edited.
@@ -103,24 +272,129 @@ class ParamStore:
             low = self.low_precision(unit)
             if low is not None:
                 low.copy_(self.master(unit))
-            self.publish(unit)
+        self.publish_all()
 
-    def refresh_masters(self) -> None:
-        """Make masters of parameters, after 16-bit weights were loaded."""
-        for unit in self.table.units:
-            low = self.low_precision(unit)
-            if low is not None:
-                self.master(unit).copy_(low)
+    @contextmanager
+    def whole(self, units: Sequence[Unit]) -> Iterator[None]:
+        """The time in which the parameters of `units` can be read, outside of forward and backward.
 
-    @property
-    def param_bytes(self) -> int:
-        """Bytes of the flat parameter buffers on this rank."""
-        return sum(flat.nbytes for flat in self._flat)
+        Collective over: the axes by which parameters rest cut.
+        """
+        cut = [unit for unit in units if not self.is_resident(unit)]
+        if not cut:
+            yield
+            return
+        if self.fetcher is None:
+            msg = "these parameters are cut and there is nothing that gathers them: their engine is closed"
+            raise StoreError(msg)
+        self.fetcher.open(cut)
+        try:
+            yield
+        finally:
+            self.fetcher.close(cut)
 
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of masters that are not the parameters themselves."""
-        return sum(self._masters[u.index].nbytes for u in self.table.units if self.low_precision(u) is not None)
+    def collected(self, unit: Unit) -> torch.Tensor:
+        """A copy of the whole unit as it rests, without the rounding that coded gathers have.
+
+        Collective over: the axes by which the unit is cut.
+        Shapes: [padded].
+        """
+        full = torch.empty(unit.layout.padded, dtype=self.dtypes(unit)[0])
+        widen(self.mesh, full, self.rest(unit), self._placements[unit.index], WHOLE, unit.layout.padded)
+        return full
+
+    def take(self, param: nn.Parameter) -> None:
+        """Keep what stands in a parameter that was gathered and edited: in what rests here and in its master.
+
+        Values have to be equal on all ranks of the data axis. Local.
+
+        Raises:
+            StoreError: the parameter is not whole now.
+        """
+        place = self.table.locate(param)
+        if place is None or guard.is_sealed(param):
+            msg = f"parameter {self._names.get(id(param), '?')!r} is not whole; there is nothing to take over"
+            raise StoreError(msg)
+        unit, entry = place.unit, place.entry
+        values = param.detach().reshape(-1)
+        rest = self.rest(unit)
+        targets = [(self.rest_span(unit), rest), (self.span(unit), self._masters[unit.index])]
+        for span, tensor in targets:
+            common = entry.span.intersect(span)
+            if common.numel:
+                tensor[common.shifted(-span.start).slice].copy_(values[common.shifted(-entry.offset).slice])
+        self.put_rest(unit, rest)
+        self._mark(unit)
+
+    def give_back(self) -> None:
+        """Make every parameter an ordinary, whole one again.
+
+        Collective over: the axes by which parameters rest cut.
+        """
+        if self.fetcher is not None:
+            self.fetcher.abandon()
+        for unit in self.table.all_units:
+            if not self.is_resident(unit):
+                self.show(unit, self.collected(unit))
+        for unit in self.table.all_units:
+            for param in unit.params:
+                guard.forget(param)
+
+    # -- as a keeper ---------------------------------------------------------------------------------------------
+
+    def describe(self, param: nn.Parameter) -> str:
+        """For messages and `repr`."""
+        place = self.table.locate(param)
+        axes = self._placements[place.unit.index].axes if place else ()
+        ranks = self.mesh.topology.group_size(axes)
+        return f"{self._names.get(id(param), 'a parameter')!r} is cut over {ranks} ranks"
+
+    def open(self, params: Sequence[nn.Parameter], reader: str) -> bool:
+        """Ask the reader, if there is one. Collective over: the axes by which parameters rest cut."""
+        return self.reader is not None and self.reader.open(params, reader)
+
+    def close(self, params: Sequence[nn.Parameter]) -> None:
+        """The torch function has returned."""
+        if self.reader is not None:
+            self.reader.close(params)
+
+    def left(self, param: nn.Parameter) -> None:
+        """Another keeper has `param` now: nothing to do, it has all of it."""
+
+
+def find_edited(params: ParamStore, unit: Unit) -> str:
+    """Name of a parameter of `unit` that was changed in place or given other data since it became whole, else "".
+
+    Changes through `param.data` are not seen: torch does not count them.
+    """
+    pairs = zip(unit.layout.entries, unit.params, params._marks.get(unit.index, ()), strict=False)
+    changed = (e.name for e, param, mark in pairs if (param._version, param.data_ptr()) != mark)
+    return next(changed, "")
+
+
+def find_unbound(params: ParamStore) -> str:
+    """Name of a parameter that is whole all the time and looks at other memory than its unit's, else ""."""
+    for unit in params.table.units:
+        if params.is_resident(unit):
+            for entry, param, mark in zip(unit.layout.entries, unit.params, params._marks[unit.index], strict=True):
+                if entry.numel and param.data_ptr() != mark[1]:
+                    return entry.name
+    return ""
+
+
+def _refuse_taken(unit: Unit) -> None:
+    """Parameters of another engine cannot be taken over.
+
+    Raises:
+        UsageError: one is cut and another engine has it, also one that was dropped without `destroy`.
+    """
+    for entry, param in zip(unit.layout.entries, unit.params, strict=True):
+        if guard.is_sealed(param) and isinstance(guard.keeper_of(param), ParamStore):
+            msg = (
+                f"initialize: parameter {entry.name!r} belongs to another engine {guard.tell(param)}; call "
+                "destroy() of that engine first, on all ranks: it gives the model its whole weights back"
+            )
+            raise UsageError(msg)
 
 
 def broadcast_rest(model: nn.Module, table: Table, mesh: Mesh, compute: torch.dtype | None) -> None:
@@ -128,7 +402,13 @@ def broadcast_rest(model: nn.Module, table: Table, mesh: Mesh, compute: torch.dt
 
     Collective over: the data axis.
     """
-    frozen = [param for param in model.parameters() if table.find(param) is None]
+    frozen = [param for param in model.parameters() if table.locate(param) is None]
+    for param in frozen:
+        if guard.is_sealed(param):
+            with guard.opened([param], "initialize"):
+                whole = param.data
+            guard.unseal(param, whole)
+            guard.forget(param)
     tensors: list[torch.Tensor] = [*frozen, *model.buffers()]
     for tensor in tensors:
         if compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -12,35 +12,64 @@ from mpispeed.store.layout import FlatLayout
 from mpispeed.store.table import Table, Unit
 
 
-def plan_units(model: nn.Module, group_of: Mapping[int, int], parts: int, limit_elements: int) -> Table:
-    """Deal the trainable parameters of `model` to units.
+def plan_units(
+    model: nn.Module,
+    group_of: Mapping[int, int],
+    parts: int,
+    limit_elements: int,
+    *,
+    merge_elements: int = 0,
+    takes_frozen: bool = False,
+) -> Table:
+    """Deal the parameters of `model` to units.
 
     A unit is a run of parameters, in registration order, that belong to the same block: a child of the
     outermost `ModuleList` or `Sequential` on their path. Parameters outside of any such list (embeddings,
-    heads) form units between the blocks. A unit holds one dtype and, unless a single parameter is larger,
-    at most `limit_elements`.
+    heads) form units between the blocks, one for each child of the model. A unit holds one dtype and, unless a
+    single parameter is larger, at most `limit_elements`. Neighbouring runs that are small together form one unit.
 
     Args:
         model: its parameters are dealt, none is changed.
-        group_of: parameter group index by `id` of the parameter; parameters not listed are not managed.
+        group_of: parameter group index by `id` of the parameter; the others are frozen.
         parts: number of equal cuts of each unit's flat buffer.
         limit_elements: largest unit of several parameters.
+        merge_elements: neighbouring runs with at most so many elements together become one unit.
+        takes_frozen: make units of frozen parameters too.
     """
-    blocks = _block_prefixes(model)
-    named = [(name, param) for name, param in model.named_parameters() if id(param) in group_of]
+    blocks = block_names(model)
+    named = list(model.named_parameters())
+    trained = [(name, param) for name, param in named if id(param) in group_of]
+    frozen = [(name, param) for name, param in named if id(param) not in group_of] if takes_frozen else []
     units: list[Unit] = []
-
-    def kind(item: tuple[str, nn.Parameter]) -> tuple[str, torch.dtype]:
-        return _block_of(item[0], blocks), item[1].dtype
-
-    for (block, dtype), run in itertools.groupby(named, key=kind):
-        for part in _split(run, limit_elements):
-            tensors = [(name, tuple(param.shape), group_of[id(param)]) for name, param in part]
+    for items, is_trainable in ((trained, True), (frozen, False)):
+        for part in _merged(_runs(items, blocks, limit_elements), min(merge_elements, limit_elements)):
+            tensors = [(name, tuple(param.shape), group_of.get(id(param), 0)) for name, param in part]
             layout = FlatLayout(tensors, parts)
             by_name = dict(part)
             params = tuple(by_name[entry.name] for entry in layout.entries)
-            units.append(Unit(len(units), block or part[0][0], layout, params, dtype))
-    return Table(tuple(units), aliases=tied_names(model))
+            title = _block_of(part[0][0], blocks)
+            name = title if title in blocks else part[0][0]
+            units.append(Unit(len(units), name, layout, params, part[0][1].dtype, is_trainable))
+    count = sum(unit.is_trainable for unit in units)
+    return Table(tuple(units[:count]), aliases=tied_names(model), frozen=tuple(units[count:]))
+
+
+def choose_resident(table: Table, unit_elements: int, all_elements: int) -> set[int]:
+    """Units that stay whole although parameters are cut: small ones, in order, as long as their sum allows it.
+
+    Args:
+        table: the units.
+        unit_elements: largest unit that stays.
+        all_elements: most elements that stay in all.
+    """
+    chosen: set[int] = set()
+    total = 0
+    for unit in table.all_units:
+        size = unit.layout.numel
+        if size <= unit_elements and total + size <= all_elements:
+            chosen.add(unit.index)
+            total += size
+    return chosen
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -53,26 +82,67 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _block_prefixes(model: nn.Module) -> set[str]:
+def block_names(model: nn.Module) -> set[str]:
+    """Names of the children of every outermost `ModuleList` or `Sequential`, and of tiles, also inside of those.
+
+    A module whose attribute `tile_depth` is positive, such as `nn.TiledLinear`, has tiles so many levels below it.
+    """
     prefixes: set[str] = set()
+    tiles: set[str] = set()
     for name, module in model.named_modules():
+        depth = getattr(module, "tile_depth", 0)
+        if depth:
+            start = f"{name}." if name else ""
+            tiles.update(
+                start + inner for inner, _ in module.named_modules() if inner and inner.count(".") + 1 == depth
+            )
         inside = any(name == p or name.startswith(p + ".") for p in prefixes)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
             prefixes.update(f"{name}.{child}" if name else child for child, _ in module.named_children())
-    return prefixes
+    return prefixes | tiles
 
 
 def _block_of(name: str, blocks: set[str]) -> str:
+    """The block of a parameter, or the child of the model that it belongs to."""
     path = name.split(".")
-    for length in range(1, len(path)):
+    for length in range(len(path) - 1, 0, -1):  # a tile goes before the block that it is in
         prefix = ".".join(path[:length])
         if prefix in blocks:
             return prefix
-    return ""
+    return path[0] if len(path) > 1 else ""
 
 
-def _split(run: Iterable[tuple[str, nn.Parameter]], limit: int) -> list[list[tuple[str, nn.Parameter]]]:
-    parts: list[list[tuple[str, nn.Parameter]]] = [[]]
+Named = tuple[str, nn.Parameter]
+
+
+def _runs(items: list[Named], blocks: set[str], limit: int) -> Iterator[list[Named]]:
+    """Neighbours of one block and dtype, cut so that each run keeps to `limit`."""
+
+    def kind(item: Named) -> tuple[str, torch.dtype]:
+        return _block_of(item[0], blocks), item[1].dtype
+
+    for _, run in itertools.groupby(items, key=kind):
+        yield from _split(run, limit)
+
+
+def _merged(runs: Iterable[list[Named]], limit: int) -> Iterator[list[Named]]:
+    """Neighbouring runs of one dtype put together while they keep to `limit`."""
+    kept: list[Named] = []
+    filled = 0
+    for run in runs:
+        size = sum(param.numel() for _, param in run)
+        if kept and filled + size <= limit and run[0][1].dtype == kept[0][1].dtype:
+            kept, filled = kept + run, filled + size
+            continue
+        if kept:
+            yield kept
+        kept, filled = run, size
+    if kept:
+        yield kept
+
+
+def _split(run: Iterable[Named], limit: int) -> list[list[Named]]:
+    parts: list[list[Named]] = [[]]
     filled = 0
     for name, param in run:
         if parts[-1] and filled + param.numel() > limit:

@@ -49,11 +49,15 @@ class Walker:
     def windows(self, groups: Sequence[dict[str, Any]], step: int) -> Iterator[Window]:
         """All windows of this rank for update number `step`."""
         for unit in self._params.table.units:
-            own = self._params.span(unit)
-            for group, span, entry in self._ranges(unit):
-                common = span.intersect(own)
-                if common.numel:
-                    yield self._window(unit, own, group, common, groups[group], step, entry)
+            yield from self.windows_of(unit, groups, step)
+
+    def windows_of(self, unit: Unit, groups: Sequence[dict[str, Any]], step: int) -> Iterator[Window]:
+        """The windows of one unit."""
+        own = self._params.span(unit)
+        for group, span, entry in self._ranges(unit):
+            common = span.intersect(own)
+            if common.numel:
+                yield self._window(unit, own, group, common, groups[group], step, entry)
 
     def _ranges(self, unit: Unit) -> Iterator[tuple[int, Span, Entry | None]]:
         if self._per_parameter:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.training import TinyLM, batches, config, make_engine, train_engine, train_plain, weights
+from tests.helpers.training import TinyLM, batches, config, make_engine, train_engine, train_plain, weights, zero
 
 STEPS = 20
 BATCH = 36  # divides by 12, and by 3 accumulation steps on 1, 2, 3 and 4 ranks
@@ -14,6 +14,8 @@ BOUNDS = {
     "bf16": 2**-7,
     "fp16": 2**-10,
 }
+
+AT_3 = [{"stage": 3}, zero(3), zero(3, stage3_max_reuse_distance=0)]
 
 
 def precision(name: str) -> dict[str, object]:
@@ -33,9 +35,9 @@ def plain() -> list[float]:
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_losses_are_those_of_plain_torch(plain, stage, accumulation, dtype):
-    engine = make_engine(config(stage, BATCH, accumulation, **precision(dtype)))
+@pytest.mark.parametrize("section", [{"stage": 0}, {"stage": 1}, {"stage": 2}, *AT_3], ids=str)
+def test_losses_are_those_of_plain_torch(plain, section, accumulation, dtype):
+    engine = make_engine(config(0, BATCH, accumulation, **precision(dtype)) | {"zero_optimization": section})
     losses = train_engine(engine, batches(STEPS, BATCH))
     engine.destroy()
     assert engine.global_steps == STEPS
@@ -44,24 +46,49 @@ def test_losses_are_those_of_plain_torch(plain, stage, accumulation, dtype):
         assert abs(ours - reference) <= BOUNDS[dtype] * abs(reference), (step, ours, reference)
 
 
+def trained(zero_section, accumulation, steps=12, **more):
+    """(losses, norm, weights) of a run whose sums are ordered."""
+    settings = config(0, BATCH, accumulation, reduction="ordered", **more) | {"zero_optimization": zero_section}
+    engine = make_engine(settings)
+    losses = train_engine(engine, batches(steps, BATCH))
+    result = losses, engine.get_global_grad_norm(), weights(engine)
+    engine.destroy()
+    return result
+
+
+def check_same_bits(result, expected):
+    assert result[:2] == expected[:2]
+    assert all(torch.equal(result[2][name], expected[2][name]) for name in expected[2])
+
+
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize(("accumulation", "stages"), [(1, (0, 1, 2)), (3, (0, 1))])
-def test_stages_agree_bit_for_bit_when_sums_are_ordered(accumulation, stages):
-    results = []
-    for stage in stages:
-        engine = make_engine(config(stage, BATCH, accumulation, reduction="ordered"))
-        losses = train_engine(engine, batches(STEPS, BATCH))
-        results.append((losses, engine.get_global_grad_norm(), weights(engine)))
-        engine.destroy()
-    first_losses, first_norm, first_weights = results[0]
-    for losses, norm, tensors in results[1:]:
-        assert losses == first_losses
-        assert norm == first_norm
-        assert all(torch.equal(tensors[name], first_weights[name]) for name in first_weights)
+@pytest.mark.parametrize(("accumulation", "stages"), [(1, (0, 1, 2, 3)), (3, (0, 1)), (3, (2, 3))])
+@pytest.mark.parametrize("threshold", [0, 2000, 10**5])
+def test_stages_agree_bit_for_bit_when_sums_are_ordered(accumulation, stages, threshold):
+    """At one threshold, because it decides too which small neighbours are summed as one unit."""
+    sections = [{"stage": stage, "stage3_param_persistence_threshold": threshold} for stage in stages]
+    expected = trained(sections[0], accumulation)
+    for section in sections[1:]:
+        check_same_bits(trained(section, accumulation), expected)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_when_parameters_are_whole_changes_no_bit(dtype):
+    expected = trained(zero(3), 3, 6, **precision(dtype))
+    for more in (
+        {"stage3_max_reuse_distance": 0},
+        {"stage3_prefetch_bucket_size": 0},
+        {"stage3_max_reuse_distance": 0, "overlap_comm": False},
+        {"stage3_max_live_parameters": 5000},
+        {"stage3_module_granularity_threshold": 10**6},
+        {"stage3_model_persistence_threshold": 5000},
+    ):
+        check_same_bits(trained(zero(3, **more), 3, 6, **precision(dtype)), expected)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_overlapped_communication_changes_no_bit(stage):
     results = []
     for is_overlapped in (False, True):
@@ -76,7 +103,7 @@ def test_overlapped_communication_changes_no_bit(stage):
 
 
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_hold_the_same_weights(stage, comm):
     engine = make_engine(config(stage, BATCH, 1, bf16={"enabled": True}))
     train_engine(engine, batches(4, BATCH))

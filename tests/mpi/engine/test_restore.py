@@ -1,11 +1,16 @@
 """What a load takes, leaves and refuses; weights alone as a file that replaces nothing by half."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from mpispeed.base import rng
 from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt.load import Checkpoint
 from mpispeed.engine import restore
 from tests.helpers.small import ADAM, WIDTH, Net, check_same_bits, samples, settings, start, train, weights
 
@@ -36,7 +41,7 @@ def test_data_of_another_length_is_refused_before_anything_is_taken(mpi_tmp_path
 
 
 @pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad"])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_warm_engine_forgets_what_it_does_not_load(name, stage, mpi_tmp_path):
     section = {"optimizer": {"type": name, "params": {"lr": 1e-2}}, **UNTESTED}
     engine = start(settings(stage, **section))
@@ -114,4 +119,29 @@ def test_what_one_rank_cannot_read_is_an_error_of_all(error, comm, mpi_tmp_path,
         monkeypatch.setattr(restore, "open_checkpoint", fail)
     with pytest.raises(CheckpointError, match=f"{error.__name__}: bad sector"):
         engine.load_checkpoint(str(mpi_tmp_path))
+    engine.destroy()
+
+
+def draws():
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+
+
+def test_every_rank_gets_its_own_generators_back(comm, mpi_tmp_path, monkeypatch):
+    engine = start(settings(3, **ADAM))
+    rng.seed_all(7, comm.rank)
+    train(engine, samples(1))
+    engine.save_checkpoint(str(mpi_tmp_path))
+    expected = draws()
+    assert len({str(theirs) for theirs in comm.gather_objects(expected)}) == comm.size
+    engine.load_checkpoint(str(mpi_tmp_path))
+    assert draws() == expected
+    # at another number of ranks they begin anew, from the seed, the step and the rank
+    monkeypatch.setattr(Checkpoint, "rng_ranks", comm.size + 1)
+    engine.load_checkpoint(str(mpi_tmp_path))
+    found = draws()
+    rng.seed_all(engine.config.seed, 1, comm.rank)
+    assert found == draws()
+    before = rng.capture()
+    engine.load_checkpoint(str(mpi_tmp_path), load_module_only=True)
+    assert rng.capture() == before
     engine.destroy()

@@ -10,7 +10,7 @@ BATCH = 36
 
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_20_steps_equal_10_restart_10(stage, dtype, mpi_tmp_path):
     section = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     settings = config(stage, BATCH, 3, **section)
@@ -49,7 +49,7 @@ def test_stage_and_dtype_may_change_between_save_and_load(mpi_tmp_path):
     first = make_engine(config(1, BATCH, 1))
     train_engine(first, data[:4])
     first.save_checkpoint(str(mpi_tmp_path), tag="four")
-    for stage in (0, 2):
+    for stage in (0, 2, 3):
         other = make_engine(config(stage, BATCH, 1), seed=5)
         other.load_checkpoint(str(mpi_tmp_path), tag="four")
         for ours, reference in zip(train_engine(other, data[4:]), losses[4:], strict=True):

@@ -242,7 +242,7 @@ def test_the_table_names_fields_and_defaults_ask_for_nothing():
 
 
 def test_several_missing_parts_are_told_at_once():
-    loaded = load({"zero_optimization": {"stage": 3}, "wandb": True, "sparse_gradients": True})
+    loaded = load({"flops_profiler": {"enabled": True}, "wandb": True, "comet": True})
     with pytest.raises(ConfigError, match="3 problems"):
         require_available(loaded.config)
 

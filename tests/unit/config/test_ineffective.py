@@ -21,7 +21,17 @@ READ = {
     "vocabulary_size", "data_parallel_size", "optimizer.type", "optimizer.params", "scheduler.type",
     "scheduler.params", "bf16.enabled", "data_types.grad_accum_dtype", "zero_optimization.reduce_bucket_size",
     "zero_optimization.overlap_comm", "zero_optimization.elastic_checkpoint", "checkpoint.tag_validation",
-    "comms_logger.enabled",
+    "comms_logger.enabled", "zero_optimization.stage", "zero_optimization.prefetch_bucket_size",
+    "zero_optimization.param_persistence_threshold", "zero_optimization.model_persistence_threshold",
+    "zero_optimization.max_live_parameters", "zero_optimization.max_reuse_distance",
+    "zero_optimization.gather_16bit_weights_on_model_save", "zero_optimization.module_granularity_threshold",
+    "zero_optimization.log_trace_cache_warnings", "zero_optimization.divergent_modules", "sparse_gradients",
+    "zero_optimization.override_module_apply",
+    "zero_optimization.reduce_scatter", "zero_optimization.ignore_unused_parameters",
+    "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
+    "zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.zeropp_loco_param.err_beta", "zero_optimization.zeropp_loco_param.reset_T",
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula")
 REFUSED = {row.path for row in UNAVAILABLE} | {"zero_optimization.legacy_stage1"}
@@ -53,8 +63,8 @@ def test_each_warns_once_and_only_when_it_differs_from_the_default(path):
 
 
 def test_the_warning_names_the_key_as_it_was_written():
-    warnings = load({"zero_optimization": {"stage3_max_live_parameters": 5}}).warnings
-    assert [w.split()[0] for w in warnings] == ["zero_optimization.stage3_max_live_parameters"]
+    warnings = load({"zero_optimization": {"stage3_use_all_reduce_for_fetch_params": True}}).warnings
+    assert [w.split()[0] for w in warnings] == ["zero_optimization.stage3_use_all_reduce_for_fetch_params"]
 
 
 def test_defaults_and_plain_settings_are_quiet():

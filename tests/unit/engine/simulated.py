@@ -8,12 +8,13 @@ from torch import nn
 from mpispeed.config.load import validate
 from mpispeed.engine.assemble import assemble
 from mpispeed.engine.engine import Engine
+from mpispeed.engine.placements import ranks_per_node
 from mpispeed.engine.plan import make_plan
 
 
 def engine_on(world: Any, config: dict[str, Any], model: nn.Module, **more: Any) -> Engine:
     """What `initialize` does after it has joined MPI and read the config."""
     loaded = validate(config, "test")
-    plan = make_plan(loaded.config, world.size, torch.float32)
+    plan = make_plan(loaded.config, world.size, torch.float32, ranks_per_node=ranks_per_node(world))
     arguments = {"optimizer": None, "model_parameters": None, "training_data": None, "lr_scheduler": None, **more}
     return Engine(assemble(plan, loaded, world, model, **arguments, collate_fn=None))

@@ -70,12 +70,14 @@ def test_axes_that_do_not_fit_are_refused():
 
 def test_what_is_cut_grows_with_the_stage():
     cut = {stage: sum(not p.is_whole for p in (s.param, s.grad, s.master)) for stage, s in STATES_BY_STAGE.items()}
-    assert cut == {0: 0, 1: 1, 2: 2}
+    assert cut == {0: 0, 1: 1, 2: 2, 3: 3}
     for states in STATES_BY_STAGE.values():
         verbs = [move.verb for move in reduce_moves(("data",), states.master)]
-        verbs += [move.verb for move in moves(states.master, states.param)]
-        assert verbs == (["all_reduce"] if states.master.is_whole else ["reduce_scatter", "all_gather"])
+        assert verbs == (["all_reduce"] if states.master.is_whole else ["reduce_scatter"])
+        verbs = [move.verb for move in moves(states.master, states.param)]
+        assert verbs == ([] if states.master == states.param else ["all_gather"])
         assert states.grad.is_whole or states.grad == states.master
+        assert states.param.is_whole or states.param == states.grad
 
 
 def test_boundaries_are_counted_or_set():

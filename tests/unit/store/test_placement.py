@@ -7,7 +7,7 @@ from mpispeed.base.errors import StoreError
 from mpispeed.mesh import sim
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.topology import Topology
-from mpispeed.store.move import gather_whole, own_span, reduce_into
+from mpispeed.store.move import own_span, reduce_into, widen
 from mpispeed.store.placement import WHOLE, Move, Placement, moves, reduce_moves
 
 DATA = Placement(("data",))
@@ -45,7 +45,7 @@ def test_reduce_then_gather_gives_the_whole_sum(cut):
         reduce_into(mesh, full, target, ("outer", "inner"), placement, scale=0.5)
         whole = torch.full((padded,), -1.0, dtype=torch.float64)
         whole[span.slice] = target
-        gather_whole(mesh, whole, placement)
+        widen(mesh, whole, target, placement, WHOLE, padded)
         return whole
 
     expected = torch.arange(padded, dtype=torch.float64) * sum(range(1, 7)) * 0.5

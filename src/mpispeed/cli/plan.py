@@ -1,0 +1,323 @@
+"""`mpispeed plan`: memory and traffic of a configuration before anything starts, and whether this machine will do.
+
+Exit codes: 0 it fits, 1 it does not fit, 2 the question is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mpispeed.base.errors import ConfigError, MpispeedError
+from mpispeed.base.units import format_bytes, format_count, parse_count
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpispeed.engine.budget import Budget
+    from mpispeed.engine.fit import Setup, Verdict
+    from mpispeed.engine.plan import Plan
+
+# torch and pydantic are imported by the command, so that `mpispeed --help` stays fast.
+
+MOST_LAYERS = 100_000
+"""Layers of a model that is given by its size alone; more would only take time."""
+
+
+class _Count(click.ParamType):
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """7e9, 64Ki, 2GiB: a whole number."""
+        try:
+            return parse_count(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command()
+@click.argument("file", metavar="CONFIG")
+@click.option("--model", "target", metavar="MODULE:CALLABLE", help="What builds the model; it is not allocated.")
+@click.option("--model-args", default="{}", metavar="JSON", help="Its arguments: an object, or a list.")
+@click.option("--params", type=_Count(), help="Instead of --model: parameters of the model, such as 7e9.")
+@click.option("--largest-layer", type=_Count(), help="With --params: parameters of the largest layer.")
+@click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Ranks in all.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes they run on.")
+@click.option("--zero-init", is_flag=True, help="The model is built inside of mpispeed.zero.Init.")
+@click.option("--activations", type=_Count(), default=0, help="Bytes each rank needs besides, such as activations.")
+@click.option("--memory", type=_Count(), help="Bytes of a node to compare with; default: what this machine has left.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(
+    file: str,
+    target: str | None,
+    model_args: str,
+    params: int | None,
+    largest_layer: int | None,
+    ranks: int,
+    nodes: int,
+    zero_init: bool,
+    activations: int,
+    memory: int | None,
+    as_json: bool,
+) -> None:
+    """Say what CONFIG needs on every rank and sends in every step, and whether it fits: GO or NO-GO."""
+    try:
+        if nodes > ranks:
+            msg = f"--nodes {nodes} is more than the {ranks} ranks of -n; every node runs at least one rank"
+            raise ConfigError(msg)
+        size = _size_of(target, params, largest_layer)
+        config = _load(file)
+        model = _sized_model(*size) if target is None else _build(target, model_args)
+        answer, is_go = _answer(config, model, ranks, nodes, zero_init, activations, memory, as_json=as_json)
+    except MpispeedError as error:
+        if as_json:
+            click.echo(json.dumps({"ok": False, "error": str(error)}))
+        click.echo(f"mpispeed plan: {error}", err=True)
+        sys.exit(2)
+    click.echo(answer)
+    sys.exit(0 if is_go else 1)
+
+
+def _answer(
+    config: Any, model: nn.Module, ranks: int, nodes: int, is_born_cut: bool, extra: int, memory: int | None,
+    *, as_json: bool,
+) -> tuple[str, bool]:  # fmt: skip
+    from mpispeed.engine.fit import Limit, Setup, examine, judge, machine_limits
+
+    dtype = _dtype_of(model)
+    setup = Setup(config, ranks, nodes, is_born_cut, extra)
+    resolved, budget = examine(setup, model, dtype)
+    limits = machine_limits() if memory is None else [Limit("--memory", memory)]
+    verdict = judge(setup, model, dtype, limits)
+    write = _as_json if as_json else _as_text
+    return write(setup, resolved, budget, verdict, model), verdict.is_go
+
+
+# -- input -----------------------------------------------------------------------------------------------------------
+
+
+def _size_of(target: str | None, params: int | None, largest: int | None) -> tuple[int, int]:
+    if (target is None) == (params is None) or (params is None) != (largest is None):
+        msg = "give the model either as --model MODULE:CALLABLE or by its size, --params 7e9 --largest-layer 1e8"
+        raise ConfigError(msg)
+    params, largest = params or 1, largest or 1
+    if not 0 < largest <= params or params > MOST_LAYERS * largest:
+        msg = (
+            f"--largest-layer {largest} of --params {params}: expected a part of all parameters, and at least one in "
+            f"{MOST_LAYERS} of them"
+        )
+        raise ConfigError(msg)
+    return params, largest
+
+
+def _load(file: str) -> Any:
+    """The settings; what has no effect in this version is said, not refused: this is only a plan."""
+    from mpispeed.config import load
+    from mpispeed.config.unavailable import find_unavailable
+
+    loaded = load(file)
+    for warning in loaded.warnings:
+        click.echo(f"{loaded.where}: warning: {warning}", err=True)
+    for problem in find_unavailable(loaded.config):
+        click.echo(f"{loaded.where}: a run would refuse this: {problem.path}: {problem.what}", err=True)
+    return loaded.config
+
+
+def _build(target: str, arguments: str) -> nn.Module:
+    """Build a model on the meta device.
+
+    Raises:
+        ConfigError: the path, the arguments or the model are not usable.
+    """
+    import torch
+
+    make = _find(target)
+    args, kwargs = _arguments(arguments)
+    try:
+        with torch.device("meta"):
+            model = make(*args, **kwargs)
+    except Exception as error:  # whatever the user's code raises
+        msg = f"--model {target} cannot be built on torch's meta device: {type(error).__name__}: {error}"
+        raise ConfigError(msg) from error
+    if not isinstance(model, torch.nn.Module):
+        msg = f"--model {target} gave a {type(model).__name__}; expected a torch.nn.Module"
+        raise ConfigError(msg)
+    placed = [name for name, param in model.named_parameters() if param.device.type != "meta"]
+    if placed:
+        msg = (
+            f"--model {target} put {len(placed)} parameters on a device of their own, the first is {placed[0]!r}; "
+            "leave out device= where parameters are made, so that they can be planned without memory"
+        )
+        raise ConfigError(msg)
+    if next(model.parameters(), None) is None:
+        msg = f"--model {target} has no parameters; there is nothing to plan"
+        raise ConfigError(msg)
+    return model
+
+
+def _find(target: str) -> Callable[..., Any]:
+    name, _, attribute = target.partition(":")
+    if not name or not attribute:
+        msg = f"--model {target!r}: expected MODULE:CALLABLE, such as package.models:GPT"
+        raise ConfigError(msg)
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109  as `python -m` does
+    try:
+        found: Any = importlib.import_module(name)
+    except Exception as error:  # whatever the user's module raises
+        msg = f"--model {target}: the module {name!r} cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError(msg) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            msg = f"--model {target}: {found!r} has no {part!r}"
+            raise ConfigError(msg)
+        found = getattr(found, part)
+    if not callable(found):
+        msg = f"--model {target} is a {type(found).__name__}; expected a class or function that builds the model"
+        raise ConfigError(msg)
+    return found
+
+
+def _arguments(text: str) -> tuple[Sequence[Any], dict[str, Any]]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        msg = f"--model-args {text!r} is no JSON: {error}"
+        raise ConfigError(msg) from error
+    if isinstance(given, dict):
+        return (), given
+    if isinstance(given, list):
+        return given, {}
+    msg = f"--model-args {text!r}: expected an object of keywords, or a list"
+    raise ConfigError(msg)
+
+
+def _sized_model(params: int, largest: int) -> nn.Module:
+    """Equal layers of `largest` parameters and a rest, without memory."""
+    import torch
+    from torch import nn
+
+    sizes = [largest] * (params // largest) + [params % largest] * (params % largest > 0)
+
+    class Layer(nn.Module):
+        """One parameter."""
+
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(size, device="meta"))
+
+        def forward(self, x: Any) -> Any:
+            """Never called."""
+            return x
+
+    return nn.Sequential(*(Layer(size) for size in sizes))
+
+
+def _dtype_of(model: nn.Module) -> Any:
+    """The dtype of most floating-point elements."""
+    import torch
+
+    counts: dict[Any, int] = {}
+    for param in model.parameters():
+        if param.is_floating_point():
+            counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _meaning(resolved: Plan) -> list[tuple[str, str]]:
+    """What the config asks for: where each kind of state rests, and how ranks group."""
+    topology, states = resolved.topology(), resolved.states
+    names = {
+        "param": "parameters",
+        "grad": "gradients",
+        "master": "masters and optimizer states",
+        "second": "second copies",
+    }
+    rows = [row for row in resolved.describe() if row[0] != "optimizer" or resolved.optimizer_name]
+    if resolved.optimizer_name is None:
+        rows.append(("optimizer", "given in code; two fp32 states for each parameter are assumed"))
+    for attribute, what in names.items():
+        placement = getattr(states, attribute)
+        if placement is not None:
+            ranks = topology.group_size(placement.axes)
+            replicas = resolved.world_size // ranks
+            kept = f", {replicas} replicas" if not placement.is_whole and replicas > 1 else ""
+            rows.append((what, "whole on every rank" if ranks == 1 else f"cut over {ranks} ranks{kept}"))
+    return rows
+
+
+def _as_json(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, model: nn.Module) -> str:
+    from mpispeed.engine.fit import train_bytes
+
+    tiers = sorted({row.tier.value for row in budget.held})
+    answer = {
+        "ok": True,
+        "go": verdict.is_go,
+        "reason": verdict.reason,
+        "change": verdict.change,
+        "params": sum(param.numel() for param in model.parameters()),
+        "ranks": setup.ranks,
+        "nodes": setup.nodes,
+        "meaning": dict(_meaning(resolved)),
+        "held": [{"what": row.what, "tier": row.tier.value, "bytes": row.bytes} for row in budget.held],
+        "tiers": {tier: sum(row.bytes for row in budget.held if row.tier.value == tier) for tier in tiers},
+        "train_bytes": train_bytes(budget),
+        "build_bytes": budget.build_bytes,
+        "lag_bytes": budget.lag_bytes,
+        "sent": [
+            {"what": row.what, "verb": row.verb, "axes": list(row.axes), "bytes": row.bytes} for row in budget.sent
+        ],
+        "node": {"need_bytes": verdict.need_bytes, "limit_bytes": verdict.limit.bytes, "limit": verdict.limit.source},
+    }
+    return json.dumps(answer, indent=1)
+
+
+def _as_text(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, model: nn.Module) -> str:
+    from mpispeed.engine.fit import train_bytes
+
+    count = sum(param.numel() for param in model.parameters())
+    held = [(row.what, row.tier.value, format_bytes(row.bytes)) for row in budget.held]
+    held += [("sum", "", format_bytes(sum(row.bytes for row in budget.held)))]
+    if setup.extra_bytes:
+        held.append(("besides (--activations)", "host", format_bytes(setup.extra_bytes)))
+    held.append(("most while the model is built", "host", format_bytes(budget.build_bytes)))
+    sent = [(row.what, row.verb, " ".join(row.axes), format_bytes(row.bytes)) for row in budget.sent]
+    sent.append(("sum", "", "", format_bytes(budget.sent_bytes())))
+    parts = [
+        _columns(("the run", ""), [("model", f"{format_count(count)} parameters"), *_meaning(resolved)]),
+        _columns(("one rank holds", "tier", "bytes"), held),
+        _columns(("one rank sends in a step", "verb", "over", "bytes"), sent),
+        f"{'GO' if verdict.is_go else 'NO-GO'}: {verdict.reason}",
+    ]
+    if not verdict.is_go:
+        parts.append(f"would fit: {verdict.change}" if verdict.change else "no change that was tried would fit")
+    if not setup.extra_bytes and train_bytes(budget):
+        parts.append("not counted: activations (--activations), and what Python, torch and MPI need by themselves")
+    return "\n\n".join(parts[:3]) + "\n\n" + "\n".join(parts[3:])
+
+
+def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A rich table on a terminal, plain columns elsewhere."""
+    if sys.stdout.isatty():
+        from rich.console import Console  # rich is slow to import and of use on terminals only
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*head, box=None)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console = Console()
+        with console.capture() as taken:
+            console.print(table)
+        return taken.get().rstrip("\n")
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
+    return "\n".join(line.rstrip() for line in lines)

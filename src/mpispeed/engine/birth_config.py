@@ -1,0 +1,22 @@
+"""What `zero.Init` takes from a config, in plain values: the zero floor knows no config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpispeed.config.load import load
+
+
+def resolve_init_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The dtype of fp16 or bf16 (None without them), and whether `Module.apply` is replaced.
+
+    Raises:
+        ConfigError: the config has mistakes.
+    """
+    config = load(source).config
+    dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    return {"dtype": dtype, "override_module_apply": config.zero_optimization.override_module_apply}

@@ -1,0 +1,224 @@
+"""Whether a predicted need fits a machine, and the smallest change that would make it fit, found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.base.units import format_bytes
+from mpispeed.config.checks import find_conflicts
+from mpispeed.engine.budget import Budget, gather_facts, predict
+from mpispeed.engine.plan import Plan, make_plan
+from mpispeed.store.placement import Tier
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from mpispeed.config.root import Config
+
+_UNLIMITED = 1 << 60
+"""Bytes from which on a cgroup limit is none: version 1 writes the largest multiple of the page size."""
+
+MOST_DOUBLINGS = 10
+"""How often the number of nodes is doubled before the search for a change gives up."""
+
+
+# -- the machine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What is left of one limit of this machine. Units: bytes."""
+
+    source: str
+    bytes: int
+
+
+def machine_limits(root: Path = Path("/")) -> list[Limit]:
+    """What this machine has left: available memory, and the rest of every memory cgroup (v1, v2) around this process.
+
+    File cache that a cgroup can drop counts as free, as it does in MemAvailable. `root` is where /proc and /sys are.
+    """
+    found = []
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            found.append(Limit("MemAvailable of /proc/meminfo", int(value.split()[0]) * 1024))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
+                found += _group_limits(root, root / mount, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            found += _group_limits(root, root / "sys/fs/cgroup/memory", path, *names)
+    return found
+
+
+def _group_limits(root: Path, mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[Limit]:
+    """Limits of a cgroup and of all above it; inside of a container its own group is mounted as the root."""
+    folder = mount / path.strip("/")
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(mount):
+            return
+        most = _number(group / limit)
+        if most is not None and most < _UNLIMITED:
+            dropped = [int(line.split()[1]) for line in _lines(group / "memory.stat") if line.split()[0] == cache]
+            used = max(0, (_number(group / usage) or 0) - sum(dropped))
+            yield Limit(f"/{(group / limit).relative_to(root)}", max(0, most - used))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+
+
+# -- the need --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What would be started.
+
+    Attributes:
+        config: the settings.
+        ranks: how many ranks in all.
+        nodes: on how many nodes.
+        is_born_cut: the model is built inside of zero.Init, so that no rank ever holds all of it.
+        extra_bytes: what each rank needs besides, such as activations.
+    """
+
+    config: Config
+    ranks: int
+    nodes: int = 1
+    is_born_cut: bool = False
+    extra_bytes: int = 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on the fullest node."""
+        return -(-self.ranks // self.nodes)
+
+    @property
+    def even_ranks_per_node(self) -> int:
+        """Ranks on every node; 0 if nodes differ."""
+        return 0 if self.ranks % self.nodes else self.ranks // self.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the need of one node fits. Units: bytes. `change` is the smallest that would fit, if one was found."""
+
+    is_go: bool
+    need_bytes: int
+    limit: Limit
+    reason: str
+    change: str | None = None
+
+
+def train_bytes(budget: Budget) -> int:
+    """Host memory of one rank while it trains; without an accelerator the device is the host."""
+    return budget.tier_bytes(Tier.DEVICE) + budget.tier_bytes(Tier.HOST)
+
+
+def examine(setup: Setup, model: nn.Module, dtype: torch.dtype) -> tuple[Plan, Budget]:
+    """Plan and prediction of a setup.
+
+    Raises:
+        ConfigError: the settings cannot hold for so many ranks.
+    """
+    plan = make_plan(setup.config, setup.ranks, dtype, ranks_per_node=setup.even_ranks_per_node)
+    is_born_cut = setup.is_born_cut and not plan.states.param.is_whole
+    return plan, predict(gather_facts(plan, model, is_born_cut=is_born_cut))
+
+
+def judge(setup: Setup, model: nn.Module, dtype: torch.dtype, limits: list[Limit]) -> Verdict:
+    """Compare the need of a node with the tightest limit; where it does not fit, look for a change that does.
+
+    Raises:
+        ConfigError: there is no limit to compare with, or the settings cannot hold.
+    """
+    if not limits:
+        msg = "this machine tells no memory limit (/proc/meminfo has no MemAvailable); give one with --memory"
+        raise ConfigError(msg)
+    limit = min(limits, key=lambda item: item.bytes)
+    plan, budget = examine(setup, model, dtype)
+    need = _node_bytes(setup, budget)
+    ranks, rest = setup.ranks_per_node, train_bytes(budget) + setup.extra_bytes
+    is_building = budget.build_bytes > rest
+    what = "while the model is built" if is_building else "for training"
+    relation = "fits into" if need <= limit.bytes else "is more than"
+    reason = (
+        f"{ranks} rank{'s' * (ranks > 1)} x {format_bytes(need // ranks)} {what} = {format_bytes(need)} on a node "
+        f"{relation} {format_bytes(limit.bytes)} ({limit.source})"
+    )
+    if budget.lag_bytes and not is_building:
+        reason += f"; {format_bytes(ranks * budget.lag_bytes)} of it only if gradient sums lag behind backward"
+    if need <= limit.bytes:
+        return Verdict(True, need, limit, reason)
+    found = next((text for text, other in changes(setup, plan) if _fits(other, model, dtype, limit)), None)
+    return Verdict(False, need, limit, reason, found)
+
+
+def _node_bytes(setup: Setup, budget: Budget) -> int:
+    return setup.ranks_per_node * max(budget.build_bytes, train_bytes(budget) + setup.extra_bytes)
+
+
+def _fits(setup: Setup, model: nn.Module, dtype: torch.dtype, limit: Limit) -> bool:
+    if any(find_conflicts(setup.config)):
+        return False
+    try:
+        _, budget = examine(setup, model, dtype)
+    except ConfigError:
+        return False
+    return _node_bytes(setup, budget) <= limit.bytes
+
+
+def changes(setup: Setup, plan: Plan) -> Iterator[tuple[str, Setup]]:
+    """Setups that need less on each node, each with what to change, from small changes to large ones."""
+    zero, batch = setup.config.zero_optimization, plan.batch
+    # Other numbers of ranks keep the micro-batch of each.
+    sizes = {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        "data_parallel_size": None,
+    }
+
+    def changed(other: Setup, nodes: int = 1, **keys: object) -> Setup:
+        section = zero.model_copy(update=keys)
+        config = setup.config.model_copy(update={**sizes, "zero_optimization": section})
+        return replace(
+            other, config=config, ranks=setup.ranks_per_node * nodes * setup.nodes, nodes=nodes * setup.nodes
+        )
+
+    born = replace(setup, is_born_cut=True)
+    here = {"stage": plan.stage, "overlap_comm": plan.is_overlapped}
+    levels = range(plan.stage, 4)
+    if setup.ranks % setup.nodes == 0:
+        if not setup.is_born_cut and not plan.states.param.is_whole:
+            yield "build the model inside of mpispeed.zero.Init", changed(born, **here)
+        if plan.is_overlapped:
+            yield '"overlap_comm": false', changed(setup, **{**here, "overlap_comm": False})
+        for level in levels[1:]:
+            text = f'"zero_optimization": {{"stage": {level}}}'
+            yield text, changed(setup, stage=level, overlap_comm=zero.overlap_comm)
+        quiet = {"stage": 3, "overlap_comm": False}
+        text = '"zero_optimization": {"stage": 3, "overlap_comm": false}'
+        yield text, changed(setup, **quiet)
+        yield f"{text}, and build the model inside of mpispeed.zero.Init", changed(born, **quiet)
+        for nodes in (2**power for power in range(1, MOST_DOUBLINGS + 1)):
+            count = f"{nodes * setup.nodes} nodes with {setup.ranks_per_node} ranks each"
+            yield count, changed(setup, nodes, **here)
+            yield f"{count}, {text}, and build the model inside of mpispeed.zero.Init", changed(born, nodes, **quiet)

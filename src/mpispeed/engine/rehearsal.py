@@ -1,0 +1,264 @@
+"""Goes through optimizer steps without data: the real policy of fetching, on paper buffers, counted in bytes.
+
+What is taken when follows the order in which modules are registered; a model that runs them in another order, several
+times or not at all differs. The backward pass goes the other way round.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from mpispeed.mesh.work import Work
+from mpispeed.zero.backlog import Backlog, limit_of
+from mpispeed.zero.fetch import Fetcher, Limits
+
+if TYPE_CHECKING:
+    from mpispeed.store.arena import Arena
+    from mpispeed.store.table import Table, Unit
+    from mpispeed.zero.params import ParamStore
+    from mpispeed.zero.users import User
+
+STEPS = 3
+"""Optimizer steps that are gone through: the order is recorded in the first and known from the second on."""
+
+_SAVES_NO_WEIGHT = (nn.Embedding, nn.EmbeddingBag)
+"""Their backward pass needs the indices only."""
+
+
+class PaperArena:
+    """Keeps the books of `store.arena.Arena`, and hands out slips of one byte instead of buffers."""
+
+    def __init__(self) -> None:
+        self.owned_bytes = 0
+        self.taken_bytes = 0
+        self._free: Counter[tuple[torch.dtype, int]] = Counter()
+        self._taken: dict[int, tuple[torch.dtype, int]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A slip for a buffer of `numel` elements."""
+        kind = dtype, numel
+        self.taken_bytes += numel * dtype.itemsize
+        if self._free[kind]:
+            self._free[kind] -= 1
+        else:
+            self.owned_bytes += numel * dtype.itemsize
+        slip = torch.empty(1, dtype=torch.uint8)
+        self._taken[slip.data_ptr()] = kind
+        return slip
+
+    def give(self, slip: torch.Tensor) -> None:
+        """The buffer may be used again."""
+        dtype, numel = kind = self._taken.pop(slip.data_ptr())
+        self._free[kind] += 1
+        self.taken_bytes -= numel * dtype.itemsize
+
+    def bytes_of(self, slips: Iterable[torch.Tensor]) -> int:
+        """Bytes of the buffers that these taken slips stand for."""
+        return sum(numel * dtype.itemsize for dtype, numel in (self._taken[slip.data_ptr()] for slip in slips))
+
+    def lose(self, slip: torch.Tensor) -> None:
+        """Nobody looks at slips for longer than the fetcher."""
+        self.give(slip)
+
+
+class PaperParams:
+    """What `Fetcher` asks of a `ParamStore`, with the bytes of every gather counted."""
+
+    def __init__(
+        self,
+        table: Table,
+        resident: frozenset[int],
+        dtype_of: Callable[[Unit], torch.dtype],
+        gather: Callable[[Unit, bool], Iterable[tuple[str, tuple[str, ...], int]]],
+    ) -> None:
+        """Args: `gather` gives (verb, axes, bytes) of one gather, for False from rest, for True from a second copy."""
+        self.table, self._resident, self._dtype_of, self._gather = table, resident, dtype_of, gather
+        self.sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._fresh: set[int] = set()
+
+    def is_resident(self, unit: Unit) -> bool:
+        """True if the unit is whole all the time."""
+        return unit.index in self._resident
+
+    def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
+        """What whole buffers are made of; the fetcher asks for nothing else."""
+        return self._dtype_of(unit), self._dtype_of(unit)
+
+    def start_collect(self, lane: Any, unit: Unit, full: Any, reader: Any) -> Work:
+        """Count one gather."""
+        del lane, full, reader
+        for verb, axes, count_bytes in self._gather(unit, unit.index in self._fresh):
+            self.sent[verb, axes] += count_bytes
+        self._fresh.add(unit.index)
+        work = Work("all_gather")
+        work.finish()
+        return work
+
+    def show(self, unit: Unit, full: torch.Tensor) -> None:
+        """No parameter is touched."""
+
+    def hide(self, unit: Unit) -> None:
+        """No parameter is touched."""
+
+    def updated(self) -> None:
+        """Second copies of what is trained are out of date."""
+        self._fresh -= {unit.index for unit in self.table.units}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the last of several steps sent, and what was held at most over all of them. Units: bytes."""
+
+    gathers: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+    gathered_bytes: int = 0
+    scratch_bytes: int = 0
+
+
+Buffers = Sequence[tuple[int, torch.dtype]]
+"""(elements, dtype) of buffers that are taken together."""
+
+
+class Rehearsal:
+    """One rank's forward and backward passes over paper buffers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: PaperParams,
+        users: Sequence[User],
+        limits: Limits,
+        *,
+        bucket: Callable[[Unit], Buffers],
+        wire: Callable[[Unit, bool], Buffers],
+        is_overlapped: bool,
+    ) -> None:
+        """Args: `bucket` is where gradients land, `wire` what their sum needs besides (True: it is added to another).
+
+        With `is_overlapped` sums run one after the other beside backward. The most that can be held then is counted:
+        no sum is done before the engine waits for it.
+        """
+        self._params, self._users, self._is_overlapped = params, users, is_overlapped
+        self._bucket, self._wire = bucket, wire
+        self._arena, self._outcome = PaperArena(), Outcome()
+        self._fetcher = Fetcher(
+            cast("ParamStore", params), cast("Any", None), cast("Arena", self._arena), limits, wait=_is_done
+        )
+        self._modules = [(module, own) for module in model.modules() if (own := list(module.parameters(recurse=False)))]
+        self._buckets: dict[int, list[torch.Tensor]] = {}
+        self._late: list[torch.Tensor] = []  # buckets whose sums may be waiting
+        self._backlog = Backlog(limit_of(unit.layout.padded for unit in params.table.units))
+        self._missing: Counter[int] = Counter()
+        self._next = 0
+
+    def run(self, micro_steps: int, *, reduces_each: bool, fetches: bool) -> Outcome:
+        """Go through `STEPS` optimizer steps of `micro_steps` micro-batches.
+
+        Args:
+            micro_steps: forward and backward passes for each step.
+            reduces_each: gradients are summed over ranks in every micro-step, not only in the last.
+            fetches: some parameters rest cut.
+        """
+        for _ in range(STEPS):
+            self._params.sent.clear()
+            for micro in range(micro_steps):
+                if fetches:
+                    self._forward()
+                self._backward(
+                    is_added=reduces_each and micro > 0,
+                    reduces=reduces_each or micro == micro_steps - 1,
+                    fetches=fetches,
+                )
+            self._backlog.clear()
+            if fetches:
+                self._fetcher.drop_all()
+            self._params.updated()
+        self._outcome.gathers = dict(self._params.sent)
+        self._outcome.scratch_bytes = self._arena.owned_bytes
+        return self._outcome
+
+    # -- forward -----------------------------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        self._fetcher.begin_pass(True)
+        running: list[User] = []
+        for user in self._users:
+            while running and running[-1].name and not user.name.startswith(f"{running[-1].name}."):
+                self._fetcher.unhold(running.pop().units, considers=True)
+            if user.units:
+                self._use(user.units, is_backward=False)
+                self._fetcher.hold(user.units)
+            running.append(user)
+        for user in reversed(running):
+            self._fetcher.unhold(user.units, considers=True)
+
+    def _use(self, units: Sequence[Unit], *, is_backward: bool) -> None:
+        self._fetcher.use(units, is_backward=is_backward, reader=lambda: "a module")
+        buckets = sum(self._arena.bytes_of(slips) for slips in (*self._buckets.values(), self._late))
+        self._outcome.gathered_bytes = max(self._outcome.gathered_bytes, self._arena.taken_bytes - buckets)
+
+    # -- backward ----------------------------------------------------------------------------------------------
+
+    def _backward(self, *, is_added: bool, reduces: bool, fetches: bool) -> None:
+        table = self._params.table
+        left = Counter(id(param) for _, params in self._modules for param in params)
+        self._missing = Counter({unit.index: len(unit.layout.entries) for unit in table.units})
+        self._next = len(table.units) - 1
+        for module, params in reversed(self._modules):
+            places = [place for param in params if (place := table.locate(param)) is not None]
+            units = {place.unit.index: place.unit for place in places if not self._params.is_resident(place.unit)}
+            if fetches and units and not isinstance(module, _SAVES_NO_WEIGHT):
+                self._use(tuple(units.values()), is_backward=True)
+            for param in params:
+                left[id(param)] -= 1
+                place = table.find(param)
+                if place is not None and not left[id(param)]:
+                    self._land(place.unit, is_added=is_added, reduces=reduces)
+                    if fetches and not self._missing[place.unit.index]:
+                        self._fetcher.consider((place.unit.index,))
+        if fetches:
+            self._fetcher.rest()
+
+    def _settle(self, bucket: list[torch.Tensor]) -> None:
+        """The engine has waited for a sum."""
+        for slip in bucket:
+            self._arena.give(slip)
+        given = {id(slip) for slip in bucket}
+        self._late = [slip for slip in self._late if id(slip) not in given]
+
+    def _land(self, unit: Unit, *, is_added: bool, reduces: bool) -> None:
+        if not reduces:
+            self._missing[unit.index] -= 1
+            return
+        if unit.index not in self._buckets:
+            self._buckets[unit.index] = [self._arena.take(*kind) for kind in self._bucket(unit)]
+        self._missing[unit.index] -= 1
+        units = self._params.table.units
+        while self._next >= 0 and not self._missing[self._next]:
+            self._launch(units[self._next], is_added=is_added)
+            self._next -= 1
+
+    def _launch(self, unit: Unit, *, is_added: bool) -> None:
+        scratch, bucket = (
+            [self._arena.take(*kind) for kind in self._wire(unit, is_added)],
+            self._buckets.pop(unit.index),
+        )
+        for slip in scratch:
+            self._arena.give(slip)
+        if self._is_overlapped:
+            self._late += bucket
+            self._backlog.add(unit.layout.padded, functools.partial(self._settle, bucket))
+            return
+        for slip in bucket:
+            self._arena.give(slip)
+
+
+def _is_done(work: Work, what: Callable[[], str]) -> None:
+    del what
+    work.wait()

@@ -1,0 +1,188 @@
+"""The gate before a started operation: all ranks are here, and all of them mean the same operation."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
+
+from mpispeed.base.errors import AgreementError, CommError
+from mpispeed.mesh.transport import Comparison
+from mpispeed.mesh.work import Work, nap_until
+
+if TYPE_CHECKING:
+    from mpispeed.mesh.comm import Comm
+
+Label = str | int
+FAREWELL = 0
+"""Code of a rank that only ends a gate at which others wait."""
+
+SHOWN = 8
+"""Most ranks, and most different texts, that a message names."""
+
+
+class Key(NamedTuple):
+    """A group of a lane, by the same value on all of its members and another one for every other group."""
+
+    lane: int
+    axes: tuple[str, ...]
+    first: int
+    size: int
+    members: int  # checksum of the member list
+    copy: int  # number among groups of the lane that are equal in everything else
+
+
+@lru_cache(maxsize=4096)
+def code_of(verb: str, label: Label) -> int:
+    """A number from 1 to 2^63 - 1 that is the same in every process, unlike Python's own hash."""
+    text = f"{verb}\0{type(label).__name__}\0{label}"
+    return max(1, int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1)
+
+
+def by_text(texts: Sequence[tuple[int, str]], singular: str = "wants", plural: str = "want") -> str:
+    """`(rank, text)` pairs as "rank 0 wants A; ranks 1, 2 want B"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks.setdefault(text, []).append(rank)
+    parts = []
+    for text, found in list(ranks.items())[:SHOWN]:
+        shown = ", ".join(map(str, found[:SHOWN])) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+        parts.append(f"ranks {shown} {plural} {text}" if len(found) > 1 else f"rank {shown} {singular} {text}")
+    if len(ranks) > SHOWN:
+        parts.append(f"and {len(ranks) - SHOWN} more groups of ranks")
+    return "; ".join(parts)
+
+
+def text_of(describe: Callable[[], str]) -> str:
+    """What `describe` says; a failure in it must not keep the other ranks waiting."""
+    try:
+        return str(describe())
+    except Exception as error:
+        return f"something that cannot be described ({type(error).__name__}: {error})"
+
+
+def again(error: Exception) -> Exception:
+    """An equal error to raise elsewhere: a raised one collects the tracebacks of all its raises."""
+    if not isinstance(error, AgreementError):
+        return error
+    copy = type(error)(*error.args)
+    copy.is_collective = error.is_collective
+    return copy
+
+
+class Groups:
+    """The groups of one lane: their keys, and how many gates this rank has posted in each."""
+
+    def __init__(self, lane: str, number: int) -> None:
+        self.lane, self.number = lane, number
+        self._keys: dict[int, Key] = {}
+        self._comms: dict[Key, Comm] = {}
+        self._copies: Counter[tuple[int, int, int]] = Counter()
+        self.posted: dict[Key, int] = {}
+
+    def add(self, comm: Comm) -> Key:
+        """Name a group; members of equal groups add them in the same order, because making a group is collective."""
+        if id(comm) not in self._keys:
+            members = crc32(repr(list(comm.ranks)).encode())
+            kind = (comm.ranks[0], comm.size, members)
+            key = Key(self.number, comm.axes, *kind, self._copies[kind])
+            self._copies[kind] += 1
+            self._keys[id(comm)], self._comms[key], self.posted[key] = key, comm, 0
+        return self._keys[id(comm)]
+
+    def comm(self, key: Key) -> Comm:
+        """The group of that name."""
+        return self._comms[key]
+
+    def clear(self) -> None:
+        """Forget all groups and let go of them."""
+        self._keys.clear()
+        self._comms.clear()
+        self.posted.clear()
+
+
+class Task:
+    """A queued operation. `number` counts the gates of its group from 1; 0 until its own is posted."""
+
+    __slots__ = ("_comparison", "_deadline", "body", "code", "comm", "describe", "label", "number", "work")
+
+    def __init__(
+        self,
+        comm: Comm,
+        body: Callable[[], object],
+        work: Work,
+        label: Label,
+        describe: Callable[[], str] | None,
+    ) -> None:
+        self.comm, self.body, self.work, self.label, self.describe = comm, body, work, label, describe
+        self.code, self.number = code_of(work.verb, label), 0
+        self._comparison: Comparison | None = None
+        self._deadline = float("inf")
+
+    def text(self) -> str:
+        """The operation in words."""
+        plain = f"{self.work.verb} {self.label}".strip()
+        return plain if self.describe is None else text_of(self.describe)
+
+    def is_open(self, groups: Groups) -> bool:
+        """Ask, without blocking, whether all ranks of the group have come to this operation.
+
+        Collective over: the group.
+
+        Raises:
+            AgreementError: ranks have come with different operations; the same on all of them.
+            CommError: not all ranks came within the group's time-out.
+        """
+        comparison = self._comparison or self.post(groups)
+        codes = comparison()
+        # A farewell means that peers have given up waiting and that this rank's own wait is about to say so.
+        if codes is None or codes[0] == FAREWELL:
+            if time.monotonic() > self._deadline:
+                raise self._late()
+            return False
+        if codes[0] != codes[1]:
+            raise self._diverged(groups.lane)
+        return True
+
+    def pass_now(self, groups: Groups) -> None:
+        """Wait, asleep, until all ranks have come. Collective over: the group."""
+        nap_until(lambda: self.is_open(groups))
+
+    def settle(self, limit_seconds: float) -> bool:
+        """Wait until a posted gate is over, whatever it says; False if it is not within the limit."""
+        comparison = self._comparison
+        return comparison is None or nap_until(lambda: comparison() is not None, limit_seconds)
+
+    def post(self, groups: Groups) -> Comparison:
+        """Say that this rank is here. Collective over: the group."""
+        key = groups.add(self.comm)
+        # Counted before it is posted: `watch` may take a rank to be further than it is, never to be less far.
+        groups.posted[key] += 1
+        self.number = groups.posted[key]
+        self._comparison = comparison = self.comm.compare(self.code)
+        if self.comm.timeout_seconds is not None:
+            self._deadline = time.monotonic() + self.comm.timeout_seconds
+        return comparison
+
+    def _late(self) -> CommError:
+        return CommError(
+            f"started {self.text()} over {self.comm}: not all ranks came within {self.comm.timeout_seconds} s; "
+            "a rank has ended or started its operations in another order"
+        )
+
+    def _diverged(self, lane: str) -> AgreementError:
+        """Say on every rank what each of them wanted: all of them are here. Collective over: the group."""
+        wishes = self.comm.library_gather_objects((self.text(), f"{self.work.verb} {self.label!r}"))
+        is_told = len({text for text, _ in wishes}) > 1
+        texts = [(self.comm.ranks[i], t if is_told else f"{t} [{name}]") for i, (t, name) in enumerate(wishes)]
+        error = AgreementError(
+            f"ranks diverged at operation {self.number} of lane {lane!r} over {self.comm}: {by_text(texts)}; none of "
+            "it was done. All ranks must start the same operations in the same order: look for control flow that "
+            "depends on the rank or on its data"
+        )
+        error.is_collective = True
+        return error

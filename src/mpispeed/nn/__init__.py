@@ -1,0 +1,5 @@
+"""Floor 5: modules a model is built from. They know torch and the floors below, not how their parameters rest."""
+
+from mpispeed.nn.tiled import TiledLinear, TiledLinearReturnBias
+
+__all__ = ["TiledLinear", "TiledLinearReturnBias"]

@@ -1,0 +1,353 @@
+"""Follows the model's forward and backward: fetches what modules need, gives it back, answers stray reads.
+
+Nothing is installed for backward. What autograd saves of a parameter is saved as its place in the unit, and looked up
+again when backward wants it: so saved tensors keep no memory, and whichever way backward takes, the data are there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpispeed.base.errors import UsageError
+from mpispeed.zero.params import find_edited
+
+if TYPE_CHECKING:
+    from mpispeed.store.table import Unit
+    from mpispeed.zero.fetch import Fetcher
+    from mpispeed.zero.users import User
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A watched module whose forward runs."""
+
+    module: nn.Module
+    name: str
+    units: list[Unit] = field(default_factory=list)
+    saving: torch.autograd.graph.saved_tensors_hooks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A view of a unit's buffer, without the buffer."""
+
+    saver: _Saver
+    unit: Unit
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Any other saved tensor with its version: with hooks autograd does not compare versions itself."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Saver:
+    """Hooks for what autograd saves: places for what lies in units; everything else goes to the hooks before.
+
+    Those of checkpoints and of the user keep working so, and never hold a parameter that is cut afterwards.
+    """
+
+    def __init__(self, frames: Frames, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]):
+        self.frames, self._pack, self._unpack = frames, pack, unpack
+
+    def save(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps instead of `tensor`."""
+        unit = self.frames.unit_of(tensor)
+        if unit is None:
+            return self._pack(tensor)
+        return _Saved(self, unit, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def restore(self, saved: Any) -> torch.Tensor:
+        """The tensor again."""
+        if type(saved) is _Saved and saved.saver is self:
+            full = self.frames.fetch_saved(saved.unit)
+            return full.as_strided(saved.size, saved.stride, saved.offset)
+        return self._unpack(saved)
+
+
+class Frames:
+    """The forward calls that are running, outermost first, and the hooks that keep track of them.
+
+    Collective over: the axes by which parameters rest cut, whenever a watched module runs or backward needs weights.
+    """
+
+    def __init__(self, fetcher: Fetcher, users: Sequence[User]) -> None:
+        self._fetcher = fetcher
+        self._table = fetcher.params.table
+        self._units: dict[int, tuple[Unit, ...]] = {}
+        self._names: dict[int, str] = {}
+        self._frames: list[_Frame] = []
+        self._handles: list[Any] = []
+        self._is_shielded = False
+        self.is_uneven = False
+        self.is_paused = False  # everything is whole: nothing to fetch, and ranks may do different things
+        self._begin_outside: Callable[[nn.Module], None] = self._begin
+        self._end_outside: Callable[[nn.Module], None] = self._end
+        self._shield()
+        for user in users:
+            fetcher.bind(user.units)
+            self._watch(user.module, user.name, user.units)
+
+    def _watch(self, module: nn.Module, name: str, units: tuple[Unit, ...]) -> None:
+        self._units[id(module)] = units
+        self._names[id(module)] = name or type(module).__name__
+        self._handles.append(module.register_forward_pre_hook(self._enter))
+        self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def add_external(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        """Fetch `units` too whenever `module` runs."""
+        if id(module) not in self._names:
+            self._watch(module, "", ())
+        known, is_whole = self._units[id(module)], self._fetcher.params.is_resident
+        self._units[id(module)] = known + tuple(unit for unit in units if unit not in known and not is_whole(unit))
+
+    def drop_external(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        """End of `add_external`."""
+        if id(module) in self._names:
+            self._units[id(module)] = tuple(unit for unit in self._units[id(module)] if unit not in units)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._begin_outside(module)
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        self._end_outside(module)
+
+    def _shield(self) -> None:
+        """Keep the hooks out of compiled graphs; not before somebody compiles, because the compiler loads slowly."""
+        if not self._is_shielded and "torch._dynamo" in sys.modules:
+            self._is_shielded = True
+            self._begin_outside = torch.compiler.disable(self._begin)
+            self._end_outside = torch.compiler.disable(self._end)
+
+    def _begin(self, module: nn.Module) -> None:
+        if self.is_paused:
+            return
+        frame = _Frame(module, self._names[id(module)])
+        is_backward = in_backward()
+        _refuse_transforms(frame.name)
+        if not self._frames:
+            self._shield()
+            if not is_backward:
+                self._fetcher.begin_pass(torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            frame.saving = self._saving(frame.name)
+        units = self._units[id(module)]
+        if units:
+            self._fetcher.use(units, is_backward=is_backward, reader=lambda: f"module {frame.name!r}")
+            self._fetcher.hold(units)
+            frame.units.extend(units)
+        if frame.saving is not None:
+            frame.saving.__enter__()
+        self._frames.append(frame)
+
+    def _end(self, module: nn.Module) -> None:
+        if not self._frames or self._frames[-1].module is not module:
+            return  # its `_begin` failed, and the failure is on its way up
+        frame = self._frames.pop()
+        if frame.saving is not None:
+            frame.saving.__exit__()
+        # What is run again during backward is used in that backward right afterwards.
+        edited = next((name for unit in frame.units if (name := find_edited(self._fetcher.params, unit))), "")
+        self._fetcher.unhold(frame.units, considers=not in_backward())
+        if edited:
+            self._fetcher.drop(frame.units)
+            _refuse_edit(frame.name, edited)
+        if not self._frames and not in_backward():
+            if not self.is_uneven:
+                self._fetcher.meet(lambda: f"the end of {frame.name!r}")
+            if not torch.is_grad_enabled():
+                self._fetcher.rest()
+
+    @contextmanager
+    def unwinding(self) -> Iterator[None]:
+        """A call into the model: torch tells hooks of modules about exceptions, but not about interrupts."""
+        depth = len(self._frames)
+        try:
+            yield
+        except BaseException:
+            while len(self._frames) > depth:
+                self._end(self._frames[-1].module)
+            raise
+
+    # -- what autograd saves -------------------------------------------------------------------------------------
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Hooks for the time in which somebody else has made parameters whole: graphs may be used after its end."""
+        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return nullcontext()
+        return self._saving("GatheredParameters") or nullcontext()
+
+    def _saving(self, name: str) -> torch.autograd.graph.saved_tensors_hooks | None:
+        """Hooks for the time of `name`; None if those of an outer frame are on top."""
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            msg = (
+                f"module {name!r} runs where saved tensor hooks are forbidden, by "
+                "torch.autograd.graph.disable_saved_tensors_hooks, but the weights that its backward pass needs are "
+                "cut over ranks and saved by such hooks; run it outside, or under torch.no_grad()"
+            )
+            raise UsageError(msg)
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None:
+            saver = _Saver(self, _keep, _kept)
+        else:
+            known = getattr(top[0], "__self__", None)
+            if isinstance(known, _Saver) and known.frames is self:
+                return None
+            saver = _Saver(self, *top)
+        return torch.autograd.graph.saved_tensors_hooks(saver.save, saver.restore)
+
+    def unit_of(self, tensor: torch.Tensor) -> Unit | None:
+        """The unit whose buffer `tensor` is a view of."""
+        if tensor.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None  # neither has a storage to look at
+        index = self._fetcher.owner(tensor)
+        if index is None:
+            return None
+        unit = self._table.all_units[index]
+        return unit if tensor.dtype == self._fetcher.params.dtypes(unit)[0] else None
+
+    def fetch_saved(self, unit: Unit) -> torch.Tensor:
+        """The buffer of `unit` for backward. Shapes: [padded]."""
+        if not self.is_paused:
+            self._fetcher.use((unit,), is_backward=True, reader=lambda: f"the backward pass of {unit.name!r}")
+        full = self._fetcher.full(unit)
+        if full is None:
+            msg = f"unit {unit.name!r} was fetched for backward and is not there"
+            raise UsageError(msg)
+        return full
+
+    # -- stray reads -----------------------------------------------------------------------------------------------
+
+    def open(self, params: Sequence[nn.Parameter], reader: str) -> bool:
+        """Fetch what a forward or backward reads outside of the module it belongs to; False outside of both."""
+        is_backward = in_backward()
+        if not self._frames and not is_backward:
+            return False
+        units: dict[int, Unit] = {}
+        for param in params:
+            place = self._table.locate(param)
+            if place is None:
+                return False
+            units[place.unit.index] = place.unit
+        found = tuple(units.values())
+        where = self._frames[-1].name if self._frames else "the backward pass"
+        _refuse_transforms(where)
+        self._fetcher.use(found, is_backward=is_backward, reader=lambda: f"{reader} in {where}")
+        if self._frames:
+            self._fetcher.hold(found)
+            self._frames[-1].units.extend(found)
+        return True
+
+    def close(self, params: Sequence[nn.Parameter]) -> None:
+        """They stay until the running module ends, or backward has moved on."""
+
+    def landed(self, unit: Unit) -> None:
+        """All gradients of `unit` have arrived: backward is done with it."""
+        self._fetcher.consider((unit.index,))
+
+    def end_backward(self) -> None:
+        """The backward pass is over. Collective over: the data axis, where ranks may take different ways."""
+        self._fetcher.meet(lambda: "the end of the backward pass")
+        if not self._frames:
+            self._fetcher.rest()
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """A time in which ranks may call the model different numbers of times, where ranks may differ at all.
+
+        Collective over: the data axis, on leaving.
+
+        Raises:
+            UsageError: ranks have to be alike.
+        """
+        if self._fetcher.rounds is None:
+            msg = (
+                'ranks can call the model different numbers of times only with "divergent_modules": "union" in '
+                "zero_optimization, or inside of mpispeed.zero.unwrap_model_for_generation(engine)"
+            )
+            raise UsageError(msg)
+        self.is_uneven = True
+        try:
+            yield
+        finally:
+            self.is_uneven = False
+            self._fetcher.meet(lambda: "the end of calls that differ between ranks")
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _refuse_edit(module: str, param: str) -> None:
+    """Raise about a change that would be gone with the whole copy, on some ranks or in some passes only.
+
+    Raises:
+        UsageError: always.
+    """
+    msg = (
+        f"parameter {param!r} was changed inside of the forward of module {module!r}, but it is cut over ranks: the "
+        "change would be lost; compute with a changed copy instead, change it between steps in "
+        "`with mpispeed.zero.GatheredParameters(param, modifier_rank=0):`, or keep it whole with "
+        "param_persistence_threshold (torch.nn.Embedding changes its weight if max_norm is set)"
+    )
+    raise UsageError(msg)
+
+
+def _refuse_transforms(where: str) -> None:
+    """Raise inside of torch.func transforms that wrap every tensor that is made in them.
+
+    Raises:
+        UsageError: there is such a transform; vmap is none.
+    """
+    stack = torch._C._functorch.get_interpreter_stack()
+    names = [str(level.key()).rpartition(".")[2].lower() for level in stack or ()]
+    if any(name != "vmap" for name in names):
+        msg = (
+            f"{where!r} runs inside of a torch.func transform ({', '.join(names)}), where weights that are cut over "
+            "ranks cannot be gathered; use torch.autograd.grad, or torch.func with a copy of the whole model"
+        )
+        raise UsageError(msg)
+
+
+def _keep(tensor: torch.Tensor) -> _Kept:
+    # An output of the operation that saves it would keep that operation, and so itself, for ever.
+    return _Kept(tensor.detach() if tensor.requires_grad else tensor, tensor._version)
+
+
+def _kept(saved: _Kept) -> torch.Tensor:
+    if saved.tensor._version != saved.version:
+        raise RuntimeError(_changed(saved))
+    return saved.tensor
+
+
+def _changed(saved: _Kept) -> str:
+    tensor = saved.tensor
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {saved.version} instead"
+    )
+
+
+Landed = Callable[["Unit"], None]
+"""What is told that all gradients of a unit have arrived."""

@@ -1,0 +1,270 @@
+"""Parameters that are cut over ranks: full shape, no data, and a helpful answer to whoever reads them.
+
+A sealed parameter keeps its shape over a single NaN and has a class that intercepts every torch function. What only
+asks about shape, type or gradient is answered; for anything else its keeper brings the data or explains where they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from mpispeed.base.errors import UsageError
+
+_QUESTIONS_TEXT = (
+    "shape size numel nelement dim ndim ndimension dtype device layout requires_grad requires_grad_ is_leaf grad "
+    "grad_fn _version is_floating_point is_complex is_signed is_inference is_sparse is_sparse_csr is_quantized is_meta "
+    "is_cpu is_cuda is_mps is_xpu is_mkldnn is_nested is_vulkan is_ipu is_maia is_mtia is_xla element_size nbytes "
+    "itemsize names name __len__ __hash__ output_nr retains_grad get_device is_same_size "
+    "register_hook register_post_accumulate_grad_hook _backward_hooks _post_accumulate_grad_hooks is_neg is_conj "
+    "_has_compatible_shallow_copy_type new_empty new_zeros new_ones new_full empty_like zeros_like ones_like "
+    "full_like rand_like randn_like"
+)
+_QUESTIONS = frozenset(_QUESTIONS_TEXT.split())
+"""What is answered from shape, type and gradient alone."""
+
+_CASTS = frozenset(("to", "cpu", "float", "half", "bfloat16", "double"))
+"""What gives the tensor itself where nothing has to be changed."""
+
+_SETTABLE = frozenset(("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad"))
+
+
+class Keeper(Protocol):
+    """Whoever has the data of sealed parameters."""
+
+    def describe(self, param: nn.Parameter) -> str:
+        """Name and where the data are, for messages and `repr`."""
+
+    def open(self, params: Sequence[nn.Parameter], reader: str) -> bool:
+        """Unseal `params` for a torch function called `reader`; False if they cannot be read here and now."""
+
+    def close(self, params: Sequence[nn.Parameter]) -> None:
+        """That function has returned."""
+
+    def left(self, param: nn.Parameter) -> None:
+        """Another keeper has `param` from now on, or none."""
+
+
+_KEEPERS: dict[int, weakref.ref[Any]] = {}
+_STAND_INS: dict[torch.dtype, torch.Tensor] = {}
+_SEALED_CLASSES: dict[type, type] = {}
+
+
+class Sealed:
+    """Mixed into the class of a parameter while its data are elsewhere."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer from metadata, or have the keepers bring the data first."""
+        kwargs = kwargs or {}
+        if _is_question(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "stride":
+            return _contiguous_stride(args[0].shape, *args[1:], **kwargs)
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
+        with opened(_sealed_in((args, kwargs)), _spoken(func)):
+            return func(*args, **kwargs)
+
+    def is_contiguous(self, **_: Any) -> bool:
+        """True, as the parameter is when its data are here."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"Parameter {tell(self)}"  # type: ignore[arg-type]
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def as_subclass(self, cls: type) -> NoReturn:
+        """Refused here, because torch itself does not ask."""
+        refuse(self, f"as_subclass({cls.__name__})")  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        refuse(self, "copy.deepcopy")  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse(self, "pickle")  # type: ignore[arg-type]
+
+
+# -- sealing -----------------------------------------------------------------------------------------------------
+
+
+def seal(param: nn.Parameter, keeper: Keeper, dtype: torch.dtype) -> None:
+    """Let go of the data of `param`; from now on `keeper` answers for it, and its dtype is `dtype`."""
+    cls, shape = type(param), param.shape
+    if issubclass(cls, Sealed) and param.dtype != dtype:
+        param.__class__ = cls = cls.__mro__[2]
+    if not issubclass(cls, Sealed):
+        param.data = _stand_in(dtype).expand(shape)
+        param.__class__ = _sealed_class(cls)
+    watch(param, keeper)
+
+
+def unseal(param: nn.Parameter, data: torch.Tensor) -> None:
+    """Give `param` its data, of the same shape."""
+    cls = type(param)
+    if issubclass(cls, Sealed):
+        param.__class__ = cls.__mro__[2]
+    param.data = data
+
+
+def is_sealed(param: torch.Tensor) -> bool:
+    """True if the data of `param` are elsewhere."""
+    return isinstance(param, Sealed)
+
+
+def watch(param: nn.Parameter, keeper: Keeper) -> None:
+    """Make `keeper` the one to ask about `param`, which stays as it is."""
+    known = keeper_of(param)
+    if known is not keeper:
+        forget(param)
+        _KEEPERS[id(param)] = weakref.ref(keeper, _forgetting(id(param)))
+
+
+def keeper_of(param: torch.Tensor) -> Any | None:
+    """Who has, or distributes, the data of `param`; None for an ordinary parameter."""
+    found = _KEEPERS.get(id(param))
+    return None if found is None else found()
+
+
+def forget(param: nn.Parameter) -> None:
+    """`param` is an ordinary parameter again."""
+    known = keeper_of(param)
+    _KEEPERS.pop(id(param), None)
+    if known is not None:
+        known.left(param)
+
+
+def _forgetting(key: int) -> Callable[[weakref.ref[Any]], None]:
+    def gone(reference: weakref.ref[Any]) -> None:
+        if _KEEPERS.get(key) is reference:
+            del _KEEPERS[key]
+
+    return gone
+
+
+def _stand_in(dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in _STAND_INS:
+        # A few functions of torch ask no class (torch.tensor, vmap): what they read must not look like weights.
+        value: float | bool = float("nan")
+        if not dtype.is_floating_point and not dtype.is_complex:
+            value = dtype == torch.bool or torch.iinfo(dtype).max
+        with torch.inference_mode(False):
+            _STAND_INS[dtype] = torch.full((1,), value, dtype=dtype).squeeze(0)
+    return _STAND_INS[dtype]
+
+
+def _sealed_class(cls: type) -> type:
+    if cls not in _SEALED_CLASSES:
+        _SEALED_CLASSES[cls] = type(f"Sharded{cls.__name__}", (Sealed, cls), {"__module__": __name__})
+    return _SEALED_CLASSES[cls]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(params: Sequence[nn.Parameter], reader: str) -> Iterator[None]:
+    """The time in which sealed ones among `params` have their data.
+
+    Raises:
+        UsageError: a keeper cannot bring them here and now.
+    """
+    by_keeper: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
+    for param in params:
+        if is_sealed(param):
+            keeper = keeper_of(param)
+            if keeper is None:
+                refuse(param, reader)
+            by_keeper.setdefault(id(keeper), (keeper, []))[1].append(param)
+    done: list[tuple[Keeper, list[nn.Parameter]]] = []
+    try:
+        for keeper, own in by_keeper.values():
+            if not keeper.open(own, reader):
+                refuse(own[0], reader)
+            done.append((keeper, own))
+        yield
+    finally:
+        for keeper, own in reversed(done):
+            keeper.close(own)
+
+
+def tell(param: nn.Parameter) -> str:
+    """One line about a sharded parameter."""
+    keeper = keeper_of(param)
+    where = keeper.describe(param) if keeper is not None else "whose engine is gone"
+    return f"(sharded: {where}; full shape {tuple(param.shape)}, {str(param.dtype).removeprefix('torch.')})"
+
+
+def refuse(param: nn.Parameter, reader: str) -> NoReturn:
+    """Say that `param` cannot be read here, and what to do.
+
+    Raises:
+        UsageError: always.
+    """
+    msg = (
+        f"{reader} reads a parameter whose data are cut over ranks {tell(param)}; on all ranks use "
+        "`with mpispeed.zero.GatheredParameters(param):` to read it, with modifier_rank=0 to change it, or "
+        "mpispeed.zero.safe_get_full_fp32_param(param); for a state dict engine.module_state_dict()"
+    )
+    raise UsageError(msg)
+
+
+def _is_question(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return attribute in (_QUESTIONS if name == "__get__" else _SETTABLE)
+    return name in _QUESTIONS
+
+
+def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for `module.to(device)` and the like where the parameter is there already, in that dtype."""
+    name = getattr(func, "__name__", "")
+    if name == "__set__":  # what `to` has returned is put back
+        return getattr(getattr(func, "__self__", None), "__name__", "") == "data" and args[0] is args[1]
+    if name not in _CASTS or not is_sealed(args[0]):
+        return False
+    probe = torch.empty(0, dtype=args[0].dtype)
+    others = [torch.empty(0, dtype=arg.dtype) if isinstance(arg, Sealed) else arg for arg in args[1:]]  # type: ignore[attr-defined]
+    return func(probe, *others, **kwargs) is probe
+
+
+def _spoken(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", repr(func))
+    if name in ("__get__", "__set__"):
+        return f"attribute {getattr(getattr(func, '__self__', None), '__name__', '?')!r}"
+    return f"torch function {name!r}"
+
+
+def _sealed_in(tree: Any) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = []
+    stack = [tree]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            if is_sealed(item):
+                found.append(item)  # type: ignore[arg-type]
+        elif isinstance(item, dict):
+            stack.extend(reversed(list(item.values())))
+        elif isinstance(item, list | tuple):
+            stack.extend(reversed(item))
+    return found
+
+
+def _contiguous_stride(shape: Sequence[int], dim: int | None = None) -> tuple[int, ...] | int:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    found = tuple(reversed(strides))
+    return found if dim is None else found[dim]

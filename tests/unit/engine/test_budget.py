@@ -1,0 +1,403 @@
+"""Predicted bytes and traffic: the formulas of the papers, what engines measure, what a machine has left."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.config.load import validate
+from mpispeed.engine.budget import gather_facts, predict
+from mpispeed.engine.fit import Limit, Setup, judge, machine_limits
+from mpispeed.engine.plan import make_plan
+from mpispeed.mesh import sim
+from mpispeed.mesh.topology import Factor, Topology
+from mpispeed.store.placement import Placement, Tier
+from mpispeed.zero.backlog import LEAST_ELEMENTS
+from tests.helpers.training import LENGTH, VOCABULARY, Block, batches, config, train_engine
+from tests.unit.engine.simulated import engine_on
+
+BATCH = 24
+WIDTH, LAYERS = 1024, 16  # 16 Mi parameters in units of 1 Mi: no padding on up to 4096 ranks
+PSI = WIDTH * WIDTH * LAYERS
+BF16 = {"bf16": {"enabled": True}}
+
+
+class Stack(nn.Module):
+    """Modules run in the order in which they are registered; nothing is tied."""
+
+    def __init__(self, width=48, depth=3, is_frozen=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, VOCABULARY)
+        self.blocks[1].requires_grad_(not is_frozen)
+
+    def forward(self, tokens):
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).float().reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+
+def on_meta(make=Stack, **arguments):
+    with torch.device("meta"):
+        return make(**arguments)
+
+
+def plain(depth=LAYERS):
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+
+
+def settings(stage, accumulation=1, **zero):
+    more = {"stage3_param_persistence_threshold": 0, "overlap_comm": False, **zero}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, **more},
+        **BF16,
+    }
+
+
+def facts_of(stage, ranks, accumulation=1, **zero):
+    plan = make_plan(validate(settings(stage, accumulation, **zero)).config, ranks, torch.float32)
+    return gather_facts(plan, on_meta(plain))
+
+
+def states_bytes(budget):
+    return sum(budget.bytes_of(what) for what in ("parameters", "masters", "optimizer state", "gradients"))
+
+
+# -- formulas --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 64, 1024])
+def test_bytes_follow_the_paper(ranks):
+    # ZeRO, section 3 and 5, with gradients that rest in fp32: 4 + 2 + 12 bytes for each parameter instead of 16.
+    by_stage = [states_bytes(predict(facts_of(stage, ranks))) for stage in range(4)]
+    cut = PSI // ranks
+    assert by_stage == [18 * PSI, 6 * PSI + 12 * cut, 2 * PSI + 16 * cut, 18 * cut]
+
+
+def test_gradients_in_16_bits_give_the_16_bytes_of_the_paper():
+    source = {**settings(3), "data_types": {"grad_accum_dtype": "bf16"}}
+    plan = make_plan(validate(source).config, 1024, torch.float32)
+    assert states_bytes(predict(gather_facts(plan, on_meta(plain)))) == 16 * PSI // 1024
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_traffic_follows_the_ring_formula(ranks, accumulation):
+    # Units of 1 Mi elements are padded to a multiple of 256 * ranks.
+    facts = [facts_of(stage, ranks, accumulation, stage3_max_reuse_distance=0) for stage in range(4)]
+    share = 2 * sum(unit.layout.padded for unit in facts[0].table.units) * (ranks - 1) // ranks
+    norm = 512 * (ranks - 1)
+    budgets = [predict(each) for each in facts]
+    sent = [[b.sent_bytes(verb) for verb in ("all_reduce", "reduce_scatter", "all_gather")] for b in budgets]
+    assert sent[0] == [2 * share, 0, norm]
+    assert sent[1] == [0, share, share + norm]
+    assert sent[2] == [0, accumulation * share, share + norm]
+    # forward and backward of every micro-batch: 3 PSI where plain data parallelism has 2 PSI
+    assert sent[3] == [0, accumulation * share, 2 * accumulation * share + norm]
+
+
+def test_parameters_that_stay_are_gathered_once_for_each_micro_batch():
+    ranks, accumulation = 4, 3
+    share = 2 * PSI * (ranks - 1) // ranks
+    budget = predict(facts_of(3, ranks, accumulation))  # 16 Mi elements are within stage3_max_reuse_distance
+    assert budget.sent_bytes("all_gather") == accumulation * share + 512 * (ranks - 1)
+    assert budget.bytes_of("gathered parameters") == 2 * PSI
+
+
+def test_what_is_whole_at_once_keeps_to_the_limit():
+    facts = facts_of(3, 4, stage3_max_live_parameters=4 * WIDTH * WIDTH, stage3_max_reuse_distance=0)
+    assert predict(facts).bytes_of("gathered parameters") <= 2 * 4 * WIDTH * WIDTH
+
+
+def mixed(facts, inner, **placements):
+    """The same facts with the ranks in groups of `inner`."""
+    size = facts.topology.group_size("data")
+    factors = {"data": [Factor("inner", inner, "test", rest="outer")]}
+    topology = Topology.factored({"pipe": 1, "data": size, "model": 1}, factors)
+    return dataclasses.replace(facts, topology=topology, **placements)
+
+
+def test_cut_over_a_part_of_the_ranks():
+    # MiCS: 16 PSI / p here 18; scatters inside of the group, one all-reduce of PSI / p over the N / p replicas.
+    ranks, p, accumulation = 64, 16, 3
+    part = Placement(("inner",))
+    base = facts_of(3, ranks, accumulation)
+    facts = mixed(base, p, param=part, grad=part, master=part)
+    budget = predict(facts)
+    assert states_bytes(budget) == 18 * PSI // p == 4 * states_bytes(predict(base))
+    assert budget.sent_bytes("reduce_scatter") == accumulation * 2 * PSI * (p - 1) // p
+    replicas = ranks // p
+    # the sums over replicas are taken of accumulators, in fp32
+    assert budget.sent_bytes("all_reduce") == 2 * (4 * PSI // p) * (replicas - 1) // replicas
+
+
+def test_second_copies():
+    # ZeRO++: ratio of model states (16/N + 2/h) / (16/N), here with 18; later gathers stay inside of the group.
+    ranks, h, accumulation = 64, 8, 4
+    cut = Placement(("inner", "outer"))
+    base = facts_of(3, ranks, accumulation, stage3_max_reuse_distance=0)
+    facts = mixed(base, h, param=cut, grad=cut, master=cut, second=Placement(("inner",)))
+    budget = predict(facts)
+    assert budget.bytes_of("second copies") == 2 * PSI // h
+    assert states_bytes(budget) == 18 * PSI // ranks
+    gathers = {row.axes: row.bytes for row in budget.sent if row.what == "parameters"}
+    outer, inner = gathers[("outer",)], gathers[("inner",)]
+    assert outer == 2 * PSI // h * (ranks // h - 1) // (ranks // h)  # once for each update
+    assert inner == 2 * accumulation * (2 * PSI * (h - 1) // h)
+
+
+def test_coded_messages():
+    cut = Placement(("inner", "outer"))
+    base = mixed(facts_of(3, 16), 4, param=cut, grad=cut, master=cut)
+    full = predict(base)
+    coded = predict(dataclasses.replace(base, codes_params=True, codes_grads=True))
+    weights = [sum(row.bytes for row in b.sent if row.what == "parameters") for b in (full, coded)]
+    # 8 bits and one fp32 scale for each block of at least 256 elements, instead of 16 bits
+    assert 0.5 < weights[1] / weights[0] <= 0.5 + 4 / 256 / 2
+    sums = {row.axes: row.bytes for row in coded.sent if row.verb == "all_to_all"}
+    assert coded.sent_bytes("reduce_scatter") == 0
+    first, second = PSI // 2 * 3 // 4, PSI // 4 // 2 * 3 // 4
+    assert first <= sums[("inner",)] <= first * (1 + 8 / 256)
+    assert second <= sums[("outer",)] <= second * (1 + 8 / 256)
+
+
+def test_tiers():
+    zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme", "nvme_path": "disk"}}
+    budget = predict(facts_of(3, 4, **zero))
+    assert budget.tier_bytes(Tier.HOST) == 12 * PSI // 4
+    assert budget.tier_bytes(Tier.NVME) == 2 * PSI // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "size"),
+    [
+        ("Adam", {"lr": 1e-3}, 8),
+        ("SGD", {"lr": 1e-3}, 0),
+        ("SGD", {"lr": 1e-3, "momentum": 0.9}, 4),
+        ("Adagrad", {"lr": 1e-3}, 4),
+        ("RMSprop", {"centered": True, "momentum": 0.5}, 12),
+        (None, {}, 8),
+    ],
+)
+def test_optimizer_states_are_those_of_the_rule(name, params, size):
+    source = settings(1)
+    source["optimizer"] = {"type": name, "params": params}
+    if name is None:
+        del source["optimizer"]
+    plan = make_plan(validate(source).config, 4, torch.float32)
+    assert predict(gather_facts(plan, on_meta(plain))).bytes_of("optimizer state") == size * PSI // 4
+
+
+def test_frozen_parameters_and_buffers_count():
+    model = on_meta(lambda: nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64, affine=False)))
+    model.append(nn.Linear(64, 64, bias=False, device="meta").requires_grad_(False))
+    plan = make_plan(validate(settings(1)).config, 1, torch.float32)
+    budget = predict(gather_facts(plan, model))
+    assert budget.bytes_of("outside of units") == 2 * 64 * 64 + 2 * 2 * 64 + 8  # bf16, but for an int64 counter
+    assert budget.bytes_of("parameters") == 2 * 64 * 64
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+
+def measure(source, ranks, **model):
+    """What an engine holds on rank 0, and what it sends in its third step."""
+    models, data = [Stack(**model) for _ in range(ranks)], batches(3, BATCH)
+
+    def job(world):
+        engine = engine_on(world, source, models[world.rank])
+        train_engine(engine, data[:2])
+        engine.mesh.journal.reset()
+        train_engine(engine, data[2:])
+        sent = {}
+        for (verb, _), entry in engine.mesh.journal.entries().items():
+            sent[verb] = sent.get(verb, 0) + entry.bytes
+        sent["all_reduce"] -= 2 * 8 * (ranks - 1) // ranks  # of `train_engine`: the mean loss
+        params, parts = engine.parts.params, engine.parts.optimization
+        held = {
+            "parameters": params.param_bytes,
+            "masters": params.master_bytes,
+            "optimizer state": parts.states.state_bytes,
+            "gradients": parts.grads.rest_bytes,
+            "second copies": params.second_bytes,
+        }
+        scratch = params.arena.owned_bytes
+        engine.destroy()
+        return held, scratch, sent
+
+    return sim.run(ranks, job)[0]
+
+
+GROUPS = {
+    "shard groups": {"mics_shard_size": 2},
+    "second copies": {"zero_hpz_partition_size": 2},
+    "whole sums": {"reduce_scatter": False},
+    "coded weights": {"zero_quantized_weights": True},
+    "coded weights and copies": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2},
+    "coded frozen weights": {"zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_prediction_for_groups_of_ranks(accumulation, dtype, name):
+    check_engine(4, 3, accumulation, dtype, is_overlapped=False, is_frozen="frozen" in name, **GROUPS[name])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_prediction_for_coded_sums(stage, monkeypatch):
+    monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", "2")
+    check_engine(4, stage, 3, "bf16", is_overlapped=False, node=2, zero_quantized_gradients=True)
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_prediction_is_what_engines_measure(ranks, stage, accumulation, dtype, is_overlapped):
+    check_engine(ranks, stage, accumulation, dtype, is_overlapped=is_overlapped)
+
+
+def check_engine(ranks, stage, accumulation, dtype, *, is_overlapped, node=None, is_frozen=False, **zero):
+    assert LENGTH  # the data's; widths below make units of different sizes
+    source = config(stage, BATCH, accumulation, **(BF16 if dtype == "bf16" else {}))
+    source["zero_optimization"].update(
+        overlap_comm=is_overlapped,
+        stage3_param_persistence_threshold=1000,
+        stage3_max_reuse_distance=15000,
+        stage3_prefetch_bucket_size=8000,
+        **zero,
+    )
+    held, scratch, sent = measure(source, ranks, is_frozen=is_frozen)
+    plan = make_plan(validate(source).config, ranks, torch.float32, ranks_per_node=node)
+    budget = predict(gather_facts(plan, on_meta(is_frozen=is_frozen)))
+    assert {what: budget.bytes_of(what) for what in held} == held
+    verbs = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+    assert {verb: budget.sent_bytes(verb) for verb in verbs} == {verb: sent.get(verb, 0) for verb in verbs}
+    predicted = budget.bytes_of("gathered parameters") + budget.bytes_of("gradient buckets")
+    assert bool(budget.lag_bytes) <= is_overlapped
+    if is_overlapped:  # how many sums are waiting depends on time; the prediction is the most there can be
+        assert scratch <= predicted
+    else:
+        assert scratch == predicted
+
+
+# -- machines --------------------------------------------------------------------------------------------------------
+
+
+def write_tree(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_limits_of_this_machine():
+    limits = {limit.source: limit.bytes for limit in machine_limits()}
+    available = limits["MemAvailable of /proc/meminfo"]
+    assert 0 < available < 1 << 50
+
+
+def test_limits_of_version_2_groups(tmp_path):
+    write_tree(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 900 kB\nMemAvailable: 800 kB\n",
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+            "sys/fs/cgroup/job/step/memory.current": "5\n",
+            "sys/fs/cgroup/job/memory.max": "500000\n",
+            "sys/fs/cgroup/job/memory.current": "100000\n",
+            "sys/fs/cgroup/job/memory.stat": "anon 1\ninactive_file 30000\n",
+        },
+    )
+    assert machine_limits(tmp_path) == [
+        Limit("MemAvailable of /proc/meminfo", 800 * 1024),
+        Limit("/sys/fs/cgroup/job/memory.max", 430000),
+    ]
+
+
+def test_limits_of_version_1_groups(tmp_path):
+    write_tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:cpu:/a\n3:memory:/a/b\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "7000\n",
+            "sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": "9000\n",
+            "sys/fs/cgroup/memory/a/b/memory.stat": "total_inactive_file 4000\n",
+        },
+    )
+    assert machine_limits(tmp_path) == [Limit("/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", 2000)]
+
+
+def verdict_of(source, ranks, size, **setup):
+    loaded = validate(source).config
+    return judge(Setup(loaded, ranks, **setup), on_meta(plain), torch.float32, [Limit("a test", size)])
+
+
+def test_go_at_the_very_byte():
+    first = verdict_of(settings(2), 4, 1 << 60)
+    assert first.is_go
+    assert first.change is None
+    assert verdict_of(settings(2), 4, first.need_bytes).is_go
+    assert not verdict_of(settings(2), 4, first.need_bytes - 1).is_go
+
+
+def test_sums_that_may_lag_are_told():
+    # Sums of so many elements may be under way, whatever the number of units; the largest alone would do.
+    facts = facts_of(2, 4, 2, overlap_comm=True)
+    budget = predict(facts)
+    prompt = predict(dataclasses.replace(facts, is_overlapped=False))
+    assert budget.lag_bytes == budget.bytes_of("gradient buckets") - prompt.bytes_of("gradient buckets")
+    assert 0 < budget.lag_bytes <= 2 * LEAST_ELEMENTS < 2 * PSI
+    assert "only if gradient sums lag" in verdict_of(settings(2, 2, overlap_comm=True), 4, 1 << 60).reason
+    assert "lag" not in verdict_of(settings(2, 2), 4, 1 << 60).reason
+
+
+def test_the_tightest_limit_decides():
+    limits = [Limit("loose", 1 << 60), Limit("tight", 1), Limit("loose", 1 << 50)]
+    verdict = judge(Setup(validate(settings(0)).config, 2), on_meta(plain), torch.float32, limits)
+    assert verdict.limit.source == "tight"
+    assert "tight" in verdict.reason
+    with pytest.raises(ConfigError, match="--memory"):
+        judge(Setup(validate(settings(0)).config, 2), on_meta(plain), torch.float32, [])
+
+
+def test_building_counts_once_for_every_rank_of_a_node():
+    need = verdict_of(settings(3, stage3_max_reuse_distance=0), 8, 1 << 60)
+    alone = verdict_of(settings(3, stage3_max_reuse_distance=0), 8, 1 << 60, nodes=8)
+    assert need.need_bytes == 8 * alone.need_bytes
+    assert need.need_bytes >= 8 * 4 * PSI  # fp32 as built, on every rank
+    born = verdict_of(settings(3, stage3_max_reuse_distance=0), 8, 1 << 60, is_born_cut=True)
+    assert born.need_bytes < need.need_bytes
+    assert "while the model is built" in need.reason
+
+
+def test_a_higher_stage_is_found_before_more_nodes():
+    whole, cut = verdict_of(settings(0), 8, 1 << 60).need_bytes, verdict_of(settings(1), 8, 1 << 60).need_bytes
+    assert verdict_of(settings(0), 8, (whole + cut) // 2).change == '"zero_optimization": {"stage": 1}'
+
+
+def test_more_nodes_are_found_when_nothing_else_helps():
+    lean = settings(3, stage3_max_reuse_distance=0)
+    need = verdict_of(lean, 8, 1 << 60, is_born_cut=True).need_bytes
+    verdict = verdict_of(lean, 8, need - 1, is_born_cut=True)
+    assert verdict.change.startswith("2 nodes with 8 ranks each")
+
+
+def test_no_change_is_said_when_there_is_none():
+    assert verdict_of(settings(0), 8, 1000).change is None
+
+
+def test_extra_bytes_are_needed_by_every_rank():
+    with_extra = verdict_of(settings(0), 4, 1 << 60, extra_bytes=10**9).need_bytes
+    assert with_extra - verdict_of(settings(0), 4, 1 << 60).need_bytes == 4 * 10**9

@@ -1,0 +1,326 @@
+"""The table of placements, what it refuses, and engines that train under it on simulated ranks."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from mpispeed.base import log as logs
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.config.load import validate
+from mpispeed.engine.placements import ranks_per_node
+from mpispeed.engine.plan import make_plan
+from mpispeed.mesh import sim
+from tests.helpers.small import ADAM, Net, samples, settings, train
+from tests.unit.engine.simulated import engine_on
+
+
+def plan_of(ranks, node=None, **zero):
+    config = validate({"train_batch_size": 24, "zero_optimization": zero}, "test").config
+    return make_plan(config, ranks, torch.float32, ranks_per_node=node)
+
+
+def cuts(plan):
+    states = plan.states
+    return [p.axes if p is not None else None for p in (states.param, states.grad, states.master, states.second)]
+
+
+def test_table():
+    nested = ("data.inner", "data.outer")
+    assert cuts(plan_of(8, stage=3, mics_shard_size=4)) == [("data.inner",)] * 3 + [None]
+    assert cuts(plan_of(8, stage=3, zero_hpz_partition_size=4)) == [nested] * 3 + [("data.inner",)]
+    assert cuts(plan_of(8, stage=3)) == [("data",)] * 3 + [None]
+    tree = plan_of(8, 2, stage=3, mics_shard_size=4, mics_hierarchical_params_gather=True)
+    assert cuts(tree) == [("data.local", "data.across")] * 3 + [None]
+    for stage, whole in ((1, 2), (2, 1), (3, 0)):
+        plan = plan_of(8, 4, stage=stage, zero_quantized_gradients=True)
+        assert cuts(plan) == [()] * whole + [nested] * (3 - whole) + [None]
+        assert plan.placing.hops == nested
+        assert plan.topology().group_size("data.inner") == 4
+    assert plan_of(8, 8, stage=3, zero_quantized_gradients=True).placing.hops is None
+    assert plan_of(8, 8, stage=3, zero_quantized_gradients=True, zero_hpz_partition_size=8).placing.hops is None
+    both = plan_of(8, 8, stage=3, zero_quantized_gradients=True, zero_hpz_partition_size=2)
+    assert both.topology().group_size(both.placing.hops[0]) == 2
+
+
+def test_groups_of_ranks():
+    mics = plan_of(8, stage=3, mics_shard_size=4).topology()
+    assert list(mics.peers(5, "data.inner")) == [4, 5, 6, 7]
+    assert list(mics.peers(5, "data.outer")) == [1, 5]
+    assert list(mics.peers(5, "data")) == list(range(8))
+    tree = plan_of(8, 2, stage=3, mics_shard_size=4, mics_hierarchical_params_gather=True).topology()
+    assert list(tree.peers(5, "data.local")) == [4, 5]
+    assert list(tree.peers(5, "data.across")) == [5, 7]
+    for size in (1, 8):
+        edge = plan_of(8, stage=3, mics_shard_size=size).topology()
+        assert (edge.group_size("data.inner"), edge.group_size("data.outer")) == (size, 8 // size)
+    assert dict(plan_of(8, stage=3, mics_shard_size=4).describe())["ranks"].endswith("(data.inner 4)")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node", "zero", "message"),
+    [
+        (6, None, {"stage": 3, "mics_shard_size": 4}, r"size 4 does not divide the 6 .*use one of 1, 2, 3"),
+        (6, None, {"stage": 3, "zero_hpz_partition_size": 4}, r"zero_hpz_partition_size 4 does not divide the 6"),
+        (8, None, {"stage": 2, "mics_shard_size": 4}, r"mics_shard_size 4 .*stage 3, found 2"),
+        (8, None, {"stage": 0, "zero_hpz_partition_size": 4}, r"zero_hpz_partition_size 4 .*stage 3, found 0"),
+        (8, None, {"stage": 3, "mics_shard_size": 4, "zero_hpz_partition_size": 2}, r"mics_shard_size 4 and .*size 2"),
+        (8, 4, {"stage": 3, "mics_shard_size": 4, "zero_quantized_gradients": True}, r"not work with .*mics_shard"),
+        (8, None, {"stage": 3, "mics_hierarchical_params_gather": True}, r"needs zero_optimization.mics_shard_size"),
+        (8, 4, {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}, r"size is 4, .* 4 ranks"),
+        (12, 4, {"stage": 3, "mics_shard_size": 6, "mics_hierarchical_params_gather": True}, r"multiple of 4 from 8"),
+        (8, 0, {"stage": 3, "mics_shard_size": 8, "mics_hierarchical_params_gather": True}, r"MPISPEED_RANKS_PER_NODE"),
+        (8, 0, {"stage": 3, "zero_quantized_gradients": True}, r"equally many ranks .*MPISPEED_RANKS_PER_NODE"),
+        (8, 3, {"stage": 3, "zero_quantized_gradients": True}, r"8 ranks are no multiple of 3 ranks per node"),
+        (8, 4, {"stage": 0, "zero_quantized_gradients": True}, r"stage 1 to 3, found 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_hold_is_refused_by_name(ranks, node, zero, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_of(ranks, node, **zero)
+
+
+def test_plans_differ_by_their_placements():
+    digests = {
+        plan_of(8, 4, stage=3, zero_quantized_gradients=True).digest(),
+        plan_of(8, 2, stage=3, zero_quantized_gradients=True).digest(),
+    }
+    assert len(digests) == 2
+
+
+# -- nodes ---------------------------------------------------------------------------------------------------------
+
+
+def nodes(ranks, **more):
+    return sim.run(ranks, ranks_per_node, **more)
+
+
+def test_nodes_are_found_or_told(monkeypatch):
+    monkeypatch.delenv("MPISPEED_RANKS_PER_NODE", raising=False)
+    assert nodes(4) == [4] * 4
+    assert nodes(4, ranks_per_node=2) == [2] * 4
+    assert nodes(3, ranks_per_node=2) == [0] * 3  # 2 and 1
+    monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", "2")
+    assert nodes(4) == [2] * 4
+    for wrong in ("0", "-1", "two"):
+        monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", wrong)
+        with pytest.raises(ConfigError, match=f"RANKS_PER_NODE is '{wrong}'"):
+            nodes(2)
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+SCHEMES = {
+    "stage 3": {"stage": 3},
+    "mics 1": {"stage": 3, "mics_shard_size": 1},
+    "mics 2": {"stage": 3, "mics_shard_size": 2},
+    "mics 4": {"stage": 3, "mics_shard_size": 4},
+    "mics 4 over nodes": {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True},
+    "hpz 2": {"stage": 3, "zero_hpz_partition_size": 2},
+    "hpz 4": {"stage": 3, "zero_hpz_partition_size": 4},
+    "mics 2 by all-reduce": {"stage": 3, "mics_shard_size": 2, "reduce_scatter": False},
+    "stage 1 by all-reduce": {"stage": 1, "reduce_scatter": False},
+    "stage 2 by all-reduce": {"stage": 2, "reduce_scatter": False},
+}
+
+
+def config_of(zero, **more):
+    config = settings(zero["stage"], **ADAM, gradient_clipping=0.3, **more)
+    # nothing stays whole, so that every gather and cut is used
+    config["zero_optimization"] = {"param_persistence_threshold": 0, **zero}
+    return config
+
+
+def trained(zero, *, ranks=4, steps=3, node=2, folder=None, loads=False, data=None, **more):
+    """Losses, norm and weights after some steps, of every rank."""
+    models = [Net(seed=11 if not loads else 90) for _ in range(ranks)]
+
+    def job(world):
+        engine = engine_on(world, config_of(zero, **more), models[world.rank])
+        if loads:
+            assert engine.load_checkpoint(str(folder))[0] is not None
+        own = samples(2 * steps)[steps:] if loads else samples(steps)
+        losses = train(engine, own if data is None else data)
+        if folder is not None and not loads:
+            engine.save_checkpoint(str(folder))
+        norm = engine.get_global_grad_norm()
+        engine.destroy()  # gives parameters back whole
+        return losses, norm, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+    return sim.run(ranks, job, ranks_per_node=node)
+
+
+def same(first, second):
+    return all(
+        a[0] == b[0] and a[1] == b[1] and all(torch.equal(a[2][name], b[2][name]) for name in a[2])
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_every_scheme_has_the_bits_of_stage_2(scheme):
+    more = {"reduction": "ordered"}
+    assert same(trained(SCHEMES[scheme], **more), trained({"stage": 2}, **more))
+
+
+@pytest.mark.parametrize("scheme", ["mics 2", "mics 4 over nodes", "hpz 2"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_in_16_bits_too(scheme, dtype):
+    section = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "loss_scale": 64}}[dtype]
+    more = {"reduction": "ordered", dtype: section}
+    assert same(trained(SCHEMES[scheme], **more), trained({"stage": 2}, **more))
+
+
+@pytest.mark.parametrize("scheme", ["mics 2", "hpz 2", "stage 3", "stage 2 by all-reduce"])
+def test_accumulation_is_right_within_rounding(scheme):
+    """Sums of ranks and of micro-steps come in another order, and Adam divides small gradients by small norms."""
+    found = trained(SCHEMES[scheme], gradient_accumulation_steps=3)
+    expected = trained({"stage": 0}, gradient_accumulation_steps=3)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+        for name in ours[2]:
+            torch.testing.assert_close(ours[2][name], theirs[2][name], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("saved", ["mics 2", "mics 4 over nodes", "hpz 2", "mics 1"])
+def test_checkpoints_move_between_schemes(saved, tmp_path):
+    """Every element is written by one rank; any scheme reads it back."""
+    trained(SCHEMES[saved], folder=tmp_path, reduction="ordered")
+    schemes = saved, "mics 2", "hpz 2"
+    continued = [trained(SCHEMES[s], folder=tmp_path, loads=True, reduction="ordered") for s in schemes]
+    trained({"stage": 2}, folder=tmp_path / "plain", reduction="ordered")
+    reference = trained({"stage": 2}, folder=tmp_path / "plain", loads=True, reduction="ordered")
+    for results in continued:
+        assert same(results, reference)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_unused_parameters_are_refused_when_asked(stage):
+    class Partly(Net):
+        def __init__(self):
+            super().__init__()
+            self.never = nn.Linear(3, 3)
+
+    models = [Partly() for _ in range(2)]
+
+    def job(world):
+        config = config_of({"stage": stage, "ignore_unused_parameters": False})
+        engine = engine_on(world, config, models[world.rank])
+        with pytest.raises(UsageError, match=r"never\.weight, never\.bias.*ignore_unused_parameters"):
+            train(engine, samples(1))
+        engine.destroy()
+
+    sim.run(2, job)
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("kept", ["fp32", "bf16"])
+def test_dtypes_of_messages_and_accumulators(stage, wire, kept):
+    models = [Net() for _ in range(2)]
+
+    def job(world):
+        more = {"communication_data_type": wire, "data_types": {"grad_accum_dtype": kept}, "bf16": {"enabled": True}}
+        engine = engine_on(world, config_of({"stage": stage}, **more), models[world.rank])
+        engine.mesh.journal.reset()
+        train(engine, samples(1))
+        grads = engine.parts.optimization.grads
+        psi = sum(unit.layout.padded for unit in grads.table.units)
+        assert engine.mesh.journal.total_bytes("reduce_scatter") == psi * DTYPES[wire].itemsize // 2
+        assert grads.rest_bytes == psi * DTYPES[kept].itemsize // (1 if stage == 1 else 2)
+        engine.destroy()
+
+    sim.run(2, job)
+
+
+@pytest.mark.parametrize(
+    "more", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}, {"gradient_predivide_factor": 2.0}]
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_prescale_and_predivide(stage, more):
+    """Powers of two move no bit in fp32."""
+    zero = {"stage": stage, "reduce_scatter": stage == 1}
+    assert same(trained(zero, reduction="ordered", **more), trained({"stage": 0}, reduction="ordered"))
+
+
+def test_sparse_gradients_need_whole_gradients():
+    with pytest.raises(ConfigError, match=r"sparse_gradients: .*stage 1.*stage to 0"):
+        validate({"train_batch_size": 4, "sparse_gradients": True, "zero_optimization": {"stage": 1}}, "test")
+
+
+class Words(nn.Module):
+    def __init__(self, *, is_sparse):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.table = nn.Embedding(500, 4, sparse=is_sparse)
+            self.last = nn.Linear(4, 1)
+
+    def forward(self, tokens):
+        return self.last(self.table(tokens)).square().mean()
+
+
+def words(is_sparse, travels, stage=0):
+    models = [Words(is_sparse=is_sparse) for _ in range(2)]
+
+    def job(world):
+        config = settings(stage, **ADAM, sparse_gradients=travels, reduction="ordered")
+        engine = engine_on(world, config, models[world.rank])
+        engine.mesh.journal.reset()
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            engine.backward(engine(torch.randint(0, 500, (6,), generator=generator)))
+            engine.step()
+        sent = engine.mesh.journal.total_bytes("all_reduce")
+        engine.destroy()
+        return sent, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+    return sim.run(2, job)
+
+
+def test_sparse_embeddings_train_as_dense_ones():
+    rows, dense = words(True, True), words(False, False)
+    for ours, theirs in zip(rows, dense, strict=True):
+        assert theirs[0] - ours[0] == 3 * 500 * 4 * 4  # the table is in no all-reduce any more
+        for name in ours[1]:
+            torch.testing.assert_close(ours[1][name], theirs[1][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sparse_gradients_that_do_not_travel_as_rows_are_made_dense(stage):
+    found, dense = words(True, False, stage), words(False, False)
+    for ours, theirs in zip(found, dense, strict=True):
+        assert all(torch.equal(ours[1][name], theirs[1][name]) for name in ours[1])
+
+
+def test_dense_embeddings_alone_make_sparse_gradients_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("mpispeed"), "propagate", True)
+    monkeypatch.setattr(logs, "_seen", set())
+    with caplog.at_level("WARNING", logger="mpispeed"):
+        words(False, True)
+    assert "sparse_gradients has no effect: no nn.Embedding" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("loco", [None, {"err_beta": 0.5}])
+def test_quantized_gradients_train(stage, loco):
+    zero = {"stage": stage, "zero_quantized_gradients": True, "zeropp_loco_param": loco}
+    data = samples(1) * 30
+    quantized, plain = trained(zero, data=data)[0][0], trained({"stage": stage}, data=data)[0][0]
+    assert quantized != plain
+    # 4 bits change single steps; the course of the loss stays
+    assert quantized[-1] < 0.5 * quantized[0]
+    assert quantized[-1] == pytest.approx(plain[-1], rel=0.3)
+
+
+def test_on_one_node_gradients_are_not_quantized(caplog, monkeypatch):
+    zero = {"stage": 2, "zero_quantized_gradients": True}
+    monkeypatch.setattr(logging.getLogger("mpispeed"), "propagate", True)
+    monkeypatch.setattr(logs, "_seen", set())
+    with caplog.at_level("WARNING", logger="mpispeed"):
+        assert same(trained(zero, node=4, reduction="ordered"), trained({"stage": 2}, reduction="ordered"))
+    assert "zero_quantized_gradients has no effect on one node" in caplog.text
