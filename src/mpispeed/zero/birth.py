@@ -139,9 +139,9 @@ class Birth:
         What somebody still holds a view of stays whole, because it may be about to change, unless this `is_final`.
         """
         kept = set(map(id, except_for))
-        for key, param in list(self._lingering.items()):
-            is_seen = _looking_at(param) > _alone()
-            if key in kept or self._holds[key] or (is_seen and not is_final):
+        found = [param for key, param in self._lingering.items() if key not in kept and not self._holds[key]]
+        for param, is_seen in zip(found, self._seen(found), strict=True):
+            if is_seen and not is_final:
                 continue
             if is_seen:
                 log.warning(
@@ -150,6 +150,14 @@ class Birth:
                 )
             self._keep(param, 0)
             self._seal(param)
+
+    def _seen(self, params: Sequence[nn.Parameter]) -> list[bool]:
+        """Which of them somebody on any rank still looks at; when a view dies differs between ranks."""
+        if not params:
+            return []
+        views = torch.tensor([int(_looking_at(param) > _alone()) for param in params])
+        self.comm.start(lambda comm: comm.all_reduce(views, "max"), "settle", label=len(params)).wait()
+        return [bool(seen) for seen in views]
 
     @contextmanager
     def changing(self, module: nn.Module) -> Iterator[None]:
@@ -192,7 +200,8 @@ class Birth:
 
     def left(self, param: nn.Parameter) -> None:
         """Another keeper has `param` now."""
-        _BORN.pop(param, None)
+        if _is_of(param, self):
+            _BORN.pop(param, None)
 
 
 def _is_of(param: nn.Parameter, birth: Birth) -> bool:
@@ -204,7 +213,7 @@ def _is_uncut(param: nn.Parameter) -> bool:
     """True for an ordinary parameter that has data; those of engines stay as they are."""
     if is_lazy(param) or param.is_meta or guard.is_sealed(param) or find_born(param) is not None:
         return False
-    # Keepers are found by the identity of parameters, and that of a dead one may have come back.
+    # An engine's parameter has its keeper even where it rests whole.
     return isinstance(guard.keeper_of(param), Birth | None)
 
 

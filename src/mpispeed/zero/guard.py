@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpispeed.base.errors import UsageError
 
@@ -50,7 +51,9 @@ class Keeper(Protocol):
         """Another keeper has `param` from now on, or none."""
 
 
-_KEEPERS: dict[int, weakref.ref[Any]] = {}
+_KEEPERS = WeakIdKeyDictionary()
+"""Parameter -> weak reference to its keeper. By the parameter and not by its `id`, which a new one may get again."""
+
 _STAND_INS: dict[torch.dtype, torch.Tensor] = {}
 _SEALED_CLASSES: dict[type, type] = {}
 
@@ -127,29 +130,21 @@ def watch(param: nn.Parameter, keeper: Keeper) -> None:
     known = keeper_of(param)
     if known is not keeper:
         forget(param)
-        _KEEPERS[id(param)] = weakref.ref(keeper, _forgetting(id(param)))
+        _KEEPERS[param] = weakref.ref(keeper)
 
 
 def keeper_of(param: torch.Tensor) -> Any | None:
     """Who has, or distributes, the data of `param`; None for an ordinary parameter."""
-    found = _KEEPERS.get(id(param))
+    found = _KEEPERS.get(param)
     return None if found is None else found()
 
 
 def forget(param: nn.Parameter) -> None:
     """`param` is an ordinary parameter again."""
     known = keeper_of(param)
-    _KEEPERS.pop(id(param), None)
+    _KEEPERS.pop(param, None)
     if known is not None:
         known.left(param)
-
-
-def _forgetting(key: int) -> Callable[[weakref.ref[Any]], None]:
-    def gone(reference: weakref.ref[Any]) -> None:
-        if _KEEPERS.get(key) is reference:
-            del _KEEPERS[key]
-
-    return gone
 
 
 def _stand_in(dtype: torch.dtype) -> torch.Tensor:

@@ -135,15 +135,18 @@ def test_without_its_keeper_a_parameter_says_so():
         param.sum()
 
 
-def test_the_record_of_keepers_ends_with_them():
+def test_the_record_of_keepers_ends_with_them_and_with_the_parameters():
     param, shelf = parameter(2), Shelf()
+    before = len(guard._KEEPERS)
     shelf.put(param)
-    key = id(param)
     assert guard.keeper_of(param) is shelf
-    assert key in guard._KEEPERS
     del shelf
     gc.collect()
-    assert key not in guard._KEEPERS
+    assert guard.keeper_of(param) is None
+    assert len(guard._KEEPERS) == before + 1
+    del param
+    gc.collect()
+    assert len(guard._KEEPERS) == before
 
 
 def test_a_new_keeper_takes_over_and_the_end_of_the_old_one_changes_nothing():
@@ -183,3 +186,20 @@ def test_strides_are_those_of_whole_data(shape):
     assert param.stride() == expected
     for dim in range(param.dim()):
         assert param.stride(dim) == param.stride(dim - param.dim()) == expected[dim]
+
+
+def test_a_new_parameter_in_the_place_of_a_dead_one_has_no_keeper():
+    first, second = Shelf(), Shelf()
+    param = parameter(3)
+    guard.watch(param, first)
+    place = id(param)
+    del param
+    gc.collect()
+    others = []
+    for _ in range(10000):
+        others.append(parameter(3))
+        if id(others[-1]) == place:
+            break
+    assert guard.keeper_of(others[-1]) is None
+    guard.watch(others[-1], second)
+    assert first.calls == []  # nobody tells it that a parameter left which it never had
