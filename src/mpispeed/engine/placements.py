@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.topology import Factor, Topology
-from mpispeed.store.placement import WHOLE, Placement
+from mpispeed.store.placement import WHOLE, Placement, Tier
 
 if TYPE_CHECKING:
     from mpispeed.config.zero import ZeroOptimization
@@ -24,6 +24,7 @@ INNER, OUTER = "data.inner", "data.outer"
 LOCAL, ACROSS = "data.local", "data.across"
 RANKS_PER_NODE = "MPISPEED_RANKS_PER_NODE"
 _Z = "zero_optimization"
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,33 @@ def place(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:
         msg = f"{_Z}.{key} {value} divides cut parameters and needs {_Z}.stage 3, found {zero.stage}; remove the key"
         raise ConfigError(msg)
     if shard > 0:
-        return _place_in_groups(zero, data, ranks_per_node)
+        return _on_tiers(_place_in_groups(zero, data, ranks_per_node), zero)
     if zero.mics_hierarchical_params_gather:
         msg = (
             f"{_Z}.mics_hierarchical_params_gather needs {_Z}.mics_shard_size, found {shard}; set that to the ranks of "
             "a shard group, or remove the key"
         )
         raise ConfigError(msg)
-    return _place_over_all(zero, data, ranks_per_node)
+    return _on_tiers(_place_over_all(zero, data, ranks_per_node), zero)
+
+
+def _on_tiers(placing: Placing, zero: ZeroOptimization) -> Placing:
+    """The same cuts on the tiers of `offload_param` and `offload_optimizer`.
+
+    Gradients go where the optimizer runs, unless they rest whole: then every backward pass adds to all of them.
+    Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
+    """
+    states = placing.states
+    param = _TIERS[zero.offload_param.device] if zero.offload_param is not None else Tier.DEVICE
+    master = _TIERS[zero.offload_optimizer.device] if zero.offload_optimizer is not None else Tier.DEVICE
+    grad = Tier.DEVICE if states.grad.is_whole else master
+    moved = replace(
+        states,
+        param=replace(states.param, tier=param),
+        grad=replace(states.grad, tier=grad),
+        master=replace(states.master, tier=master),
+    )
+    return replace(placing, states=moved)
 
 
 def _place_in_groups(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:
