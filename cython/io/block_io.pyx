@@ -1,0 +1,130 @@
+# cython: autotestdict=False
+"""Transfers between file descriptors and memory given by address, in threads that need no interpreter."""
+
+from libc.errno cimport errno
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport free
+from libc.string cimport strerror
+from posix.types cimport pid_t
+
+
+cdef extern from "block_io_pool.h" nogil:
+    const int MPS_IO_PAST_END
+
+    ctypedef struct mps_transfer:
+        int error, is_done
+        uint64_t error_at
+
+    ctypedef struct mps_io_options:
+        int kind, threads, depth, is_single, is_overlapped
+        uint64_t block
+
+    ctypedef struct mps_pool:
+        pid_t owner
+        uint64_t[4] counters
+
+    mps_pool *mps_pool_new(const mps_io_options *options)
+    void mps_pool_close(mps_pool *pool)
+    void mps_pool_free(mps_pool *pool)
+    mps_transfer *mps_transfer_new(
+        int direct, int plain, int is_write, char *memory, uint64_t length, uint64_t offset, int count,
+    )
+    int mps_submit(mps_pool *pool, mps_transfer *t)
+    int mps_wait(mps_pool *pool, mps_transfer *t, double seconds)
+    void mps_inject(int is_write, uint64_t nth, int error, uint64_t nbytes)
+    void mps_inject_latency(double seconds)
+
+
+cdef extern from "<unistd.h>" nogil:
+    pid_t getpid()
+
+
+cdef class Job:
+    """A submitted transfer. Its owner keeps it, the memory and the descriptors until it is done."""
+
+    cdef mps_transfer *transfer
+    cdef Pool pool
+
+    def __dealloc__(self):
+        if self.transfer != NULL and self.transfer.is_done:
+            free(self.transfer)
+
+    def is_done(self):
+        """Whether nothing of it is under way any more."""
+        return self.transfer.is_done != 0
+
+    def wait(self, double seconds):
+        """Wait at most so many seconds, below 1, without the interpreter lock; whether it is done."""
+        cdef int is_done
+        with nogil:
+            is_done = mps_wait(self.pool.pool, self.transfer, seconds)
+        return is_done != 0
+
+    def error(self):
+        """(errno, offset in the file) of the first failure of a transfer that is done.
+
+        The errno is 0 without a failure and -1 when the file ends before the range does.
+        """
+        return self.transfer.error, self.transfer.error_at
+
+
+cdef class Pool:
+    """Threads that perform transfers; kinds: 0 system calls, 1 libaio, 2 io_uring."""
+
+    cdef mps_pool *pool
+
+    def __cinit__(self, int kind, int threads, int depth, uint64_t block, bint is_single, bint is_overlapped):
+        cdef mps_io_options options
+        options.kind, options.threads, options.depth, options.block = kind, threads, depth, block
+        options.is_single, options.is_overlapped = is_single, is_overlapped
+        self.pool = mps_pool_new(&options)
+        if self.pool == NULL:
+            raise OSError(errno, f"{threads} I/O threads cannot be started: {strerror(errno).decode()}")
+
+    def __dealloc__(self):
+        mps_pool_free(self.pool)
+
+    def is_foreign(self):
+        """Whether this process is a fork of the one whose threads these are."""
+        return self.pool.owner != getpid()
+
+    def submit(
+        self, int direct, int plain, bint is_write, uintptr_t address, uint64_t length, uint64_t offset, int parts,
+    ):
+        """Queue a transfer, cut into at most `parts`; None if the pool is closed."""
+        cdef Job job = Job.__new__(Job)
+        cdef int is_open
+        job.pool = self
+        job.transfer = mps_transfer_new(direct, plain, is_write, <char *>address, length, offset, parts)
+        if job.transfer == NULL:
+            raise MemoryError("no memory for a transfer")
+        with nogil:
+            is_open = mps_submit(self.pool, job.transfer)
+        if not is_open:
+            job.transfer.is_done = 1
+            return None
+        return job
+
+    def counters(self):
+        """Bytes and requests read, bytes and requests written."""
+        return self.pool.counters[0], self.pool.counters[1], self.pool.counters[2], self.pool.counters[3]
+
+    def close(self):
+        """Wait for what is queued and end the threads; in a forked process nothing happens."""
+        with nogil:
+            mps_pool_close(self.pool)
+
+
+def probe_kernel(int kind):
+    """Errno with which the kernel refuses a queue of this kind to this process; 0 if it grants it."""
+    return 38
+
+
+def inject(bint is_write, uint64_t nth, int error, uint64_t nbytes):
+    """For tests: the nth read or write of this process from now comes short at `nbytes` (0: does not), then fails."""
+    mps_inject(is_write, nth, error, nbytes)
+
+
+def inject_latency(double seconds):
+    """For tests: every request of this process takes so much longer."""
+    mps_inject_latency(seconds)

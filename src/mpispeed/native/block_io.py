@@ -1,0 +1,446 @@
+"""Asynchronous reads and writes between files and host tensors, in threads that need no interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.native import status
+from mpispeed.native.block_probe import ALIGNMENT, Probe, direct_file_refusal, kernel_refusal, probe
+from mpispeed.native.flat import check_tensors
+
+__all__ = [
+    "ALIGNMENT",
+    "BlockFile",
+    "BlockIO",
+    "Counters",
+    "Options",
+    "Probe",
+    "Transfer",
+    "aligned",
+    "inject",
+    "inject_latency",
+    "probe",
+]
+
+# threads of the pool of system calls: more of them only wait for the same disk
+MAX_WORKERS = 16
+_KINDS = {"threads": 0, "queue": 1, "uring": 2}
+_PAST_END = -1
+_LOOK_SECONDS = 0.2  # between two looks at the interpreter's signals
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How transfers are cut and queued.
+
+    `block_size` (bytes) is the longest request; on a file opened with O_DIRECT it is rounded up to whole
+    pages of 4096 bytes. A thread keeps `queue_depth` requests in flight. `threads` threads share a
+    transfer in equal parts. `single_submit`: one system call for each request; `overlap_events`: refill
+    the queue as requests complete, rather than batch by batch. Backends: "queue" (the kernel's, as in
+    libaio), "uring", "threads" (`threads` x `queue_depth`, at most 16, that call pread and pwrite), "auto"
+    ("queue" for files opened with O_DIRECT where the kernel has it, otherwise "threads").
+
+    Raises:
+        ConfigError: a number below 1, or an unknown backend.
+    """
+
+    block_size: int = 1 << 20
+    queue_depth: int = 8
+    threads: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check."""
+        for name in ("block_size", "queue_depth", "threads"):
+            if getattr(self, name) < 1:
+                msg = f"block I/O: {name} is {getattr(self, name)}; it has to be at least 1"
+                raise ConfigError(msg)
+        if self.backend not in {"auto", *_KINDS}:
+            msg = f"block I/O: backend is {self.backend!r}; use auto, queue, uring or threads"
+            raise ConfigError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Requests that were performed, failed ones too, and the bytes that they moved."""
+
+    bytes_read: int
+    requests_read: int
+    bytes_written: int
+    requests_written: int
+
+
+class BlockFile:
+    """An open file that is read and written in ranges.
+
+    A new one has mode 0600; a symbolic link as the last part of the path is refused. `direct` None: with
+    O_DIRECT if that works in the folder; True: an error if it does not.
+
+    Raises:
+        OSError: it cannot be opened; with `create`, also when it is already there.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        direct: bool | None = None,
+        readonly: bool = False,
+    ) -> None:
+        self.path = os.fspath(path)
+        access = os.O_RDONLY if readonly else os.O_RDWR
+        flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+        self._access = access
+        self._fd = os.open(self.path, flags, 0o600)
+        self._plain: int | None = self._fd
+        self._transfers: list[Transfer] = []
+        self.is_direct = False
+        try:
+            self._go_direct(direct)
+        except BaseException:
+            self.close()
+            raise
+
+    def _go_direct(self, direct: bool | None) -> None:
+        if direct is False:
+            return
+        refusal = ""
+        if direct is None:
+            folder = os.path.dirname(self.path) or "."  # noqa: PTH120
+            if not os.access(folder, os.W_OK):
+                refusal = direct_file_refusal(f"/proc/self/fd/{self._fd}", os.O_RDONLY)
+            else:
+                refusal = probe(folder).direct_reason
+            if refusal:
+                return
+        try:
+            # The file that is open already, whatever has become of its name.
+            other = os.open(f"/proc/self/fd/{self._fd}", self._access | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if direct is None:
+                return
+            raise OSError(error.errno, f"O_DIRECT is refused: {error.strerror}", self.path) from None
+        os.close(self._fd)
+        self._fd, self._plain, self.is_direct = other, None, True
+
+    def size(self) -> int:
+        """Bytes of the file.
+
+        Raises:
+            OSError: the file was closed.
+        """
+        return os.fstat(self._open()).st_size
+
+    def allocate(self, nbytes: int) -> bool:
+        """Make the file at least `nbytes` long; whether the space is reserved on the disk.
+
+        A file system that cannot reserve space makes a file with a hole.
+
+        Raises:
+            OSError: ENOSPC and others, with the path.
+        """
+        handle = self._open()
+        if nbytes == 0:
+            return True
+        try:
+            os.posix_fallocate(handle, 0, nbytes)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise OSError(error.errno, f"{nbytes} bytes cannot be reserved: {error.strerror}", self.path) from None
+        else:
+            return True
+        if self.size() < nbytes:
+            try:
+                os.ftruncate(handle, nbytes)
+            except OSError as error:
+                raise OSError(error.errno, f"cannot grow to {nbytes} bytes: {error.strerror}", self.path) from None
+        return False
+
+    def truncate(self, nbytes: int) -> None:
+        """Make the file exactly `nbytes` long.
+
+        Raises:
+            OSError: it cannot be, with the path.
+        """
+        try:
+            os.ftruncate(self._open(), nbytes)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot be cut to {nbytes} bytes: {error.strerror}", self.path) from None
+
+    def close(self) -> None:
+        """Wait for the transfers that are under way on it, and close it; again does nothing."""
+        for transfer in self._transfers:
+            transfer.settle()
+        self._transfers.clear()
+        for handle in {self._fd, self._plain} - {-1, None}:
+            os.close(handle)
+        self._fd, self._plain = -1, None
+
+    def descriptors(self, *, has_odd_bytes: bool) -> tuple[int, int]:
+        """Descriptors with and without O_DIRECT, -1 for none; the second one is opened when it is needed."""
+        handle = self._open()
+        if not self.is_direct:
+            return -1, handle
+        if has_odd_bytes and self._plain is None:
+            self._plain = os.open(f"/proc/self/fd/{handle}", self._access | os.O_CLOEXEC)
+        return handle, -1 if self._plain is None else self._plain
+
+    def watch(self, transfer: Transfer) -> None:
+        """Let `close` wait for it."""
+        self._transfers = [known for known in self._transfers if not known.is_done()]
+        self._transfers.append(transfer)
+
+    def _open(self) -> int:
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the file was closed", self.path)
+        return self._fd
+
+    def __enter__(self) -> BlockFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        for handle in {getattr(self, "_fd", -1), getattr(self, "_plain", None)} - {-1, None}:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+
+class Transfer:
+    """A range of a file on its way to or from a buffer, which must be left alone until it is done."""
+
+    def __init__(self, job: Any, pool: Any, file: BlockFile, buffer: torch.Tensor, offset: int, is_write: bool) -> None:
+        self._job, self._pool, self._file, self._buffer = job, pool, file, buffer
+        self.path = file.path
+        self.nbytes = buffer.numel() * buffer.element_size()
+        self.offset = offset
+        self.is_write = is_write
+
+    def is_done(self) -> bool:
+        """Whether it is over, well or not; never blocks, never raises."""
+        done: bool = self._job.is_done()
+        return done
+
+    def wait(self) -> None:
+        """Wait until it is over, without the interpreter lock; may be called again, and says the same.
+
+        Raises:
+            OSError: what the system reported, with the path; EIO where the file ends before the range.
+            UsageError: in a forked process, for a transfer that was under way when it was forked.
+        """
+        self.settle()
+        code, at = self._job.error()
+        if code:
+            raise self._failure(code, at)
+
+    def settle(self) -> None:
+        """Wait until it is over, without looking at how.
+
+        Raises:
+            UsageError: in a forked process, for a transfer that was under way when it was forked.
+        """
+        while not self._job.is_done():
+            if self._pool.is_foreign():
+                msg = f"{self.path}: this transfer belongs to the process that started it, this is a fork of it"
+                raise UsageError(msg)
+            self._job.wait(_LOOK_SECONDS)
+
+    def _failure(self, code: int, at: int) -> OSError:
+        verb = "writing" if self.is_write else "reading"
+        what = f"{verb} {self.nbytes} bytes at offset {self.offset}"
+        if code != _PAST_END:
+            return OSError(code, f"{os.strerror(code)}, {what} failed at offset {at}", self.path)
+        try:
+            length = f"the file is {self._file.size()} bytes long"
+        except OSError:
+            length = f"the file ended at offset {at}"
+        return OSError(errno.EIO, f"{what} reaches past the end: {length}", self.path)
+
+
+class _Pools:
+    """The threads of a BlockIO, each kind started when it is first needed, and the transfers under way."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.pools: dict[str, Any] = {}
+        self.pending: dict[int, Transfer] = {}
+        self.is_closed = False
+
+    def get(self, backend: str) -> Any:
+        if backend not in self.pools:
+            o = self.options
+            threads = min(MAX_WORKERS, o.threads * o.queue_depth) if backend == "threads" else o.threads
+            self.pools[backend] = status.require("block_io").Pool(
+                _KINDS[backend], threads, o.queue_depth, o.block_size, o.single_submit, o.overlap_events
+            )
+        return self.pools[backend]
+
+    def keep(self, transfer: Transfer) -> None:
+        """Hold a transfer, its buffer and its file; let go of older ones that are done."""
+        while self.pending:
+            first = next(iter(self.pending))
+            if not self.pending[first].is_done():
+                break
+            del self.pending[first]
+        self.pending[id(transfer)] = transfer
+
+    def close(self) -> None:
+        self.is_closed = True
+        is_foreign = any(pool.is_foreign() for pool in self.pools.values())
+        for pool in self.pools.values():
+            pool.close()
+        if not is_foreign:
+            self.pending.clear()
+
+
+class BlockIO:
+    """Reads and writes that go on while the caller computes.
+
+    `backend` is the one in use for files opened with O_DIRECT, `reason` says why "auto" took no better one.
+    It belongs to one process: a fork cannot use it, and leaves it alone when it ends.
+
+    Raises:
+        ConfigError: the named backend is not possible here; the message says why.
+        NativeMissing: the compiled module is not usable.
+    """
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
+        status.require("block_io")
+        self.backend, self.reason = _choose(self.options.backend)
+        self._pools = _Pools(self.options)
+        self._end = weakref.finalize(self, self._pools.close)
+
+    def read(self, file: BlockFile, buffer: torch.Tensor, offset: int = 0) -> Transfer:
+        """Start to fill `buffer`, a contiguous host tensor, from the bytes of the file at `offset`.
+
+        The buffer is kept alive until the transfer is done, and holds nothing before that.
+
+        Raises:
+            ValueError: the buffer is not contiguous or not on the host, or the offset is negative.
+            OSError: the file was closed, or no thread can be started.
+            UsageError: this was closed, or belongs to another process.
+        """
+        return self._start(file, buffer, offset, is_write=False)
+
+    def write(self, file: BlockFile, buffer: torch.Tensor, offset: int = 0) -> Transfer:
+        """Start to write the bytes of `buffer`, a contiguous host tensor, to the file at `offset`.
+
+        The buffer is kept alive until the transfer is done, and must not change before that.
+
+        Raises:
+            ValueError: the buffer is not contiguous or not on the host, or the offset is negative.
+            OSError: the file was closed, or no thread can be started.
+            UsageError: this was closed, or belongs to another process.
+        """
+        return self._start(file, buffer, offset, is_write=True)
+
+    def _start(self, file: BlockFile, buffer: torch.Tensor, offset: int, *, is_write: bool) -> Transfer:
+        nbytes = check_tensors("BlockIO", {"buffer": buffer}) * buffer.element_size()
+        if offset < 0:
+            msg = f"BlockIO: offset is {offset} bytes; it cannot be negative"
+            raise ValueError(msg)
+        if self._pools.is_closed:
+            msg = f"{file.path}: the BlockIO was closed; make a new one"
+            raise UsageError(msg)
+        middle = (offset + nbytes) // ALIGNMENT * ALIGNMENT - -(-offset // ALIGNMENT) * ALIGNMENT
+        direct, plain = file.descriptors(has_odd_bytes=middle < nbytes)
+        if direct >= 0 and middle <= 0:
+            direct = -1
+        pool = self._pools.get("threads" if direct < 0 and self.options.backend == "auto" else self.backend)
+        if pool.is_foreign():
+            msg = f"{file.path}: this BlockIO belongs to the process that made it, this is a fork: make one here"
+            raise UsageError(msg)
+        parts = max(1, min(self.options.threads, nbytes // ALIGNMENT))
+        job = pool.submit(direct, plain, is_write, buffer.data_ptr(), nbytes, offset, parts)
+        if job is None:
+            msg = f"{file.path}: the BlockIO was closed; make a new one"
+            raise UsageError(msg)
+        transfer = Transfer(job, pool, file, buffer, offset, is_write)
+        file.watch(transfer)
+        self._pools.keep(transfer)
+        return transfer
+
+    @property
+    def counters(self) -> Counters:
+        """What was moved since this was made; a transfer that is done is counted whole."""
+        found = [pool.counters() for pool in self._pools.pools.values()]
+        return Counters(*(sum(column) for column in zip(*found, strict=True))) if found else Counters(0, 0, 0, 0)
+
+    def close(self) -> None:
+        """Wait for what is under way and end the threads; again does nothing."""
+        self._end()
+
+    def __enter__(self) -> BlockIO:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _choose(backend: str) -> tuple[str, str]:
+    """(backend, why it is not a better one)."""
+    if backend == "threads":
+        return backend, "it was named"
+    name = "queue" if backend == "auto" else backend
+    refusal = kernel_refusal(name)
+    if not refusal:
+        return name, ""
+    if backend == "auto":
+        return "threads", refusal
+    msg = f'block I/O: backend "{backend}" is not possible here: {refusal}; use "auto" or "threads"'
+    raise ConfigError(msg)
+
+
+def aligned(nbytes: int, *, pin: bool = False) -> torch.Tensor:
+    """A tensor of `nbytes` bytes (uint8) at the start of a page, in whole pages of its own, all zeros.
+
+    The memory is given back with the last tensor that looks at it. `pin`: page-locked for a GPU, where
+    torch sees one.
+
+    Raises:
+        ValueError: a negative length.
+        MemoryError: there is no memory.
+    """
+    if nbytes < 0:
+        msg = f"aligned: {nbytes} bytes; a length cannot be negative"
+        raise ValueError(msg)
+    if pin and torch.cuda.is_available():
+        spare = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+        start = -spare.data_ptr() % ALIGNMENT
+        return spare[start : start + nbytes]
+    pages = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+    try:
+        memory = mmap.mmap(-1, pages, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        msg = f"aligned: no memory for {nbytes} bytes: {error.strerror}"
+        raise MemoryError(msg) from None
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+def inject(op: str, *, nth: int = 1, errno: int = 0, after_bytes: int = 0) -> None:
+    """For tests: the `nth` request from now, of "read" or "write" in this process, goes wrong once.
+
+    It comes short at `after_bytes` if there are any, and then fails with `errno` if there is one. `nth` 0
+    takes back what was asked for.
+    """
+    status.require("block_io").inject(op == "write", nth, errno, after_bytes)
+
+
+def inject_latency(seconds: float) -> None:
+    """For tests: every request in this process takes so much longer; 0 ends it."""
+    status.require("block_io").inject_latency(seconds)
