@@ -10,8 +10,10 @@ from mpispeed.base.registry import suggest
 from mpispeed.config import optimizer as known
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from mpispeed.config.ineffective import find_ineffective
+from mpispeed.config.offload import OffloadParam
 from mpispeed.config.problems import Problem, show
 from mpispeed.config.root import Config
+from mpispeed.config.zero import ZeroOptimization
 
 _ZERO = "zero_optimization"
 
@@ -91,17 +93,65 @@ def _check_zero(config: Config) -> Iterator[Problem]:
 
 def _check_offload(config: Config) -> Iterator[Problem]:
     zero = config.zero_optimization
-    for name in ("offload_param", "offload_optimizer"):
-        tier = getattr(zero, name)
-        if tier is not None and tier.device == "nvme" and not tier.nvme_path:
-            yield Problem(f"{_ZERO}.{name}.nvme_path", "required for device nvme", "name a folder on a local disk")
     param, optimizer = zero.offload_param, zero.offload_optimizer
     if param is not None and param.device != "none" and zero.stage != 3:
         what = f"{show(param.device)} needs {_ZERO}.stage 3, found {zero.stage}"
         yield Problem(f"{_ZERO}.offload_param.device", what, "remove offload_param or set stage to 3")
+    if optimizer is not None and optimizer.device != "none" and not zero.stage:
+        what = f"{show(optimizer.device)} needs {_ZERO}.stage 1 to 3, found 0"
+        yield Problem(f"{_ZERO}.offload_optimizer.device", what, "set stage to 1, or remove offload_optimizer")
     if optimizer is not None and optimizer.ratio < 1 and zero.stage != 3:
         what = f"{optimizer.ratio} needs {_ZERO}.stage 3, found {zero.stage}"
         yield Problem(f"{_ZERO}.offload_optimizer.ratio", what, "set it to 1")
+    yield from _check_files(config)
+
+
+def _check_files(config: Config) -> Iterator[Problem]:
+    """States in files (device nvme)."""
+    zero = config.zero_optimization
+    param, optimizer = zero.offload_param, zero.offload_optimizer
+    for name, tier in (("offload_param", param), ("offload_optimizer", optimizer)):
+        if tier is None or tier.device != "nvme":
+            continue
+        if not tier.nvme_path:
+            yield Problem(f"{_ZERO}.{name}.nvme_path", "required for device nvme", "name a folder on a local disk")
+        if not tier.buffer_count:
+            cure = "use at least 1; more, and longer ones, wait less for the disk"
+            yield Problem(f"{_ZERO}.{name}.buffer_count", "device nvme needs buffers, found 0", cure)
+    if param is not None and param.device == "nvme":
+        yield from _check_param_files(zero, param)
+    if optimizer is not None and optimizer.device == "nvme":
+        if not zero.sub_group_size:
+            what = f"{_ZERO}.offload_optimizer.device nvme needs buffers of at least 1 element, found 0"
+            yield Problem(f"{_ZERO}.sub_group_size", what, "leave the key out")
+        yield from _check_flat(config)
+
+
+def _check_param_files(zero: ZeroOptimization, param: OffloadParam) -> Iterator[Problem]:
+    if not param.buffer_size:
+        cure = "use at least the elements of the longest part of a unit"
+        yield Problem(f"{_ZERO}.offload_param.buffer_size", "device nvme needs buffers, found 0", cure)
+    others = (("zero_hpz_partition_size", 1, "second copies"), ("mics_shard_size", 0, "copies in shard groups"))
+    for key, most, copies in others:
+        value = getattr(zero, key)
+        if value > most:
+            what = f"{value} keeps {copies} of parameters in memory, which offload_param.device nvme is to save"
+            yield Problem(f"{_ZERO}.{key}", what, "remove it, or set offload_param.device to cpu")
+
+
+def _check_flat(config: Config) -> Iterator[Problem]:
+    """Only own optimizers keep their states in flat pieces that can be read and written; code may bring another."""
+    section = config.optimizer
+    if section is None or section.type is None:
+        return
+    kind = section.type.lower()
+    is_torch = kind in ("adam", "adamw") and section.params.get("torch_adam") is True
+    if kind in known.FLAT and not is_torch:
+        return
+    what = f"{show(section.type)}{' with torch_adam' if is_torch else ''} cannot keep its states in files"
+    own = ", ".join(known.FLAT.values())
+    cure = f"use one of {own}, or set {_ZERO}.offload_optimizer.device to cpu"
+    yield Problem("optimizer.params.torch_adam" if is_torch else "optimizer.type", what, cure)
 
 
 def _check_optimizer(config: Config) -> Iterator[Problem]:

@@ -1,4 +1,7 @@
-"""Keys that are accepted and do nothing: one warning for each that is set. Delete a row when its key gets an effect."""
+"""Keys that are accepted and do nothing, always or without others: one warning for each that is set.
+
+Delete a row when its key gets an effect.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,28 @@ from typing import Any
 from mpispeed.config.root import Config
 
 _ZERO = "zero_optimization"
-_HOST = "it is for optimizer states outside the device"
 _PIPE = "it is for pipelines"
 _SLICES = "it is for tensor parallelism"
 _KINDS = "communication is counted for all kinds of messages, in one table when the run ends"
-_DISK = "it is for states on local disks"
+_PINNED = "page-locked memory is for transfers to a GPU"
+_FILES = "it is for states in files (device nvme), and none are"
 _THROUGHPUT = "steps are always timed, by the clock of the host, and reported by steps_per_print"
+
+
+def _is_in_files(*names: str) -> Callable[[Config], bool]:
+    """Whether one of the sections of `zero_optimization` asks for files."""
+
+    def asks(config: Config) -> bool:
+        sections = (getattr(config.zero_optimization, name) for name in names)
+        return any(section is not None and section.device == "nvme" for section in sections)
+
+    return asks
+
+
+def _is_outside(config: Config) -> bool:
+    section = config.zero_optimization.offload_optimizer
+    return section is not None and section.device != "none"
+
 
 # Path -> why. Keys below a section that has its own `enabled` and is off or refused need no row.
 NO_EFFECT: dict[str, str] = {
@@ -21,7 +40,7 @@ NO_EFFECT: dict[str, str] = {
     "graph_harvesting": "there are no device graphs to replay",
     "seq_parallel_comm_data_type": "it is for sequence parallelism",
     "use_data_before_expert_parallelism": "there are no expert ranks",
-    "zero_force_ds_cpu_optimizer": _HOST,
+    "zero_force_ds_cpu_optimizer": "any optimizer updates states in host memory, only the own those in files",
     "optimizer.legacy_fusion": "there is one fused optimizer step",
     "bf16.immediate_grad_update": "gradients are always added as soon as they are there",
     f"{_ZERO}.contiguous_gradients": "gradients always have buffers of their own",
@@ -29,16 +48,12 @@ NO_EFFECT: dict[str, str] = {
     f"{_ZERO}.allgather_partitions": "parameters are always collected by all-gather",
     f"{_ZERO}.allgather_bucket_size": "parameters are gathered in the units of reduce_bucket_size",
     f"{_ZERO}.round_robin_gradients": "each rank has an equal part of every bucket already",
-    f"{_ZERO}.sub_group_size": "states are updated in the units of reduce_bucket_size, without copies",
+    f"{_ZERO}.offload_param.pin_memory": _PINNED,
+    f"{_ZERO}.offload_optimizer.pin_memory": _PINNED,
     f"{_ZERO}.use_all_reduce_for_fetch_params": "parameters are fetched by all-gather, which sends half as much",
     f"{_ZERO}.memory_efficient_linear": "no module keeps its weights for the backward pass; they are fetched again",
     f"{_ZERO}.pipeline_loading_checkpoint": "no rank reads more of a checkpoint than its own part",
-    "aio.block_size": _DISK,
-    "aio.queue_depth": _DISK,
-    "aio.intra_op_parallelism": _DISK,
-    "aio.single_submit": _DISK,
-    "aio.overlap_events": _DISK,
-    "aio.use_gds": _DISK,
+    "aio.use_gds": "files are read into host memory, not into that of a GPU",
     "checkpoint.load_universal": "every checkpoint loads at any number of ranks",
     "checkpoint.parallel_write.pipeline_stage": _PIPE,
     "activation_checkpointing.number_checkpoints": "recomputed blocks are chosen in the model's code",
@@ -63,19 +78,30 @@ NO_EFFECT: dict[str, str] = {
     "timers.throughput.synchronized": _THROUGHPUT,
 }
 
+# Path -> whether the settings give the key its effect, and why it has none without them.
+_IN_FILES = (
+    "offload_param.nvme_path", "offload_param.buffer_count", "offload_param.buffer_size", "offload_param.max_in_cpu",
+    "offload_optimizer.nvme_path", "offload_optimizer.buffer_count", "offload_optimizer.pipeline_read",
+    "offload_optimizer.pipeline_write", "offload_optimizer.fast_init",
+)  # fmt: skip
+_IO = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "backend")
+DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
+    **{f"{_ZERO}.{key}": (_is_in_files(key.partition(".")[0]), _FILES) for key in _IN_FILES},
+    f"{_ZERO}.sub_group_size": (_is_in_files("offload_optimizer"), _FILES),
+    **{f"aio.{key}": (_is_in_files("offload_param", "offload_optimizer"), _FILES) for key in _IO},
+    f"{_ZERO}.offload_optimizer.ratio": (_is_outside, "no optimizer states are outside the device"),
+}
+
 
 def find_ineffective(config: Config, spell: Callable[[str], str] = str) -> list[str]:
-    """A sentence for each key of the table that differs from its default.
+    """A sentence for each key of the tables that differs from its default and has no effect.
 
     Args:
         config: the settings.
         spell: from a path to the path as the user wrote it.
     """
-    return [
-        f"{spell(path)} has no effect here: {why}"
-        for path, why in NO_EFFECT.items()
-        if _differs(config, path.split("."))
-    ]
+    rows = [*NO_EFFECT.items(), *((path, why) for path, (works, why) in DEPENDENT.items() if not works(config))]
+    return [f"{spell(path)} has no effect here: {why}" for path, why in rows if _differs(config, path.split("."))]
 
 
 def _differs(section: Any, keys: list[str]) -> bool:

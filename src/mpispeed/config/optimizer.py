@@ -53,6 +53,9 @@ SGD_PARAMS = {
     "differentiable": "bool",
     "fused": "bool or null",
 }
+FLAT = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "Lion", "SGD")}
+"""Optimizers whose states are flat pieces, as long as the masters: the ones that can rest in files."""
+
 _WARMUP = {
     "warmup_min_lr": "numbers",
     "warmup_max_lr": "numbers",

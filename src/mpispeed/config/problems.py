@@ -92,6 +92,7 @@ _WANTED = {
     "float_parsing": "a number",
     "float_type": "a number",
     "number_type": "a number",
+    "bytes_type": "bytes, such as 4000000000, 4e9 or 4GiB",
     "finite_number": "a finite number",
     "string_type": "a text",
     "string_too_short": "a text that is not empty",

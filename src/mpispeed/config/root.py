@@ -17,7 +17,7 @@ from mpispeed.config.offload import Aio
 from mpispeed.config.optimizer import Optimizer, Scheduler
 from mpispeed.config.pipeline import Pipeline, TensorParallel
 from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
-from mpispeed.config.section import NonNegative, Positive, PositiveReal, Section, Seed, is_text, subsection, walk
+from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, is_text, subsection, walk
 from mpispeed.config.serve import HybridEngine, WeightQuantization
 from mpispeed.config.sparse import SparseAttention
 from mpispeed.config.tune import Autotuning
@@ -53,10 +53,18 @@ class Config(Section):
     dump_state: bool = Field(False, description="Print the state of the engine after it is built.")
     graph_harvesting: bool = Field(False, description="Accepted; no effect.")
     zero_allow_untested_optimizer: bool = Field(False, description="Let ZeRO run with any optimizer.")
-    zero_force_ds_cpu_optimizer: bool = Field(True, description="Offloading needs the host optimizer of this library.")
+    zero_force_ds_cpu_optimizer: bool = Field(
+        True, description="No effect: any optimizer updates states in host memory, only the own those in files."
+    )
     dataloader_drop_last: bool = Field(False, description="Drop a last batch that is short.")
     vocabulary_size: Positive | None = Field(None, description="Warn if it is no multiple of 8.")
     use_data_before_expert_parallelism: bool = Field(False, description="Order of data and expert ranks.")
+    host_memory_limit: Bytes | None = Field(
+        None,
+        description="Most bytes of host memory for the model states of one rank, such as 4e9 or 4GiB; what is planned "
+        "is compared with it before anything is allocated. null compares with RLIMIT_AS, if that is set (mpispeed "
+        "only).",
+    )
     data_parallel_size: Positive | None = Field(None, description="Ranks over which data are cut.")
     sequence_parallel_size: Positive | None = Field(None, description="Ranks over which a sequence is cut.")
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_ori
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from mpispeed.base.units import parse_count
+
 
 class Section(BaseModel):
     """One object of the configuration file. Values cannot change after validation."""
@@ -29,6 +31,14 @@ def refuse_bool(value: Any) -> Any:
     return value
 
 
+def _read_bytes(value: Any) -> Any:
+    """4e9 or "4GiB" as a whole number."""
+    try:
+        return parse_count(value) if isinstance(value, (str, int, float)) else value
+    except ValueError:
+        raise PydanticCustomError("bytes_type", "Input should be bytes") from None
+
+
 def _wrap_text(value: Any) -> Any:
     """A single name stands for a list of one."""
     return [value] if isinstance(value, str) else value
@@ -41,6 +51,7 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(refuse_bool)]
 ScalePower = Annotated[int, Field(ge=0, le=127), BeforeValidator(refuse_bool)]  # 2^127 still fits into fp32
 Stage = Annotated[int, Field(ge=0, le=3), BeforeValidator(refuse_bool)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(refuse_bool)]
+Bytes = Annotated[int, Field(ge=1), BeforeValidator(_read_bytes, json_schema_input_type=int | str)]
 Real = Annotated[float, BeforeValidator(refuse_bool)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(refuse_bool)]
 PositiveReal = Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)]

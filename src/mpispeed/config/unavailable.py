@@ -28,10 +28,6 @@ def _is_false(value: bool) -> bool:
     return not value
 
 
-def _is_elsewhere(tier: Any) -> bool:
-    return tier is not None and tier.device != "none"
-
-
 def _has_shared_on(technique: Any) -> bool:
     return bool(technique.shared_parameters.enabled)
 
@@ -49,8 +45,6 @@ _SAMPLING = "data_efficiency.data_sampling"
 _COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                 "channel_pruning")  # fmt: skip
 UNAVAILABLE: tuple[Row, ...] = (
-    Row(f"{_Z}.offload_param", _is_elsewhere, "parameters outside the device are not available; remove it"),
-    Row(f"{_Z}.offload_optimizer", _is_elsewhere, "optimizer states outside the device are not available; remove it"),
     Row(f"{_Z}.load_from_fp32_weights", _is_false, "masters made of 16-bit weights are not available; use true"),
     Row("checkpoint.use_node_local_storage", bool, "a checkpoint per node is not available; use a shared folder"),
     Row(

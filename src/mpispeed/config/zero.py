@@ -42,7 +42,8 @@ class ZeroOptimization(Section):
     offload_param: OffloadParam | None = Field(None, description="Where parameters rest (stage 3).")
     offload_optimizer: OffloadOptimizer | None = Field(None, description="Where masters and optimizer states rest.")
     sub_group_size: Natural = Field(
-        10**9, description="No effect: states are updated in the units of reduce_bucket_size."
+        10**9,
+        description="With offload_optimizer.device nvme: most fp32 elements of one buffer between disk and update.",
     )
     prefetch_bucket_size: Natural = Field(
         5 * 10**7, description="Stage 3: elements fetched before they are needed; 0 is off."

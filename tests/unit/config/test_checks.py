@@ -11,6 +11,16 @@ from mpispeed.config.section import walk
 from mpispeed.config.unavailable import UNAVAILABLE
 
 SNIP = {"enabled": True, "method": "snip_momentum", "schedule_offset": 10, "schedule_offset_end": 5}
+
+
+def in_files(**zero):
+    """Settings with states in files."""
+    for name in ("offload_param", "offload_optimizer"):
+        if name in zero:
+            zero[name] = {"device": "nvme", "nvme_path": "disk"} | zero[name]
+    return {"zero_optimization": {"stage": 3} | zero}
+
+
 CONFLICTS = {
     "amp.enabled": {"amp": True, "zero_optimization": {"stage": 1}},
     "bf16.enabled": {"bf16": True, "fp16": True},
@@ -26,6 +36,20 @@ CONFLICTS = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}
     },
     "zero_optimization.offload_param.device": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+    "zero_optimization.offload_optimizer.device": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "zero_optimization.cpu_offload.device": {"zero_optimization": {"cpu_offload": True}},
+    "zero_optimization.offload_param.nvme_path": {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": ""}}
+    },
+    "zero_optimization.offload_param.buffer_count": in_files(offload_param={"buffer_count": 0}),
+    "zero_optimization.offload_param.buffer_size": in_files(offload_param={"buffer_size": 0}),
+    "zero_optimization.offload_optimizer.buffer_count": in_files(offload_optimizer={"buffer_count": 0}),
+    "zero_optimization.sub_group_size": in_files(offload_optimizer={}, sub_group_size=0),
+    "zero_optimization.zero_hpz_partition_size": in_files(offload_param={}, zero_hpz_partition_size=2),
+    "zero_optimization.mics_shard_size": in_files(offload_param={}, mics_shard_size=1),
+    "optimizer.params.torch_adam": {
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, **in_files(offload_optimizer={}),
+    },
     "zero_optimization.legacy_stage1": {"zero_optimization": {"legacy_stage1": True}},
     "fp16.fp16_master_weights_and_grads": {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
     "data_types.grad_accum_dtype": {"bf16": True, "data_types": {"grad_accum_dtype": "fp16"}},
@@ -84,6 +108,15 @@ def test_conflicts_name_the_key(path):
         {"bf16": True, "data_types": {"grad_accum_dtype": "fp32"}},
         {"bf16": True, "data_types": {"grad_accum_dtype": "bf16"}, "pipeline": {"stages": 2}},
         {"elasticity": {"enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8}},
+        {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+        in_files(stage=1, offload_optimizer={}),
+        in_files(stage=2, offload_optimizer={}),
+        in_files(offload_param={"max_in_cpu": 0}),
+        in_files(offload_param={}, zero_quantized_nontrainable_weights=True),
+        in_files(offload_param={"device": "cpu"}, zero_hpz_partition_size=2),
+        in_files(offload_param={"device": "cpu"}, mics_shard_size=2),
+        in_files(offload_param={"device": "cpu", "buffer_count": 0}, sub_group_size=0),
+        in_files(offload_optimizer={"ratio": 0.0}),
     ],
 )
 def test_what_stands_near_a_conflict_is_legal(settings):
@@ -109,6 +142,38 @@ def test_what_stands_near_a_conflict_is_legal(settings):
 def test_optimizer_keywords(kind, params, key):
     with pytest.raises(ConfigError, match=rf"^configuration: optimizer\.params\.{key}: "):
         load({"optimizer": {"type": kind, "params": params}})
+
+
+@pytest.mark.parametrize("kind", ["Adam", "adamw", "Adagrad", "lion", "SGD", None])
+def test_states_of_own_optimizers_may_rest_in_files(kind):
+    load({"optimizer": {"type": kind}, **in_files(offload_optimizer={})})
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "Lamb", "NAdam", "SparseAdam"])
+def test_states_of_other_optimizers_may_not(kind):
+    settings = {"optimizer": {"type": kind}, **in_files(offload_optimizer={})}
+    with pytest.raises(
+        ConfigError, match=rf'optimizer\.type: "{kind}" cannot keep .* Adagrad, Lion, SGD, or set .* cpu'
+    ):
+        load(settings)
+    settings["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
+    load(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [(5, 5), ("4e9", 4 * 10**9), ("4GB", 4 * 10**9), ("4GiB", 4 << 30), ("auto", None), (2e9, 2 * 10**9)],
+)
+def test_a_limit_of_memory_has_units(given, limit):
+    assert load({"host_memory_limit": given}).config.host_memory_limit == limit
+
+
+@pytest.mark.parametrize("given", ["much", True, 1.5, "4 potatoes", [4], {}])
+def test_a_limit_of_memory_is_bytes(given):
+    with pytest.raises(ConfigError, match=r"host_memory_limit: expected (bytes, such as|a whole number)"):
+        load({"host_memory_limit": given})
+    with pytest.raises(ConfigError, match="host_memory_limit: must be at least 1"):
+        load({"host_memory_limit": 0})
 
 
 def test_keywords_of_torch_optimizers_are_left_to_torch():
@@ -157,8 +222,6 @@ CURRICULUM = {
 }  # fmt: skip
 ASKS = {
     "zero_optimization.stage": {"zero_optimization": {"stage": 3}},
-    "zero_optimization.offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-    "zero_optimization.offload_optimizer": {"zero_optimization": {"stage": 1, "cpu_offload": True}},
     "zero_optimization.zero_hpz_partition_size": {"zero_optimization": {"zero_hpz_partition_size": 4}},
     "zero_optimization.ignore_unused_parameters": {"zero_optimization": {"ignore_unused_parameters": False}},
     "zero_optimization.load_from_fp32_weights": {"zero_optimization": {"load_from_fp32_weights": False}},
@@ -226,6 +289,15 @@ ASKS |= {
         ("channel_pruning", {"dense_ratio": 0.5}, {}),
     )
 }
+
+
+def test_tiers_are_available():
+    for settings in (
+        {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+        {"zero_optimization": {"stage": 3, "cpu_offload_param": True, "cpu_offload": True}},
+        in_files(offload_param={}, offload_optimizer={}),
+    ):
+        require_available(load(settings).config)
 
 
 @pytest.mark.parametrize("row", UNAVAILABLE, ids=lambda row: row.path)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mpispeed.config import load
-from mpispeed.config.ineffective import NO_EFFECT
+from mpispeed.config.ineffective import DEPENDENT, NO_EFFECT
 from mpispeed.config.root import Config
 from mpispeed.config.section import inner_section, walk
 from mpispeed.config.unavailable import UNAVAILABLE
@@ -32,6 +32,7 @@ READ = {
     "zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_gradients",
     "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_optimization.zeropp_loco_param.err_beta", "zero_optimization.zeropp_loco_param.reset_T",
+    "zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device", "host_memory_limit",
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula")
 REFUSED = {row.path for row in UNAVAILABLE} | {"zero_optimization.legacy_stage1"}
@@ -44,7 +45,9 @@ def other_than(default):
         return default + 1 if default < 2**60 else default - 1
     if isinstance(default, list):
         return ["all_reduce"]
-    return {"fp32": "bf16", "fp16": "bf16", "best": "uniform"}.get(default, 7)
+    if isinstance(default, float):
+        return default / 2
+    return {"fp32": "bf16", "fp16": "bf16", "best": "uniform", "auto": "threads"}.get(default, 7)
 
 
 def nested(path, value):
@@ -60,6 +63,32 @@ def test_each_warns_once_and_only_when_it_differs_from_the_default(path):
     assert [w.partition(" has no effect here: ")[0] for w in warnings] == [path]
     assert NO_EFFECT[path] in warnings[0]
     assert load(nested(path, default)).warnings == []
+
+
+@pytest.mark.parametrize("path", DEPENDENT)
+def test_keys_that_need_others_warn_without_them(path):
+    value = "disk" if path.endswith("_path") else other_than(FIELDS[path].default)
+    settings = nested(path, value)
+    zero = settings.setdefault("zero_optimization", {})
+    zero["stage"] = 3
+    warnings = load(settings).warnings
+    assert [w.partition(" has no effect here: ")[0] for w in warnings] == [path]
+    assert DEPENDENT[path][1] in warnings[0]
+    disk = {"device": "nvme", "nvme_path": "disk"}
+    for name in ("offload_param", "offload_optimizer"):
+        zero[name] = disk | zero.get(name, {})
+    assert load(settings).warnings == []
+
+
+def test_files_of_one_kind_give_no_effect_to_keys_of_the_other():
+    zero = {
+        "stage": 3, "sub_group_size": 5, "offload_param": {"device": "nvme", "nvme_path": "disk"},
+        "offload_optimizer": {"device": "cpu", "fast_init": True, "ratio": 0.5},
+    }  # fmt: skip
+    warnings = load({"zero_optimization": zero, "aio": {"block_size": 4096}}).warnings
+    assert {w.split()[0] for w in warnings} == {
+        "zero_optimization.sub_group_size", "zero_optimization.offload_optimizer.fast_init",
+    }  # fmt: skip
 
 
 def test_the_warning_names_the_key_as_it_was_written():
@@ -78,11 +107,12 @@ def is_accounted_for(path):
     """Read, refused, warned about, or part of a section that is off or refused as a whole."""
     keys = path.split(".")
     heads = {".".join(keys[:count]) for count in range(1, len(keys) + 1)}
-    return path in READ or path in NO_EFFECT or keys[0] in READ_SECTIONS or bool(heads & REFUSED)
+    return path in READ or path in NO_EFFECT or path in DEPENDENT or keys[0] in READ_SECTIONS or bool(heads & REFUSED)
 
 
 def test_no_key_is_silently_ignored():
     leaves = [path for path, field in FIELDS.items() if inner_section(field.annotation)[0] is None]
     assert [path for path in leaves if not is_accounted_for(path)] == []
-    assert not set(NO_EFFECT) & (READ | REFUSED)
-    assert set(NO_EFFECT) | READ <= set(FIELDS)
+    tables = (set(NO_EFFECT), set(DEPENDENT), READ, REFUSED)
+    assert sum(map(len, tables)) == len(set().union(*tables)), "a key is in one table only"
+    assert set(NO_EFFECT) | set(DEPENDENT) | READ <= set(FIELDS)
