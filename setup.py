@@ -15,7 +15,7 @@ from setuptools.errors import CCompilerError
 
 # module name under mpispeed._native -> source under cython/
 SOURCES = {
-    "cpu_adam": "optim/cpu_adam.pyx",
+    "cpu_optim": "optim/cpu_optim.pyx",
     "fp_sum": "reduce/fp_sum.pyx",
     "crc32c": "bits/crc32c.pyx",
     "block_quant": "bits/block_quant.pyx",

@@ -18,17 +18,6 @@
 #define MPS_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 
-/* The x86-64 level whose clone runs here; 1 is the plain one (also on other processors). */
-static inline int mps_vector_level(void) {
-#if defined(MPISPEED_NO_CLONES) || !defined(__x86_64__) || !defined(__GLIBC__) || !defined(__GNUC__) || defined(__clang__)
-    return 1;
-#elif __GNUC__ >= 12
-    return __builtin_cpu_supports("x86-64-v4") ? 4 : __builtin_cpu_supports("x86-64-v3") ? 3 : 1;
-#else
-    return __builtin_cpu_supports("avx512f") ? 4 : __builtin_cpu_supports("avx2") ? 3 : 1;
-#endif
-}
-
 #define MPS_INLINE static inline __attribute__((always_inline))
 #define MPS_SIMD _Pragma("omp simd")
 

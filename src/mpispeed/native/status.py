@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 # compiled module under mpispeed._native -> what it serves
 MODULES = {
-    "cpu_adam": "fused Adam on host memory",
+    "cpu_optim": "fused optimizers on host memory",
     "fp_sum": "tree sums and exact norms on host memory",
     "crc32c": "checksums",
     "block_quant": "block quantizers of compressed communication",
@@ -86,8 +86,8 @@ def report() -> list[Capability]:
 
 def _processor_features() -> list[Capability]:
     features = []
-    adam, reason = _load("cpu_adam")
-    level = adam.vector_level() if adam is not None else 0
+    optim, reason = _load("cpu_optim")
+    level = optim.vector_level() if optim is not None else 0
     said = f"loops for x86-64 level {level}" if level > 1 else reason or "plain loops only: not x86-64 v3 or later"
     features.append(Capability("vector loops", "speed of the passes over host memory", level > 1, said))
     crc, reason = _load("crc32c")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from mpispeed.native.host_optim import adam, adam_reference
 SIZES = [0, 1, 7, 15, 16, 17, 55, 1023, 1024, 1025, 2**20 + 3]
 GRADS = [torch.float32, torch.bfloat16, torch.float16]
 OUTS = [None, torch.bfloat16, torch.float16]
-INCLUDE = Path(__file__).resolve().parents[3] / "cython" / "include"
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
 
 
@@ -50,7 +45,7 @@ def plain_double_adam(p, m, v, g, *, step, lr, betas, eps, weight_decay, decoupl
 
 
 def test_the_compiled_module_is_the_one_under_test():
-    assert status.compiled("cpu_adam") is not None
+    assert status.compiled("cpu_optim") is not None
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -268,51 +263,3 @@ def test_wrong_arguments_are_refused_before_anything_is_written():
     with pytest.raises(ValueError, match="is on meta"):
         adam(*state, grad.to("meta"), step=1, **SETTINGS)
     assert all(same_bits(a, b) for a, b in zip(state, before, strict=True))
-
-
-class Terms(ctypes.Structure):
-    _fields_ = [
-        *((n, ctypes.c_float) for n in ("beta1", "rest1", "beta2", "rest2", "step_size", "root_scale", "eps", "decay")),
-        ("grad_scale", ctypes.c_float),
-        ("decay_mode", ctypes.c_int),
-    ]
-
-
-def build_for_level(folder, level):
-    """The Adam loops compiled for one x86-64 level alone."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler, "a C compiler is needed, as for building the package"
-    source, library = folder / "adam.c", folder / f"adam{level}.so"
-    source.write_text(
-        '#include "adam_loops.h"\n'
-        "void run(float *p, float *m, float *v, const void *g, void *o, size_t n, const mps_adam_terms *t)"
-        " { mps_adam_f16_f16(p, m, v, g, o, n, t); }\n"  # one loop: the others are dropped, which saves seconds
-    )
-    march = [f"-march=x86-64-v{level}"] if level > 1 else []
-    flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd", "-shared", "-fPIC"]
-    flags += [*march, "-w", "-DMPISPEED_NO_CLONES", f"-I{INCLUDE}"]
-    command = [compiler, *flags, str(source), "-o", str(library), "-lm"]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
-
-
-def test_vector_width_does_not_change_bits(tmp_path):
-    module = status.require("cpu_adam")
-    levels = [level for level in (1, 3, 4) if level <= module.vector_level()]
-    state, source = make_state(1031)
-    grad = torch.randn(1031, generator=source).half()
-    lib_terms = Terms(0.9, 0.1, 0.999, 0.001, 0.01, 3.0, 1e-8, 0.003, 0.7, 1)
-    results = []
-    for level in levels:
-        library = build_for_level(tmp_path, level)
-        copy = [x.clone() for x in state]
-        out = torch.empty(1031, dtype=torch.float16)
-        addresses = [ctypes.c_void_p(x.data_ptr()) for x in [*copy, grad, out]]
-        library.run(*addresses, ctypes.c_size_t(1031), ctypes.byref(lib_terms))
-        results.append([*copy, out])
-    compiled = [x.clone() for x in state]
-    out = torch.empty(1031, dtype=torch.float16)
-    addresses = [x.data_ptr() for x in [*compiled, grad, out]]
-    module.adam(*addresses, 1031, 3, 3, 0.9, 0.999, 0.01, 3.0, 1e-8, 0.003, 1, 0.7, 1)
-    for result in results:
-        assert all(same_bits(a, b) for a, b in zip(result, [*compiled, out], strict=True))

@@ -302,7 +302,7 @@ def build_for_level(folder, level):
 
 
 def test_vector_width_does_not_change_block_sums(tmp_path):
-    levels = [level for level in (1, 3, 4) if level <= status.require("cpu_adam").vector_level()]
+    levels = [level for level in (1, 3, 4) if level <= status.require("cpu_optim").vector_level()]
     x = make_parts(1, 1003)[0]
     expected = square_partials(x, block=1003)
     for level in levels:

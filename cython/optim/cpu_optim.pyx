@@ -1,0 +1,155 @@
+# cython: autotestdict=False
+"""Update rules over host buffers given by address; the loops are in optim_loops.h."""
+
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc, free
+
+
+cdef extern from "levels.h" nogil:
+    int mps_best_level()
+    int mps_level()
+    int mps_force_level(int level)
+
+
+cdef extern from "optim_loops.h" nogil:
+    int MPS_RULES
+    int MPS_DECAYS
+
+    ctypedef struct mps_terms:
+        float beta1
+        float rest1
+        float beta2
+        float rest2
+        float step_size
+        float root_scale
+        float eps
+        float decay
+        float grad_scale
+        int decay_mode
+        int is_eps_inside
+        double full_step
+        double least
+        double most
+
+    ctypedef struct mps_task:
+        void *p
+        void *a
+        void *b
+        const void *g
+        void *out
+        size_t n
+        int p_kind
+        int state_kind
+        int g_kind
+        int out_kind
+        int lot
+
+    int mps_update(
+        const mps_task *tasks, size_t count, int rule, const mps_terms *terms, int threads, double *ratios,
+    )
+
+
+def vector_level():
+    """The x86-64 level (4, 3 or 1) of the loops that run now."""
+    return mps_level()
+
+
+def best_vector_level():
+    """The highest level that this processor and this build have."""
+    return mps_best_level()
+
+
+def set_vector_level(int level):
+    """Run the loops of this level from now on; the bits do not change."""
+    if mps_force_level(level):
+        raise ValueError(f"vector level {level} is not there; levels are 1, 3 and 4, the best here is {mps_best_level()}")
+
+
+cdef class Table:
+    """Tensors that are updated in one call: addresses, lengths and dtypes, kept between calls.
+
+    A row is (parameter, first state, second state or 0, gradient, out or 0, count, parameter kind, state kind,
+    gradient kind, out kind, lot); kinds: 0 none, 1 fp32, 2 bf16, 3 fp16. The caller keeps the memory alive.
+    """
+
+    cdef mps_task *tasks
+    cdef size_t count
+    cdef int lots
+
+    def __cinit__(self, list rows):
+        cdef size_t k
+        cdef mps_task *task
+        self.count = len(rows)
+        self.tasks = <mps_task *>calloc(self.count + 1, sizeof(mps_task))
+        if self.tasks == NULL:
+            raise MemoryError(f"no memory for a table of {self.count} tensors")
+        for k in range(self.count):
+            p, a, b, g, out, n, p_kind, state_kind, g_kind, out_kind, lot = rows[k]
+            task = self.tasks + k
+            task.p = <void *><uintptr_t>p
+            task.a = <void *><uintptr_t>a
+            task.b = <void *><uintptr_t>b
+            task.g = <const void *><uintptr_t>g
+            task.out = <void *><uintptr_t>out
+            task.n = n
+            task.p_kind, task.state_kind, task.g_kind, task.out_kind = p_kind, state_kind, g_kind, out_kind
+            task.lot = lot
+            if not (1 <= p_kind <= 3 and 1 <= state_kind <= 3 and 1 <= g_kind <= 3):
+                raise ValueError(f"row {k} has the kinds {(p_kind, state_kind, g_kind)}; they go from 1 to 3")
+            if out and not 1 <= out_kind <= 3 or lot < 0:
+                raise ValueError(f"row {k} has the out kind {out_kind} and the lot {lot}")
+            self.lots = max(self.lots, task.lot + 1)
+
+    def __dealloc__(self):
+        free(self.tasks)
+
+    def set_grads(self, list addresses):
+        """New addresses of all gradients, in the order of the rows."""
+        cdef size_t k
+        if <size_t>len(addresses) != self.count:
+            raise ValueError(f"{len(addresses)} addresses for a table of {self.count} tensors")
+        for k in range(self.count):
+            self.tasks[k].g = <const void *><uintptr_t>addresses[k]
+
+    def run(self, int rule, list terms, int threads):
+        """Update everything with the terms of each lot; gives the trust ratios (LAMB only).
+
+        Terms are (beta1, beta2, step size, root scale, eps, decay, decay mode, gradient scale, is eps inside,
+        least ratio, most ratio).
+        """
+        cdef size_t k, lots = len(terms)
+        cdef int code
+        cdef mps_terms *packed
+        cdef double *ratios
+        if not 0 <= rule < MPS_RULES or lots < <size_t>self.lots:
+            raise ValueError(f"rule {rule} with {lots} terms for {self.lots} lots")
+        packed = <mps_terms *>calloc(lots + 1, sizeof(mps_terms))
+        ratios = <double *>calloc(self.count + 1, sizeof(double))
+        try:
+            if packed == NULL or ratios == NULL:
+                raise MemoryError(f"no memory for the terms of {self.count} tensors")
+            for k in range(lots):
+                pack(packed + k, terms[k])
+            with nogil:
+                code = mps_update(self.tasks, self.count, rule, packed, threads, ratios)
+            if code != 0:
+                raise MemoryError(f"no memory for the sums of {self.count} tensors")
+            return [ratios[k] for k in range(self.count)] if rule == 3 else []
+        finally:
+            free(packed)
+            free(ratios)
+
+
+cdef int pack(mps_terms *t, tuple values) except -1:
+    cdef double beta1, beta2
+    beta1, beta2, t.full_step, t.root_scale, t.eps, t.decay, mode, t.grad_scale, inside, t.least, t.most = values
+    if not 0 <= mode < MPS_DECAYS:
+        raise ValueError(f"decay mode {mode}; modes go from 0 to {MPS_DECAYS - 1}")
+    t.beta1 = <float>beta1
+    t.rest1 = <float>(1.0 - beta1)
+    t.beta2 = <float>beta2
+    t.rest2 = <float>(1.0 - beta2)
+    t.step_size = <float>t.full_step
+    t.decay_mode = mode
+    t.is_eps_inside = inside
+    return 0

@@ -1,0 +1,156 @@
+"""Many host tensors updated by one rule in one call into compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpispeed.native import status
+from mpispeed.native.flat import KINDS, any_overlap, check_tensors, check_threads, is_same_memory, overlaps
+from mpispeed.native.host_terms import Terms
+from mpispeed.native.host_twins import run_twin
+
+STATE_NAMES = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adagrad": ("sum",),
+    "lion": ("exp_avg",),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+}
+"""States of every rule, in the order of `Row.states`."""
+
+PAIRS = frozenset(
+    {
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float64),
+    }
+)
+"""(parameter, state) dtypes that can be updated; the last pair only by the twin."""
+
+_NUMBERS = {name: number for number, name in enumerate(STATE_NAMES)}
+_HALVES = (torch.bfloat16, torch.float16)
+_COMPILED = (torch.float32, *_HALVES)
+
+
+class Row(NamedTuple):
+    """One tensor of a table. Shapes: all tensors are contiguous, on the host and of equal length."""
+
+    param: Tensor
+    states: tuple[Tensor, ...]
+    grad: Tensor
+    out: Tensor | None = None
+    lot: int = 0  # which of the terms given to `run`
+
+
+class HostTable:
+    """Tensors that a rule updates together, with their addresses prepared once for many calls.
+
+    The table keeps the tensors alive, but does not see it when one of them moves to other memory.
+    """
+
+    def __init__(self, rule: str, rows: Iterable[Row]) -> None:
+        """Raises as `check_row`."""
+        self.rule = rule
+        self._rows = list(rows)
+        for row in self._rows:
+            check_row(rule, row)
+        fits = all(_has_loop(row) for row in self._rows)
+        module = status.compiled("cpu_optim") if fits else None
+        self._table: Any = None if module is None else module.Table([_packed(row) for row in self._rows])
+
+    def set_grads(self, grads: Sequence[Tensor]) -> None:
+        """Other gradients in the order of the rows, with the lengths, dtypes and layout of the former ones.
+
+        The caller has checked them.
+        """
+        self._rows = [row._replace(grad=grad) for row, grad in zip(self._rows, grads, strict=True)]
+        if self._table is not None:
+            self._table.set_grads([grad.data_ptr() for grad in grads])
+
+    def set_grad_addresses(self, addresses: list[int]) -> None:
+        """As `set_grads`, for a table that `is_compiled`; the caller keeps the gradients alive until `run` returns."""
+        self._table.set_grads(addresses)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled loops run; otherwise the twin does."""
+        return self._table is not None
+
+    def run(self, terms: Sequence[Terms], *, threads: int = 1) -> list[float]:
+        """Update everything in place with the terms of each lot; gives the trust ratio of each row for LAMB, else [].
+
+        Bits do not depend on `threads`.
+
+        Raises:
+            ValueError: `threads` is below 1.
+        """
+        check_threads(self.rule, threads)
+        if self._table is not None:
+            ratios: list[float] = self._table.run(_NUMBERS[self.rule], [tuple(entry) for entry in terms], threads)
+            return ratios
+        found = [run_twin(self.rule, row.param, row.states, row.grad, row.out, terms[row.lot]) for row in self._rows]
+        return found if self.rule == "lamb" else []
+
+
+def check_row(rule: str, row: Row) -> None:
+    """Check that a row can be updated.
+
+    Raises:
+        ValueError: lengths, layouts, devices or overlaps do not fit.
+        TypeError: a tensor is not of a floating dtype, or parameter and state are of dtypes that do not go together.
+    """
+    tensors = {"master": row.param, **dict(zip(STATE_NAMES[rule], row.states, strict=True)), "grad": row.grad}
+    if row.out is not None:
+        tensors["out"] = row.out
+    check_tensors(rule, tensors)
+    for name, x in tensors.items():
+        if not x.dtype.is_floating_point:
+            msg = f"{rule}: {name} has dtype {x.dtype}; this rule works on floating-point tensors"
+            raise TypeError(msg)
+    for name, state in zip(STATE_NAMES[rule], row.states, strict=True):
+        check_pair(rule, row.param.dtype, state.dtype, name)
+    if any_overlap(tensors.values()):
+        _refuse_overlap(rule, tensors)
+
+
+def check_pair(rule: str, param: torch.dtype, state: torch.dtype, name: str = "state") -> None:
+    """Check that there is an update for parameters and states of these dtypes.
+
+    Raises:
+        TypeError: there is none; the message names both.
+    """
+    if (param, state) not in PAIRS:
+        msg = (
+            f"{rule}: the parameter has dtype {param} and {name} has dtype {state}; a state is fp32, or of the "
+            "parameter's dtype, which is fp32, fp16, bf16 or fp64"
+        )
+        raise TypeError(msg)
+
+
+def _refuse_overlap(rule: str, tensors: dict[str, Tensor]) -> None:
+    """Name the two that share memory, unless it is only `out` in the place of the gradient."""
+    for (name_a, a), (name_b, b) in combinations(tensors.items(), 2):
+        if overlaps(a, b) and not ((name_a, name_b) == ("grad", "out") and is_same_memory(a, b)):
+            msg = f"{rule}: {name_a} and {name_b} share memory; give each its own buffer"
+            raise ValueError(msg)
+
+
+def _has_loop(row: Row) -> bool:
+    dtypes = (row.param.dtype, row.grad.dtype, *(state.dtype for state in row.states))
+    is_one_state = len({state.dtype for state in row.states}) == 1
+    return is_one_state and all(x in _COMPILED for x in dtypes) and (row.out is None or row.out.dtype in _HALVES)
+
+
+def _packed(row: Row) -> tuple[int, ...]:
+    states = [state.data_ptr() for state in row.states] + [0]
+    out = 0 if row.out is None else row.out.data_ptr()
+    kinds = (KINDS[x.dtype] for x in (row.param, row.states[0], row.grad))
+    out_kind = 0 if row.out is None else KINDS[row.out.dtype]
+    return (row.param.data_ptr(), *states[:2], row.grad.data_ptr(), out, row.param.numel(), *kinds, out_kind, row.lot)

@@ -1,0 +1,137 @@
+"""The update rules in torch, operation by operation as the compiled loops: the same bits, on every device.
+
+Work is in fp64 for fp64 parameters and in fp32 otherwise; each stored value is rounded once to its own dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from mpispeed.native.flat import TWIN_SPAN
+from mpispeed.native.host_terms import DECAY_DECOUPLED, DECAY_L2, Terms
+
+BLOCK = 1024  # elements of a block of LAMB's sums
+_LANES = 16
+
+Element = Callable[[Tensor, Sequence[Tensor], Tensor, Terms], tuple[Tensor, Sequence[Tensor]]]
+"""(parameter, states, scaled gradient with L2 decay, terms) in the working dtype -> new parameter, new states."""
+
+
+@torch.no_grad()
+def run_twin(
+    rule: str, param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None, terms: Terms
+) -> float:
+    """One update of contiguous tensors by the rule "adam", "adagrad", "lion" or "lamb"; gives LAMB's trust ratio, or 1."""
+    flat = [x.detach().view(-1) for x in (param, *states, grad)]
+    flat_out = None if out is None else out.detach().view(-1)
+    if rule == "lamb":
+        return _lamb(flat[0], flat[1:-1], flat[-1], flat_out, terms)
+    element = _ELEMENTS[rule]
+    work = _working_dtype(param)
+    for begin in range(0, param.numel(), TWIN_SPAN):
+        p, *parts, g = (x[begin : begin + TWIN_SPAN] for x in flat)
+        updated, states_now = element(p.to(work), [x.to(work) for x in parts], _gradient(p, g, terms), terms)
+        for part, value in zip(parts, states_now, strict=True):
+            part.copy_(value)
+        p.copy_(updated)
+        if flat_out is not None:
+            flat_out[begin : begin + TWIN_SPAN].copy_(updated)
+    return 1.0
+
+
+def _working_dtype(param: Tensor) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _gradient(p: Tensor, g: Tensor, t: Terms) -> Tensor:
+    work = _working_dtype(p)
+    g = g.to(work) * t.grad_scale
+    return g + p.to(work) * t.decay if t.decay_mode == DECAY_L2 else g
+
+
+def _root(x: Tensor) -> Tensor:
+    return x.double().sqrt().to(x.dtype)  # torch's own fp32 root can be one bit off
+
+
+def _decayed(p: Tensor, t: Terms) -> Tensor:
+    return p - p * t.decay if t.decay_mode == DECAY_DECOUPLED else p
+
+
+def _moments(m: Tensor, v: Tensor, g: Tensor, t: Terms) -> tuple[Tensor, Tensor]:
+    return m * t.beta1 + g * (1.0 - t.beta1), v * t.beta2 + g * (1.0 - t.beta2) * g
+
+
+def _adam(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
+    m, v = _moments(states[0], states[1], g, t)
+    return _decayed(p, t) - m / (_root(v) * t.root_scale + t.eps) * t.step_size, (m, v)
+
+
+def _adagrad(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
+    s = states[0] + g * g
+    return _decayed(p, t) - g / (_root(s) + t.eps) * t.step_size, (s,)
+
+
+def _lion(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
+    u = states[0] * t.beta1 + g * (1.0 - t.beta1)
+    one = torch.ones_like(u)
+    sign = torch.where(u > 0, one, torch.where(u < 0, -one, u))  # NaN stays
+    return _decayed(p, t) - sign * t.step_size, (states[0] * t.beta2 + g * (1.0 - t.beta2),)
+
+
+_ELEMENTS: dict[str, Element] = {"adam": _adam, "adagrad": _adagrad, "lion": _lion}
+
+
+def _lamb(param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None, t: Terms) -> float:
+    work = _working_dtype(param)
+    weights: list[float] = []
+    directions: list[float] = []
+    for begin in range(0, param.numel(), TWIN_SPAN):
+        p, m, v, g = (x[begin : begin + TWIN_SPAN] for x in (param, *states, grad))
+        for part, value in zip((m, v), _moments(m.to(work), v.to(work), _gradient(p, g, t), t), strict=True):
+            part.copy_(value)
+        weights += _block_squares(p.to(work))
+        directions += _block_squares(_direction(p, m, v, t))
+    ratio = trust_ratio(reduce(operator.add, weights, 0.0), reduce(operator.add, directions, 0.0), t)
+    for begin in range(0, param.numel(), TWIN_SPAN):
+        p, m, v = (x[begin : begin + TWIN_SPAN] for x in (param, *states))
+        updated = p.to(work) - _direction(p, m, v, t) * (t.step_size * ratio)
+        p.copy_(updated)
+        if out is not None:
+            out[begin : begin + TWIN_SPAN].copy_(updated)
+    return ratio
+
+
+def trust_ratio(weights: float, directions: float, t: Terms) -> float:
+    """|p| / |q| within the limits, from the sums of squares; 1 where one of them is 0."""
+    if weights == 0.0 or directions == 0.0:
+        return 1.0
+    ratio = math.sqrt(weights) / math.sqrt(directions)
+    ratio = t.most if ratio > t.most else ratio
+    return t.least if ratio < t.least else ratio  # NaN stays
+
+
+def _direction(p: Tensor, m: Tensor, v: Tensor, t: Terms) -> Tensor:
+    work = _working_dtype(p)
+    wide = v.to(work)
+    q = m.to(work) / (_root(wide + t.eps) if t.is_eps_inside else _root(wide) + t.eps)
+    return q + p.to(work) * t.decay if t.decay_mode == DECAY_DECOUPLED else q
+
+
+def _block_squares(x: Tensor) -> list[float]:
+    """Sums of squares of blocks of `BLOCK` elements, each in sixteen fp64 lanes joined in the order of the loops."""
+    wide = torch.zeros(-(-x.numel() // BLOCK) * BLOCK, dtype=torch.float64, device=x.device)
+    wide[: x.numel()] = x
+    rows = wide.square_().view(-1, BLOCK // _LANES, _LANES)
+    lanes = rows[:, 0].clone()
+    for row in range(1, BLOCK // _LANES):
+        lanes += rows[:, row]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes.view(-1).tolist()
