@@ -12,9 +12,11 @@
 #include <unistd.h>
 
 #include "block_io_faults.h"
+#include "block_io_ring.h"
 
 #define MPS_IO_ALIGN 4096u       /* of offset, length and address of a request by O_DIRECT */
 #define MPS_IO_PAST_END (-1)     /* in place of an errno: the file ends before the range does */
+#define MPS_IO_AT_END (-4096)    /* as a verdict; errnos are smaller */
 
 struct mps_transfer;
 
@@ -38,7 +40,7 @@ typedef struct mps_transfer {
 } mps_transfer;
 
 typedef struct {
-    int kind;                    /* 0 system calls, 1 libaio, 2 io_uring */
+    int kind;                    /* 0 system calls, or a kind of ring */
     int threads, depth, is_single, is_overlapped;
     uint64_t block;
 } mps_io_options;
@@ -51,6 +53,8 @@ typedef struct {
     int is_closing, started;
     pid_t owner;
     uint64_t counters[4];        /* bytes and requests read, bytes and requests written; atomic */
+    mps_ring *rings;             /* one for each thread, of kinds 1 and 2 */
+    int opened_rings, used_rings;
     pthread_t threads[];
 } mps_pool;
 
@@ -64,6 +68,9 @@ typedef struct {
     char *bounce;
     uint64_t bounce_size;
 } mps_slot;
+
+/* Whether a transfer is over; what it left behind can be read then. */
+static int mps_is_done(const mps_transfer *t) { return __atomic_load_n(&t->is_done, __ATOMIC_ACQUIRE); }
 
 /* The next request of a part, 0 when none is left. A failed transfer hands out nothing more. Under the lock. */
 static int mps_cut(const mps_pool *pool, mps_part *part, mps_slot *slot) {
@@ -127,7 +134,7 @@ static int mps_take_in(mps_slot *slot, ssize_t got) {
     if (got == -EINTR || got == -EAGAIN) return 1;
     if (got < 0) return (int)got;
     uint64_t reached = slot->done + (uint64_t)got;
-    if (reached <= slot->best) return slot->transfer->is_write ? -EIO : -EOVERFLOW;
+    if (reached <= slot->best) return slot->transfer->is_write ? -EIO : MPS_IO_AT_END;
     slot->best = slot->done = reached;
     if (reached >= slot->length) {
         if (!slot->transfer->is_write && slot->is_direct && (uintptr_t)slot->memory % MPS_IO_ALIGN)
@@ -139,7 +146,7 @@ static int mps_take_in(mps_slot *slot, ssize_t got) {
 }
 
 /* What mps_take_in says as an error of the transfer. */
-static int mps_error(int verdict) { return verdict == -EOVERFLOW ? MPS_IO_PAST_END : -verdict; }
+static int mps_error(int verdict) { return verdict == MPS_IO_AT_END ? MPS_IO_PAST_END : -verdict; }
 
 /* Perform a request by system calls, from where it stands. 0, or an error of the transfer. */
 static int mps_perform(mps_slot *slot) {
@@ -160,6 +167,42 @@ static int mps_perform(mps_slot *slot) {
         verdict = mps_take_in(slot, mps_shorten(got, fault));
     }
     return verdict ? mps_error(verdict) : 0;
+}
+
+/* Take the front request of the queue; parts that are used up leave it. Under the lock. */
+static int mps_take(mps_pool *pool, mps_slot *slot) {
+    while (pool->first) {
+        mps_part *part = pool->first;
+        int has_one = mps_cut(pool, part, slot);
+        if (part->next == part->end) {
+            pool->first = part->after;
+            if (!pool->first) pool->last = NULL;
+        }
+        if (has_one) return 1;
+        mps_settle(pool, part->transfer);
+    }
+    return 0;
+}
+
+/* A thread that performs one request at a time. */
+static void *mps_worker(void *argument) {
+    mps_pool *pool = argument;
+    mps_slot slot = {0};
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        while (!pool->first && !pool->is_closing) pthread_cond_wait(&pool->work, &pool->lock);
+        if (mps_take(pool, &slot)) {
+            pthread_mutex_unlock(&pool->lock);
+            int error = mps_perform(&slot);
+            pthread_mutex_lock(&pool->lock);
+            mps_account(pool, &slot, error);
+        } else if (pool->is_closing) {
+            break;
+        }
+    }
+    pthread_mutex_unlock(&pool->lock);
+    free(slot.bounce);
+    return NULL;
 }
 
 #endif

@@ -2,45 +2,9 @@
 #ifndef MPISPEED_BLOCK_IO_POOL_H
 #define MPISPEED_BLOCK_IO_POOL_H
 
-#include "block_io.h"
+#include "block_io_queue.h"
 
 #define MPS_IO_STACK (256u << 10)
-
-/* Take the front request of the queue; parts that are used up leave it. Under the lock. */
-static int mps_take(mps_pool *pool, mps_slot *slot) {
-    while (pool->first) {
-        mps_part *part = pool->first;
-        int has_one = mps_cut(pool, part, slot);
-        if (part->next == part->end) {
-            pool->first = part->after;
-            if (!pool->first) pool->last = NULL;
-        }
-        if (has_one) return 1;
-        mps_settle(pool, part->transfer);
-    }
-    return 0;
-}
-
-/* A thread that performs one request at a time. */
-static void *mps_worker(void *argument) {
-    mps_pool *pool = argument;
-    mps_slot slot = {0};
-    pthread_mutex_lock(&pool->lock);
-    for (;;) {
-        while (!pool->first && !pool->is_closing) pthread_cond_wait(&pool->work, &pool->lock);
-        if (mps_take(pool, &slot)) {
-            pthread_mutex_unlock(&pool->lock);
-            int error = mps_perform(&slot);
-            pthread_mutex_lock(&pool->lock);
-            mps_account(pool, &slot, error);
-        } else if (pool->is_closing) {
-            break;
-        }
-    }
-    pthread_mutex_unlock(&pool->lock);
-    free(slot.bounce);
-    return NULL;
-}
 
 /* Wait for what is queued and end the threads. In a forked child there are none, and the lock may be held. */
 static void mps_pool_close(mps_pool *pool) {
@@ -56,13 +20,15 @@ static void mps_pool_close(mps_pool *pool) {
 static void mps_pool_free(mps_pool *pool) {
     if (pool == NULL || pool->owner != getpid()) return;
     mps_pool_close(pool);
+    for (int i = 0; i < pool->opened_rings; i++) mps_ring_close(&pool->rings[i]);
+    free(pool->rings);
     pthread_cond_destroy(&pool->work);
     pthread_cond_destroy(&pool->done);
     pthread_mutex_destroy(&pool->lock);
     free(pool);
 }
 
-/* Start the threads, with all signals blocked: the interpreter's handlers run elsewhere. 0 or an errno. */
+/* Start the threads, with signals blocked: the interpreter's handlers run elsewhere. 0 or an errno. */
 static int mps_pool_start(mps_pool *pool, void *(*run)(void *)) {
     pthread_attr_t attributes;
     sigset_t all, before;
@@ -70,6 +36,7 @@ static int mps_pool_start(mps_pool *pool, void *(*run)(void *)) {
     if (error) return error;
     pthread_attr_setstacksize(&attributes, MPS_IO_STACK);
     sigfillset(&all);
+    sigdelset(&all, SIGSEGV), sigdelset(&all, SIGBUS), sigdelset(&all, SIGFPE), sigdelset(&all, SIGILL);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (!error && pool->started < pool->options.threads) {
         error = pthread_create(&pool->threads[pool->started], &attributes, run, pool);
@@ -78,6 +45,19 @@ static int mps_pool_start(mps_pool *pool, void *(*run)(void *)) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
     return error;
+}
+
+/* A queue of the kernel for each thread. 0 or an errno. */
+static int mps_pool_open_rings(mps_pool *pool) {
+    const mps_io_options *options = &pool->options;
+    pool->rings = calloc((size_t)options->threads, sizeof *pool->rings);
+    if (pool->rings == NULL) return ENOMEM;
+    while (pool->opened_rings < options->threads) {
+        int error = mps_ring_open(&pool->rings[pool->opened_rings], options->kind, options->depth);
+        if (error) return error;
+        pool->opened_rings++;
+    }
+    return 0;
 }
 
 /* A pool with running threads, or NULL with errno. */
@@ -93,7 +73,8 @@ static mps_pool *mps_pool_new(const mps_io_options *options) {
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->done, &clock);
     pthread_condattr_destroy(&clock);
-    int error = mps_pool_start(pool, mps_worker);
+    int error = options->kind ? mps_pool_open_rings(pool) : 0;
+    if (!error) error = mps_pool_start(pool, options->kind ? mps_queue_worker : mps_worker);
     if (error) {
         mps_pool_free(pool);
         errno = error;
@@ -141,7 +122,7 @@ static int mps_submit(mps_pool *pool, mps_transfer *t) {
 static int mps_wait(mps_pool *pool, mps_transfer *t, double seconds) {
     struct timespec until;
     int code = 0;
-    if (__atomic_load_n(&t->is_done, __ATOMIC_ACQUIRE)) return 1;
+    if (mps_is_done(t)) return 1;
     clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_nsec += (long)(seconds * 1e9);
     until.tv_sec += until.tv_nsec / 1000000000L;

@@ -23,12 +23,18 @@ cdef extern from "block_io_pool.h" nogil:
         pid_t owner
         uint64_t[4] counters
 
+    ctypedef struct mps_ring:
+        pass
+
+    int mps_ring_open(mps_ring *ring, int kind, int depth)
+    void mps_ring_close(mps_ring *ring)
     mps_pool *mps_pool_new(const mps_io_options *options)
     void mps_pool_close(mps_pool *pool)
     void mps_pool_free(mps_pool *pool)
     mps_transfer *mps_transfer_new(
         int direct, int plain, int is_write, char *memory, uint64_t length, uint64_t offset, int count,
     )
+    int mps_is_done(const mps_transfer *t)
     int mps_submit(mps_pool *pool, mps_transfer *t)
     int mps_wait(mps_pool *pool, mps_transfer *t, double seconds)
     void mps_inject(int is_write, uint64_t nth, int error, uint64_t nbytes)
@@ -46,12 +52,12 @@ cdef class Job:
     cdef Pool pool
 
     def __dealloc__(self):
-        if self.transfer != NULL and self.transfer.is_done:
+        if self.transfer != NULL and mps_is_done(self.transfer):
             free(self.transfer)
 
     def is_done(self):
         """Whether nothing of it is under way any more."""
-        return self.transfer.is_done != 0
+        return mps_is_done(self.transfer) != 0
 
     def wait(self, double seconds):
         """Wait at most so many seconds, below 1, without the interpreter lock; whether it is done."""
@@ -117,7 +123,13 @@ cdef class Pool:
 
 def probe_kernel(int kind):
     """Errno with which the kernel refuses a queue of this kind to this process; 0 if it grants it."""
-    return 38
+    cdef mps_ring ring
+    cdef int code
+    with nogil:
+        code = mps_ring_open(&ring, kind, 1)
+        if code == 0:
+            mps_ring_close(&ring)
+    return code
 
 
 def inject(bint is_write, uint64_t nth, int error, uint64_t nbytes):

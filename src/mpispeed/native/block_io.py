@@ -6,6 +6,8 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,7 @@ MAX_WORKERS = 16
 _KINDS = {"threads": 0, "queue": 1, "uring": 2}
 _PAST_END = -1
 _LOOK_SECONDS = 0.2  # between two looks at the interpreter's signals
+_LEAST_PART = 1 << 16  # bytes; shorter transfers are not shared by threads
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -100,19 +103,28 @@ class BlockFile:
         direct: bool | None = None,
         readonly: bool = False,
     ) -> None:
+        self._fd = -1
         self.path = os.fspath(path)
         access = os.O_RDONLY if readonly else os.O_RDWR
         flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
         self._access = access
-        self._fd = os.open(self.path, flags, 0o600)
+        self._fd = os.open(self.path, flags | os.O_NONBLOCK, 0o600)  # of a pipe, too, this returns
         self._plain: int | None = self._fd
-        self._transfers: list[Transfer] = []
+        self._jobs: list[tuple[Any, Any]] = []
+        self._lock = threading.Lock()
         self.is_direct = False
         try:
+            self._check_kind()
             self._go_direct(direct)
         except BaseException:
             self.close()
             raise
+
+    def _check_kind(self) -> None:
+        os.set_blocking(self._fd, True)
+        mode = os.fstat(self._fd).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
+            raise OSError(errno.EINVAL, "block I/O needs a regular file or a block device", self.path)
 
     def _go_direct(self, direct: bool | None) -> None:
         if direct is False:
@@ -182,11 +194,12 @@ class BlockFile:
 
     def close(self) -> None:
         """Wait for the transfers that are under way on it, and close it; again does nothing."""
-        for transfer in self._transfers:
-            transfer.settle()
-        self._transfers.clear()
-        for handle in {self._fd, self._plain} - {-1, None}:
-            os.close(handle)
+        for job, pool in self._jobs:
+            _settle(job, pool)
+        self._jobs.clear()
+        for handle in {self._fd, self._plain}:
+            if handle is not None and handle >= 0:
+                os.close(handle)
         self._fd, self._plain = -1, None
 
     def descriptors(self, *, has_odd_bytes: bool) -> tuple[int, int]:
@@ -194,14 +207,16 @@ class BlockFile:
         handle = self._open()
         if not self.is_direct:
             return -1, handle
-        if has_odd_bytes and self._plain is None:
-            self._plain = os.open(f"/proc/self/fd/{handle}", self._access | os.O_CLOEXEC)
+        with self._lock:
+            if has_odd_bytes and self._plain is None:
+                self._plain = os.open(f"/proc/self/fd/{handle}", self._access | os.O_CLOEXEC)
         return handle, -1 if self._plain is None else self._plain
 
-    def watch(self, transfer: Transfer) -> None:
-        """Let `close` wait for it."""
-        self._transfers = [known for known in self._transfers if not known.is_done()]
-        self._transfers.append(transfer)
+    def watch(self, job: Any, pool: Any) -> None:
+        """Let `close` wait for a job of the compiled module."""
+        with self._lock:
+            self._jobs = [known for known in self._jobs if not known[0].is_done()]
+            self._jobs.append((job, pool))
 
     def _open(self) -> int:
         if self._fd < 0:
@@ -215,9 +230,9 @@ class BlockFile:
         self.close()
 
     def __del__(self) -> None:
-        for handle in {getattr(self, "_fd", -1), getattr(self, "_plain", None)} - {-1, None}:
-            with contextlib.suppress(OSError):
-                os.close(handle)
+        if getattr(self, "_fd", -1) >= 0:
+            with contextlib.suppress(OSError, UsageError):
+                self.close()
 
 
 class Transfer:
@@ -242,22 +257,12 @@ class Transfer:
             OSError: what the system reported, with the path; EIO where the file ends before the range.
             UsageError: in a forked process, for a transfer that was under way when it was forked.
         """
-        self.settle()
+        if not _settle(self._job, self._pool):
+            msg = f"{self.path}: this transfer belongs to the process that started it, this is a fork of it"
+            raise UsageError(msg)
         code, at = self._job.error()
         if code:
             raise self._failure(code, at)
-
-    def settle(self) -> None:
-        """Wait until it is over, without looking at how.
-
-        Raises:
-            UsageError: in a forked process, for a transfer that was under way when it was forked.
-        """
-        while not self._job.is_done():
-            if self._pool.is_foreign():
-                msg = f"{self.path}: this transfer belongs to the process that started it, this is a fork of it"
-                raise UsageError(msg)
-            self._job.wait(_LOOK_SECONDS)
 
     def _failure(self, code: int, at: int) -> OSError:
         verb = "writing" if self.is_write else "reading"
@@ -271,6 +276,15 @@ class Transfer:
         return OSError(errno.EIO, f"{what} reaches past the end: {length}", self.path)
 
 
+def _settle(job: Any, pool: Any) -> bool:
+    """Wait until a job is over; False at once in a fork, where nothing will end it."""
+    while not job.is_done():
+        if pool.is_foreign():
+            return False
+        job.wait(_LOOK_SECONDS)
+    return True
+
+
 class _Pools:
     """The threads of a BlockIO, each kind started when it is first needed, and the transfers under way."""
 
@@ -278,32 +292,34 @@ class _Pools:
         self.options = options
         self.pools: dict[str, Any] = {}
         self.pending: dict[int, Transfer] = {}
+        self.lock = threading.Lock()
         self.is_closed = False
 
     def get(self, backend: str) -> Any:
-        if backend not in self.pools:
-            o = self.options
-            threads = min(MAX_WORKERS, o.threads * o.queue_depth) if backend == "threads" else o.threads
-            self.pools[backend] = status.require("block_io").Pool(
-                _KINDS[backend], threads, o.queue_depth, o.block_size, o.single_submit, o.overlap_events
-            )
-        return self.pools[backend]
+        with self.lock:
+            if backend not in self.pools:
+                o = self.options
+                threads = min(MAX_WORKERS, o.threads * o.queue_depth) if backend == "threads" else o.threads
+                self.pools[backend] = status.require("block_io").Pool(
+                    _KINDS[backend], threads, o.queue_depth, o.block_size, o.single_submit, o.overlap_events
+                )
+            return self.pools[backend]
 
     def keep(self, transfer: Transfer) -> None:
         """Hold a transfer, its buffer and its file; let go of older ones that are done."""
-        while self.pending:
-            first = next(iter(self.pending))
-            if not self.pending[first].is_done():
-                break
-            del self.pending[first]
-        self.pending[id(transfer)] = transfer
+        with self.lock:
+            while self.pending:
+                first = next(iter(self.pending))
+                if not self.pending[first].is_done():
+                    break
+                del self.pending[first]
+            self.pending[id(transfer)] = transfer
 
     def close(self) -> None:
         self.is_closed = True
-        is_foreign = any(pool.is_foreign() for pool in self.pools.values())
         for pool in self.pools.values():
             pool.close()
-        if not is_foreign:
+        if all(transfer.is_done() for transfer in self.pending.values()):  # not so in a fork
             self.pending.clear()
 
 
@@ -315,6 +331,7 @@ class BlockIO:
 
     Raises:
         ConfigError: the named backend is not possible here; the message says why.
+        OSError: its threads or queues cannot be had.
         NativeMissing: the compiled module is not usable.
     """
 
@@ -323,6 +340,13 @@ class BlockIO:
         status.require("block_io")
         self.backend, self.reason = _choose(self.options.backend)
         self._pools = _Pools(self.options)
+        try:
+            self._pools.get(self.backend)
+        except OSError as error:
+            if self.options.backend != "auto" or self.backend == "threads":
+                raise
+            self.backend, self.reason = "threads", f"no queue of the kernel: {error.strerror}"
+            self._pools.get(self.backend)
         self._end = weakref.finalize(self, self._pools.close)
 
     def read(self, file: BlockFile, buffer: torch.Tensor, offset: int = 0) -> Transfer:
@@ -331,7 +355,7 @@ class BlockIO:
         The buffer is kept alive until the transfer is done, and holds nothing before that.
 
         Raises:
-            ValueError: the buffer is not contiguous or not on the host, or the offset is negative.
+            ValueError: the buffer is not contiguous or not on the host, or there is no such range of bytes.
             OSError: the file was closed, or no thread can be started.
             UsageError: this was closed, or belongs to another process.
         """
@@ -343,7 +367,7 @@ class BlockIO:
         The buffer is kept alive until the transfer is done, and must not change before that.
 
         Raises:
-            ValueError: the buffer is not contiguous or not on the host, or the offset is negative.
+            ValueError: the buffer is not contiguous or not on the host, or there is no such range of bytes.
             OSError: the file was closed, or no thread can be started.
             UsageError: this was closed, or belongs to another process.
         """
@@ -351,8 +375,8 @@ class BlockIO:
 
     def _start(self, file: BlockFile, buffer: torch.Tensor, offset: int, *, is_write: bool) -> Transfer:
         nbytes = check_tensors("BlockIO", {"buffer": buffer}) * buffer.element_size()
-        if offset < 0:
-            msg = f"BlockIO: offset is {offset} bytes; it cannot be negative"
+        if not 0 <= offset < (1 << 63) - nbytes:
+            msg = f"BlockIO: {nbytes} bytes at offset {offset} are no range of a file; offsets are 0 to 2**63 - 1"
             raise ValueError(msg)
         if self._pools.is_closed:
             msg = f"{file.path}: the BlockIO was closed; make a new one"
@@ -365,13 +389,13 @@ class BlockIO:
         if pool.is_foreign():
             msg = f"{file.path}: this BlockIO belongs to the process that made it, this is a fork: make one here"
             raise UsageError(msg)
-        parts = max(1, min(self.options.threads, nbytes // ALIGNMENT))
+        parts = max(1, min(self.options.threads, nbytes // _LEAST_PART))
         job = pool.submit(direct, plain, is_write, buffer.data_ptr(), nbytes, offset, parts)
         if job is None:
             msg = f"{file.path}: the BlockIO was closed; make a new one"
             raise UsageError(msg)
         transfer = Transfer(job, pool, file, buffer, offset, is_write)
-        file.watch(transfer)
+        file.watch(job, pool)
         self._pools.keep(transfer)
         return transfer
 
