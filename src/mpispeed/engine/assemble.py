@@ -19,6 +19,7 @@ from mpispeed.engine.parts import Counters, Optimization, Parts
 from mpispeed.engine.reducing import choose_reducer
 from mpispeed.engine.reports import observe
 from mpispeed.engine.sharding import Sharding, shard
+from mpispeed.engine.swapping import check_rule
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.optim.choice import build
 from mpispeed.optim.foreign import Foreign
@@ -67,7 +68,9 @@ def assemble(
     _refuse_foreign_params(model, groups)
     scaler = make_scaler(plan)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
-    sharding = shard(plan, mesh, model, group_of, _cast_to(plan))
+    check_rule(plan, rule, rule.name if rule is not None else "")
+    slots = rule.state_names if rule is not None else ()
+    sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots)
     table, params = sharding.table, sharding.params
     broadcast_rest(model, table, mesh, _cast_to(plan))
     counters = Counters()
@@ -236,9 +239,10 @@ def _optimize(
         requires_all=not plan.config.zero_optimization.ignore_unused_parameters,
         reducer=choose_reducer(plan, model, table),
         wait=sharding.wait,
+        tiers=params.tiers,
     )
     grads.arena = params.arena  # buffers of one size serve both
-    states = StateStore(table, params, rule.state_names)
+    states = StateStore(table, params, rule.state_names, params.tiers)
     params.grads, params.states, params.rule, params.groups = grads, states, rule, groups
     landed = sharding.frames.landed if sharding.frames is not None else None
     # In fp16 scripts read the loss scale off the optimizer, which a client's own object does not have.
@@ -300,7 +304,7 @@ def step_parts(
         step.MeasureNorm(mesh, grads),
         step.AdjustScale(scaler, mesh, counters, grads),
         step.ScaleAndClip(plan.gradient_clipping),
-        step.Update(optimization.rule, walker, optimization.groups, optimization.facade),
+        step.Update(mesh, optimization.rule, walker, optimization.groups, optimization.facade),
         step.Publish(params),
         step.ClearGrads(grads),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from mpispeed.store.layout import Span
 if TYPE_CHECKING:
     from mpispeed.engine.engine import Engine
     from mpispeed.engine.parts import Parts
+    from mpispeed.store.table import Unit
 
 log = logging.getLogger(__name__)
 
@@ -154,9 +155,7 @@ def _forget_states(parts: Parts) -> None:
     """Optimizer state that the checkpoint does not give begins at zero, whatever this engine did before."""
     if parts.optimization is None:
         return
-    for unit in parts.table.units:
-        for tensor in parts.optimization.states.of(unit).values():
-            tensor.zero_()
+    parts.optimization.states.clear()
     if isinstance(parts.optimization.rule, KeepsState):
         parts.optimization.rule.forget()
 
@@ -207,8 +206,8 @@ def _read_module(parts: Parts, source: Checkpoint) -> None:
             if entry.name in stored:
                 out = values[common.shifted(-own.start).slice]
                 source.read(entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
-        if not unit.is_trainable:
-            params.put_rest(unit, values)
+        put = params.put_master if unit.is_trainable else params.put_rest
+        put(unit, values)
     with torch.no_grad():
         for name, param in parts.module.named_parameters():
             if parts.table.locate(param) is None and name in stored:
@@ -255,25 +254,37 @@ def _read_slots(parts: Parts, source: Checkpoint) -> None:
     stored = set(source.names())
     rule = optimization.rule
     fresh: set[str] = set()
-    for window in windows_of(parts):
-        unit = parts.table.units[window.key[0]]
-        span = Span(window.key[2], window.key[2] + window.master.numel())
-        slots = window.state
-        if isinstance(rule, KeepsState):
+    if isinstance(rule, KeepsState):
+        for window in windows_of(parts):
             slots = {slot: torch.zeros_like(window.master) for slot in saved.get("slots", ())}
-        for slot, tensor in slots.items():
-            for entry, common in unit.layout.overlaps(span):
-                if entry.name in stored and slot in source.slots(entry.name):
-                    out = tensor[common.shifted(-span.start).slice]
-                    source.read(entry.name, slot, common.start - entry.offset, out)
-                else:
-                    fresh.add(entry.name)
-        if isinstance(rule, KeepsState) and slots:
-            scalars = saved["scalars"]
-            is_by_window = parts.params.placement.is_whole and scalars["by_window"]
-            rule.restore(window, slots, {} if is_by_window else scalars["by_group"].get(str(window.key[1]), {}))
+            span = Span(window.key[2], window.key[2] + window.master.numel())
+            fresh |= _fill_slots(source, parts.table.units[window.key[0]], span, slots, stored)
+            if slots:
+                scalars = saved["scalars"]
+                is_by_window = parts.params.placement.is_whole and scalars["by_window"]
+                rule.restore(window, slots, {} if is_by_window else scalars["by_group"].get(str(window.key[1]), {}))
+    else:
+        for unit in parts.table.units:
+            slots = optimization.states.of(unit)
+            fresh |= _fill_slots(source, unit, parts.params.span(unit), slots, stored)
+            optimization.states.put(unit, slots)
     if fresh:
         log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
+
+
+def _fill_slots(
+    source: Checkpoint, unit: Unit, span: Span, slots: Mapping[str, torch.Tensor], stored: set[str]
+) -> set[str]:
+    """Read every slot over the range `span` of a unit; gives the parameters that the file has no such slot of."""
+    fresh: set[str] = set()
+    for slot, tensor in slots.items():
+        for entry, common in unit.layout.overlaps(span):
+            if entry.name in stored and slot in source.slots(entry.name):
+                out = tensor[common.shifted(-span.start).slice]
+                source.read(entry.name, slot, common.start - entry.offset, out)
+            else:
+                fresh.add(entry.name)
+    return fresh
 
 
 def _take_counters(parts: Parts, state: dict[str, Any]) -> None:

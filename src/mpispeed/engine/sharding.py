@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base.errors import StoreError
+from mpispeed.engine.swapping import is_swapping, open_tiers, plan_swap
 from mpispeed.mesh.watch import Watch
 from mpispeed.store.move import widen
 from mpispeed.zero.external import watch_external
@@ -22,7 +24,7 @@ from mpispeed.zero.units import choose_resident, plan_units
 from mpispeed.zero.users import find_users
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -100,9 +102,14 @@ class Sharding:
 
 
 def shard(
-    plan: Plan, mesh: Mesh, model: nn.Module, group_of: Mapping[int, int], compute: torch.dtype | None
+    plan: Plan,
+    mesh: Mesh,
+    model: nn.Module,
+    group_of: Mapping[int, int],
+    compute: torch.dtype | None,
+    slots: Sequence[str] = (),
 ) -> Sharding:
-    """Take over the parameters of `model`, cut as the plan says.
+    """Take over the parameters of `model`, cut and put on tiers as the plan says; `slots` name the optimizer's state.
 
     Collective over: all ranks.
     """
@@ -117,18 +124,26 @@ def shard(
         takes_frozen=is_cut,
     )
     resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
-    params = ParamStore(
-        table,
-        mesh,
-        compute=compute,
-        master=torch.float32,
-        master_placement=plan.states.master,
-        param_placement=plan.states.param,
-        second=plan.states.second,
-        resident=resident,
-        widener=widen_quantized if zero.zero_quantized_weights else widen,
-        codes_frozen=zero.zero_quantized_nontrainable_weights,
-    )
+    tiers = open_tiers(plan, mesh, plan_swap(plan, mesh, table, resident, compute, slots))
+    try:
+        params = ParamStore(
+            table,
+            mesh,
+            compute=compute,
+            master=torch.float32,
+            master_placement=plan.states.master,
+            param_placement=plan.states.param,
+            second=plan.states.second,
+            resident=resident,
+            widener=widen_quantized if zero.zero_quantized_weights else widen,
+            codes_frozen=zero.zero_quantized_nontrainable_weights,
+            tiers=tiers,
+        )
+        if is_swapping(plan):
+            mesh.world.comm.agree(not tiers.problem, tiers.problem, StoreError)
+    except BaseException:
+        tiers.close()
+        raise
     waits = Watch(mesh, "data")
     if mesh["data"].size > 1:
         mesh.lane("calls")

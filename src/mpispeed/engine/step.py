@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.zero.norm import global_square_sum
 from mpispeed.zero.params import find_unbound
@@ -128,17 +128,29 @@ class Update:
     """Run the update rule over this rank's windows."""
 
     def __init__(
-        self, rule: Rule, walker: Walker, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer
+        self, mesh: Mesh, rule: Rule, walker: Walker, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer
     ) -> None:
-        self._rule, self._walker, self._groups, self._optimizer = rule, walker, groups, optimizer
+        self._mesh, self._rule, self._walker, self._groups, self._optimizer = mesh, rule, walker, groups, optimizer
 
     def __call__(self, ctx: StepContext) -> None:
-        """Local."""
+        """Local; collective over the data axis where states may be swapped.
+
+        Raises:
+            StoreError: on every rank, if a swap file of one cannot be read or written.
+        """
         if isinstance(self._optimizer, EngineOptimizer):
             self._optimizer.overflow = ctx.skip
         if not ctx.skip:
             windows = self._walker.windows(self._groups, ctx.step)
-            self._rule.update(windows, grad_scale=ctx.multiplier, threads=ctx.threads)
+            problem = ""
+            try:
+                self._rule.update(windows, grad_scale=ctx.multiplier, threads=ctx.threads)
+            except StoreError as error:
+                problem = str(error)
+                if not self._walker.is_swapping:
+                    raise
+            if self._walker.is_swapping:
+                self._mesh["data"].agree(not problem, problem, StoreError)
             # torch's schedulers look here to see that an update came before their own step
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
 

@@ -266,8 +266,8 @@ def _take_unit(parts: Parts, unit: Unit, given: Mapping[int, torch.Tensor], take
         common = entry.span.intersect(span)
         if common.numel:
             target[common.shifted(-span.start).slice].copy_(flat[common.slice])
-    if not unit.is_trainable:
-        params.put_rest(unit, target)
+    put = params.put_master if unit.is_trainable else params.put_rest
+    put(unit, target)
 
 
 def _misfit(own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> str:

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
-from mpispeed.base.errors import AgreementError, CommError
+from mpispeed.base.errors import AgreementError, CommError, MpispeedError, StoreError
 from mpispeed.mesh.transport import Comparison
 from mpispeed.mesh.work import Work, nap_until
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
 
 Label = str | int
+Ready = Callable[[], str | None]
+"""Whether what an operation needs on this rank is there: None: not yet; "": yes; else why it never will be."""
+
 FAREWELL = 0
 """Code of a rank that only ends a gate at which others wait."""
 
@@ -67,7 +70,7 @@ def text_of(describe: Callable[[], str]) -> str:
 
 def again(error: Exception) -> Exception:
     """An equal error to raise elsewhere: a raised one collects the tracebacks of all its raises."""
-    if not isinstance(error, AgreementError):
+    if not isinstance(error, AgreementError | StoreError):
         return error
     copy = type(error)(*error.args)
     copy.is_collective = error.is_collective
@@ -108,7 +111,9 @@ class Groups:
 class Task:
     """A queued operation. `number` counts the gates of its group from 1; 0 until its own is posted."""
 
-    __slots__ = ("_comparison", "_deadline", "body", "code", "comm", "describe", "label", "number", "work")
+    __slots__ = (
+        "_comparison", "_deadline", "_problem", "body", "code", "comm", "describe", "label", "number", "ready", "work",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -117,9 +122,11 @@ class Task:
         work: Work,
         label: Label,
         describe: Callable[[], str] | None,
+        ready: Ready | None = None,
     ) -> None:
         self.comm, self.body, self.work, self.label, self.describe = comm, body, work, label, describe
-        self.code, self.number = code_of(work.verb, label), 0
+        self.code, self.number, self.ready = code_of(work.verb, label), 0, ready
+        self._problem = ""
         self._comparison: Comparison | None = None
         self._deadline = float("inf")
 
@@ -135,8 +142,15 @@ class Task:
 
         Raises:
             AgreementError: ranks have come with different operations; the same on all of them.
+            StoreError: a rank cannot get what the operation needs there; the same on all of them.
             CommError: not all ranks came within the group's time-out.
         """
+        if self._comparison is None and self.ready is not None:
+            problem = self.ready()
+            if problem is None:
+                return False
+            if problem:
+                self._problem, self.code = problem, code_of(f"problem of rank {self.comm.rank}", problem)
         comparison = self._comparison or self.post(groups)
         codes = comparison()
         # A farewell means that peers have given up waiting and that this rank's own wait is about to say so.
@@ -174,9 +188,16 @@ class Task:
             "a rank has ended or started its operations in another order"
         )
 
-    def _diverged(self, lane: str) -> AgreementError:
+    def _diverged(self, lane: str) -> MpispeedError:
         """Say on every rank what each of them wanted: all of them are here. Collective over: the group."""
-        wishes = self.comm.library_gather_objects((self.text(), f"{self.work.verb} {self.label!r}"))
+        own = self.text(), f"{self.work.verb} {self.label!r}", self._problem
+        told = self.comm.library_gather_objects(own)
+        problems = [(self.comm.ranks[i], problem) for i, (_, _, problem) in enumerate(told) if problem]
+        if problems:
+            trouble = StoreError(f"{self.text()}: {by_text(problems, 'says:', 'say:')}")
+            trouble.is_collective = True
+            return trouble
+        wishes = [(text, name) for text, name, _ in told]
         is_told = len({text for text, _ in wishes}) > 1
         texts = [(self.comm.ranks[i], t if is_told else f"{t} [{name}]") for i, (t, name) in enumerate(wishes)]
         error = AgreementError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.gate import FAREWELL, Groups, Key, Label, Task, again
+from mpispeed.mesh.gate import FAREWELL, Groups, Key, Label, Ready, Task, again
 from mpispeed.mesh.work import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Poll, Work
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Progress:
         buffers: object = None,
         label: Label = "",
         describe: Callable[[], str] | None = None,
+        ready: Ready | None = None,
     ) -> Work:
         """Queue `body` behind everything submitted before.
 
@@ -77,7 +78,7 @@ class Progress:
         Raises:
             AgreementError: ranks came with different operations; from here only without a thread, else from `wait`.
         """
-        task = Task(comm, body, Work(verb, buffers), label, describe)
+        task = Task(comm, body, Work(verb, buffers), label, describe, ready)
         if not self.is_threaded or self.is_own_thread():
             self._submit_now(task)
             return task.work

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base.errors import StoreError
 from mpispeed.mesh import checks, messages
-from mpispeed.mesh.gate import Label
-from mpispeed.mesh.work import Poll, Work
+from mpispeed.mesh.gate import Label, Ready
+from mpispeed.mesh.work import Poll, Work, nap_until
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -34,22 +35,30 @@ class Started:
         buffers: object = None,
         label: Label = "",
         describe: Callable[[], str] | None = None,
+        ready: Ready | None = None,
     ) -> Work:
         """Run `fn(comm)` in its turn; it may call blocking verbs of that comm, or of its lane.
 
         `verb` and `label` say which operation it is and are compared before it runs; if ranks have come with
         different ones, it runs nowhere and the lane is broken: `wait` of this and of everything started later
-        raises. `describe` says in words what the operation is for; it is called only then.
+        raises. `describe` says in words what the operation is for; it is called only then. `ready` is asked until it
+        says that what the operation needs on this rank is there; if it says why it will never be, the operation runs
+        nowhere either.
 
         Collective over: the group, in the same order and with the same verb and label on every rank.
 
         Raises:
             AgreementError: ranks have come with different operations; from `wait`, or from here without threads.
+            StoreError: as that, where `ready` of a rank told a problem; names it and its rank.
         """
         comm = self.started
         if self.progress is None:
             work = Work(verb, buffers)
             try:
+                problem = None if ready is None else _outcome(ready)
+                if problem:
+                    work.finish(StoreError(problem))
+                    return work
                 with torch.no_grad():
                     fn(comm)
             except Exception as error:
@@ -57,7 +66,7 @@ class Started:
             else:
                 work.finish()
             return work
-        return self.progress.submit(comm, lambda: fn(comm), verb, buffers, label, describe)
+        return self.progress.submit(comm, lambda: fn(comm), verb, buffers, label, describe, ready)
 
     def start_all_reduce(self, x: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> Work:
         """Start `all_reduce`. Collective over: the group."""
@@ -134,3 +143,17 @@ class Started:
                 work.finish()
 
         return Work(verb, buffers, drive)
+
+
+def _outcome(ready: Ready) -> str:
+    """What `ready` says once it has something to say."""
+    found: list[str] = []
+
+    def poll() -> bool:
+        said = ready()
+        if said is not None:
+            found.append(said)
+        return said is not None
+
+    nap_until(poll)
+    return found[0]

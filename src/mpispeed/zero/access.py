@@ -104,7 +104,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor, *, refres
         return
     store, unit, entry = found.store, found.place.unit, found.place.entry
     flat = _flat(found, value, entry.numel).to(store.dtypes(unit)[1])
-    found.own(store.master(unit)).copy_(found.own_of(flat))
+    master = store.master(unit)
+    found.own(master).copy_(found.own_of(flat))
+    store.put_master(unit, master)
     if not refresh and store.low_precision(unit) is not None:
         return
     rest, held = store.rest(unit), store.rest_span(unit)
@@ -141,7 +143,9 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if found is None:
         return
     store, unit = found.store, found.place.unit
-    found.own(store.master(unit)).copy_(_flat(found, value, found.common.numel))
+    master = store.master(unit)
+    found.own(master).copy_(_flat(found, value, found.common.numel))
+    store.put_master(unit, master)
     if store.low_precision(unit) is None:
         if store.fetcher is not None:
             store.fetcher.drop([unit])
@@ -193,7 +197,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     found = _find(param)
     if found is not None:
         flat = _flat(found, value, found.place.entry.numel)
-        found.own(_finished(found.store).reduced(found.place.unit)).copy_(found.own_of(flat))
+        _put_grad(found, found.own_of(flat))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -221,7 +225,14 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     found = _find_cut(param, "safe_set_local_grad")
     if found is not None:
         flat = _flat(found, value, found.common.numel)
-        found.own(_finished(found.store).reduced(found.place.unit)).copy_(flat)
+        _put_grad(found, flat)
+
+
+def _put_grad(found: _Found, own: torch.Tensor) -> None:
+    grads, unit = _finished(found.store), found.place.unit
+    values = grads.reduced(unit)
+    found.own(values).copy_(own)
+    grads.put_reduced(unit, values)
 
 
 def _finished(store: ParamStore) -> GradStore:
@@ -358,6 +369,8 @@ def _put_state(found: _Found, own: torch.Tensor, key: str) -> None:
     store, unit = found.store, found.place.unit
     held = _state_of(store, unit, key)
     found.own(held).copy_(own)
+    if store.states is not None and key in store.states.slots:
+        store.states.put(unit, {key: held})
     if isinstance(store.rule, KeepsState):
         start = store.span(unit).start
         for window in _windows(store, unit):

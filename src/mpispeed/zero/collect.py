@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from mpispeed.base.errors import StoreError
 from mpispeed.store.move import own_span, widen
 from mpispeed.store.placement import WHOLE, Placement
 from mpispeed.zero.quantized import Codes
@@ -14,6 +16,7 @@ from mpispeed.zero.quantized import Codes
 if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.mesh.work import Work
+    from mpispeed.store.cell import Cell, Loan
     from mpispeed.store.table import Unit
 
 
@@ -41,17 +44,22 @@ class Collector:
         self.codes: dict[int, Codes] = {}
 
     def start(
-        self, lane: Mesh, unit: Unit, full: torch.Tensor, shard: torch.Tensor, source: Placement,
+        self, lane: Mesh, unit: Unit, full: torch.Tensor, rest: Cell, source: Placement,
         reader: Callable[[], str],
     ) -> Work:  # fmt: skip
-        """Start to fill `full` with the whole unit; `shard` is what rests here under `source`.
+        """Start to fill `full` with the whole unit; `rest` is what rests here under `source`.
 
         Collective over: the axes of `source`, or of the second copy while that is fresh.
+
+        Raises:
+            StoreError: from the work's `wait`, on every rank, if one of them cannot read what rests there.
         """
         codes, second = self.codes.get(unit.index), self._second
         copy = self._copies[unit.index] if unit.index in self._fresh else None
         if copy is not None and second is not None:
             source = second
+        # Reading begins now, whatever the lane is at.
+        loan = rest.lend(0, rest.numel) if copy is None and codes is None else None
 
         def collect(_: Any) -> None:
             if copy is not None:
@@ -59,8 +67,9 @@ class Collector:
                 return
             if codes is not None:
                 codes.widen(lane, full, source, WHOLE)
-            else:
-                self._widen(lane, full, shard, source, WHOLE, unit.layout.padded)
+            elif loan is not None:
+                self._widen(lane, full, loan.wait(), source, WHOLE, unit.layout.padded)
+                loan.give_back(changed=False)
             if second is not None:
                 self._take(second, unit, full)
 
@@ -69,6 +78,7 @@ class Collector:
             "fetch",
             label=f"unit {unit.index}",
             describe=lambda: f"the parameters of {unit.name!r} for {reader()}",
+            ready=partial(_outcome, loan) if loan is not None and rest.is_swapped else None,
         )
 
     def _take(self, second: Placement, unit: Unit, full: torch.Tensor) -> None:
@@ -92,3 +102,15 @@ class Collector:
     def code_bytes(self) -> int:
         """Bytes of coded shards on this rank."""
         return sum(codes.nbytes for codes in self.codes.values())
+
+
+def _outcome(loan: Loan) -> str | None:
+    """Whether what was lent is here: None: not yet; "": yes; else why it never will be."""
+    if not loan.is_ready():
+        return None
+    try:
+        loan.wait()
+    except StoreError as error:
+        loan.give_back(changed=False)
+        return str(error)
+    return ""

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import StoreError, UsageError
+from mpispeed.native.reduce import square_partials
 from mpispeed.store.arena import Arena
-from mpispeed.store.move import own_span, remaining_axes
+from mpispeed.store.layout import BLOCK
+from mpispeed.store.move import own_share, own_span, remaining_axes
+from mpispeed.store.tiers import GRAD, IN_MEMORY, Tiers
 from mpispeed.zero.backlog import Backlog, limit_of
 from mpispeed.zero.reducers import PlainReducer, Reducer
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.mesh.work import Wait, Work
+    from mpispeed.store.cell import Cell
     from mpispeed.store.layout import Entry, Span
     from mpispeed.store.placement import Placement
     from mpispeed.store.table import Table, Unit
@@ -85,6 +89,7 @@ class GradStore:
         requires_all: bool = False,
         reducer: Reducer | None = None,
         wait: Wait | None = None,
+        tiers: Tiers = IN_MEMORY,
     ) -> None:
         """No gradient is there yet.
 
@@ -101,6 +106,7 @@ class GradStore:
             requires_all: `finish` refuses parameters that got no gradient.
             reducer: sums a bucket over the axes of the cut (over the data axis if whole); plain sums by default.
             wait: waits for started sums; then sums that are not overlapped are started too, so that it sees them.
+            tiers: which cut accumulators rest in swap files.
         """
         self.table, self.mesh, self.rest, self.target = table, mesh, rest, target
         self.averaging = averaging
@@ -115,7 +121,12 @@ class GradStore:
         self._is_started = self.is_overlapped or (wait is not None and mesh["data"].size > 1)
         self._wait_for: Wait = wait or (lambda work, _: work.wait())
         self._lane = mesh.lane("grads") if self._is_started else mesh
-        self._accumulators = [self._zeros(unit) for unit in table.units]
+        self._tiers, self._problem = tiers, ""
+        self._accumulators = [
+            tiers.zeros(GRAD, unit.index, own_span(mesh, rest, unit.layout.padded).numel, self.dtype(unit))
+            for unit in table.units
+        ]
+        self._squares: dict[int, list[float]] = {}
         self._states = [_UnitState() for _ in table.units]
         self._backlog = Backlog(limit_of(unit.layout.padded for unit in table.units))
         self._next = len(table.units) - 1
@@ -123,9 +134,6 @@ class GradStore:
         self.has_gradients = False  # a backward pass has ended since the last clear
         self._is_due = True
         self.reduces_now = True
-
-    def _zeros(self, unit: Unit) -> torch.Tensor:
-        return torch.zeros(own_span(self.mesh, self.rest, unit.layout.padded).numel, dtype=self.dtype(unit))
 
     def dtype(self, unit: Unit) -> torch.dtype:
         """In which gradients of the unit are accumulated."""
@@ -196,7 +204,7 @@ class GradStore:
     def _bucket(self, unit: Unit, state: _UnitState) -> torch.Tensor:
         if state.bucket is None:
             if self.rest.is_whole:
-                state.bucket = self._accumulators[unit.index]
+                state.bucket = self._accumulators[unit.index].get()
             else:
                 state.bucket = self.arena.take(unit.layout.padded, self.wire_dtype(unit))
                 for hole in unit.layout.holes():
@@ -246,7 +254,10 @@ class GradStore:
         state.holds_sum, state.is_averaged = True, completes
         if completes:
             state.carried = None
-        self._run(unit, state, lambda: self._reduce(unit, bucket, carried, adds=adds, completes=completes))
+        squares = completes and self._is_due
+        self._run(
+            unit, state, lambda: self._reduce(unit, bucket, carried, adds=adds, completes=completes, squares=squares)
+        )
 
     def _run(self, unit: Unit, state: _UnitState, work: Callable[[], None]) -> None:
         """Do `work` in its turn on the lane, or at once."""
@@ -271,8 +282,9 @@ class GradStore:
             state.work = None
 
     def _reduce(
-        self, unit: Unit, bucket: torch.Tensor, carried: torch.Tensor | None, *, adds: bool, completes: bool
-    ) -> None:
+        self, unit: Unit, bucket: torch.Tensor, carried: torch.Tensor | None, *, adds: bool, completes: bool,
+        squares: bool,
+    ) -> None:  # fmt: skip
         """Runs on the lane's progress thread when overlapped; touches only this unit's buffers."""
         before, after = self.averaging.before, 1.0 if self._outer else self.averaging.after
         wire = bucket
@@ -281,7 +293,7 @@ class GradStore:
             torch.mul(bucket, before, out=wire) if before != 1.0 else wire.copy_(bucket)
         elif before != 1.0:
             wire.mul_(before)
-        target = self.reduced(unit)
+        target = self._target(unit, reads=adds)
         if adds:
             part = self.arena.take(target.numel(), torch.promote_types(target.dtype, wire.dtype))
             self._reducer(self._lane, unit, wire, part, after, self.arena)
@@ -290,19 +302,51 @@ class GradStore:
         else:
             self._reducer(self._lane, unit, wire, target, after, self.arena)
         if completes:
-            self._complete(unit, carried)
+            self._complete(unit, target, carried)
+        self._keep(unit, target, squares=squares)
         if wire is not bucket:
             self.arena.give(wire)
-        if bucket is not self._accumulators[unit.index]:
+        if not self.rest.is_whole:
             self.arena.give(bucket)
 
-    def _complete(self, unit: Unit, carried: torch.Tensor | None) -> None:
+    def _target(self, unit: Unit, *, reads: bool) -> torch.Tensor:
+        """The accumulator, or a buffer in its place where it is swapped."""
+        cell = self._accumulators[unit.index]
+        if not cell.is_swapped:
+            return self.reduced(unit)
+        buffer = self.arena.take(cell.numel, cell.dtype)
+        if reads:
+            try:
+                buffer.copy_(cell.get())
+            except StoreError as error:  # the sum goes on: other ranks take part in it, and hear of this in `finish`
+                self._problem = self._problem or str(error)
+        return buffer
+
+    def _keep(self, unit: Unit, target: torch.Tensor, *, squares: bool) -> None:
+        """Write a buffer that stands for a swapped accumulator; a last sum is squared while it is in memory."""
+        cell = self._accumulators[unit.index]
+        if not cell.is_swapped:
+            return
+        self._squares.pop(unit.index, None)
+        if squares:
+            self._squares[unit.index] = square_partials(self._share(unit, target), block=BLOCK, threads=1)
+        try:
+            cell.put(target)
+        except StoreError as error:
+            self._problem = self._problem or str(error)
+        self.arena.give(target)
+
+    def _complete(self, unit: Unit, target: torch.Tensor, carried: torch.Tensor | None) -> None:
         """The sum over the axes along which ranks rest equal ranges, in the accumulator's own dtype."""
-        target = self.reduced(unit)
         if self._outer:
             self._lane[self._outer].all_reduce(target, scale=self.averaging.after)
         if carried is not None:
             target.add_(carried)
+
+    def _complete_late(self, unit: Unit, carried: torch.Tensor | None) -> None:
+        target = self._target(unit, reads=True)
+        self._complete(unit, target, carried)
+        self._keep(unit, target, squares=True)
 
     def target_span(self, unit: Unit) -> Span:
         """The range of the flat buffer whose summed gradients this rank needs."""
@@ -315,6 +359,7 @@ class GradStore:
 
         Raises:
             UsageError: on every rank, if gradients of all parameters are required and one of a rank is missing.
+            StoreError: on every rank, if swapped gradients of one could not be read or written.
         """
         self._is_due = True
         self._launch_rest()
@@ -322,8 +367,10 @@ class GradStore:
             state = self._states[unit.index]
             if not state.is_averaged:
                 carried, state.carried, state.is_averaged = state.carried, None, True
-                self._run(unit, state, functools.partial(self._complete, unit, carried))
+                self._run(unit, state, functools.partial(self._complete_late, unit, carried))
         self._wait()
+        if any(cell.is_swapped for cell in self._accumulators):
+            self.mesh["data"].agree(not self._problem, self._problem, StoreError)
         if self._requires_all:
             missing = _missing_sentence(self.table, self._states)
             self.mesh["data"].agree(not missing, missing, UsageError)
@@ -334,15 +381,42 @@ class GradStore:
     # -- after the sums ----------------------------------------------------------------------------------------
 
     def reduced(self, unit: Unit) -> torch.Tensor:
-        """Averaged gradients of this rank's target range. Shapes: [target_span(unit).numel]."""
-        accumulator = self._accumulators[unit.index]
+        """Averaged gradients of this rank's target range: themselves if they are in memory, else a copy.
+
+        Shapes: [target_span(unit).numel].
+        """
+        accumulator = self._accumulators[unit.index].get()
         return accumulator[self.target_span(unit).slice] if self.rest.is_whole else accumulator
+
+    def put_reduced(self, unit: Unit, values: torch.Tensor) -> None:
+        """Set averaged gradients; nothing is copied of what `reduced` returned from memory."""
+        if not self.rest.is_whole:
+            self._accumulators[unit.index].put(values)
+        elif values.data_ptr() != self.reduced(unit).data_ptr():
+            self.reduced(unit).copy_(values)
+        self._squares.pop(unit.index, None)
+
+    def cell(self, unit: Unit) -> tuple[Cell, int]:
+        """Where gradients rest, and where in it the target range begins."""
+        return self._accumulators[unit.index], self.target_span(unit).start if self.rest.is_whole else 0
+
+    def square_sums(self, unit: Unit, *, threads: int) -> list[float]:
+        """`square_partials` of the part of the averaged gradients that is this rank's alone."""
+        known = self._squares.get(unit.index)
+        if known is not None:
+            return known
+        return square_partials(self._share(unit, self.reduced(unit)), block=BLOCK, threads=threads)
+
+    def _share(self, unit: Unit, values: torch.Tensor) -> torch.Tensor:
+        share = own_share(self.mesh, self.target, unit.layout.padded, "data")
+        return values[share.shifted(-self.target_span(unit).start).slice]
 
     def clear(self) -> None:
         """Forget all gradients; the next one of each parameter overwrites."""
         self._wait()
         self.has_gradients = False
         self._reducer.forget()
+        self._squares.clear()
         for index, state in enumerate(self._states):
             if state.bucket is not None and not self.rest.is_whole:
                 self.arena.give(state.bucket)
@@ -354,8 +428,13 @@ class GradStore:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the accumulators on this rank; buckets in flight are counted by the arena."""
-        return sum(accumulator.nbytes for accumulator in self._accumulators)
+        """Bytes of the accumulators in this rank's memory; buckets in flight are counted by the arena."""
+        return sum(cell.memory_bytes for cell in self._accumulators)
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes of the accumulators in this rank's swap files."""
+        return sum(cell.file_bytes for cell in self._accumulators)
 
 
 def _missing_sentence(table: Table, states: Sequence[_UnitState]) -> str:

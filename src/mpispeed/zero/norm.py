@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import StoreError
-from mpispeed.native.reduce import square_partials
-from mpispeed.store.layout import BLOCK
-from mpispeed.store.move import own_share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,9 +51,7 @@ def global_square_sum(mesh: Mesh, grads: GradStore, *, threads: int) -> float:
     """
     partials: list[float] = []
     for unit in grads.table.units:
-        share = own_share(mesh, grads.target, unit.layout.padded, "data")
-        values = grads.reduced(unit)[share.shifted(-grads.target_span(unit).start).slice]
-        partials = compress(partials + square_partials(values, block=BLOCK, threads=threads))
+        partials = compress(partials + grads.square_sums(unit, threads=threads))
     if len(partials) > _SLOTS:
         msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {_SLOTS} that are exchanged"
         raise StoreError(msg)

@@ -11,9 +11,11 @@ from torch import nn
 
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.store.arena import Arena
+from mpispeed.store.cell import Cell, MemoryCell
 from mpispeed.store.layout import Span
 from mpispeed.store.move import own_span, widen
 from mpispeed.store.placement import WHOLE, Placement
+from mpispeed.store.tiers import IN_MEMORY, MASTER, PARAM, Tiers
 from mpispeed.zero import guard
 from mpispeed.zero.collect import Collector, Widener
 from mpispeed.zero.quantized import Codes
@@ -42,8 +44,9 @@ class _Holdings:
     """What a `ParamStore` holds on this rank, and how many bytes that takes."""
 
     _placements: list[Placement]
-    _rest: list[torch.Tensor]
-    _masters: list[torch.Tensor]
+    _rest: list[Cell]
+    _masters: list[Cell]
+    _shared: set[int]  # units whose masters are their parameters
     _collector: Collector
 
     def is_resident(self, unit: Unit) -> bool:
@@ -55,14 +58,22 @@ class _Holdings:
         """True if no parameter is ever cut."""
         return all(placement.is_whole for placement in self._placements)
 
-    def master(self, unit: Unit) -> torch.Tensor:
-        """This rank's masters. Shapes: [span(unit).numel]."""
+    def master_cell(self, unit: Unit) -> Cell:
+        """Where this rank's masters are."""
         return self._masters[unit.index]
+
+    def master(self, unit: Unit) -> torch.Tensor:
+        """This rank's masters: themselves if they are in memory, else a copy. Shapes: [span(unit).numel]."""
+        return self._masters[unit.index].get()
+
+    def put_master(self, unit: Unit, values: torch.Tensor) -> None:
+        """Set the masters here; nothing is copied if `values` are what `master` returned from memory."""
+        self._masters[unit.index].put(values)
 
     @property
     def param_bytes(self) -> int:
-        """Parameters at rest, frozen ones that are in units included."""
-        return sum(rest.nbytes for rest in self._rest) + self._collector.code_bytes
+        """Parameters at rest in memory, frozen ones that are in units included."""
+        return sum(rest.memory_bytes for rest in self._rest) + self._collector.code_bytes
 
     @property
     def second_bytes(self) -> int:
@@ -71,9 +82,8 @@ class _Holdings:
 
     @property
     def master_bytes(self) -> int:
-        """Masters that are not the parameters themselves."""
-        rests = {rest.untyped_storage().data_ptr() for rest in self._rest}
-        return sum(m.nbytes for m in self._masters if m.untyped_storage().data_ptr() not in rests)
+        """Masters in memory that are not the parameters themselves."""
+        return sum(cell.memory_bytes for i, cell in enumerate(self._masters) if i not in self._shared)
 
 
 class ParamStore(_Holdings):
@@ -98,6 +108,7 @@ class ParamStore(_Holdings):
         widener: Widener = widen,
         codes_frozen: bool = False,
         arena: Arena | None = None,
+        tiers: Tiers = IN_MEMORY,
     ) -> None:
         """Take over the parameters of `table`; all ranks start from the values of the first data rank.
 
@@ -114,6 +125,7 @@ class ParamStore(_Holdings):
             widener: how cut parameters come together.
             codes_frozen: keep and gather cut frozen units as 8-bit codes.
             arena: where whole buffers of cut units come from.
+            tiers: what of it rests in swap files; units with parameters there are fetched as cut ones are.
 
         Collective over: the data axis of `mesh`.
         """
@@ -122,11 +134,14 @@ class ParamStore(_Holdings):
         self.arena, self._codes_frozen = arena or Arena(), codes_frozen
         self._collector = Collector(mesh, widener=widener, second=second)
         is_cut = mesh.topology.group_size(param_placement.axes) > 1
+        self.tiers = tiers
         self._placements = [
-            param_placement if is_cut and unit.index not in resident else WHOLE for unit in table.all_units
+            param_placement if (is_cut and unit.index not in resident) or tiers.holds(PARAM, unit.index) else WHOLE
+            for unit in table.all_units
         ]
-        self._rest: list[torch.Tensor] = []
-        self._masters: list[torch.Tensor] = []
+        self._rest: list[Cell] = []
+        self._masters: list[Cell] = []
+        self._shared: set[int] = set()
         self._marks: dict[int, list[tuple[int, int]]] = {}  # versions and addresses of what became whole
         self._names = {id(param): place.entry.name for param, place in table.all_places()}
         # What access by parameter needs; set by whoever puts the parts together.
@@ -158,15 +173,16 @@ class ParamStore(_Holdings):
         if self._codes_frozen and not unit.is_trainable and not self.is_resident(unit) and Codes.takes(compute):
             self._collector.codes[unit.index] = Codes(rest)
             rest = rest[:0].clone()
-        self._rest.append(rest)
+        self._rest.append(self.tiers.keep(PARAM, unit.index, rest))
         # Masters of another dtype start from the model as given, before it is rounded to the compute dtype.
         if not unit.is_trainable:
-            masters = rest[:0]
-        elif master == compute:
-            masters = rest[span.shifted(-own.start).slice]
+            self._masters.append(MemoryCell(rest[:0].clone()))
+        elif master != compute:
+            self._masters.append(self.tiers.keep(MASTER, unit.index, source[span.slice].to(master, copy=True)))
         else:
-            masters = source[span.slice].to(master, copy=True)
-        self._masters.append(masters)
+            self._shared.add(unit.index)
+            is_same = own == span and self._rest[-1].is_swapped
+            self._masters.append(self._rest[-1] if is_same else MemoryCell(rest[span.shifted(-own.start).slice]))
         if self.is_resident(unit):
             self.show(unit, rest)
         else:
@@ -191,12 +207,12 @@ class ParamStore(_Holdings):
         return own_span(self.mesh, self.placement, unit.layout.padded)
 
     def rest(self, unit: Unit) -> torch.Tensor:
-        """What this rank holds of the parameters, in compute dtype; a copy where it is coded.
+        """What this rank holds of the parameters, in compute dtype; a copy where it is coded or swapped.
 
         Shapes: [rest_span(unit).numel].
         """
         codes = self._collector.codes.get(unit.index)
-        return self._rest[unit.index] if codes is None else codes.values()
+        return self._rest[unit.index].get() if codes is None else codes.values()
 
     def put_rest(self, unit: Unit, values: torch.Tensor) -> None:
         """Keep `values` as what rests here; they are not copied if they are what `rest` returned.
@@ -206,16 +222,15 @@ class ParamStore(_Holdings):
         codes = self._collector.codes.get(unit.index)
         if codes is not None:
             codes.keep(values)
-        elif values.data_ptr() != self._rest[unit.index].data_ptr():
-            self._rest[unit.index].copy_(values)
+        else:
+            self._rest[unit.index].put(values)
         self._collector.forget(unit)
 
-    def low_precision(self, unit: Unit) -> torch.Tensor | None:
-        """Where rounded masters go: their range of what rests here, or None if masters are that range."""
-        compute, master = self.dtypes(unit)
-        if compute == master or not unit.is_trainable:
+    def low_precision(self, unit: Unit) -> tuple[Cell, int] | None:
+        """Where rounded masters go, and where in it their range begins; None if masters are what rests."""
+        if not unit.is_trainable or unit.index in self._shared:
             return None
-        return self._rest[unit.index][self.span(unit).shifted(-self.rest_span(unit).start).slice]
+        return self._rest[unit.index], self.span(unit).start - self.rest_span(unit).start
 
     # -- whole and cut -----------------------------------------------------------------------------------------
 
@@ -242,14 +257,21 @@ class ParamStore(_Holdings):
         source, shard = self._placements[unit.index], self._rest[unit.index]
         return self._collector.start(lane, unit, full, shard, source, reader)
 
+    @property
+    def swapped_bytes(self) -> int:
+        """Parameters and masters of this rank in swap files."""
+        own = [cell for index, cell in enumerate(self._masters) if index not in self._shared]
+        return sum(cell.file_bytes for cell in (*self._rest, *own))
+
     def publish(self, unit: Unit) -> None:
         """Bring updated masters to where parameters rest; the rule has filled the low-precision copy already.
 
         Collective over: the axes by which masters are cut and parameters are not.
         """
         self._collector.forget(unit)
-        if unit.is_trainable:
-            rest, own = self._rest[unit.index], self.rest_span(unit)
+        # What is swapped rests as masters are cut: the update has brought it there already.
+        if unit.is_trainable and not self._rest[unit.index].is_swapped:
+            rest, own = self._rest[unit.index].get(), self.rest_span(unit)
             local = rest[self.span(unit).shifted(-own.start).slice]
             widen(self.mesh, rest, local, self.placement, self._placements[unit.index], unit.layout.padded)
 
@@ -271,7 +293,9 @@ class ParamStore(_Holdings):
         for unit in self.table.units:
             low = self.low_precision(unit)
             if low is not None:
-                low.copy_(self.master(unit))
+                rest = low[0].get()
+                rest[low[1] : low[1] + self.span(unit).numel].copy_(self.master(unit))
+                low[0].put(rest)
         self.publish_all()
 
     @contextmanager
@@ -317,13 +341,13 @@ class ParamStore(_Holdings):
             raise StoreError(msg)
         unit, entry = place.unit, place.entry
         values = param.detach().reshape(-1)
-        rest = self.rest(unit)
-        targets = [(self.rest_span(unit), rest), (self.span(unit), self._masters[unit.index])]
-        for span, tensor in targets:
+        targets = [(self.rest_span(unit), self.rest, self.put_rest), (self.span(unit), self.master, self.put_master)]
+        for span, get, put in targets:
             common = entry.span.intersect(span)
             if common.numel:
+                tensor = get(unit)
                 tensor[common.shifted(-span.start).slice].copy_(values[common.shifted(-entry.offset).slice])
-        self.put_rest(unit, rest)
+                put(unit, tensor)
         self._mark(unit)
 
     def give_back(self) -> None:
@@ -339,6 +363,7 @@ class ParamStore(_Holdings):
         for unit in self.table.all_units:
             for param in unit.params:
                 guard.forget(param)
+        self.tiers.close()
 
     # -- as a keeper ---------------------------------------------------------------------------------------------
 
@@ -347,7 +372,8 @@ class ParamStore(_Holdings):
         place = self.table.locate(param)
         axes = self._placements[place.unit.index].axes if place else ()
         ranks = self.mesh.topology.group_size(axes)
-        return f"{self._names.get(id(param), 'a parameter')!r} is cut over {ranks} ranks"
+        where = " and swapped out" if place is not None and self._rest[place.unit.index].is_swapped else ""
+        return f"{self._names.get(id(param), 'a parameter')!r} is cut over {ranks} ranks{where}"
 
     def open(self, params: Sequence[nn.Parameter], reader: str) -> bool:
         """Ask the reader, if there is one. Collective over: the axes by which parameters rest cut."""

@@ -1,0 +1,294 @@
+"""A flat tensor at rest, in memory or in a swap file, and the loan of a range of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from mpispeed.base.errors import StoreError
+from mpispeed.native.block_io import ALIGNMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpispeed.native.block_io import BlockFile, BlockIO, Transfer
+    from mpispeed.store.pool import Pool
+
+STEP = 2048
+"""Elements: ranges of a swapped cell that begin at multiples of this begin at a page of its file, at 16 bits too."""
+
+
+class Loan(Protocol):
+    """A range of a cell that is in memory, or on its way there, until it is given back."""
+
+    def is_ready(self) -> bool:
+        """True once `wait` would not block. Not blocking."""
+
+    def wait(self) -> torch.Tensor:
+        """The values, to be read and changed in place. Shapes: [stop - start].
+
+        Raises:
+            StoreError: they could not be read.
+        """
+
+    def give_back(self, *, changed: bool) -> None:
+        """End of the loan; with `changed` the values go to where the cell rests, maybe later (`Pool.settle`)."""
+
+
+class Cell(Protocol):
+    """A flat tensor at rest."""
+
+    numel: int
+    dtype: torch.dtype
+    is_swapped: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that it takes at rest."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of swap files that it takes."""
+
+    def get(self) -> torch.Tensor:
+        """All values: the tensor itself if it rests in memory, else a copy. Shapes: [numel].
+
+        Raises:
+            StoreError: they could not be read.
+        """
+
+    def put(self, values: torch.Tensor) -> None:
+        """Set all values; nothing is copied if they are what `get` returned from memory. Shapes: values [numel].
+
+        Raises:
+            StoreError: they could not be written.
+        """
+
+    def clear(self) -> None:
+        """Set all values to zero."""
+
+    def lend(self, start: int, stop: int, *, reads: bool = True) -> Loan:
+        """Borrow elements `start` to `stop`; without `reads` the values are unspecified. Not blocking."""
+
+
+class MemoryLoan:
+    """A range of a cell in memory."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def is_ready(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> torch.Tensor:
+        """The range itself."""
+        return self._values
+
+    def give_back(self, *, changed: bool) -> None:
+        """Nothing: changes were made in place."""
+
+
+class MemoryCell:
+    """A cell in memory: it is its tensor."""
+
+    __slots__ = ("_values", "dtype", "numel")
+    is_swapped = False
+    file_bytes = 0
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """Args: `values` is kept as it is; it may be a view of another cell's."""
+        self._values = values
+        self.numel, self.dtype = values.numel(), values.dtype
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the tensor, also if it is a view."""
+        return self._values.nbytes
+
+    def get(self) -> torch.Tensor:
+        """The tensor itself."""
+        return self._values
+
+    def put(self, values: torch.Tensor) -> None:
+        """Copy, unless the memory is the same."""
+        if values.data_ptr() != self._values.data_ptr():
+            self._values.copy_(values)
+
+    def clear(self) -> None:
+        """Set to zero."""
+        self._values.zero_()
+
+    def lend(self, start: int, stop: int, *, reads: bool = True) -> MemoryLoan:
+        """The range itself."""
+        return MemoryLoan(self._values[start:stop])
+
+
+class SwapCell:
+    """A cell in a swap file. What was never written is zero, and is not read.
+
+    Ranges that are lent begin at multiples of `STEP`, so that neighbours share no page of the file.
+    """
+
+    __slots__ = ("_file", "_io", "_offset", "_pool", "_written", "dtype", "numel")
+    is_swapped = True
+    memory_bytes = 0
+
+    def __init__(self, numel: int, dtype: torch.dtype, file: BlockFile, offset: int, io: BlockIO, pool: Pool) -> None:
+        """Take over the bytes of `file` from `offset`, a multiple of the page, up to the next cell."""
+        self.numel, self.dtype = numel, dtype
+        self._file, self._offset, self._io, self._pool = file, offset, io, pool
+        self._written = 0  # elements from the start that the file holds
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of its values."""
+        return self.numel * self.dtype.itemsize
+
+    def get(self) -> torch.Tensor:
+        """A copy."""
+        values = torch.empty(self.numel, dtype=self.dtype)
+        values[self._written :].zero_()
+        if self._written:
+            self._carry(self._io.read(self._file, values[: self._written], self._offset))
+        return values
+
+    def put(self, values: torch.Tensor) -> None:
+        """Write all, and wait for it."""
+        if values.numel() != self.numel or values.dtype != self.dtype:
+            found, wanted = f"{values.numel()} {values.dtype}", f"{self.numel} {self.dtype}"
+            msg = f"a swapped tensor of {wanted} cannot be set to {found}"
+            raise StoreError(msg)
+        if self.numel:
+            self._carry(self._io.write(self._file, values, self._offset))
+        self._written = self.numel
+
+    def clear(self) -> None:
+        """Forget what the file holds."""
+        self._written = 0
+
+    def _carry(self, transfer: Transfer) -> None:
+        try:
+            transfer.wait()
+        except OSError as error:
+            raise trouble(transfer, error) from error
+
+    def lend(self, start: int, stop: int, *, reads: bool = True) -> SwapLoan:
+        """Borrow a range through a buffer of the pool, as soon as one is free."""
+        loan = SwapLoan(self, start, stop, reads=reads)
+        self._pool.ask(loan)
+        return loan
+
+    # -- for loans -----------------------------------------------------------------------------------------------
+
+    def begin(self, buffer: torch.Tensor, start: int, stop: int, *, reads: bool) -> tuple[torch.Tensor, Any]:
+        """The values in `buffer` and the transfer that fills them, or None if nothing has to be read."""
+        values = buffer[: (stop - start) * self.dtype.itemsize].view(self.dtype)
+        if not reads:
+            return values, None
+        known = max(min(stop, self._written) - start, 0)
+        if known < stop - start:
+            values[known:].zero_()
+        at, size = self._offset + start * self.dtype.itemsize, _pages(known * self.dtype.itemsize)
+        return values, self._io.read(self._file, buffer[:size], at) if known else None
+
+    def end(self, buffer: torch.Tensor, start: int, stop: int) -> Transfer:
+        """Start to write what `buffer` holds of the range."""
+        if start > self._written:
+            msg = f"elements from {start} on are given back before those from {self._written} on"
+            raise StoreError(msg)
+        self._written = max(self._written, stop)
+        # Up to a whole page: the cell's bytes in the file end at one, and direct writes need it.
+        size = _pages((stop - start) * self.dtype.itemsize)
+        return self._io.write(self._file, buffer[:size], self._offset + start * self.dtype.itemsize)
+
+    @property
+    def pool(self) -> Pool:
+        """Where its buffers come from."""
+        return self._pool
+
+
+class SwapLoan:
+    """A range of a swapped cell."""
+
+    __slots__ = ("_buffer", "_cell", "_reads", "_start", "_stop", "_transfer", "_values")
+
+    def __init__(self, cell: SwapCell, start: int, stop: int, *, reads: bool) -> None:
+        if start % STEP or not 0 <= start <= stop <= cell.numel:
+            msg = f"elements {start} to {stop} of a swapped tensor of {cell.numel} cannot be lent; begin at {STEP} * n"
+            raise StoreError(msg)
+        self._cell, self._start, self._stop, self._reads = cell, start, stop, reads
+        self._buffer: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self._transfer: Transfer | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the range."""
+        return (self._stop - self._start) * self._cell.dtype.itemsize
+
+    @property
+    def has_buffer(self) -> bool:
+        """True once a buffer was free."""
+        return self._buffer is not None
+
+    def take(self, buffer: torch.Tensor) -> None:
+        """The pool has a buffer: start to read. Called by the pool, once."""
+        self._buffer = buffer
+        self._values, self._transfer = self._cell.begin(buffer, self._start, self._stop, reads=self._reads)
+
+    def is_ready(self) -> bool:
+        """True once the values are in memory, or cannot be read."""
+        self._cell.pool.reap()
+        return self._buffer is not None and (self._transfer is None or self._transfer.is_done())
+
+    def wait(self) -> torch.Tensor:
+        """The values, in a buffer of the pool."""
+        if self._buffer is None:
+            self._cell.pool.wait_for(self)
+        if self._transfer is not None:
+            try:
+                self._transfer.wait()
+            except OSError as error:
+                raise trouble(self._transfer, error) from error
+        if self._values is None:
+            msg = "a range of a swapped tensor is used after it was given back"
+            raise StoreError(msg)
+        return self._values
+
+    def give_back(self, *, changed: bool) -> None:
+        """Start to write what was changed; the buffer serves the next loan when that is done."""
+        buffer, values, transfer = self._buffer, self._values, self._transfer
+        self._buffer = self._values = self._transfer = None
+        if buffer is None or values is None:
+            self._cell.pool.withdraw(self)
+        elif changed:
+            self._cell.pool.write(self._cell.end(buffer, self._start, self._stop), buffer)
+        else:
+            self._cell.pool.free(buffer, after=transfer)
+
+
+def _pages(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def trouble(transfer: Transfer, error: OSError) -> StoreError:
+    """What to tell about a transfer that failed."""
+    verb = "written" if transfer.is_write else "read"
+    return StoreError(
+        f"model states could not be {verb}: {error}; training cannot go on from here: mend the disk behind nvme_path, "
+        "or name another, and resume from the last checkpoint"
+    )
+
+
+def settle(cells: Sequence[Cell]) -> None:
+    """Wait until what was given back changed is written.
+
+    Raises:
+        StoreError: something could not be written.
+    """
+    for pool in {id(cell.pool): cell.pool for cell in cells if isinstance(cell, SwapCell)}.values():
+        pool.settle()

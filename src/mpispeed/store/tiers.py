@@ -1,0 +1,207 @@
+"""Where the flat tensors of one rank rest: makes cells in memory or in swap files, by kind and unit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpispeed.base.errors import StoreError
+from mpispeed.native.block_io import ALIGNMENT, BlockIO, Options
+from mpispeed.store.cell import STEP, Cell, MemoryCell, SwapCell
+from mpispeed.store.pool import Pool
+
+if TYPE_CHECKING:
+    from mpispeed.native.block_io import BlockFile
+    from mpispeed.store.swap import SwapFolder
+
+PARAM, MASTER, GRAD = "param", "master", "grad"
+"""Kinds of model state; every other kind is the name of a slot of optimizer state."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPlan:
+    """What one rank keeps in swap files, and the memory that serves it.
+
+    `cells` maps (kind, unit index) to (elements, dtype) of what is swapped. Windows of an update take `states_bytes`
+    at most, `in_flight` of them at a time; parameters on their way to a gather take `param_buffers` buffers of
+    `param_bytes`. `reads_ahead`, `writes_behind`: of the update.
+    """
+
+    cells: Mapping[tuple[str, int], tuple[int, torch.dtype]] = field(default_factory=dict)
+    states_bytes: int = 0
+    param_bytes: int = 0
+    param_buffers: int = 0
+    reads_ahead: bool = False
+    writes_behind: bool = False
+    reserves: bool = True
+    pin: bool = False
+
+    @property
+    def file_bytes(self) -> dict[str, int]:
+        """Bytes of the swap file of each kind."""
+        sizes: dict[str, int] = {}
+        for (kind, _), (numel, dtype) in self.cells.items():
+            sizes[kind] = sizes.get(kind, 0) + padded_bytes(numel, dtype)
+        return sizes
+
+    @property
+    def in_flight(self) -> int:
+        """Windows that are in memory at a time."""
+        return 1 + self.reads_ahead + self.writes_behind
+
+    @property
+    def window_kinds(self) -> tuple[str, ...]:
+        """Kinds that one window of an update borrows from the pool of states."""
+        return tuple(sorted({kind for kind, _ in self.cells if kind != PARAM}))
+
+    @property
+    def window_elements(self) -> int:
+        """Longest window of an update, a multiple of `STEP`: all windows in flight fit into the memory given."""
+        kinds, widest = len(self.window_kinds), max((d.itemsize for _, d in self.cells.values()), default=4)
+        longest = max((-(-numel // STEP) * STEP for numel, _ in self.cells.values()), default=STEP)
+        if kinds:
+            longest = min(longest, self.states_bytes // (kinds * self.in_flight * widest))
+        if self.param_buffers:
+            narrowest = max((d.itemsize for (k, _), (_, d) in self.cells.items() if k == PARAM), default=widest)
+            longest = min(longest, self.param_bytes // narrowest)
+        return max(longest // STEP * STEP, STEP)
+
+
+def padded_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of a cell in its file: whole pages."""
+    return -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+class Tiers:
+    """Makes cells; everything rests in memory unless a plan says otherwise."""
+
+    def __init__(
+        self,
+        plan: SwapPlan | None = None,
+        folders: Mapping[str, SwapFolder] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        """Reserve what the plan asks for.
+
+        Args:
+            plan: what is swapped; nothing by default.
+            folders: where the swap file of each kind goes.
+            options: how files are read and written.
+
+        Raises:
+            StoreError: a file cannot be made, or there is no space for it.
+        """
+        self.plan = plan or SwapPlan()
+        self.is_swapping = bool(self.plan.cells)
+        self.problem = ""  # the first failure of `keep`
+        self._folders = {id(folder): folder for folder in (folders or {}).values()}
+        self._files: dict[str, BlockFile] = {}
+        self._ends: dict[str, int] = {}
+        self.io: BlockIO | None = None
+        self._pools: list[Pool] = []
+        if not self.is_swapping:
+            return
+        self.io = BlockIO(options or Options())
+        try:
+            for kind, size in self.plan.file_bytes.items():
+                folder = (folders or {})[kind]
+                file = folder.file(kind, size, reserve=self.plan.reserves)
+                if not self.plan.reserves:
+                    os.truncate(file.path, size)  # a hole: ranges that were never written read as zeros
+                self._files[kind], self._ends[kind] = file, 0
+            self._make_pools()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_pools(self) -> None:
+        plan = self.plan
+        count = max(len(plan.window_kinds) * plan.in_flight, 1)
+        widest = max(dtype.itemsize for _, dtype in plan.cells.values())
+        self._states = Pool(
+            _up(plan.window_elements * widest), count, name="offload_optimizer.buffer_count", pin=plan.pin
+        )
+        self._params = Pool(
+            _up(max(plan.param_bytes, 1)), max(plan.param_buffers, 1), name="offload_param.buffer_size", pin=plan.pin
+        )
+        self._pools = [self._states, self._params]
+
+    def holds(self, kind: str, unit: int) -> bool:
+        """True if that kind of the unit rests in a swap file."""
+        return (kind, unit) in self.plan.cells
+
+    def keep(self, kind: str, unit: int, values: torch.Tensor) -> Cell:
+        """A cell that holds `values`; in memory it is that tensor.
+
+        If it cannot be written, `problem` says why: other ranks go on meanwhile and have to hear of it.
+        """
+        if not self.holds(kind, unit):
+            return MemoryCell(values)
+        cell = self._swapped(kind, values.numel(), values.dtype)
+        try:
+            cell.put(values)
+        except StoreError as error:
+            self.problem = self.problem or str(error)
+        return cell
+
+    def zeros(self, kind: str, unit: int, numel: int, dtype: torch.dtype) -> Cell:
+        """A cell of zeros; in a swap file nothing is written for them."""
+        if self.holds(kind, unit):
+            return self._swapped(kind, numel, dtype)
+        return MemoryCell(torch.zeros(numel, dtype=dtype))
+
+    def _swapped(self, kind: str, numel: int, dtype: torch.dtype) -> SwapCell:
+        end = self._ends[kind] + padded_bytes(numel, dtype)
+        if end > self.plan.file_bytes[kind]:
+            msg = f"the swap file of {kind} was planned for {self.plan.file_bytes[kind]} bytes and needs {end}"
+            raise StoreError(msg)
+        offset, self._ends[kind] = self._ends[kind], end
+        pool = self._params if kind == PARAM else self._states
+        if self.io is None:
+            msg = "swap files are closed"
+            raise StoreError(msg)
+        return SwapCell(numel, dtype, self._files[kind], offset, self.io, pool)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all swap files of this rank."""
+        return sum(self.plan.file_bytes.values())
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of buffers that were made so far."""
+        return sum(pool.owned_bytes for pool in self._pools)
+
+    @property
+    def most_buffer_bytes(self) -> int:
+        """Bytes that buffers can come to."""
+        return sum(pool.buffer_bytes * pool.count for pool in self._pools)
+
+    def settle(self) -> None:
+        """Wait until everything that was given back is written.
+
+        Raises:
+            StoreError: something could not be written.
+        """
+        for pool in self._pools:
+            pool.settle()
+
+    def close(self) -> None:
+        """Delete the swap files; cells in them are of no use any more."""
+        if self.io is not None:
+            self.io.close()
+            self.io = None
+        for folder in self._folders.values():
+            folder.remove()
+
+
+def _up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+IN_MEMORY = Tiers()
+"""For stores whose states all rest in memory."""

@@ -1,0 +1,109 @@
+"""Training with states on other tiers: the losses of no offload, bit for bit."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.training import batches, config, make_engine, train_engine, weights, zero
+
+STEPS = 6
+
+
+@pytest.fixture
+def disk():
+    """A folder that all ranks name alike."""
+    from mpi4py import MPI
+
+    made = tempfile.mkdtemp(prefix="mpispeed-test-", dir="/var/tmp") if MPI.COMM_WORLD.rank == 0 else None
+    folder = Path(MPI.COMM_WORLD.bcast(made))
+    yield folder
+    MPI.COMM_WORLD.Barrier()
+    if MPI.COMM_WORLD.rank == 0:
+        shutil.rmtree(folder)
+
+
+def optimizer_on(folder, device="nvme", **more):
+    """The section of `offload_optimizer`."""
+    return {"offload_optimizer": {"device": device, "nvme_path": str(folder), **more}}
+
+
+def params_on(folder, device="nvme", **more):
+    """The section of `offload_param`; nothing of it stays in memory unless asked for."""
+    return {"offload_param": {"device": device, "nvme_path": str(folder), "max_in_cpu": 0, **more}}
+
+
+def run(stage, accumulation, sections, **more):
+    """Losses and weights of a few steps."""
+    settings = config(stage, 12 * accumulation, accumulation, reduction="ordered", **more)
+    settings["zero_optimization"] = zero(stage, **sections)
+    engine = make_engine(settings)
+    swapped = engine.parts.params.tiers.file_bytes
+    losses = train_engine(engine, batches(STEPS, 12 * accumulation))
+    found = weights(engine)
+    engine.destroy()
+    return losses, found, swapped
+
+
+CASES = {
+    "optimizer": (lambda d: optimizer_on(d), (1, 2, 3)),
+    "optimizer, pipelined, short windows": (
+        lambda d: {**optimizer_on(d, pipeline_read=True, pipeline_write=True, buffer_count=1), "sub_group_size": 30000},
+        (1, 2, 3),
+    ),
+    "optimizer, half of it": (lambda d: optimizer_on(d, ratio=0.5), (3,)),
+    "optimizer, fast_init": (lambda d: optimizer_on(d, fast_init=True), (2,)),
+    "params": (lambda d: params_on(d), (3,)),
+    "params, one buffer": (lambda d: params_on(d, buffer_count=1), (3,)),
+    "params, some in memory": (lambda d: params_on(d, max_in_cpu=2000), (3,)),
+    "all": (
+        lambda d: {**params_on(d), **optimizer_on(d, pipeline_read=True, pipeline_write=True)},
+        (3,),
+    ),
+    "all on the host": (lambda d: {**params_on(d, "cpu"), **optimizer_on(d, "cpu")}, (3,)),
+    "params on the host, optimizer swapped": (lambda d: {**params_on(d, "cpu"), **optimizer_on(d)}, (3,)),
+}
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("name", "stage"), [(name, stage) for name, (_, stages) in CASES.items() for stage in stages])
+def test_losses_and_weights_are_those_of_no_offload(name, stage, accumulation, disk):
+    section = CASES[name][0](disk)
+    expected, reference, _ = run(stage, accumulation, {})
+    losses, found, swapped = run(stage, accumulation, section)
+    assert losses == expected
+    assert all(torch.equal(found[key], reference[key]) for key in reference)
+    assert (swapped > 0) == ("nvme" in str(section))
+    assert not list(disk.rglob("*.swap"))
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sixteen_bit_training_has_the_same_bits_too(dtype, stage, disk):
+    section = {**optimizer_on(disk, pipeline_read=True), **(params_on(disk) if stage == 3 else {})}
+    more = {dtype: {"enabled": True}}
+    expected, reference, _ = run(stage, 2, {}, **more)
+    losses, found, _ = run(stage, 2, section, **more)
+    assert losses == expected
+    assert all(torch.equal(found[key], reference[key]) for key in reference)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_swap_files_are_private_and_of_one_rank(disk):
+    settings = config(3, 12, 1)
+    settings["zero_optimization"] = zero(3, **optimizer_on(disk), **params_on(disk))
+    engine = make_engine(settings)
+    engine.mesh.world.comm.barrier()
+    files = sorted(disk.rglob("*.swap"))
+    folders = {file.parent for file in files}
+    assert len(folders) == engine.mesh.size
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
+    engine.mesh.world.comm.barrier()
+    engine.destroy()
+    engine.mesh.world.comm.barrier()
+    assert not list(disk.rglob("*.swap"))
