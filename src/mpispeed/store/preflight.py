@@ -281,7 +281,8 @@ def _measure(folder: SwapFolder, options: Options) -> Trial | str:
     with closing(BlockIO(options)) as io:
         write_seconds = _timed(lambda start, end: io.write(file, written[start:end], start), pieces)
         read_seconds = _timed(lambda start, end: io.read(file, found[start:end], start), pieces)
-        backend = io.backend
+        # Without O_DIRECT "auto" takes threads for the file, because the kernel's queue would block.
+        backend = "threads" if options.backend == "auto" and not file.is_direct else io.backend
     if not torch.equal(written, found):
         wrong = int((written != found).nonzero()[0])
         mode = "direct" if file.is_direct else "buffered"

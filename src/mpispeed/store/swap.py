@@ -40,7 +40,8 @@ _SUFFIX = ".swap"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
 _RANK_FOLDER = re.compile(_RUN.pattern + r"\.rank[0-9]{1,9}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_SWAP_FILE = re.compile(_FILE.pattern + re.escape(_SUFFIX))
+# Also what block I/O makes for a moment to try O_DIRECT.
+_SWAP_FILE = re.compile(rf"{_FILE.pattern}{re.escape(_SUFFIX)}|\.mpispeed-probe-[a-z0-9_]+")
 _ATTEMPTS = 100
 _MAKE = "make it on every node, or name a folder that is there (nvme_path)"
 _CHOOSE = "name a folder of a local disk that you may write to (nvme_path)"
