@@ -212,8 +212,9 @@ def parent():
     code = textwrap.dedent("""
         import sys
         from mpispeed.launch import Launch, run_launch
-        child = "import os, signal, sys\\nfor number in (1, 2, 3, 10, 12, 15):\\n" \\
-                "    signal.signal(number, lambda *_: sys.exit(5))\\nprint(os.getpid(), flush=True)\\nsignal.pause()"
+        child = "import os, signal, sys, time\\nfor number in (1, 2, 3, 10, 12, 15):\\n" \\
+                "    signal.signal(number, lambda *_: sys.exit(5))\\nprint(os.getpid(), flush=True)\\n" \\
+                "while True:\\n    time.sleep(0.05)"  # not pause(): a signal just before it would not end it
         sys.exit(run_launch(Launch((sys.executable, "-c", child))))
     """)
     process = subprocess.Popen(
