@@ -1,12 +1,16 @@
+from typing_extensions import disjoint_base
+
+@disjoint_base
 class Job:
     def is_done(self) -> bool: ...
     def wait(self, seconds: float) -> bool: ...
     def error(self) -> tuple[int, int]: ...
 
+@disjoint_base
 class Pool:
-    def __init__(
-        self, kind: int, threads: int, depth: int, block: int, is_single: bool, is_overlapped: bool
-    ) -> None: ...
+    def __new__(
+        cls, kind: int, threads: int, depth: int, block: int, is_single: bool, is_overlapped: bool
+    ) -> Pool: ...
     def is_foreign(self) -> bool: ...
     def submit(
         self, direct: int, plain: int, is_write: bool, address: int, length: int, offset: int, parts: int

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
 import os
-import stat
 import threading
 import weakref
 from dataclasses import dataclass
@@ -16,8 +13,10 @@ import torch
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.native import status
-from mpispeed.native.block_probe import ALIGNMENT, Probe, direct_file_refusal, kernel_refusal, probe
+from mpispeed.native.block_file import BlockFile, settle
+from mpispeed.native.block_probe import ALIGNMENT, Probe, kernel_refusal, probe
 from mpispeed.native.flat import check_tensors
+from mpispeed.native.page_memory import aligned
 
 __all__ = [
     "ALIGNMENT",
@@ -37,9 +36,7 @@ __all__ = [
 MAX_WORKERS = 16
 _KINDS = {"threads": 0, "queue": 1, "uring": 2}
 _PAST_END = -1
-_LOOK_SECONDS = 0.2  # between two looks at the interpreter's signals
 _LEAST_PART = 1 << 16  # bytes; shorter transfers are not shared by threads
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,156 +82,6 @@ class Counters:
     requests_written: int
 
 
-class BlockFile:
-    """An open file that is read and written in ranges.
-
-    A new one has mode 0600; a symbolic link as the last part of the path is refused. `direct` None: with
-    O_DIRECT if that works in the folder; True: an error if it does not.
-
-    Raises:
-        OSError: it cannot be opened; with `create`, also when it is already there.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        create: bool = False,
-        direct: bool | None = None,
-        readonly: bool = False,
-    ) -> None:
-        self._fd = -1
-        self.path = os.fspath(path)
-        access = os.O_RDONLY if readonly else os.O_RDWR
-        flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
-        self._access = access
-        self._fd = os.open(self.path, flags | os.O_NONBLOCK, 0o600)  # of a pipe, too, this returns
-        self._plain: int | None = self._fd
-        self._jobs: list[tuple[Any, Any]] = []
-        self._lock = threading.Lock()
-        self.is_direct = False
-        try:
-            self._check_kind()
-            self._go_direct(direct)
-        except BaseException:
-            self.close()
-            raise
-
-    def _check_kind(self) -> None:
-        os.set_blocking(self._fd, True)
-        mode = os.fstat(self._fd).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
-            raise OSError(errno.EINVAL, "block I/O needs a regular file or a block device", self.path)
-
-    def _go_direct(self, direct: bool | None) -> None:
-        if direct is False:
-            return
-        refusal = ""
-        if direct is None:
-            folder = os.path.dirname(self.path) or "."  # noqa: PTH120
-            if not os.access(folder, os.W_OK):
-                refusal = direct_file_refusal(f"/proc/self/fd/{self._fd}", os.O_RDONLY)
-            else:
-                refusal = probe(folder).direct_reason
-            if refusal:
-                return
-        try:
-            # The file that is open already, whatever has become of its name.
-            other = os.open(f"/proc/self/fd/{self._fd}", self._access | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError as error:
-            if direct is None:
-                return
-            raise OSError(error.errno, f"O_DIRECT is refused: {error.strerror}", self.path) from None
-        os.close(self._fd)
-        self._fd, self._plain, self.is_direct = other, None, True
-
-    def size(self) -> int:
-        """Bytes of the file.
-
-        Raises:
-            OSError: the file was closed.
-        """
-        return os.fstat(self._open()).st_size
-
-    def allocate(self, nbytes: int) -> bool:
-        """Make the file at least `nbytes` long; whether the space is reserved on the disk.
-
-        A file system that cannot reserve space makes a file with a hole.
-
-        Raises:
-            OSError: ENOSPC and others, with the path.
-        """
-        handle = self._open()
-        if nbytes == 0:
-            return True
-        try:
-            os.posix_fallocate(handle, 0, nbytes)
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise OSError(error.errno, f"{nbytes} bytes cannot be reserved: {error.strerror}", self.path) from None
-        else:
-            return True
-        if self.size() < nbytes:
-            try:
-                os.ftruncate(handle, nbytes)
-            except OSError as error:
-                raise OSError(error.errno, f"cannot grow to {nbytes} bytes: {error.strerror}", self.path) from None
-        return False
-
-    def truncate(self, nbytes: int) -> None:
-        """Make the file exactly `nbytes` long.
-
-        Raises:
-            OSError: it cannot be, with the path.
-        """
-        try:
-            os.ftruncate(self._open(), nbytes)
-        except OSError as error:
-            raise OSError(error.errno, f"cannot be cut to {nbytes} bytes: {error.strerror}", self.path) from None
-
-    def close(self) -> None:
-        """Wait for the transfers that are under way on it, and close it; again does nothing."""
-        for job, pool in self._jobs:
-            _settle(job, pool)
-        self._jobs.clear()
-        for handle in {self._fd, self._plain}:
-            if handle is not None and handle >= 0:
-                os.close(handle)
-        self._fd, self._plain = -1, None
-
-    def descriptors(self, *, has_odd_bytes: bool) -> tuple[int, int]:
-        """Descriptors with and without O_DIRECT, -1 for none; the second one is opened when it is needed."""
-        handle = self._open()
-        if not self.is_direct:
-            return -1, handle
-        with self._lock:
-            if has_odd_bytes and self._plain is None:
-                self._plain = os.open(f"/proc/self/fd/{handle}", self._access | os.O_CLOEXEC)
-        return handle, -1 if self._plain is None else self._plain
-
-    def watch(self, job: Any, pool: Any) -> None:
-        """Let `close` wait for a job of the compiled module."""
-        with self._lock:
-            self._jobs = [known for known in self._jobs if not known[0].is_done()]
-            self._jobs.append((job, pool))
-
-    def _open(self) -> int:
-        if self._fd < 0:
-            raise OSError(errno.EBADF, "the file was closed", self.path)
-        return self._fd
-
-    def __enter__(self) -> BlockFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            with contextlib.suppress(OSError, UsageError):
-                self.close()
-
-
 class Transfer:
     """A range of a file on its way to or from a buffer, which must be left alone until it is done."""
 
@@ -257,7 +104,7 @@ class Transfer:
             OSError: what the system reported, with the path; EIO where the file ends before the range.
             UsageError: in a forked process, for a transfer that was under way when it was forked.
         """
-        if not _settle(self._job, self._pool):
+        if not settle(self._job, self._pool):
             msg = f"{self.path}: this transfer belongs to the process that started it, this is a fork of it"
             raise UsageError(msg)
         code, at = self._job.error()
@@ -274,15 +121,6 @@ class Transfer:
         except OSError:
             length = f"the file ended at offset {at}"
         return OSError(errno.EIO, f"{what} reaches past the end: {length}", self.path)
-
-
-def _settle(job: Any, pool: Any) -> bool:
-    """Wait until a job is over; False at once in a fork, where nothing will end it."""
-    while not job.is_done():
-        if pool.is_foreign():
-            return False
-        job.wait(_LOOK_SECONDS)
-    return True
 
 
 class _Pools:
@@ -428,32 +266,6 @@ def _choose(backend: str) -> tuple[str, str]:
         return "threads", refusal
     msg = f'block I/O: backend "{backend}" is not possible here: {refusal}; use "auto" or "threads"'
     raise ConfigError(msg)
-
-
-def aligned(nbytes: int, *, pin: bool = False) -> torch.Tensor:
-    """A tensor of `nbytes` bytes (uint8) at the start of a page, in whole pages of its own, all zeros.
-
-    The memory is given back with the last tensor that looks at it. `pin`: page-locked for a GPU, where
-    torch sees one.
-
-    Raises:
-        ValueError: a negative length.
-        MemoryError: there is no memory.
-    """
-    if nbytes < 0:
-        msg = f"aligned: {nbytes} bytes; a length cannot be negative"
-        raise ValueError(msg)
-    if pin and torch.cuda.is_available():
-        spare = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
-        start = -spare.data_ptr() % ALIGNMENT
-        return spare[start : start + nbytes]
-    pages = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-    try:
-        memory = mmap.mmap(-1, pages, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        msg = f"aligned: no memory for {nbytes} bytes: {error.strerror}"
-        raise MemoryError(msg) from None
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 def inject(op: str, *, nth: int = 1, errno: int = 0, after_bytes: int = 0) -> None:
