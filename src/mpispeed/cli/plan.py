@@ -250,8 +250,21 @@ def _meaning(resolved: Plan) -> list[tuple[str, str]]:
             ranks = topology.group_size(placement.axes)
             replicas = resolved.world_size // ranks
             kept = f", {replicas} replicas" if not placement.is_whole and replicas > 1 else ""
-            rows.append((what, "whole on every rank" if ranks == 1 else f"cut over {ranks} ranks{kept}"))
+            cut = "whole on every rank" if ranks == 1 else f"cut over {ranks} ranks{kept}"
+            rows.append((what, cut + _tier(resolved, attribute, placement.tier.value)))
     return rows
+
+
+def _tier(resolved: Plan, attribute: str, tier: str) -> str:
+    """Where a kind of state rests, if not on the device."""
+    zero = resolved.config.zero_optimization
+    words = {"device": "", "host": ", in host memory", "nvme": ", in files"}[tier]
+    ratio = zero.offload_optimizer.ratio if zero.offload_optimizer is not None else 1.0
+    if words and attribute in ("grad", "master") and ratio < 1:
+        return f"{words} (the first {ratio:.3g} of the elements)"
+    if tier == "nvme" and attribute == "param" and zero.offload_param is not None and zero.offload_param.max_in_cpu:
+        return f"{words} beyond the first {format_count(zero.offload_param.max_in_cpu)} elements of each rank"
+    return words
 
 
 def _as_json(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, model: nn.Module) -> str:
@@ -272,6 +285,11 @@ def _as_json(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, mod
         "train_bytes": train_bytes(budget),
         "build_bytes": budget.build_bytes,
         "lag_bytes": budget.lag_bytes,
+        "files": {"rank_bytes": budget.file_bytes, "node_bytes": setup.ranks_per_node * budget.file_bytes},
+        "moved": [
+            {"what": row.what, "from": row.source.value, "to": row.target.value, "bytes": row.bytes}
+            for row in budget.moved
+        ],
         "sent": [
             {"what": row.what, "verb": row.verb, "axes": list(row.axes), "bytes": row.bytes} for row in budget.sent
         ],
@@ -285,23 +303,31 @@ def _as_text(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, mod
 
     count = sum(param.numel() for param in model.parameters())
     held = [(row.what, row.tier.value, format_bytes(row.bytes)) for row in budget.held]
-    held += [("sum", "", format_bytes(sum(row.bytes for row in budget.held)))]
+    in_memory = sum(budget.memory_bytes().values())
+    held.append(("sum in memory" if budget.file_bytes else "sum", "", format_bytes(in_memory)))
     if setup.extra_bytes:
         held.append(("besides (--activations)", "host", format_bytes(setup.extra_bytes)))
     held.append(("most while the model is built", "host", format_bytes(budget.build_bytes)))
+    if budget.file_bytes:
+        held.append(("swap files of a rank", "nvme", format_bytes(budget.file_bytes)))
+        held.append(("swap files on a node", "nvme", format_bytes(setup.ranks_per_node * budget.file_bytes)))
     sent = [(row.what, row.verb, " ".join(row.axes), format_bytes(row.bytes)) for row in budget.sent]
     sent.append(("sum", "", "", format_bytes(budget.sent_bytes())))
-    parts = [
+    moved = [(row.what, row.source.value, row.target.value, format_bytes(row.bytes)) for row in budget.moved]
+    tables = [
         _columns(("the run", ""), [("model", f"{format_count(count)} parameters"), *_meaning(resolved)]),
         _columns(("one rank holds", "tier", "bytes"), held),
         _columns(("one rank sends in a step", "verb", "over", "bytes"), sent),
+        *([_columns(("one rank moves in a step", "from", "to", "bytes"), moved)] if moved else []),
+    ]
+    parts = [
         f"{'GO' if verdict.is_go else 'NO-GO'}: {verdict.reason}",
     ]
     if not verdict.is_go:
         parts.append(f"would fit: {verdict.change}" if verdict.change else "no change that was tried would fit")
     if not setup.extra_bytes and train_bytes(budget):
         parts.append("not counted: activations (--activations), and what Python, torch and MPI need by themselves")
-    return "\n\n".join(parts[:3]) + "\n\n" + "\n".join(parts[3:])
+    return "\n\n".join([*tables, "\n".join(parts)])
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.units import format_bytes
 from mpispeed.config.checks import find_conflicts
+from mpispeed.config.offload import OffloadOptimizer
 from mpispeed.engine.budget import Budget, gather_facts, predict
+from mpispeed.engine.host_budget import check_host_budget
 from mpispeed.engine.plan import Plan, make_plan
 from mpispeed.store.placement import Tier
 
@@ -163,9 +165,12 @@ def judge(setup: Setup, model: nn.Module, dtype: torch.dtype, limits: list[Limit
         f"{ranks} rank{'s' * (ranks > 1)} x {format_bytes(need // ranks)} {what} = {format_bytes(need)} on a node "
         f"{relation} {format_bytes(limit.bytes)} ({limit.source})"
     )
-    if budget.lag_bytes and not is_building:
+    refusal = _refusal(setup, budget)
+    if refusal:
+        reason = refusal
+    elif budget.lag_bytes and not is_building:
         reason += f"; {format_bytes(ranks * budget.lag_bytes)} of it only if gradient sums lag behind backward"
-    if need <= limit.bytes:
+    if need <= limit.bytes and not refusal:
         return Verdict(True, need, limit, reason)
     found = next((text for text, other in changes(setup, plan) if _fits(other, model, dtype, limit)), None)
     return Verdict(False, need, limit, reason, found)
@@ -175,6 +180,13 @@ def _node_bytes(setup: Setup, budget: Budget) -> int:
     return setup.ranks_per_node * max(budget.build_bytes, train_bytes(budget) + setup.extra_bytes)
 
 
+def _refusal(setup: Setup, budget: Budget) -> str:
+    """Why the engine would refuse to start, if the config limits it; sums that lag are not counted there."""
+    rows = budget.memory_bytes()
+    rows["gradient buckets"] = max(0, rows.get("gradient buckets", 0) - budget.lag_bytes)
+    return check_host_budget(rows, setup.config.host_memory_limit, mapped=0, rlimit=None)
+
+
 def _fits(setup: Setup, model: nn.Module, dtype: torch.dtype, limit: Limit) -> bool:
     if any(find_conflicts(setup.config)):
         return False
@@ -182,7 +194,7 @@ def _fits(setup: Setup, model: nn.Module, dtype: torch.dtype, limit: Limit) -> b
         _, budget = examine(setup, model, dtype)
     except ConfigError:
         return False
-    return _node_bytes(setup, budget) <= limit.bytes
+    return _node_bytes(setup, budget) <= limit.bytes and not _refusal(setup, budget)
 
 
 def changes(setup: Setup, plan: Plan) -> Iterator[tuple[str, Setup]]:
@@ -218,6 +230,11 @@ def changes(setup: Setup, plan: Plan) -> Iterator[tuple[str, Setup]]:
         text = '"zero_optimization": {"stage": 3, "overlap_comm": false}'
         yield text, changed(setup, **quiet)
         yield f"{text}, and build the model inside of mpispeed.zero.Init", changed(born, **quiet)
+        if zero.offload_optimizer is None or zero.offload_optimizer.device != "nvme":
+            files = OffloadOptimizer.model_validate({"device": "nvme", "nvme_path": "a folder on a local disk"})
+            text_files = f'{text[:-1]}, "offload_optimizer": {{"device": "nvme", "nvme_path": {files.nvme_path}}}}}'
+            other = changed(born, stage=3, overlap_comm=False, offload_optimizer=files)
+            yield f"{text_files}, and build the model inside of mpispeed.zero.Init", other
         for nodes in (2**power for power in range(1, MOST_DOUBLINGS + 1)):
             count = f"{nodes * setup.nodes} nodes with {setup.ranks_per_node} ranks each"
             yield count, changed(setup, nodes, **here)

@@ -81,6 +81,7 @@ class PaperParams:
         """Args: `gather` gives (verb, axes, bytes) of one gather, for False from rest, for True from a second copy."""
         self.table, self._resident, self._dtype_of, self._gather = table, resident, dtype_of, gather
         self.sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self.fetches: Counter[tuple[int, bool]] = Counter()
         self._fresh: set[int] = set()
 
     def is_resident(self, unit: Unit) -> bool:
@@ -96,6 +97,7 @@ class PaperParams:
         del lane, full, reader
         for verb, axes, count_bytes in self._gather(unit, unit.index in self._fresh):
             self.sent[verb, axes] += count_bytes
+        self.fetches[unit.index, unit.index in self._fresh] += 1
         self._fresh.add(unit.index)
         work = Work("all_gather")
         work.finish()
@@ -114,8 +116,12 @@ class PaperParams:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the last of several steps sent, and what was held at most over all of them. Units: bytes."""
+    """What the last of several steps sent, and what was held at most over all of them. Units: bytes.
 
+    `fetches` counts the gathers of the last step by unit, and by whether a second copy would have been there to use.
+    """
+
+    fetches: dict[tuple[int, bool], int] = field(default_factory=dict)
     gathers: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
     gathered_bytes: int = 0
     scratch_bytes: int = 0
@@ -167,6 +173,7 @@ class Rehearsal:
         """
         for _ in range(STEPS):
             self._params.sent.clear()
+            self._params.fetches.clear()
             for micro in range(micro_steps):
                 if fetches:
                     self._forward()
@@ -179,7 +186,7 @@ class Rehearsal:
             if fetches:
                 self._fetcher.drop_all()
             self._params.updated()
-        self._outcome.gathers = dict(self._params.sent)
+        self._outcome.gathers, self._outcome.fetches = dict(self._params.sent), dict(self._params.fetches)
         self._outcome.scratch_bytes = self._arena.owned_bytes
         return self._outcome
 

@@ -13,7 +13,7 @@ from mpispeed.engine.fit import Limit, Setup, judge, machine_limits
 from mpispeed.engine.plan import make_plan
 from mpispeed.mesh import sim
 from mpispeed.mesh.topology import Factor, Topology
-from mpispeed.store.placement import Placement, Tier
+from mpispeed.store.placement import Placement
 from mpispeed.zero.backlog import LEAST_ELEMENTS
 from tests.helpers.training import LENGTH, VOCABULARY, Block, batches, config, train_engine
 from tests.unit.engine.simulated import engine_on
@@ -166,13 +166,6 @@ def test_coded_messages():
     first, second = PSI // 2 * 3 // 4, PSI // 4 // 2 * 3 // 4
     assert first <= sums[("inner",)] <= first * (1 + 8 / 256)
     assert second <= sums[("outer",)] <= second * (1 + 8 / 256)
-
-
-def test_tiers():
-    zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme", "nvme_path": "disk"}}
-    budget = predict(facts_of(3, 4, **zero))
-    assert budget.tier_bytes(Tier.HOST) == 12 * PSI // 4
-    assert budget.tier_bytes(Tier.NVME) == 2 * PSI // 4
 
 
 @pytest.mark.parametrize(

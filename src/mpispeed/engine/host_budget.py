@@ -1,0 +1,110 @@
+"""Whether what one rank will hold in host memory fits into its limit, asked before anything is allocated."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpispeed.base.units import format_bytes
+from mpispeed.engine.budget import gather_facts, predict
+from mpispeed.zero import guard
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpispeed.engine.plan import Plan
+
+ROWS_SHOWN = 4
+"""Kinds of state that a message names, the largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLimits:
+    """Address space of this process. Units: bytes.
+
+    Attributes:
+        mapped: what is mapped now, and stays so when an engine takes the model over.
+        rlimit: the soft RLIMIT_AS; None: there is none.
+    """
+
+    mapped: int
+    rlimit: int | None
+
+
+def predict_host(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    group_of: Mapping[int, int] | None = None,
+    slots: Sequence[str] | None = None,
+) -> dict[str, int]:
+    """Host memory of one rank while it trains, by kind of state: at rest, and buffers. Units: bytes.
+
+    What is held only if sums of gradients lag behind the backward pass is not counted; nor are activations. Nothing is
+    allocated and no rank is asked.
+
+    Args:
+        plan: the settings for so many ranks.
+        model: any that `initialize` takes, also one that was born cut in `zero.Init`.
+        group_of: parameter group index by `id` of the parameter; all trainable parameters by default.
+        slots: names of the optimizer's flat state tensors; by default those of the plan's optimizer, or Adam's.
+
+    Raises:
+        ConfigError: the plan's optimizer refuses its settings, or buffers are too short for the parts of units.
+    """
+    facts = gather_facts(plan, model, group_of=group_of, slots=slots)
+    # More than two micro-steps hold no more than two.
+    steps = min(facts.micro_steps, 2)
+    return predict(replace(facts, is_overlapped=False, micro_steps=steps)).memory_bytes()
+
+
+def read_limits(model: nn.Module | None = None, root: Path = Path("/")) -> ProcessLimits:
+    """What limits this process now; `root` is where /proc is.
+
+    Args:
+        model: its parameters are let go while an engine takes it over, so they do not count as mapped.
+        root: for tests.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int((root / "proc/self/statm").read_text().split()[0])
+    given = 0
+    if model is not None:
+        own = [param for param in model.parameters() if param.device.type == "cpu" and not guard.is_sealed(param)]
+        given = sum({param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in own}.values())
+    mapped = max(0, pages * resource.getpagesize() - given)
+    return ProcessLimits(mapped, None if soft == resource.RLIM_INFINITY else soft)
+
+
+def check_host_budget(predicted_bytes: Mapping[str, int], limit: int | None, *, mapped: int, rlimit: int | None) -> str:
+    """A sentence if the prediction is more than the limit, else "".
+
+    Args:
+        predicted_bytes: kind of state -> bytes, as `predict_host`.
+        limit: `host_memory_limit` of the config; None: what is left of `rlimit` counts.
+        mapped: address space that the process has in use already.
+        rlimit: its RLIMIT_AS, or None.
+    """
+    if limit is not None:
+        most, source = limit, f"host_memory_limit is {format_bytes(limit)}"
+    elif rlimit is not None:
+        most = max(0, rlimit - mapped)
+        source = (
+            f"RLIMIT_AS of {format_bytes(rlimit)} (ulimit -v) leaves {format_bytes(most)} beside the "
+            f"{format_bytes(mapped)} that the process has mapped"
+        )
+    else:
+        return ""
+    need = sum(predicted_bytes.values())
+    if need <= most:
+        return ""
+    rows = sorted(((size, what) for what, size in predicted_bytes.items() if size), reverse=True)
+    shown = ", ".join(f"{what} {format_bytes(size)}" for size, what in rows[:ROWS_SHOWN])
+    rest = sum(size for size, _ in rows[ROWS_SHOWN:])
+    shown += f", other {format_bytes(rest)}" if rest else ""
+    return (
+        f"each rank needs {format_bytes(need)} of host memory for the model ({shown}), and {source}; set "
+        "zero_optimization.offload_optimizer or offload_param to device nvme, start more ranks, or raise the limit"
+    )
