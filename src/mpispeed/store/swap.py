@@ -125,14 +125,13 @@ class SwapFolder:
         return made
 
     def remove(self) -> None:
-        """Close and delete all files and the folder; does nothing the second time.
-
-        Transfers must have ended.
-        """
+        """Wait for transfers, close and delete all files and the folder; again, or in a forked child, does nothing."""
         files, self._files = self._files, []
-        for file in files:
-            file.close()
-        self._undo()
+        with ExitStack() as stack:
+            stack.callback(self._undo)
+            if self._held.pid == os.getpid():  # a forked child cannot wait for the transfers of its parent
+                for file in files:
+                    stack.callback(file.close)
 
     def _refusal(self, path: Path, nbytes: int, failure: OSError) -> str:
         try:

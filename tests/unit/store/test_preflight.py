@@ -13,6 +13,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.mesh import sim
 from mpispeed.native import block_io
 from mpispeed.native.block_io import BlockIO, Options
+from mpispeed.store import mounts
 from mpispeed.store import preflight as module
 from mpispeed.store.mounts import Mount, free_bytes, mount_of
 from mpispeed.store.preflight import preflight
@@ -252,6 +253,39 @@ def test_a_disk_too_small_for_the_states_or_even_for_the_trial(tmp_path):
     assert "6 MiB (6291456 bytes) are free" in full
     assert trial.count("No space left on device") == 2
     assert done.stdout.endswith("[]\n")
+
+
+TABLE = r"""
+22 27 0:21 / / rw,relatime - ext4 /dev/root rw
+23 22 0:22 / /data rw,relatime shared:7 master:2 - ext4 /dev/a rw
+24 22 0:23 / /data rw - nfs4 server:/with\040blank rw
+25 24 0:24 / /data/a\040\134b rw - tmpfs none rw
+broken line
+26 22 0:25 / /data2
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "source"),
+    [
+        ("/x", "ext4", "/dev/root"),
+        ("/data", "nfs4", "server:/with blank"),
+        ("/data/y/z", "nfs4", "server:/with blank"),
+        ("/data/a \\b/c", "tmpfs", "none"),
+        ("/data2", "ext4", "/dev/root"),
+    ],
+)
+def test_a_mount_is_found_by_the_longest_and_last_row(tmp_path, monkeypatch, path, kind, source):
+    (tmp_path / "table").write_text(TABLE)
+    monkeypatch.setattr(mounts, "_TABLE", tmp_path / "table")
+    found = mount_of(Path(path))
+    assert (found.type, found.source) == (kind, source)
+    assert (found.is_memory, found.is_network) == (kind == "tmpfs", kind == "nfs4")
+
+
+def test_without_a_mount_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(mounts, "_TABLE", tmp_path / "missing")
+    assert mount_of(tmp_path) is mounts.UNKNOWN
 
 
 def test_the_mount_table(tmp_path):

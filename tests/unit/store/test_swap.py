@@ -289,10 +289,14 @@ def test_the_end_of_a_process_removes_its_folder(tmp_path, how):
 FORK = """
 import os, sys
 from pathlib import Path
+import torch
 from mpispeed.base.errors import StoreError
+from mpispeed.native import block_io
 from mpispeed.store.swap import SwapFolder
 folder = SwapFolder(Path(sys.argv[1]), "r", 0)
-folder.file("a", 4096)
+io = block_io.BlockIO()
+block_io.inject_latency(0.2)
+transfer = io.write(folder.file("a", 4096), torch.zeros(4096, dtype=torch.uint8))
 if os.fork() == 0:
     try:
         folder.file("b", 10)
