@@ -310,6 +310,9 @@ class Engine(Weights, nn.Module):
         """Take hooks off, stop communication threads, flush observers. The model keeps its weights.
 
         Collective over: all ranks, the first time.
+
+        Raises:
+            StoreError: on every rank, if weights in swap files cannot be read; the rest is done all the same.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -317,9 +320,11 @@ class Engine(Weights, nn.Module):
                 self.parts.optimization.hooks.remove()
                 self.parts.optimization.unguard()
             self.parts.sharding.meet("engine.destroy()")
-            self.parts.sharding.remove()
-            self.bus.announce(Event.CLOSE)
-            self.mesh.close()
+            try:
+                self.parts.sharding.remove()
+            finally:
+                self.bus.announce(Event.CLOSE)
+                self.mesh.close()
 
 
 def _check_scalar(loss: Any) -> None:

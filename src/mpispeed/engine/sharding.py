@@ -93,12 +93,20 @@ class Sharding:
         self.waits.wait(work, lambda: f"all ranks to call {call}")
 
     def remove(self) -> None:
-        """Take hooks off and give parameters back whole. Collective over: the data axis."""
+        """Take hooks off and give parameters back whole.
+
+        Collective over: the data axis.
+
+        Raises:
+            StoreError: on every rank, if swapped parameters of one cannot be read; all else is done all the same.
+        """
         if self.frames is not None:
             self.frames.remove()
-        self.params.give_back()
-        if self.waits is not None:
-            self.waits.close()
+        try:
+            self.params.give_back()
+        finally:
+            if self.waits is not None:
+                self.waits.close()
 
 
 def shard(

@@ -158,7 +158,7 @@ class Task:
             if time.monotonic() > self._deadline:
                 raise self._late()
             return False
-        if codes[0] != codes[1]:
+        if codes[0] != codes[1] or self._problem:
             raise self._diverged(groups.lane)
         return True
 

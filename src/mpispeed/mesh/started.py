@@ -9,7 +9,7 @@ import torch
 
 from mpispeed.base.errors import StoreError
 from mpispeed.mesh import checks, messages
-from mpispeed.mesh.gate import Label, Ready
+from mpispeed.mesh.gate import Label, Ready, text_of
 from mpispeed.mesh.work import Poll, Work, nap_until
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class Started:
             try:
                 problem = None if ready is None else _outcome(ready)
                 if problem:
-                    work.finish(StoreError(problem))
+                    what = f"{verb} {label}" if describe is None else text_of(describe)
+                    work.finish(StoreError(f"{what}: {problem}"))
                     return work
                 with torch.no_grad():
                     fn(comm)

@@ -39,6 +39,7 @@ class Work:
         self._drive = drive
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._after: list[Callable[[], object]] = []
 
     def is_done(self) -> bool:
         """True once the operation has ended, well or badly."""
@@ -64,10 +65,26 @@ class Work:
             return self._done.wait(timeout_seconds)
         return nap_until(self.is_done, float("inf") if timeout_seconds is None else timeout_seconds)
 
+    def after(self, fn: Callable[[], object]) -> None:
+        """Call `fn` once when the operation has ended, well or badly, on whatever thread ends it; now if it has."""
+        self._after.append(fn)
+        if self._done.is_set():
+            self._call_after()
+
     def finish(self, error: BaseException | None = None) -> None:
         """Mark as done; called by whoever carries the operation out."""
         self._error, self._buffers, self._drive = error, None, None
+        self._call_after()
         self._done.set()
+        self._call_after()  # of who asked meanwhile
+
+    def _call_after(self) -> None:
+        while True:
+            try:
+                fn = self._after.pop()
+            except IndexError:
+                return
+            fn()
 
 
 Wait = Callable[[Work, Callable[[], str]], None]

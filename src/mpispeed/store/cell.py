@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mpispeed.base.errors import StoreError
+from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.native.block_io import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 STEP = 2048
 """Elements: ranges of a swapped cell that begin at multiples of this begin at a page of its file, at 16 bits too."""
+
+AWAY = "these model states were taken out of memory by engine.offload_states(); call engine.reload_states() first"
 
 
 class Loan(Protocol):
@@ -101,30 +103,45 @@ class MemoryCell:
 
     def __init__(self, values: torch.Tensor) -> None:
         """Args: `values` is kept as it is; it may be a view of another cell's."""
-        self._values = values
+        self._values: torch.Tensor | None = values
         self.numel, self.dtype = values.numel(), values.dtype
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the tensor, also if it is a view."""
-        return self._values.nbytes
+        """Bytes of the tensor, also if it is a view; 0 while it is away."""
+        return 0 if self._values is None else self._values.nbytes
 
     def get(self) -> torch.Tensor:
-        """The tensor itself."""
+        """The tensor itself.
+
+        Raises:
+            UsageError: it is away.
+        """
+        if self._values is None:
+            raise UsageError(AWAY)
         return self._values
 
     def put(self, values: torch.Tensor) -> None:
         """Copy, unless the memory is the same."""
-        if values.data_ptr() != self._values.data_ptr():
-            self._values.copy_(values)
+        own = self.get()
+        if values.data_ptr() != own.data_ptr():
+            own.copy_(values)
 
     def clear(self) -> None:
         """Set to zero."""
-        self._values.zero_()
+        self.get().zero_()
 
     def lend(self, start: int, stop: int, *, reads: bool = True) -> MemoryLoan:
         """The range itself."""
-        return MemoryLoan(self._values[start:stop])
+        return MemoryLoan(self.get()[start:stop])
+
+    def let_go(self) -> None:
+        """Look at no memory until `bring_back`; somebody else has the values. All other calls raise meanwhile."""
+        self._values = None
+
+    def bring_back(self, values: torch.Tensor) -> None:
+        """End of `let_go`; `values` is kept as it is. Shapes: [numel]."""
+        self._values = values
 
 
 class SwapCell:
@@ -153,7 +170,7 @@ class SwapCell:
         values = torch.empty(self.numel, dtype=self.dtype)
         values[self._written :].zero_()
         if self._written:
-            self._carry(self._io.read(self._file, values[: self._written], self._offset))
+            self._carry(values[: self._written], is_write=False)
         return values
 
     def put(self, values: torch.Tensor) -> None:
@@ -163,18 +180,19 @@ class SwapCell:
             msg = f"a swapped tensor of {wanted} cannot be set to {found}"
             raise StoreError(msg)
         if self.numel:
-            self._carry(self._io.write(self._file, values, self._offset))
+            self._carry(values, is_write=True)
         self._written = self.numel
 
     def clear(self) -> None:
         """Forget what the file holds."""
         self._written = 0
 
-    def _carry(self, transfer: Transfer) -> None:
+    def _carry(self, values: torch.Tensor, *, is_write: bool) -> None:
+        """Move all of `values` and wait for it."""
         try:
-            transfer.wait()
+            (self._io.write if is_write else self._io.read)(self._file, values, self._offset).wait()
         except OSError as error:
-            raise trouble(transfer, error) from error
+            raise trouble(error, is_write=is_write) from error
 
     def lend(self, start: int, stop: int, *, reads: bool = True) -> SwapLoan:
         """Borrow a range through a buffer of the pool, as soon as one is free."""
@@ -203,7 +221,10 @@ class SwapCell:
         self._written = max(self._written, stop)
         # Up to a whole page: the cell's bytes in the file end at one, and direct writes need it.
         size = _pages((stop - start) * self.dtype.itemsize)
-        return self._io.write(self._file, buffer[:size], self._offset + start * self.dtype.itemsize)
+        try:
+            return self._io.write(self._file, buffer[:size], self._offset + start * self.dtype.itemsize)
+        except OSError as error:
+            raise trouble(error, is_write=True) from error
 
     @property
     def pool(self) -> Pool:
@@ -214,7 +235,7 @@ class SwapCell:
 class SwapLoan:
     """A range of a swapped cell."""
 
-    __slots__ = ("_buffer", "_cell", "_reads", "_start", "_stop", "_transfer", "_values")
+    __slots__ = ("_buffer", "_cell", "_is_over", "_reads", "_refusal", "_start", "_stop", "_transfer", "_values")
 
     def __init__(self, cell: SwapCell, start: int, stop: int, *, reads: bool) -> None:
         if start % STEP or not 0 <= start <= stop <= cell.numel:
@@ -224,6 +245,8 @@ class SwapLoan:
         self._buffer: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._transfer: Transfer | None = None
+        self._refusal: OSError | MemoryError | None = None
+        self._is_over = False
 
     @property
     def bytes(self) -> int:
@@ -231,53 +254,71 @@ class SwapLoan:
         return (self._stop - self._start) * self._cell.dtype.itemsize
 
     @property
-    def has_buffer(self) -> bool:
-        """True once a buffer was free."""
-        return self._buffer is not None
+    def is_served(self) -> bool:
+        """True once a buffer was free, or cannot be had."""
+        return self._buffer is not None or self._refusal is not None
 
     def take(self, buffer: torch.Tensor) -> None:
         """The pool has a buffer: start to read. Called by the pool, once."""
         self._buffer = buffer
-        self._values, self._transfer = self._cell.begin(buffer, self._start, self._stop, reads=self._reads)
+        try:
+            self._values, self._transfer = self._cell.begin(buffer, self._start, self._stop, reads=self._reads)
+        except OSError as error:  # it could not even be started; told to whoever waits, not to whoever came by
+            self._refusal = error
+
+    def refuse(self, error: MemoryError) -> None:
+        """There is no memory for a buffer. Called by the pool, once."""
+        self._refusal = error
 
     def is_ready(self) -> bool:
         """True once the values are in memory, or cannot be read."""
         self._cell.pool.reap()
-        return self._buffer is not None and (self._transfer is None or self._transfer.is_done())
+        return self.is_served and (self._transfer is None or self._transfer.is_done())
 
     def wait(self) -> torch.Tensor:
         """The values, in a buffer of the pool."""
-        if self._buffer is None:
-            self._cell.pool.wait_for(self)
-        if self._transfer is not None:
-            try:
-                self._transfer.wait()
-            except OSError as error:
-                raise trouble(self._transfer, error) from error
-        if self._values is None:
+        if self._is_over:
             msg = "a range of a swapped tensor is used after it was given back"
             raise StoreError(msg)
-        return self._values
+        if not self.is_served:
+            self._cell.pool.wait_for(self)
+        if isinstance(self._refusal, MemoryError):
+            raise StoreError(str(self._refusal)) from self._refusal
+        try:
+            if self._refusal is not None:
+                raise self._refusal
+            if self._transfer is not None:
+                self._transfer.wait()
+        except OSError as error:
+            raise trouble(error, is_write=False) from error
+        return self._values  # type: ignore[return-value]
 
     def give_back(self, *, changed: bool) -> None:
         """Start to write what was changed; the buffer serves the next loan when that is done."""
-        buffer, values, transfer = self._buffer, self._values, self._transfer
-        self._buffer = self._values = self._transfer = None
-        if buffer is None or values is None:
-            self._cell.pool.withdraw(self)
-        elif changed:
-            self._cell.pool.write(self._cell.end(buffer, self._start, self._stop), buffer)
+        pool = self._cell.pool
+        pool.withdraw(self)  # first: no other thread finds a buffer for it from here
+        buffer, transfer, has_values = self._buffer, self._transfer, self._values is not None
+        self._buffer, self._values, self._transfer, self._is_over = None, None, None, True
+        if buffer is None:
+            return
+        if changed and has_values:
+            try:
+                writing = self._cell.end(buffer, self._start, self._stop)
+            except StoreError:
+                pool.free(buffer, after=transfer)
+                raise
+            pool.write(writing, buffer)
         else:
-            self._cell.pool.free(buffer, after=transfer)
+            pool.free(buffer, after=transfer)
 
 
 def _pages(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def trouble(transfer: Transfer, error: OSError) -> StoreError:
-    """What to tell about a transfer that failed."""
-    verb = "written" if transfer.is_write else "read"
+def trouble(error: OSError, *, is_write: bool) -> StoreError:
+    """What to tell about a transfer that failed, or could not be started."""
+    verb = "written" if is_write else "read"
     return StoreError(
         f"model states could not be {verb}: {error}; training cannot go on from here: mend the disk behind nvme_path, "
         "or name another, and resume from the last checkpoint"

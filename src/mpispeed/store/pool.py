@@ -91,20 +91,31 @@ class Pool:
             self._under_way = under_way
             has_served = False
             while self._queue and (self._free or self.made < self.count):
-                if not self._free:
-                    self._free.append(aligned(self.buffer_bytes, pin=self._pin))
-                    self.made += 1
-                self._queue.popleft().take(self._free.pop())
                 has_served = True
+                try:
+                    buffer = self._free.pop() if self._free else self._make()
+                except MemoryError as error:
+                    self._queue.popleft().refuse(error)
+                else:
+                    self._queue.popleft().take(buffer)
             if has_served:
                 self._changed.notify_all()
+
+    def _make(self) -> torch.Tensor:
+        try:
+            buffer = aligned(self.buffer_bytes, pin=self._pin)
+        except MemoryError as error:
+            msg = f"no memory for a swap buffer of {self.buffer_bytes} bytes: {error}; lower {self._name}"
+            raise MemoryError(msg) from error
+        self.made += 1
+        return buffer
 
     def _note(self, transfer: Transfer) -> None:
         try:
             transfer.wait()
         except OSError as error:
             if transfer.is_write and self._error is None:
-                self._error = trouble(transfer, error)
+                self._error = trouble(error, is_write=True)
 
     def wait_for(self, loan: SwapLoan) -> None:
         """Wait until `loan` has its buffer.
@@ -116,7 +127,7 @@ class Pool:
         while True:
             with self._lock:
                 self.reap()
-                if loan.has_buffer:
+                if loan.is_served:
                     return
                 oldest = self._under_way[0][0] if self._under_way else None
                 if oldest is None:

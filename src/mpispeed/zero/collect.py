@@ -69,17 +69,20 @@ class Collector:
                 codes.widen(lane, full, source, WHOLE)
             elif loan is not None:
                 self._widen(lane, full, loan.wait(), source, WHOLE, unit.layout.padded)
-                loan.give_back(changed=False)
             if second is not None:
                 self._take(second, unit, full)
 
-        return lane[source.axes].start(
+        work = lane[source.axes].start(
             collect,
             "fetch",
             label=f"unit {unit.index}",
             describe=lambda: f"the parameters of {unit.name!r} for {reader()}",
             ready=partial(_outcome, loan) if loan is not None and rest.is_swapped else None,
         )
+        if loan is not None:
+            # Also if another rank cannot read its part and this one's was lent in vain.
+            work.after(partial(loan.give_back, changed=False))
+        return work
 
     def _take(self, second: Placement, unit: Unit, full: torch.Tensor) -> None:
         part = full[own_span(self._mesh, second, unit.layout.padded).slice]
@@ -92,6 +95,11 @@ class Collector:
     def forget(self, unit: Unit) -> None:
         """The second copy of `unit` is out of date."""
         self._fresh.discard(unit.index)
+
+    def drop_copies(self) -> None:
+        """Free second copies."""
+        self._copies.clear()
+        self._fresh.clear()
 
     @property
     def second_bytes(self) -> int:
@@ -111,6 +119,5 @@ def _outcome(loan: Loan) -> str | None:
     try:
         loan.wait()
     except StoreError as error:
-        loan.give_back(changed=False)
         return str(error)
     return ""

@@ -160,7 +160,10 @@ class GradStore:
     def _carry(self, unit: Unit, state: _UnitState) -> None:
         """Put a sum over ranks aside: raw gradients that were added to it would count the ranks twice."""
         self._settle(unit, state)
-        state.carried = self.reduced(unit).clone()
+        target = self._target(unit, reads=True)
+        state.carried = target.clone()
+        if self._accumulators[unit.index].is_swapped:
+            self.arena.give(target)
         state.written.clear()
         state.holds_sum = state.is_averaged = False
 
@@ -370,10 +373,20 @@ class GradStore:
                 self._run(unit, state, functools.partial(self._complete_late, unit, carried))
         self._wait()
         if any(cell.is_swapped for cell in self._accumulators):
+            self._square_swapped()
             self.mesh["data"].agree(not self._problem, self._problem, StoreError)
         if self._requires_all:
             missing = _missing_sentence(self.table, self._states)
             self.mesh["data"].agree(not missing, missing, UsageError)
+
+    def _square_swapped(self) -> None:
+        """Squares of what was read back or set since its last sum: `square_sums` then reads nothing that can fail."""
+        for unit, cell in zip(self.table.units, self._accumulators, strict=True):
+            if cell.is_swapped and unit.index not in self._squares and not self._problem:
+                try:
+                    self._squares[unit.index] = square_partials(self._share(unit, cell.get()), block=BLOCK, threads=1)
+                except StoreError as error:
+                    self._problem = str(error)
 
     def _wait(self) -> None:
         self._backlog.clear()
@@ -421,6 +434,13 @@ class GradStore:
             if state.bucket is not None and not self.rest.is_whole:
                 self.arena.give(state.bucket)
             self._states[index] = _UnitState()
+
+    def pause(self) -> None:
+        """Wait for the sums that were started; afterwards nothing but its cell looks at an accumulator."""
+        self._wait()
+        if self.rest.is_whole:
+            for state in self._states:
+                state.bucket = None  # it is the accumulator, and is taken from there again
 
     def rescale(self, factor: float, *, is_overflow: bool) -> None:
         """Tell what remembers earlier gradients that the loss scale was multiplied by `factor`."""

@@ -18,6 +18,7 @@ from mpispeed.store.placement import WHOLE, Placement
 from mpispeed.store.tiers import IN_MEMORY, MASTER, PARAM, Tiers
 from mpispeed.zero import guard
 from mpispeed.zero.collect import Collector, Widener
+from mpispeed.zero.kinds import OffloadStateTypeEnum as Kind
 from mpispeed.zero.quantized import Codes
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class _Holdings:
     _masters: list[Cell]
     _shared: set[int]  # units whose masters are their parameters
     _collector: Collector
+    away: frozenset[str] = frozenset()  # kinds of states that `engine.offload_states` took away
 
     def is_resident(self, unit: Unit) -> bool:
         """True if the unit's parameters are whole all the time."""
@@ -57,6 +59,28 @@ class _Holdings:
     def is_all_resident(self) -> bool:
         """True if no parameter is ever cut."""
         return all(placement.is_whole for placement in self._placements)
+
+    def require(self, kinds: Collection[str], caller: str) -> None:
+        """Check that states of these kinds are here.
+
+        Raises:
+            UsageError: `engine.offload_states` took some of them away.
+        """
+        missing = sorted(self.away.intersection(kinds))
+        if missing:
+            msg = (
+                f"{caller} needs {', '.join(missing)}, which engine.offload_states() took away; call "
+                "engine.reload_states() first, on all ranks"
+            )
+            raise UsageError(msg)
+
+    def rest_cell(self, unit: Unit) -> Cell:
+        """Where the parameters are that this rank holds between uses."""
+        return self._rest[unit.index]
+
+    def drop_second(self) -> None:
+        """Forget second copies; the next gather takes new ones. Equal on all ranks."""
+        self._collector.drop_copies()
 
     def master_cell(self, unit: Unit) -> Cell:
         """Where this rank's masters are."""
@@ -288,15 +312,31 @@ class ParamStore(_Holdings):
     def refresh(self) -> None:
         """Make parameters of masters, after masters were loaded or edited.
 
-        Collective over: the axes by which masters are cut.
+        Collective over: the axes by which masters are cut; the data axis if anything is swapped.
+
+        Raises:
+            StoreError: on every rank, if swapped states of one could not be read or written.
         """
-        for unit in self.table.units:
-            low = self.low_precision(unit)
-            if low is not None:
-                rest = low[0].get()
-                rest[low[1] : low[1] + self.span(unit).numel].copy_(self.master(unit))
-                low[0].put(rest)
+        problem = ""
+        try:
+            for unit in self.table.units:
+                self._round(unit)
+        except StoreError as error:
+            problem = str(error)
+        if self.tiers.is_swapping:
+            self.mesh["data"].agree(not problem, problem, StoreError)
         self.publish_all()
+
+    def _round(self, unit: Unit) -> None:
+        """Fill the unit's low-precision copy here from its masters."""
+        low = self.low_precision(unit)
+        if low is None:
+            return
+        cell, start = low
+        if cell.is_swapped:  # it is cut as the masters are
+            cell.put(self.master(unit).to(cell.dtype))
+        else:
+            cell.get()[start : start + self.span(unit).numel].copy_(self.master(unit))
 
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -320,11 +360,23 @@ class ParamStore(_Holdings):
     def collected(self, unit: Unit) -> torch.Tensor:
         """A copy of the whole unit as it rests, without the rounding that coded gathers have.
 
-        Collective over: the axes by which the unit is cut.
+        Collective over: the axes by which the unit is cut; the data axis if it is swapped.
         Shapes: [padded].
+
+        Raises:
+            StoreError: on every rank, if one cannot read its part from its swap file.
         """
+        shard, problem = None, ""
+        try:
+            shard = self.rest(unit)
+        except StoreError as error:
+            problem = str(error)
+        if self._rest[unit.index].is_swapped:
+            self.mesh["data"].agree(not problem, problem, StoreError)
+        if shard is None:
+            raise StoreError(problem)
         full = torch.empty(unit.layout.padded, dtype=self.dtypes(unit)[0])
-        widen(self.mesh, full, self.rest(unit), self._placements[unit.index], WHOLE, unit.layout.padded)
+        widen(self.mesh, full, shard, self._placements[unit.index], WHOLE, unit.layout.padded)
         return full
 
     def take(self, param: nn.Parameter) -> None:
@@ -354,16 +406,26 @@ class ParamStore(_Holdings):
         """Make every parameter an ordinary, whole one again.
 
         Collective over: the axes by which parameters rest cut.
+
+        Raises:
+            StoreError: on every rank, if swapped parameters of one cannot be read; what could not be read stays sealed.
         """
         if self.fetcher is not None:
             self.fetcher.abandon()
+        problem: StoreError | None = None
         for unit in self.table.all_units:
             if not self.is_resident(unit):
-                self.show(unit, self.collected(unit))
+                try:
+                    self.show(unit, self.collected(unit))
+                except StoreError as error:
+                    problem = problem or error
         for unit in self.table.all_units:
             for param in unit.params:
-                guard.forget(param)
+                if problem is None or not guard.is_sealed(param):
+                    guard.forget(param)
         self.tiers.close()
+        if problem is not None:
+            raise problem
 
     # -- as a keeper ---------------------------------------------------------------------------------------------
 
@@ -377,6 +439,8 @@ class ParamStore(_Holdings):
 
     def open(self, params: Sequence[nn.Parameter], reader: str) -> bool:
         """Ask the reader, if there is one. Collective over: the axes by which parameters rest cut."""
+        if self.away:
+            self.require((Kind.lp_params,), reader)
         return self.reader is not None and self.reader.open(params, reader)
 
     def close(self, params: Sequence[nn.Parameter]) -> None:
