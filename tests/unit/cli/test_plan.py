@@ -123,6 +123,52 @@ def test_tables_name_everything(folder):
     assert max(map(len, done.stdout.splitlines())) < 200
 
 
+def test_tiers_have_rows_of_their_own(folder):
+    files = {"device": "nvme", "nvme_path": "disk"}
+    zero = {"stage": 3, "offload_param": {**files, "max_in_cpu": 300_000}, "offload_optimizer": {**files, "ratio": 0.5}}
+    zero |= {"overlap_comm": False, "stage3_max_reuse_distance": 0}
+    (folder / "tiers.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))
+    words = ("tiers.json", "--model", "planned_models:Big", "--model-args", "[1024, 4]", "-n", 4, "--nodes", 2)
+    answer = asked(*words)
+    part = 1024 * 1024 // 4  # of each of four units
+    held = {(row["what"], row["tier"]): row["bytes"] for row in answer["held"]}
+    assert held["parameters", "host"] == 2 * part
+    assert held["parameters", "nvme"] == 6 * part
+    assert held["masters", "nvme"] == held["masters", "device"] == 8 * part
+    assert answer["files"] == {"rank_bytes": answer["tiers"]["nvme"], "node_bytes": 2 * answer["tiers"]["nvme"]}
+    moved = {(row["what"], row["from"], row["to"]): row["bytes"] for row in answer["moved"]}
+    assert moved["masters", "nvme", "host"] == moved["masters", "host", "nvme"] == 8 * part
+    assert moved["parameters", "nvme", "host"] == 3 * 2 * 6 * part
+    assert answer["train_bytes"] == answer["tiers"]["device"] + answer["tiers"]["host"]
+    assert answer["meaning"]["parameters"] == "cut over 4 ranks, in files beyond the first 300k elements of each rank"
+    assert answer["meaning"]["gradients"] == "cut over 4 ranks, in files (the first 0.5 of the elements)"
+    text = call(*words).stdout
+    for word in (
+        "update buffers",
+        "swap files of a rank",
+        "swap files on a node",
+        "one rank moves in a step",
+        "sum in",
+    ):
+        assert word in text
+
+
+def test_a_limit_of_memory_in_the_config_is_no_go(folder):
+    (folder / "limit.json").write_text(json.dumps({**CONFIG, "host_memory_limit": "1GiB"}))
+    done = call("limit.json", *SIZE, "-n", 8, "--memory", "1Ti")
+    assert done.exit_code == 1, done.output
+    assert "\nNO-GO: each rank needs " in done.stdout
+    assert "host_memory_limit is 1 GiB" in done.stdout
+
+
+def test_buffers_that_are_too_short_are_a_wrong_question(folder):
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "disk", "max_in_cpu": 0, "buffer_size": 1000}}
+    (folder / "short.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))
+    done = call("short.json", *SIZE, "-n", 8)
+    assert done.exit_code == 2
+    assert "buffer_size 1000 is less than the" in done.stderr
+
+
 def test_settings_without_a_part_are_told_and_planned(folder, monkeypatch):
     row = unavailable.Row("gradient_clipping", lambda limit: limit > 0, "clipping is not available; use 0")
     monkeypatch.setattr(unavailable, "UNAVAILABLE", (row,))

@@ -381,10 +381,37 @@ def test_a_higher_stage_is_found_before_more_nodes():
 
 
 def test_more_nodes_are_found_when_nothing_else_helps():
-    lean = settings(3, stage3_max_reuse_distance=0)
+    lean = {**settings(3, stage3_max_reuse_distance=0), "optimizer": {"type": "RMSprop"}}  # not for files
     need = verdict_of(lean, 8, 1 << 60, is_born_cut=True).need_bytes
     verdict = verdict_of(lean, 8, need - 1, is_born_cut=True)
     assert verdict.change.startswith("2 nodes with 8 ranks each")
+
+
+def test_files_are_found_before_more_nodes():
+    lean = settings(3, stage3_max_reuse_distance=0)
+    least = verdict_of(lean, 8, 1 << 60, is_born_cut=True).need_bytes
+    files = settings(3, stage3_max_reuse_distance=0, offload_optimizer={"device": "nvme", "nvme_path": "disk"})
+    need = verdict_of(files, 8, 1 << 60, is_born_cut=True).need_bytes
+    assert need < least
+    change = verdict_of(lean, 8, need).change
+    assert '"offload_optimizer": {"device": "nvme", "nvme_path": a folder on a local disk}' in change
+    client = {**lean, "optimizer": {"type": "RMSprop"}}  # its states cannot rest in files
+    assert "nvme" not in (verdict_of(client, 8, need).change or "")
+
+
+def test_a_limit_of_the_config_is_no_go_too():
+    limited = {**settings(1), "host_memory_limit": "100MB"}
+    verdict = verdict_of(limited, 4, 1 << 60)
+    assert not verdict.is_go
+    assert "host_memory_limit is 95.4 MiB" in verdict.reason
+    need = sum(predict(gather_facts(plan_for(limited), on_meta(plain))).memory_bytes().values())
+    assert verdict_of({**limited, "host_memory_limit": need}, 4, 1 << 60).is_go
+    less = verdict_of({**limited, "host_memory_limit": need - 1}, 4, 1 << 60)
+    assert less.change == '"zero_optimization": {"stage": 2}'
+
+
+def plan_for(source, ranks=4):
+    return make_plan(validate(source).config, ranks, torch.float32)
 
 
 def test_no_change_is_said_when_there_is_none():
