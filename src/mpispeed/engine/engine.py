@@ -13,9 +13,11 @@ from mpispeed.base.errors import UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine import checkpoint, queries, restore
 from mpispeed.engine.backward import Accumulation, scale_loss
+from mpispeed.engine.offloading import Absence, OffloadStates
 from mpispeed.engine.step import StepContext
 from mpispeed.engine.weights import Weights
 from mpispeed.precision.cast import cast_inputs
+from mpispeed.zero.kinds import OffloadStateTypeEnum as Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
 
 
-class Engine(Weights, nn.Module):
+class Engine(Weights, OffloadStates, nn.Module):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
     Names that the engine does not have are looked up among the settings (`engine.gradient_clipping()`) and then on
@@ -43,6 +45,7 @@ class Engine(Weights, nn.Module):
         self._loss_sum = 0.0
         self._step_start = time.perf_counter()
         self._is_closed = False
+        self._absence: Absence | None = None
 
     # -- what it holds ---------------------------------------------------------------------------------------
 
@@ -80,6 +83,7 @@ class Engine(Weights, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; returns its output unchanged."""
+        self._require("forward", (Kind.lp_params,))
         micro_step, global_step = self.counters.micro_steps, self.counters.global_steps
         self.bus.announce(Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training)
         if self.plan.casts_inputs:
@@ -100,6 +104,7 @@ class Engine(Weights, nn.Module):
         Raises:
             UsageError: there is no optimizer, or the loss is no scalar.
         """
+        self._require("backward", (Kind.lp_params, Kind.lp_grads))
         grads, start = self._optimization("backward").grads, time.perf_counter()
         divides = scale_wrt_gas and not self._accumulation.is_local
         loss = scale_loss(loss, self.plan.batch.gradient_accumulation_steps if divides else 1)
@@ -125,6 +130,7 @@ class Engine(Weights, nn.Module):
             UsageError: inside `no_sync`, or there is no optimizer.
         """
         self._optimization("step")
+        self._require("step")
         if self._accumulation.is_local:
             msg = "engine.step() inside no_sync would update from unsummed gradients; leave the context first"
             raise UsageError(msg)
@@ -281,6 +287,7 @@ class Engine(Weights, nn.Module):
             CheckpointError: on every rank, if any rank could not write; nothing is published then.
             TypeError: `client_state` holds an object that has no plain form (pickle is not used).
         """
+        self._require("save_checkpoint")
         options = checkpoint.SaveSettings(save_latest, exclude_frozen_parameters, overwrite)
         return checkpoint.save(self, save_dir, tag, client_state or {}, options)
 
@@ -302,6 +309,7 @@ class Engine(Weights, nn.Module):
         Raises:
             CheckpointError: on every rank, if the checkpoint is damaged or does not fit the model.
         """
+        self._require("load_checkpoint")
         only = load_optimizer_states, load_lr_scheduler_states, load_module_only
         settings = restore.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state)
         return restore.load(self, load_dir, tag, settings)
@@ -321,6 +329,7 @@ class Engine(Weights, nn.Module):
                 self.parts.optimization.unguard()
             self.parts.sharding.meet("engine.destroy()")
             try:
+                self._end_absence()
                 self.parts.sharding.remove()
             finally:
                 self.bus.announce(Event.CLOSE)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mpispeed.zero.external import register_external_parameter, unregister_external_parameter
     from mpispeed.zero.gathered import GatheredParameters, empty_partition_cache, unwrap_model_for_generation
     from mpispeed.zero.init import Init
+    from mpispeed.zero.kinds import OffloadStateTypeEnum
     from mpispeed.zero.leaf import (
         get_z3_leaf_modules,
         set_z3_leaf_modules,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GatheredParameters",
     "Init",
+    "OffloadStateTypeEnum",
     "TiledLinear",
     "TiledLinearReturnBias",
     "empty_partition_cache",
@@ -94,6 +96,7 @@ __all__ = [
 
 _HOME = {
     "Init": "init",
+    "OffloadStateTypeEnum": "kinds",
     "GatheredParameters": "gathered",
     "empty_partition_cache": "gathered",
     "unwrap_model_for_generation": "gathered",

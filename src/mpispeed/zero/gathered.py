@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mpispeed.base.errors import AgreementError, UsageError
+from mpispeed.base.errors import AgreementError, StoreError, UsageError
 from mpispeed.zero import guard
 from mpispeed.zero.birth import Birth, find_born
 from mpispeed.zero.external import register_external_parameter
 from mpispeed.zero.frames import Frames
+from mpispeed.zero.kinds import OffloadStateTypeEnum as Kind
 from mpispeed.zero.params import ParamStore
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class _OfStore:
 
     def agree_on_names(self, root: int | None) -> None:
         """All ranks mean the same."""
+        kinds = (Kind.lp_params,) if root is None else (Kind.lp_params, Kind.hp_params)
+        self._store.require(kinds, "GatheredParameters")
         _agree(self.comm, self._store.wait, [place.entry.name for _, place in self._params], root)
 
     @contextmanager
@@ -112,8 +115,12 @@ class _OfStore:
                     with _shared_fate(self.comm, self._store.wait):
                         yield
                         self._check()
+                    problem = ""
                     for param, place in self._params:
-                        self._keep(param, place, root)
+                        # A failure is kept until all have been told: the others take part in that.
+                        problem = self._keep(param, place, root) or problem
+                    if self._store.tiers.is_swapping:
+                        self.comm.agree(not problem, problem, StoreError)
                     is_kept = True
         finally:
             fetcher = self._store.fetcher
@@ -124,8 +131,8 @@ class _OfStore:
         for param, place in self._params:
             _check_numel(param, place.entry.name, place.entry.numel)
 
-    def _keep(self, param: nn.Parameter, place: Place, root: int) -> None:
-        """Take over what rank `root` has in `param`, which may have been given other memory."""
+    def _keep(self, param: nn.Parameter, place: Place, root: int) -> str:
+        """Take over what rank `root` has in `param`, which may have been given other memory; returns what failed."""
         store, unit, entry = self._store, place.unit, place.entry
         if store.is_resident(unit):
             whole: torch.Tensor | None = store.rest(unit)
@@ -144,7 +151,13 @@ class _OfStore:
 
         work = self.comm.start(lambda comm: comm.broadcast(view, root), "share", label=entry.name, describe=told)
         store.wait(work, told)
-        store.take(param)
+        try:
+            store.take(param)
+        except StoreError as error:
+            if not store.tiers.is_swapping:
+                raise
+            return str(error)
+        return ""
 
 
 class _OfBirth:
