@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -190,9 +191,21 @@ class SwapCell:
     def _carry(self, values: torch.Tensor, *, is_write: bool) -> None:
         """Move all of `values` and wait for it."""
         try:
+            self._check_length()
             (self._io.write if is_write else self._io.read)(self._file, values, self._offset).wait()
         except OSError as error:
             raise trouble(error, is_write=is_write) from error
+
+    def _check_length(self) -> None:
+        """A write behind the end of a file that somebody has cut would leave zeros that nobody finds.
+
+        Raises:
+            OSError: the file ends before this cell does.
+        """
+        size, wanted = self._file.size(), self._offset + _pages(self.file_bytes)
+        if size < wanted:
+            text = f"somebody has cut the file to {size} bytes, and these states end at {wanted}"
+            raise OSError(errno.EIO, text, self._file.path)
 
     def lend(self, start: int, stop: int, *, reads: bool = True) -> SwapLoan:
         """Borrow a range through a buffer of the pool, as soon as one is free."""
@@ -210,6 +223,7 @@ class SwapCell:
         known = max(min(stop, self._written) - start, 0)
         if known < stop - start:
             values[known:].zero_()
+        self._check_length()
         at, size = self._offset + start * self.dtype.itemsize, _pages(known * self.dtype.itemsize)
         return values, self._io.read(self._file, buffer[:size], at) if known else None
 
@@ -222,6 +236,7 @@ class SwapCell:
         # Up to a whole page: the cell's bytes in the file end at one, and direct writes need it.
         size = _pages((stop - start) * self.dtype.itemsize)
         try:
+            self._check_length()
             return self._io.write(self._file, buffer[:size], self._offset + start * self.dtype.itemsize)
         except OSError as error:
             raise trouble(error, is_write=True) from error
