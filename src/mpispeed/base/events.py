@@ -21,6 +21,9 @@ class Event(enum.Enum):
     # global_step, samples, loss (of rank 0), lr, norm, loss_scale, skipped, seconds (since the last step ended),
     # update_seconds (of reduce, clip, update and publish)
     STEP_END = "step_end"
+    # global_step, and since the last step ended: bytes_read, requests_read, bytes_written, requests_written of swap
+    # files by this rank; announced on rank 0 where states are swapped
+    SWAP = "swap"
     EVAL_END = "eval_end"  # global_step, samples, loss
     SAVE_END = "save_end"  # path, tag, seconds, bytes
     LOAD_END = "load_end"  # path, tag, seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,24 +17,47 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Deferred:
+    """Elements that are brought into memory when they are written, a part at a time.
+
+    Attributes:
+        numel: how many there are.
+        dtype: their torch dtype.
+        parts: gives them in order, as flat tensors like those of `Piece`; each is of use until the next is asked for.
+            Called once, by `save`, on this rank alone; what it raises makes the save fail on every rank.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    parts: Callable[[], Iterator[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A flat range of a logical tensor that this rank contributes.
 
     Attributes:
         start: first element of the range in the row-major order of the whole tensor.
-        values: the elements.
+        values: the elements, in memory or deferred.
 
     Shapes:
         values: one-dimensional, contiguous, on the CPU, of the logical tensor's dtype.
     """
 
     start: int
-    values: torch.Tensor
+    values: torch.Tensor | Deferred
 
     @property
     def stop(self) -> int:
         """One past the last element."""
-        return self.start + self.values.numel()
+        return self.start + (self.values.numel if isinstance(self.values, Deferred) else self.values.numel())
+
+    def parts(self) -> Generator[torch.Tensor, None, None]:
+        """The elements in order; each tensor is of use until the next is asked for."""
+        if isinstance(self.values, Deferred):
+            yield from self.values.parts()
+        else:
+            yield self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +205,11 @@ def check_pieces(tensors: Sequence[LogicalTensor]) -> None:
 
 def _piece_problem(tensor: LogicalTensor, piece: Piece) -> str:
     values = piece.values
-    if values.dim() != 1 or not values.is_contiguous():
-        return f"has shape {tuple(values.shape)} and strides {values.stride()}; pass a flat contiguous tensor"
-    if values.device.type != "cpu":
-        return f"is on {values.device}; copy it to the CPU first"
+    if not isinstance(values, Deferred):
+        if values.dim() != 1 or not values.is_contiguous():
+            return f"has shape {tuple(values.shape)} and strides {values.stride()}; pass a flat contiguous tensor"
+        if values.device.type != "cpu":
+            return f"is on {values.device}; copy it to the CPU first"
     name = str(values.dtype).removeprefix("torch.")
     if name != tensor.dtype_name:
         return f"has dtype {name}, the tensor {tensor.dtype_name}; convert it or declare that dtype"

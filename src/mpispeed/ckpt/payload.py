@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpispeed.base.errors import CheckpointError
+from mpispeed.base.errors import CheckpointError, StoreError
 from mpispeed.ckpt import bits, schema
 from mpispeed.ckpt.errors import CorruptCheckpoint
 from mpispeed.ckpt.hdf5 import write_at
@@ -30,7 +31,7 @@ def write_pieces(path: Path, tensors: Sequence[LogicalTensor], offsets: Offsets)
         result: int64 [segments, 4], rows (tensor, first byte, bytes, crc32c); no segment crosses a block.
 
     Raises:
-        CheckpointError: the file system refuses; names the tensor and the range.
+        CheckpointError: the file system refuses, or deferred elements cannot be read; names the tensor and the range.
     """
     rows: list[tuple[int, int, int, int]] = []
     handle = os.open(path, os.O_WRONLY)
@@ -39,7 +40,7 @@ def write_pieces(path: Path, tensors: Sequence[LogicalTensor], offsets: Offsets)
             for piece in tensor.pieces:
                 try:
                     rows.extend((index, *row) for row in _write_piece(handle, int(offsets.data[index]), tensor, piece))
-                except OSError as failure:
+                except (OSError, StoreError) as failure:
                     msg = f"writing {tensor.label}[{piece.start}:{piece.stop}] to {path}: {failure}"
                     raise CheckpointError(msg) from failure
         os.fsync(handle)
@@ -51,15 +52,21 @@ def write_pieces(path: Path, tensors: Sequence[LogicalTensor], offsets: Offsets)
 def _write_piece(handle: int, offset: int, tensor: LogicalTensor, piece: Piece) -> Iterator[tuple[int, int, int]]:
     if piece.start == piece.stop:
         return
-    data = bits.as_bytes(piece.values)
-    base = piece.start * tensor.itemsize
-    done = 0
-    while done < len(data):
-        position = base + done
-        chunk = data[done : done + schema.BLOCK_BYTES - position % schema.BLOCK_BYTES]
-        yield position, len(chunk), crc32c(chunk)
-        write_at(handle, chunk, offset + position)
-        done += len(chunk)
+    position, end = piece.start * tensor.itemsize, piece.stop * tensor.itemsize
+    with contextlib.closing(piece.parts()) as parts:
+        for part in parts:
+            data, done = bits.as_bytes(part), 0
+            if position + len(data) > end:
+                break  # it would be written over the neighbour
+            while done < len(data):
+                chunk = data[done : done + schema.BLOCK_BYTES - position % schema.BLOCK_BYTES]
+                yield position, len(chunk), crc32c(chunk)
+                write_at(handle, chunk, offset + position)
+                position, done = position + len(chunk), done + len(chunk)
+    if position != end:
+        msg = f"the elements of {tensor.label} that are read when they are written are not those of the piece: they "
+        msg += f"do not end at {piece.stop}"
+        raise CheckpointError(msg)
 
 
 def read_at(handle: int, data: memoryview, offset: int) -> int:

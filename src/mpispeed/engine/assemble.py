@@ -28,7 +28,7 @@ from mpispeed.optim.schedule import build_schedule
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.zero.grads import Averaging, GradStore
 from mpispeed.zero.hooks import GradHooks
-from mpispeed.zero.params import broadcast_rest
+from mpispeed.zero.outside import broadcast_rest
 from mpispeed.zero.walk import StateStore, Walker
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,12 @@ import torch
 
 from mpispeed.base import rng
 from mpispeed.base.events import Event
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.logical import ParamInfo
 from mpispeed.ckpt.save import SaveOptions
 from mpispeed.ckpt.save import save as save_files
 from mpispeed.ckpt.tags import check_same_tag
+from mpispeed.engine.pieces import tensors_of
 from mpispeed.optim.rule import KeepsState
-from mpispeed.store.layout import Span
-from mpispeed.store.move import own_share
 from mpispeed.zero.units import tied_names
 from mpispeed.zero.walk import Walker
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from mpispeed.engine.engine import Engine
     from mpispeed.engine.parts import Parts
     from mpispeed.optim.rule import Window
-    from mpispeed.store.table import Place, Unit
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +54,7 @@ def save(engine: Engine, folder: str, tag: str | None, client_state: dict[str, A
         Path(folder),
         tag,
         params=infos,
-        tensors=list(_tensors(parts, windows, slots, settings)),
+        tensors=list(tensors_of(parts, windows, slots, has_frozen=not settings.exclude_frozen_parameters)),
         aliases={alias: name for alias, name in tied_names(parts.module).items() if name in saved},
         state=_state(parts, windows, slots, client_state),
         config_json=parts.plan.config.model_dump_json(),
@@ -72,17 +69,15 @@ def save(engine: Engine, folder: str, tag: str | None, client_state: dict[str, A
 
 
 def windows_of(parts: Parts) -> list[Window]:
-    """The windows of the next update; none without an optimizer."""
+    """The windows of the next update, of a rule that keeps its state itself; else none.
+
+    Windows of what rests in swap files are gone when the next one is asked for; such rules have nothing there.
+    """
     optimization = parts.optimization
-    if optimization is None:
+    if optimization is None or not isinstance(optimization.rule, KeepsState):
         return []
     walker = Walker(parts.params, optimization.grads, optimization.states, per_parameter=optimization.rule.wants_whole)
     return list(walker.windows(optimization.groups, parts.counters.update_count))
-
-
-def _window_slots(parts: Parts, window: Window) -> dict[str, torch.Tensor]:
-    rule = parts.optimization.rule if parts.optimization else None
-    return rule.slots(window.key) if isinstance(rule, KeepsState) else window.state
 
 
 def _slots(parts: Parts, windows: list[Window]) -> list[list[str]]:
@@ -92,12 +87,12 @@ def _slots(parts: Parts, windows: list[Window]) -> list[list[str]]:
     """
     if parts.optimization is None:
         return []
-    groups = parts.optimization.groups
-    if not isinstance(parts.optimization.rule, KeepsState):
-        return [list(parts.optimization.rule.state_names) for _ in groups]
+    groups, rule = parts.optimization.groups, parts.optimization.rule
+    if not isinstance(rule, KeepsState):
+        return [list(rule.state_names) for _ in groups]
     own: list[set[str]] = [set() for _ in groups]
     for window in windows:
-        own[window.key[1]].update(_window_slots(parts, window))
+        own[window.key[1]].update(rule.slots(window.key))
     everyone = parts.mesh.world.comm.gather_objects(own)
     return [sorted(set().union(*names)) for names in zip(*everyone, strict=True)]
 
@@ -115,70 +110,6 @@ def _param_infos(parts: Parts, settings: SaveSettings) -> list[ParamInfo]:
             compute = param.dtype if place is None else parts.params.dtypes(place.unit)[0]
             infos.append(ParamInfo(name, tuple(param.shape), compute, "frozen", -1, 0))
     return infos
-
-
-def _tensors(
-    parts: Parts, windows: list[Window], slots: list[list[str]], settings: SaveSettings
-) -> Iterator[LogicalTensor]:
-    """Every tensor of the checkpoint, in the same order on every rank, with this rank's pieces."""
-    states: dict[tuple[str, str], list[Piece]] = {}
-    for window in windows:
-        unit = parts.table.units[window.key[0]]
-        span = Span(window.key[2], window.key[2] + window.master.numel())
-        for slot, tensor in _window_slots(parts, window).items():
-            for entry, common in unit.layout.overlaps(span.intersect(_share(parts, unit))):
-                local = common.shifted(-span.start).slice
-                states.setdefault((entry.name, slot), []).append(
-                    Piece(common.start - entry.offset, tensor.reshape(-1)[local])
-                )
-    rank, frozen = parts.mesh.rank, {u.index: parts.params.rest(u) for u in _frozen_units(parts, settings)}
-    for name, param in parts.module.named_parameters():
-        place, shape = parts.table.locate(param), tuple(param.shape)
-        if place is None or not place.unit.is_trainable:
-            if place is not None and place.unit.index in frozen:
-                # every rank writes of a frozen parameter that a unit holds what it holds
-                pieces = _pieces(parts, place, parts.params.rest_span(place.unit), frozen[place.unit.index])
-                yield LogicalTensor(name, "weight16", shape, parts.params.dtypes(place.unit)[0], pieces)
-            elif not settings.exclude_frozen_parameters:
-                yield _by_rank_0(name, "weight16", param, rank)
-            continue
-        dtype = parts.params.dtypes(place.unit)[1]
-        own = parts.params.span(place.unit), parts.params.master(place.unit)
-        yield LogicalTensor(name, "master", shape, dtype, _pieces(parts, place, *own))
-        for slot in slots[place.entry.group]:
-            yield LogicalTensor(name, slot, shape, dtype, tuple(states.get((name, slot), ())))
-    for name, buffer in persistent_buffers(parts.module):
-        yield _by_rank_0(name, "buffer", buffer, rank)
-
-
-def _frozen_units(parts: Parts, settings: SaveSettings) -> tuple[Unit, ...]:
-    return () if settings.exclude_frozen_parameters else parts.table.frozen
-
-
-def _by_rank_0(name: str, slot: str, tensor: torch.Tensor, rank: int) -> LogicalTensor:
-    pieces = (Piece(0, tensor.detach().contiguous().reshape(-1)),) if rank == 0 else ()
-    return LogicalTensor(name, slot, tuple(tensor.shape), tensor.dtype, pieces)
-
-
-def _share(parts: Parts, unit: Unit) -> Span:
-    """The range this rank writes: an equal part of its masters that is its alone, so that all ranks write."""
-    return own_share(parts.mesh, parts.params.placement, unit.layout.padded, "data")
-
-
-def _pieces(parts: Parts, place: Place, held: Span, values: torch.Tensor) -> tuple[Piece, ...]:
-    """What this rank writes of a parameter, of the range `held` of its unit that it has in `values`."""
-    common = place.entry.span.intersect(_share(parts, place.unit))
-    if not common.numel:
-        return ()
-    return (Piece(common.start - place.entry.offset, values[common.shifted(-held.start).slice]),)
-
-
-def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of the buffers that a state dict holds."""
-    names = set(module.state_dict(keep_vars=True))
-    for name, buffer in module.named_buffers():
-        if name in names:
-            yield name, buffer
 
 
 def _scalars(parts: Parts, windows: list[Window]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.engine.facade import EngineOptimizer
+from mpispeed.store.placement import Tier
 from mpispeed.zero.gathered import empty_partition_cache
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ METHODS: dict[str, Callable[[Parts], Any]] = {
     "get_pld_theta": lambda p: None,
     "get_type": lambda p: group_values(p.optimization, "type", None),
     "get_sequence_parallel_group": lambda p: p.mesh[()],
-    "zero_cpu_offload": lambda p: False,
-    "zero_use_cpu_optimizer": lambda p: False,
+    "zero_cpu_offload": lambda p: p.plan.states.master.tier is Tier.HOST,
+    "zero_use_cpu_optimizer": lambda p: p.plan.states.master.tier is not Tier.DEVICE,
+    "zero_partial_offload": lambda p: _ratio(p),
     "empty_partition_cache": lambda p: empty_partition_cache(p.module),
     "aio_config": lambda p: p.plan.config.aio.model_dump(),
 }
@@ -89,6 +91,12 @@ def _optimizer_name(parts: Parts) -> str | None:
     basic = parts.optimization.basic if parts.optimization else None
     is_given = basic is not None and not isinstance(basic, EngineOptimizer)
     return type(basic).__name__ if is_given else parts.plan.optimizer_name
+
+
+def _ratio(parts: Parts) -> float:
+    """Part of the trained elements whose masters and optimizer state are off the device, if any are."""
+    offload = parts.plan.config.zero_optimization.offload_optimizer
+    return 1.0 if offload is None else offload.ratio
 
 
 def group_values(optimization: Optimization | None, key: str, default: Any) -> list[Any]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from mpispeed.engine.parts import Parts
     from mpispeed.mesh.journal import Journal
+    from mpispeed.native.block_io import BlockIO
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +85,62 @@ class Traffic:
                      format_duration(entry.seconds))  # fmt: skip
 
 
+class SwapTraffic:
+    """What goes from and to swap files: an event for each step and, with `comms_logger`, totals when the run ends."""
+
+    def __init__(self, io: BlockIO, *, is_logged: bool) -> None:
+        self._io, self._is_logged = io, is_logged
+        self._last, self._steps = io.counters, 0
+
+    def attach(self, bus: Bus) -> None:
+        """Listen to the end of steps and of the run."""
+        self._bus = bus
+        bus.subscribe(Event.STEP_END, self._on_step)
+        if self._is_logged:
+            bus.subscribe(Event.CLOSE, self._on_close)
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        now, before = self._io.counters, self._last
+        self._last, self._steps = now, self._steps + 1
+        self._bus.announce(
+            Event.SWAP,
+            global_step=event["global_step"],
+            bytes_read=now.bytes_read - before.bytes_read,
+            requests_read=now.requests_read - before.requests_read,
+            bytes_written=now.bytes_written - before.bytes_written,
+            requests_written=now.requests_written - before.requests_written,
+        )
+
+    def _on_close(self, event: Mapping[str, Any]) -> None:
+        total = self._io.counters
+        for verb, count, size in (
+            ("read", total.requests_read, total.bytes_read),
+            ("write", total.requests_written, total.bytes_written),
+        ):
+            log.info("%-16s over %-10s %8d calls %10s  in %d steps", verb, "swap files", count, format_bytes(size),
+                     self._steps)  # fmt: skip
+
+
 def report_memory(parts: Parts) -> None:
-    """`memory_breakdown`: bytes of each kind of model state on rank 0, and the process's peak."""
-    rows = {"parameters": parts.params.param_bytes, "masters": parts.params.master_bytes}
-    if parts.optimization is not None:
-        rows["gradients"] = parts.optimization.grads.rest_bytes
-        rows["optimizer state"] = parts.optimization.states.state_bytes
+    """`memory_breakdown`: bytes of each kind of model state on rank 0 by tier, and the process's peak."""
+    params, tiers, optimization = parts.params, parts.params.tiers, parts.optimization
+    rows = {"parameters": params.param_bytes, "masters": params.master_bytes}
+    files = {"parameters and masters": params.swapped_bytes}
+    if optimization is not None:
+        rows["gradients"] = optimization.grads.rest_bytes
+        rows["optimizer state"] = optimization.states.state_bytes
+        files["gradients"] = optimization.grads.swapped_bytes
+        files["optimizer state"] = optimization.states.swapped_bytes
+    if tiers.is_swapping:
+        rows["swap buffers"] = tiers.buffer_bytes
     rows["peak resident"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    log.info("memory | %s", " | ".join(f"{name}: {format_bytes(size)}" for name, size in rows.items()))
+    log.info("memory | %s", _line(rows))
+    if any(files.values()):
+        log.info("swap files | %s", _line(files))
+
+
+def _line(rows: Mapping[str, int]) -> str:
+    return " | ".join(f"{name}: {format_bytes(size)}" for name, size in rows.items())
 
 
 def observe(parts: Parts) -> None:
@@ -103,6 +152,9 @@ def observe(parts: Parts) -> None:
         Timings().attach(parts.bus)
     if config.comms_logger.enabled:
         Traffic(parts.mesh.journal).attach(parts.bus)
+    io = parts.params.tiers.io
+    if io is not None:
+        SwapTraffic(io, is_logged=config.comms_logger.enabled).attach(parts.bus)
     if config.memory_breakdown:
         report_memory(parts)
         parts.bus.subscribe(Event.STEP_END, lambda _: report_memory(parts))

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base import rng
-from mpispeed.base.errors import CheckpointError, ConfigError
+from mpispeed.base.errors import CheckpointError, ConfigError, MpispeedError
 from mpispeed.base.events import Event
 from mpispeed.ckpt.errors import NoCheckpoint
 from mpispeed.ckpt.load import Checkpoint, open_checkpoint
-from mpispeed.engine.checkpoint import persistent_buffers, windows_of
+from mpispeed.engine.checkpoint import windows_of
+from mpispeed.engine.pieces import persistent_buffers
 from mpispeed.engine.weights import NAMES_SHOWN, load_by
 from mpispeed.optim.rule import KeepsState
 from mpispeed.store.layout import Span
@@ -128,7 +129,7 @@ def _agreed(comm: Any) -> Iterator[None]:
 
 
 def _text_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, MpispeedError) else f"{type(error).__name__}: {error}"
 
 
 def _take(parts: Parts, source: Checkpoint, settings: LoadSettings) -> None:
@@ -199,13 +200,19 @@ def _weight_slot(source: Checkpoint, name: str) -> str:
 def _read_module(parts: Parts, source: Checkpoint) -> None:
     stored, stored_buffers, params = set(source.names()), set(source.buffers()), parts.params
     for unit in parts.table.all_units:
-        own, values = params.span(unit), params.master(unit)
+        own, cell = params.span(unit), params.master_cell(unit)
         if not unit.is_trainable:
-            own, values = params.rest_span(unit), params.rest(unit)
-        for entry, common in unit.layout.overlaps(own):
-            if entry.name in stored:
-                out = values[common.shifted(-own.start).slice]
-                source.read(entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
+            own, cell = params.rest_span(unit), params.rest_cell(unit)
+        ranges = [(e, common) for e, common in unit.layout.overlaps(own) if e.name in stored]
+        if not ranges:
+            continue
+        if cell.is_swapped and all(entry.name in stored for entry in unit.layout.entries):
+            values = torch.zeros(own.numel, dtype=cell.dtype)  # all of it but the padding comes from the checkpoint
+        else:
+            values = params.master(unit) if unit.is_trainable else params.rest(unit)
+        for entry, common in ranges:
+            out = values[common.shifted(-own.start).slice]
+            source.read(entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
         put = params.put_master if unit.is_trainable else params.put_rest
         put(unit, values)
     with torch.no_grad():
@@ -265,9 +272,10 @@ def _read_slots(parts: Parts, source: Checkpoint) -> None:
                 rule.restore(window, slots, {} if is_by_window else scalars["by_group"].get(str(window.key[1]), {}))
     else:
         for unit in parts.table.units:
-            slots = optimization.states.of(unit)
-            fresh |= _fill_slots(source, unit, parts.params.span(unit), slots, stored)
-            optimization.states.put(unit, slots)
+            for slot, cell in optimization.states.cells(unit).items():
+                values = cell.get()  # was cleared: nothing is read from a swap file
+                fresh |= _fill_slots(source, unit, parts.params.span(unit), {slot: values}, stored)
+                cell.put(values)
     if fresh:
         log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import CheckpointError, UsageError
+from mpispeed.base.errors import CheckpointError, StoreError, UsageError
 from mpispeed.ckpt import bits
 
 if TYPE_CHECKING:
@@ -198,9 +198,12 @@ def load_by(parts: Parts, function: Callable[..., Any], state: Mapping[str, Any]
         except Exception as error:  # anything may go wrong in there, and all ranks have to hear of it
             return f"custom_load_fn failed: {type(error).__name__}: {error}"
         for unit in parts.table.all_units:
-            for param in unit.params:
-                if before[id(param)] != _trace_of(param):
-                    params.take(param)
+            try:
+                for param in unit.params:
+                    if before[id(param)] != _trace_of(param):
+                        params.take(param)
+            except StoreError as error:
+                return str(error)
             if params.is_resident(unit):  # it may have set `.data`, and parameters have to be views again
                 params.show(unit, params.rest(unit))
     return ""
@@ -223,7 +226,7 @@ def take_state(parts: Parts, state: Mapping[str, Any], *, strict: bool) -> None:
     Collective over: the data axis.
 
     Raises:
-        CheckpointError: on every rank, if names or shapes do not fit.
+        CheckpointError: on every rank, if names or shapes do not fit, or swapped states cannot be written.
     """
     comm = parts.mesh["data"]
     own = dict(parts.module.state_dict(keep_vars=True))
@@ -235,7 +238,9 @@ def take_state(parts: Parts, state: Mapping[str, Any], *, strict: bool) -> None:
     names = comm.share(sorted(state.keys() & own.keys()))
     taken = {id(own[name]) for name in names}
     for unit in parts.table.all_units:
-        _take_unit(parts, unit, given, taken)
+        # A failure is kept until all broadcasts are done: the others take part in them.
+        problem = _take_unit(parts, unit, given, taken) or problem
+    comm.agree(not problem, problem, CheckpointError)
     for tensor in {id(v): v for v in own.values() if isinstance(v, torch.Tensor)}.values():
         if id(tensor) in taken and not _is_managed(parts, tensor):
             whole = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -248,10 +253,11 @@ def take_state(parts: Parts, state: Mapping[str, Any], *, strict: bool) -> None:
         parts.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
-def _take_unit(parts: Parts, unit: Unit, given: Mapping[int, torch.Tensor], taken: Collection[int]) -> None:
+def _take_unit(parts: Parts, unit: Unit, given: Mapping[int, torch.Tensor], taken: Collection[int]) -> str:
+    """One broadcast; returns why what it brought could not be kept."""
     items = [(e, p) for e, p in zip(unit.layout.entries, unit.params, strict=True) if id(p) in taken]
     if not items:
-        return
+        return ""
     comm, params = parts.mesh["data"], parts.params
     compute, master = params.dtypes(unit)
     flat = torch.zeros(unit.layout.padded, dtype=master if unit.is_trainable else compute)
@@ -259,15 +265,19 @@ def _take_unit(parts: Parts, unit: Unit, given: Mapping[int, torch.Tensor], take
         for entry, param in items:
             flat[entry.span.slice].copy_(given[id(param)].detach().reshape(-1))
     comm.broadcast(flat)
-    span, target = params.span(unit), params.master(unit)
-    if not unit.is_trainable:
-        span, target = params.rest_span(unit), params.rest(unit)
-    for entry, _ in items:
-        common = entry.span.intersect(span)
-        if common.numel:
-            target[common.shifted(-span.start).slice].copy_(flat[common.slice])
-    put = params.put_master if unit.is_trainable else params.put_rest
-    put(unit, target)
+    try:
+        span, target = params.span(unit), params.master(unit)
+        if not unit.is_trainable:
+            span, target = params.rest_span(unit), params.rest(unit)
+        for entry, _ in items:
+            common = entry.span.intersect(span)
+            if common.numel:
+                target[common.shifted(-span.start).slice].copy_(flat[common.slice])
+        put = params.put_master if unit.is_trainable else params.put_rest
+        put(unit, target)
+    except StoreError as error:
+        return str(error)
+    return ""
 
 
 def _misfit(own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> str:

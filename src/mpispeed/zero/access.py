@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.base.registry import did_you_mean
 from mpispeed.optim.rule import KeepsState, Window
 from mpispeed.store.layout import Span
 from mpispeed.store.move import widen
 from mpispeed.store.placement import WHOLE
 from mpispeed.zero import guard
+from mpispeed.zero.kinds import OffloadStateTypeEnum
 from mpispeed.zero.params import ParamStore
 from mpispeed.zero.walk import Walker
 
@@ -389,8 +390,9 @@ def _find(param: nn.Parameter) -> _Found | None:
         raise UsageError(msg)
     keeper = guard.keeper_of(param)
     place = keeper.table.locate(param) if isinstance(keeper, ParamStore) else None
-    if place is not None:
-        return _Found(keeper, place) if place.unit.is_trainable else None  # type: ignore[arg-type]
+    if isinstance(keeper, ParamStore) and place is not None:
+        keeper.require(OffloadStateTypeEnum, "access to model states")
+        return _Found(keeper, place) if place.unit.is_trainable else None
     if not param.requires_grad:
         return None
     msg = (
@@ -427,7 +429,10 @@ def _stores(found: Sequence[_Found | None]) -> list[ParamStore]:
 def _collect(found: Sequence[_Found | None], held: Held) -> list[torch.Tensor | None]:
     """Whole values in the shapes of the parameters, gathered unit by unit.
 
-    Collective over: the axes by which masters are cut.
+    Collective over: the axes by which masters are cut; the data axis if anything is swapped.
+
+    Raises:
+        StoreError: on every rank, if swapped states of one cannot be read.
     """
     results: list[torch.Tensor | None] = [None] * len(found)
     for store in _stores(found):
@@ -435,7 +440,7 @@ def _collect(found: Sequence[_Found | None], held: Held) -> list[torch.Tensor | 
         units = {place.unit.index: place.unit for place, _ in mine}
         for index in sorted(units):
             unit = units[index]
-            part = held(store, unit)
+            part = _read(held, store, unit)
             full = store.arena.take(unit.layout.padded, part.dtype)
             widen(store.mesh, full, part, store.placement, WHOLE, unit.layout.padded)
             for place, at in mine:
@@ -443,3 +448,17 @@ def _collect(found: Sequence[_Found | None], held: Held) -> list[torch.Tensor | 
                     results[at] = full[place.entry.span.slice].view(place.entry.shape).clone()
             store.arena.give(full)
     return results
+
+
+def _read(held: Held, store: ParamStore, unit: Unit) -> torch.Tensor:
+    """This rank's part, if all ranks have theirs."""
+    part, problem = None, ""
+    try:
+        part = held(store, unit)
+    except StoreError as error:
+        problem = str(error)
+    if store.tiers.is_swapping:
+        store.mesh["data"].agree(not problem, problem, StoreError)
+    if part is None:
+        raise StoreError(problem)
+    return part

@@ -485,23 +485,3 @@ def _refuse_taken(unit: Unit) -> None:
                 "destroy() of that engine first, on all ranks: it gives the model its whole weights back"
             )
             raise UsageError(msg)
-
-
-def broadcast_rest(model: nn.Module, table: Table, mesh: Mesh, compute: torch.dtype | None) -> None:
-    """Equalise what the store does not manage: frozen parameters and buffers; floats go to `compute` if it is given.
-
-    Collective over: the data axis.
-    """
-    frozen = [param for param in model.parameters() if table.locate(param) is None]
-    for param in frozen:
-        if guard.is_sealed(param):
-            with guard.opened([param], "initialize"):
-                whole = param.data
-            guard.unseal(param, whole)
-            guard.forget(param)
-    tensors: list[torch.Tensor] = [*frozen, *model.buffers()]
-    for tensor in tensors:
-        if compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:
-            tensor.data = tensor.data.to(compute)
-        tensor.data = tensor.data.contiguous()
-        mesh["data"].broadcast(tensor.data)

@@ -1,0 +1,146 @@
+"""The tensors of a checkpoint with this rank's pieces of them; what is swapped is read when it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpispeed.ckpt.logical import Deferred, LogicalTensor, Piece
+from mpispeed.optim.rule import KeepsState
+from mpispeed.store.cell import STEP, MemoryCell
+from mpispeed.store.layout import Span
+from mpispeed.store.move import own_share
+
+if TYPE_CHECKING:
+    from mpispeed.engine.parts import Parts
+    from mpispeed.optim.rule import Window
+    from mpispeed.store.cell import Cell, Loan
+    from mpispeed.store.table import Place, Unit
+
+
+def tensors_of(
+    parts: Parts, windows: Sequence[Window], slots: Sequence[Sequence[str]], *, has_frozen: bool
+) -> Iterator[LogicalTensor]:
+    """Every tensor of the checkpoint, in the same order on every rank. Nothing is read from swap files yet.
+
+    Args:
+        parts: of the engine.
+        windows: of the next update, for rules that keep their state themselves.
+        slots: names of the optimizer state of each parameter group.
+        has_frozen: frozen parameters are wanted too.
+    """
+    kept = _kept_slots(parts, windows)
+    frozen = {unit.index: _rest(parts, unit) for unit in parts.table.frozen} if has_frozen else {}
+    for name, param in parts.module.named_parameters():
+        place, shape = parts.table.locate(param), tuple(param.shape)
+        if place is not None and place.unit.is_trainable:
+            dtype = parts.params.dtypes(place.unit)[1]
+            for slot, cell in _trained(parts, place.unit, slots[place.entry.group]).items():
+                pieces = kept.get((name, slot), ()) if cell is None else _pieces(parts, place, cell)
+                yield LogicalTensor(name, slot, shape, dtype, pieces)
+        elif place is not None and place.unit.index in frozen:
+            # Every rank writes of a frozen parameter that a unit holds what it holds.
+            pieces = _pieces(parts, place, frozen[place.unit.index])
+            yield LogicalTensor(name, "weight16", shape, parts.params.dtypes(place.unit)[0], pieces)
+        elif has_frozen:
+            yield _by_rank_0(name, "weight16", param, parts.mesh.rank)
+    for name, buffer in persistent_buffers(parts.module):
+        yield _by_rank_0(name, "buffer", buffer, parts.mesh.rank)
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of the buffers that a state dict holds."""
+    names = set(module.state_dict(keep_vars=True))
+    for name, buffer in module.named_buffers():
+        if name in names:
+            yield name, buffer
+
+
+def _trained(parts: Parts, unit: Unit, slots: Sequence[str]) -> Mapping[str, Cell | None]:
+    """Slot -> where this rank has it of a trained unit; None: the rule has it."""
+    cells = {} if parts.optimization is None else parts.optimization.states.cells(unit)
+    return {"master": parts.params.master_cell(unit), **{slot: cells.get(slot) for slot in slots}}
+
+
+def _kept_slots(parts: Parts, windows: Sequence[Window]) -> dict[tuple[str, str], list[Piece]]:
+    """(parameter, slot) -> this rank's pieces, of a rule that keeps its state itself."""
+    found: dict[tuple[str, str], list[Piece]] = {}
+    rule = parts.optimization.rule if parts.optimization else None
+    if not isinstance(rule, KeepsState):
+        return found
+    for window in windows:
+        unit = parts.table.units[window.key[0]]
+        span = Span(window.key[2], window.key[2] + window.master.numel())
+        for slot, tensor in rule.slots(window.key).items():
+            for entry, common in unit.layout.overlaps(span.intersect(_share(parts, unit))):
+                local = common.shifted(-span.start).slice
+                piece = Piece(common.start - entry.offset, tensor.reshape(-1)[local])
+                found.setdefault((entry.name, slot), []).append(piece)
+    return found
+
+
+def _rest(parts: Parts, unit: Unit) -> Cell:
+    """The parameters of a unit at rest; in memory without the codes that they may rest in."""
+    cell = parts.params.rest_cell(unit)
+    return cell if cell.is_swapped else MemoryCell(parts.params.rest(unit))
+
+
+def _share(parts: Parts, unit: Unit) -> Span:
+    """The range this rank writes: an equal part of its masters that is its alone, so that all ranks write."""
+    return own_share(parts.mesh, parts.params.placement, unit.layout.padded, "data")
+
+
+def _pieces(parts: Parts, place: Place, cell: Cell) -> tuple[Piece, ...]:
+    """What this rank writes of a parameter; `cell` has the range of its unit that this rank holds."""
+    unit = place.unit
+    common = place.entry.span.intersect(_share(parts, unit))
+    if not common.numel:
+        return ()
+    held = parts.params.span(unit) if unit.is_trainable else parts.params.rest_span(unit)
+    local = common.shifted(-held.start)
+    values = _later(parts, cell, local) if cell.is_swapped else cell.get()[local.slice]
+    return (Piece(common.start - place.entry.offset, values),)
+
+
+def _later(parts: Parts, cell: Cell, span: Span) -> Deferred:
+    return Deferred(span.numel, cell.dtype, partial(read_parts, cell, span, parts.params.tiers.plan.window_elements))
+
+
+def read_parts(cell: Cell, span: Span, length: int) -> Iterator[torch.Tensor]:
+    """The range `span` of a cell in order, through its buffers; the next part is read while one is used.
+
+    Args:
+        cell: in memory or in a swap file.
+        span: elements of it.
+        length: elements that fit into a buffer, a multiple of `STEP`.
+
+    Yields:
+        Flat tensors, each of use until the next is asked for.
+
+    Raises:
+        StoreError: they could not be read.
+    """
+    # What is lent begins at a page: of the first part, what lies before the range is left out.
+    starts = range(span.start // STEP * STEP, span.stop, length)
+    ahead: Loan | None = None
+    for start in starts:
+        loan = ahead or cell.lend(start, min(start + length, span.stop))
+        following, ahead = start + length, None
+        try:
+            if following < span.stop:
+                ahead = cell.lend(following, min(following + length, span.stop))
+            yield loan.wait()[max(span.start - start, 0) :]
+        except BaseException:
+            if ahead is not None:
+                ahead.give_back(changed=False)
+            raise
+        finally:
+            loan.give_back(changed=False)
+
+
+def _by_rank_0(name: str, slot: str, tensor: torch.Tensor, rank: int) -> LogicalTensor:
+    pieces = (Piece(0, tensor.detach().contiguous().reshape(-1)),) if rank == 0 else ()
+    return LogicalTensor(name, slot, tuple(tensor.shape), tensor.dtype, pieces)

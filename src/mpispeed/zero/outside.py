@@ -1,0 +1,34 @@
+"""What a model has beside its units: frozen parameters that are not cut, and buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from mpispeed.zero import guard
+
+if TYPE_CHECKING:
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.store.table import Table
+
+
+def broadcast_rest(model: nn.Module, table: Table, mesh: Mesh, compute: torch.dtype | None) -> None:
+    """Equalise what the store does not manage: frozen parameters and buffers; floats go to `compute` if it is given.
+
+    Collective over: the data axis.
+    """
+    frozen = [param for param in model.parameters() if table.locate(param) is None]
+    for param in frozen:
+        if guard.is_sealed(param):
+            with guard.opened([param], "initialize"):
+                whole = param.data
+            guard.unseal(param, whole)
+            guard.forget(param)
+    tensors: list[torch.Tensor] = [*frozen, *model.buffers()]
+    for tensor in tensors:
+        if compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:
+            tensor.data = tensor.data.to(compute)
+        tensor.data = tensor.data.contiguous()
+        mesh["data"].broadcast(tensor.data)
