@@ -112,13 +112,16 @@ def _torch_step(model: nn.Module, clipping: float) -> Step:
     return step
 
 
-def make_engine(model: nn.Module, train_batch: int, zero: Mapping[str, Any], clipping: float = 0.0) -> Any:
-    """An engine in fp32 with the same optimizer; `zero` is its section `zero_optimization`."""
+def make_engine(
+    model: nn.Module, train_batch: int, zero: Mapping[str, Any], clipping: float = 0.0, **more: Any
+) -> Any:
+    """An engine with the same optimizer, in fp32 unless `more` says otherwise; `zero` is `zero_optimization`."""
     settings = {
         "train_batch_size": train_batch,
         "optimizer": {"type": "AdamW", "params": ADAM},
         "zero_optimization": dict(zero),
         "gradient_clipping": clipping,
+        **more,
     }
     engine, *_ = mpispeed.initialize(model=model, config=settings)
     return engine

@@ -23,6 +23,7 @@ from mpispeed.store.tiers import GRAD, MASTER, PARAM, SwapPlan, Tiers
 from mpispeed.zero.quantized import Codes
 
 if TYPE_CHECKING:
+    from mpispeed.config.offload import Aio
     from mpispeed.engine.plan import Plan
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
@@ -134,7 +135,7 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
     """
     if not is_swapping(plan):
         return Tiers()
-    zero, world, options = plan.config.zero_optimization, mesh.world, io_options(plan)
+    zero, world, options = plan.config.zero_optimization, mesh.world, io_options(plan.config.aio)
     roots = {kind: _root(zero, kind) for kind in swap.file_bytes}
     run = world.comm.share(run_name() if world.rank == 0 else "")
     # All ranks swap the same kinds: they go through the same roots.
@@ -156,9 +157,8 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
     return tiers
 
 
-def io_options(plan: Plan) -> Options:
+def io_options(aio: Aio) -> Options:
     """How swap files are read and written."""
-    aio = plan.config.aio
     return Options(
         block_size=aio.block_size,
         queue_depth=aio.queue_depth,
@@ -171,7 +171,7 @@ def io_options(plan: Plan) -> Options:
 
 def _root(zero: Any, kind: str) -> str:
     section = zero.offload_param if kind == PARAM else zero.offload_optimizer
-    return str(section.nvme_path)
+    return str(Path(section.nvme_path).resolve())
 
 
 def _tell(mesh: Mesh, tiers: Tiers) -> None:

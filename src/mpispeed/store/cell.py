@@ -75,6 +75,28 @@ class Cell(Protocol):
         """Borrow elements `start` to `stop`; without `reads` the values are unspecified. Not blocking."""
 
 
+class Carried:
+    """A transfer of a whole cell that was started, or could not be."""
+
+    __slots__ = ("_is_write", "_transfer")
+
+    def __init__(self, transfer: Transfer | OSError, *, is_write: bool) -> None:
+        self._transfer, self._is_write = transfer, is_write
+
+    def wait(self) -> None:
+        """Until it is done.
+
+        Raises:
+            StoreError: it failed.
+        """
+        try:
+            if isinstance(self._transfer, OSError):
+                raise self._transfer
+            self._transfer.wait()
+        except OSError as error:
+            raise trouble(error, is_write=self._is_write) from error
+
+
 class MemoryLoan:
     """A range of a cell in memory."""
 
@@ -169,32 +191,38 @@ class SwapCell:
     def get(self) -> torch.Tensor:
         """A copy."""
         values = torch.empty(self.numel, dtype=self.dtype)
-        values[self._written :].zero_()
-        if self._written:
-            self._carry(values[: self._written], is_write=False)
+        self.start_get(values).wait()
         return values
+
+    def start_get(self, out: torch.Tensor) -> Carried:
+        """Start to read all values into `out`, which is used until that is done. Shapes: out [numel]."""
+        out[self._written :].zero_()
+        return self._carry(out[: self._written], is_write=False)
 
     def put(self, values: torch.Tensor) -> None:
         """Write all, and wait for it."""
+        self.start_put(values).wait()
+
+    def start_put(self, values: torch.Tensor) -> Carried:
+        """Start to write all `values`, which must not change until that is done. Shapes: values [numel]."""
         if values.numel() != self.numel or values.dtype != self.dtype:
             found, wanted = f"{values.numel()} {values.dtype}", f"{self.numel} {self.dtype}"
             msg = f"a swapped tensor of {wanted} cannot be set to {found}"
             raise StoreError(msg)
-        if self.numel:
-            self._carry(values, is_write=True)
         self._written = self.numel
+        return self._carry(values, is_write=True)
+
+    def _carry(self, values: torch.Tensor, *, is_write: bool) -> Carried:
+        try:
+            self._check_length()
+            transfer = (self._io.write if is_write else self._io.read)(self._file, values, self._offset)
+        except OSError as error:
+            return Carried(error, is_write=is_write)
+        return Carried(transfer, is_write=is_write)
 
     def clear(self) -> None:
         """Forget what the file holds."""
         self._written = 0
-
-    def _carry(self, values: torch.Tensor, *, is_write: bool) -> None:
-        """Move all of `values` and wait for it."""
-        try:
-            self._check_length()
-            (self._io.write if is_write else self._io.read)(self._file, values, self._offset).wait()
-        except OSError as error:
-            raise trouble(error, is_write=is_write) from error
 
     def _check_length(self) -> None:
         """A write behind the end of a file that somebody has cut would leave zeros that nobody finds.

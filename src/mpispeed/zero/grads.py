@@ -11,6 +11,7 @@ import torch
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.native.reduce import square_partials
 from mpispeed.store.arena import Arena
+from mpispeed.store.cell import SwapCell
 from mpispeed.store.layout import BLOCK
 from mpispeed.store.move import own_share, own_span, remaining_axes
 from mpispeed.store.tiers import GRAD, IN_MEMORY, Tiers
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.mesh.work import Wait, Work
-    from mpispeed.store.cell import Cell
+    from mpispeed.store.cell import Carried, Cell
     from mpispeed.store.layout import Entry, Span
     from mpispeed.store.placement import Placement
     from mpispeed.store.table import Table, Unit
@@ -31,6 +32,9 @@ PARTIAL_AXES = ("data",)
 """Each data-parallel rank sees its own samples, so raw gradients are partial sums over this axis."""
 
 NAMES_SHOWN = 8
+
+WRITES_BEHIND = 2
+"""Units whose gradients may be on their way to disk while others are summed."""
 
 
 @dataclass(slots=True)
@@ -127,6 +131,7 @@ class GradStore:
             for unit in table.units
         ]
         self._squares: dict[int, list[float]] = {}
+        self._writes: dict[int, tuple[Carried, torch.Tensor]] = {}  # by unit, oldest first
         self._states = [_UnitState() for _ in table.units]
         self._backlog = Backlog(limit_of(unit.layout.padded for unit in table.units))
         self._next = len(table.units) - 1
@@ -315,29 +320,39 @@ class GradStore:
     def _target(self, unit: Unit, *, reads: bool) -> torch.Tensor:
         """The accumulator, or a buffer in its place where it is swapped."""
         cell = self._accumulators[unit.index]
-        if not cell.is_swapped:
+        if not isinstance(cell, SwapCell):
             return self.reduced(unit)
+        self._written(unit.index)
         buffer = self.arena.take(cell.numel, cell.dtype)
         if reads:
-            try:
-                buffer.copy_(cell.get())
-            except StoreError as error:  # the sum goes on: other ranks take part in it, and hear of this in `finish`
-                self._problem = self._problem or str(error)
+            self._await(cell.start_get(buffer))
         return buffer
 
     def _keep(self, unit: Unit, target: torch.Tensor, *, squares: bool) -> None:
         """Write a buffer that stands for a swapped accumulator; a last sum is squared while it is in memory."""
         cell = self._accumulators[unit.index]
-        if not cell.is_swapped:
+        if not isinstance(cell, SwapCell):
             return
         self._squares.pop(unit.index, None)
         if squares:
             self._squares[unit.index] = square_partials(self._share(unit, target), block=BLOCK, threads=1)
+        self._writes[unit.index] = cell.start_put(target), target
+        while len(self._writes) > (WRITES_BEHIND if self._tiers.plan.writes_behind else 0):
+            self._written(next(iter(self._writes)))
+
+    def _written(self, index: int) -> None:
+        """Wait until gradients of a unit that are being written are."""
+        if index in self._writes:
+            carried, buffer = self._writes.pop(index)
+            self._await(carried)
+            self.arena.give(buffer)
+
+    def _await(self, carried: Carried) -> None:
+        """Wait for the disk. A failure is kept for `finish`: sums go on, because other ranks take part in them."""
         try:
-            cell.put(target)
+            carried.wait()
         except StoreError as error:
             self._problem = self._problem or str(error)
-        self.arena.give(target)
 
     def _complete(self, unit: Unit, target: torch.Tensor, carried: torch.Tensor | None) -> None:
         """The sum over the axes along which ranks rest equal ranges, in the accumulator's own dtype."""
@@ -372,6 +387,8 @@ class GradStore:
                 carried, state.carried, state.is_averaged = state.carried, None, True
                 self._run(unit, state, functools.partial(self._complete_late, unit, carried))
         self._wait()
+        for index in list(self._writes):
+            self._written(index)
         if any(cell.is_swapped for cell in self._accumulators):
             self._square_swapped()
             self.mesh["data"].agree(not self._problem, self._problem, StoreError)
