@@ -1,8 +1,23 @@
 # cython: autotestdict=False
 """Update rules over host buffers given by address; the loops are in optim_loops.h."""
 
-from libc.stdint cimport uintptr_t
+from cpython.exc cimport PyErr_Clear
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
+
+
+cdef extern from "dlpack_view.h":
+    ctypedef struct mps_dl_tensor:
+        void *data
+        size_t byte_offset
+
+    ctypedef struct mps_dl_api:
+        int (*view)(void *tensor, mps_dl_tensor *out)
+
+    const mps_dl_api *mps_dl_find(void *capsule)
+    int mps_dl_kind(const mps_dl_tensor *x)
+    int64_t mps_dl_count(const mps_dl_tensor *x)
 
 
 cdef extern from "levels.h" nogil:
@@ -111,6 +126,38 @@ cdef class Table:
         for k in range(self.count):
             self.tasks[k].g = <const void *><uintptr_t>addresses[k]
 
+    def take(self, capsule, tuple types, list params, list grads, list outs):
+        """Whether all tensors are those of the rows; if so, the addresses of the gradients are taken.
+
+        Parameters and outs must be at the addresses of the rows, all three of their lengths and dtypes, contiguous,
+        on the host and of one of the two `types`, whose `capsule` is DLPack's exchange interface; `outs` may be empty.
+        """
+        cdef size_t k
+        cdef bint has_outs = len(outs) > 0
+        cdef const void *address
+        cdef mps_task *task
+        cdef object first = types[0], second = types[1]
+        cdef const mps_dl_api *api = mps_dl_find(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"))
+        if api == NULL or <size_t>len(params) != self.count or <size_t>len(grads) != self.count:
+            return False
+        if has_outs and <size_t>len(outs) != self.count:
+            return False
+        for k in range(self.count):
+            task = self.tasks + k
+            if has_outs != (task.out != NULL) and task.n:
+                return False
+            if not fits(api, params[k], first, second, task.n, task.p_kind, &address) or address != task.p and task.n:
+                return False
+            if has_outs and (
+                not fits(api, outs[k], first, second, task.n, task.out_kind, &address)
+                or address != task.out and task.n
+            ):
+                return False
+            if not fits(api, grads[k], first, second, task.n, task.g_kind, &address):
+                return False
+            task.g = address
+        return True
+
     def run(self, int rule, list terms, int threads):
         """Update everything with the terms of each lot; gives the trust ratios (LAMB only).
 
@@ -138,6 +185,20 @@ cdef class Table:
         finally:
             free(packed)
             free(ratios)
+
+
+cdef bint fits(
+    const mps_dl_api *api, object x, object first, object second, size_t count, int kind, const void **address,
+):
+    """Whether a tensor is as a row has it; gives its address."""
+    cdef mps_dl_tensor view
+    if type(x) is not first and type(x) is not second:
+        return False
+    if api.view(<void *>x, &view):
+        PyErr_Clear()  # sparse, for one
+        return False
+    address[0] = <const void *>(<const char *>view.data + view.byte_offset)
+    return mps_dl_kind(&view) == kind and mps_dl_count(&view) == <int64_t>count
 
 
 cdef int pack(mps_terms *t, tuple values) except -1:

@@ -174,6 +174,10 @@ def _check_optimizer(config: Config) -> Iterator[Problem]:
         yield from _check_params(rest, path, known.ADAM_PARAMS | (known.TORCH_ADAM_PARAMS if is_torch else {}))
         if rest.get("amsgrad") is True and not is_torch:
             yield Problem(f"{path}.amsgrad", "the built-in Adam has no amsgrad", "set params.torch_adam to true")
+    elif kind in known.HOST_PARAMS:
+        yield from _check_params(rest, path, known.HOST_PARAMS[kind])
+        if rest.get("amsgrad") is True:
+            yield Problem(f"{path}.amsgrad", f"{section.type} has no amsgrad", "remove it")
     elif section.type == "SGD":
         yield from _check_params(rest, path, known.SGD_PARAMS)
 

@@ -12,7 +12,7 @@ from mpispeed.config.section import Section
 class Optimizer(Section):
     """The update rule."""
 
-    type: str | None = Field(None, description="Adam, AdamW, SGD, or a class name of torch.optim.")
+    type: str | None = Field(None, description="Adam, AdamW, Adagrad, Lion, Lamb, SGD, or a class name of torch.optim.")
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the optimizer.")
     legacy_fusion: bool = Field(False, description="Accepted for old files; no effect.")
 
@@ -56,6 +56,42 @@ SGD_PARAMS = {
 FLAT = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "Lion", "SGD")}
 """Optimizers whose states are flat pieces, as long as the masters: the ones that can rest in files."""
 
+ADAGRAD_PARAMS = {
+    "lr": "non-negative",
+    "eps": "non-negative",
+    "weight_decay": "non-negative",
+    "lr_decay": "non-negative",
+    "initial_accumulator_value": "non-negative",
+    "maximize": "bool",
+    "amsgrad": "bool",
+    "set_grad_none": "bool",
+    "fp32_optimizer_states": "bool",
+    "foreach": "bool or null",
+    "differentiable": "bool",
+    "fused": "bool or null",
+}
+LION_PARAMS = {
+    "lr": "non-negative",
+    "betas": "betas",
+    "weight_decay": "non-negative",
+    "amsgrad": "bool",
+    "set_grad_none": "bool",
+    "fp32_optimizer_states": "bool",
+}
+LAMB_PARAMS = {
+    "lr": "non-negative",
+    "betas": "betas",
+    "eps": "non-negative",
+    "weight_decay": "non-negative",
+    "bias_correction": "bool",
+    "eps_inside_sqrt": "bool",
+    "max_coeff": "non-negative",
+    "min_coeff": "non-negative",
+    "amsgrad": "bool",
+    "set_grad_none": "bool",
+    "fp32_optimizer_states": "bool",
+}
+HOST_PARAMS = {"adagrad": ADAGRAD_PARAMS, "lion": LION_PARAMS, "lamb": LAMB_PARAMS}
 _WARMUP = {
     "warmup_min_lr": "numbers",
     "warmup_max_lr": "numbers",

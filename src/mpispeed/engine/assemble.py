@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad")
+TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad", "Lion")
 """Optimizers that are known to be right on flat cuts; others need `zero_allow_untested_optimizer`."""
 
 
@@ -180,7 +180,7 @@ def _refuse_foreign_params(model: nn.Module, groups: list[dict[str, Any]]) -> No
 
 def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer | None) -> None:
     # Of the client's optimizers the exact classes: a subclass may do anything.
-    is_tested = name in TESTED_FOR_CUTS and (client is None or type(client) is getattr(torch.optim, name))
+    is_tested = name in TESTED_FOR_CUTS and (client is None or type(client) is getattr(torch.optim, name, None))
     if plan.states.master.is_whole or is_tested:
         return
     if rule.is_elementwise is False:

@@ -7,8 +7,9 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mpispeed.base.errors import UsageError
 from mpispeed.native import status
 from mpispeed.native.flat import KINDS, any_overlap, check_tensors, check_threads, is_same_memory, overlaps
 from mpispeed.native.host_terms import Terms
@@ -52,31 +53,50 @@ class Row(NamedTuple):
 class HostTable:
     """Tensors that a rule updates together, with their addresses prepared once for many calls.
 
-    The table keeps the tensors alive, but does not see it when one of them moves to other memory.
+    The table keeps parameters, states and outs alive, but gradients only until the first `run`.
     """
 
     def __init__(self, rule: str, rows: Iterable[Row]) -> None:
         """Raises as `check_row`."""
         self.rule = rule
-        self._rows = list(rows)
+        self._rows: list[Row] = list(rows)
         for row in self._rows:
             check_row(rule, row)
         fits = all(_has_loop(row) for row in self._rows)
         module = status.compiled("cpu_optim") if fits else None
         self._table: Any = None if module is None else module.Table([_packed(row) for row in self._rows])
+        self._grads: list[Tensor] | None = [row.grad for row in self._rows]
+        self._grad_dtypes = [row.grad.dtype for row in self._rows]
+        nothing = torch.empty(0)
+        self._rows = [row._replace(grad=nothing) for row in self._rows]
+        held = [row.param for row in self._rows] + [row.out for row in self._rows if row.out is not None]
+        self._addresses = [x.data_ptr() for x in held]
 
-    def set_grads(self, grads: Sequence[Tensor]) -> None:
-        """Other gradients in the order of the rows, with the lengths, dtypes and layout of the former ones.
+    def take(self, params: list[Tensor], grads: list[Tensor], outs: list[Tensor]) -> bool:
+        """Whether the table can go on with these tensors in the order of its rows; if so, it has taken the gradients.
 
-        The caller has checked them.
+        It can if parameters and outs (all or none) are where they were, and gradients are of the same dtypes,
+        contiguous and in host memory. The caller keeps the gradients alive until `run` returns.
         """
-        self._rows = [row._replace(grad=grad) for row, grad in zip(self._rows, grads, strict=True)]
+        capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # not in every supported torch
+        if self._table is not None and capsule is not None:
+            taken: bool = self._table.take(capsule, (Tensor, nn.Parameter), params, grads, outs)
+        else:
+            taken = self._take_slowly(params, grads, outs)
+        self._grads = grads if taken else None
+        return taken
+
+    def _take_slowly(self, params: list[Tensor], grads: list[Tensor], outs: list[Tensor]) -> bool:
+        lengths = [row.param.numel() for row in self._rows]
+        if [x.data_ptr() for x in (*params, *outs)] != self._addresses or [x.numel() for x in params] != lengths:
+            return False
+        if [x.dtype for x in grads] != self._grad_dtypes or any(x.layout != torch.strided for x in grads):
+            return False
+        if any(x.device.type != "cpu" or not x.is_contiguous() for x in grads) or [x.numel() for x in grads] != lengths:
+            return False
         if self._table is not None:
             self._table.set_grads([grad.data_ptr() for grad in grads])
-
-    def set_grad_addresses(self, addresses: list[int]) -> None:
-        """As `set_grads`, for a table that `is_compiled`; the caller keeps the gradients alive until `run` returns."""
-        self._table.set_grads(addresses)
+        return True
 
     @property
     def is_compiled(self) -> bool:
@@ -90,12 +110,20 @@ class HostTable:
 
         Raises:
             ValueError: `threads` is below 1.
+            UsageError: gradients were not given since the last run.
         """
         check_threads(self.rule, threads)
+        grads, self._grads = self._grads, None
+        if grads is None:
+            msg = f"{self.rule}: the table has no gradients; give it those of this update with `take`"
+            raise UsageError(msg)
         if self._table is not None:
             ratios: list[float] = self._table.run(_NUMBERS[self.rule], [tuple(entry) for entry in terms], threads)
             return ratios
-        found = [run_twin(self.rule, row.param, row.states, row.grad, row.out, terms[row.lot]) for row in self._rows]
+        found = [
+            run_twin(self.rule, row.param, row.states, grad, row.out, terms[row.lot])
+            for row, grad in zip(self._rows, grads, strict=True)
+        ]
         return found if self.rule == "lamb" else []
 
 

@@ -27,7 +27,7 @@ Element = Callable[[Tensor, Sequence[Tensor], Tensor, Terms], tuple[Tensor, Sequ
 def run_twin(
     rule: str, param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None, terms: Terms
 ) -> float:
-    """One update of contiguous tensors by the rule "adam", "adagrad", "lion" or "lamb"; gives LAMB's trust ratio, or 1."""
+    """One update of contiguous tensors by "adam", "adagrad", "lion" or "lamb"; gives LAMB's trust ratio, or 1."""
     flat = [x.detach().view(-1) for x in (param, *states, grad)]
     flat_out = None if out is None else out.detach().view(-1)
     if rule == "lamb":

@@ -3,17 +3,21 @@
 A rule updates the windows it is given; which parameters they were cut from, and on which rank or tier
 they lie, is not known here. Knows torch and the kernels of `native`: no ranks, no settings files.
 
-State: own rules (`Adam`, `SGD`) hold theirs in `Window.state`, which the caller allocates as zeros of
-`rule.state_names` and stores; next to it they need nothing but `Window.step`. A rule that is a
+State: own rules (`Adam`, `Adagrad`, `Lion`, `Lamb`, `SGD`) hold theirs in `Window.state`, which the caller
+allocates as zeros of `rule.state_names` and stores; next to it they need nothing but `Window.step`. A rule that is a
 `KeepsState` (`Foreign`) holds its own: read it with `slots` and `window_scalars`, give it back with
 `restore`.
 """
 
 from __future__ import annotations
 
+from mpispeed.optim.adagrad import Adagrad
 from mpispeed.optim.adam import Adam
 from mpispeed.optim.choice import build
+from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion
 from mpispeed.optim.foreign import Foreign, is_elementwise, split_state
+from mpispeed.optim.lamb import Lamb
+from mpispeed.optim.lion import Lion
 from mpispeed.optim.rule import RULES, KeepsState, Rule, Scalar, Window, key_text
 from mpispeed.optim.schedule import (
     SCHEDULES,
@@ -40,10 +44,17 @@ __all__ = [
     "SCHEDULES",
     "SGD",
     "VALID_LR_SCHEDULES",
+    "Adagrad",
     "Adam",
+    "CPUAdagrad",
+    "CPUAdam",
+    "CPULamb",
+    "CPULion",
     "Foreign",
     "KeepsState",
     "LRRangeTest",
+    "Lamb",
+    "Lion",
     "OneCycle",
     "Rule",
     "Scalar",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.optim.rule import RULES, Rule, Scalar, Window, check_keywords, key_text
+from mpispeed.optim.rule import Scalar, Window, check_keywords, key_text
 
 logger = logging.getLogger(__name__)
 
@@ -311,9 +311,3 @@ def _scaled(window: Window, grad_scale: float) -> Tensor:
     """The gradient in the master's dtype, times `grad_scale`; in place where the dtype allows it."""
     grad = window.grad.to(window.master.dtype)
     return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
-
-
-@RULES.register("Adagrad")
-def _build_adagrad(params: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
-    foreign = Foreign(torch.optim.Adagrad, params)
-    return foreign, dict(foreign.defaults)

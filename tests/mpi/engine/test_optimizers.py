@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mpispeed
+from mpispeed.optim import CPULamb, CPULion
 from tests.helpers.small import (
     ADAM,
     Net,
@@ -85,6 +86,39 @@ def test_optimizers_of_the_json_with_groups(json, cls, params, stage):
     train_plain(plain, cls(groups_of(plain), lr=1e-2, **params), data)
     check_equal(engine.module, plain)
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("json", "cls", "params"),
+    [
+        ({"type": "Adagrad", "params": {"lr": 1e-2, "lr_decay": 0.1}}, torch.optim.Adagrad, {"lr_decay": 0.1}),
+        ({"type": "Lion", "params": {"lr": 1e-2, "betas": [0.9, 0.95]}}, CPULion, {"betas": (0.9, 0.95)}),
+    ],
+    ids=["Adagrad", "Lion"],
+)
+def test_adagrad_and_lion_need_no_key_with_cut_states(json, cls, params, stage):
+    model, plain = Net(), Net()
+    engine = start(settings(stage, optimizer=json), model, model_parameters=groups_of(model))
+    data = samples(5)
+    train(engine, data)
+    train_plain(plain, cls(groups_of(plain), lr=1e-2, **params), data)
+    check_equal(engine.module, plain)
+    engine.destroy()
+
+
+def test_lamb_at_stage_0_and_refused_at_others():
+    section = {"type": "Lamb", "params": {"lr": 1e-2, "max_coeff": 5.0}}
+    model, plain = Net(), Net()
+    engine = start(settings(0, optimizer=section), model, model_parameters=groups_of(model))
+    data = samples(5)
+    train(engine, data)
+    train_plain(plain, CPULamb(groups_of(plain), lr=1e-2, max_coeff=5.0), data)
+    check_equal(engine.module, plain)
+    engine.destroy()
+    for stage in (1, 2, 3):
+        with pytest.raises(AssertionError, match="optimizer Lamb looks at whole tensors"):
+            start(settings(stage, optimizer=section, **UNTESTED), Net())
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.base.errors import ConfigError, UnknownOption, UnsupportedOption
-from mpispeed.optim import RULES, SGD, Adam, Foreign, KeepsState, Rule, Window, build
+from mpispeed.optim import RULES, SGD, Adagrad, Adam, CPULion, Foreign, KeepsState, Lamb, Rule, Window, build
 
 STEPS = 20
 LENGTH = 173
@@ -183,6 +184,73 @@ def test_adam_without_bias_correction_takes_the_plain_step() -> None:
     torch.testing.assert_close(master, torch.full((LENGTH,), -0.01 / 0.001**0.5))
 
 
+ADAGRAD_CASES: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.1, "weight_decay": 0.1, "lr_decay": 0.05},
+    {"initial_accumulator_value": 0.3, "eps": 1e-6, "maximize": True},
+]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("params", ADAGRAD_CASES)
+def test_adagrad_is_that_of_torch(params: dict[str, Any], cuts: list[int]) -> None:
+    rule, group = build("Adagrad", {**params, "foreach": None})
+    master, state = run_rule(rule, group, cuts, gradients(), start())
+    expected, expected_state = run_torch(torch.optim.Adagrad, gradients(), start(), **params)
+    torch.testing.assert_close(master, expected, rtol=1e-6, atol=1e-6 * group["lr"] * STEPS)
+    torch.testing.assert_close(state["sum"], expected_state["sum"], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_lion_is_the_optimizer_for_host_memory(cuts: list[int]) -> None:
+    rule, group = build("lion", {"lr": 0.02, "weight_decay": 0.1, "betas": [0.9, 0.95]})
+    out = torch.empty(LENGTH, dtype=torch.bfloat16)
+    master, _ = run_rule(rule, group, cuts, gradients(), start(), out, grad_scale=0.5, threads=2)
+    parameter = nn.Parameter(start())
+    optimizer = CPULion([parameter], lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
+    for grad in gradients():
+        parameter.grad = grad
+        optimizer.step(grad_scale=0.5)
+    assert torch.equal(master, parameter)
+    assert torch.equal(out, master.bfloat16())
+
+
+def test_lamb_steps_in_proportion_to_the_norm() -> None:
+    rule, group = build("LAMB", {"lr": 0.01, "eps": 0.0, "bias_correction": False, "betas": [0.0, 0.0]})
+    assert isinstance(rule, Lamb)
+    assert (rule.wants_whole, rule.is_elementwise) == (True, False)
+    before = start()
+    master, _ = run_rule(rule, group, CUTS[0], gradients()[:1], before.clone())
+    ratio = float(before.double().norm()) / LENGTH**0.5  # the direction is a sign
+    torch.testing.assert_close(master, before - 0.01 * ratio * gradients()[0].sign())
+    assert rule.get_lamb_coeffs() == [pytest.approx(ratio)]
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion", "Lamb"])
+def test_windows_are_taken_one_at_a_time(name: str) -> None:
+    rule, group = build(name, {"lr": 0.1})
+    masters = [torch.ones(4) for _ in range(3)]
+
+    def windows() -> Iterator[Window]:
+        for index, master in enumerate(masters):
+            assert all(not torch.equal(done, torch.ones(4)) for done in masters[:index])
+            state = {slot: torch.zeros(4) for slot in rule.state_names}
+            yield Window(master, torch.ones(4), state, group, 1)
+
+    rule.update(windows())
+    assert not torch.equal(masters[-1], torch.ones(4))
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Lion", "Lamb"])
+def test_fp64_masters_are_updated_in_fp64(name: str) -> None:
+    rule, group = build(name, {"lr": 0.1, "weight_decay": 0.1})
+    wide, _ = run_rule(rule, group, CUTS[0], gradients(torch.float64), start(torch.float64))
+    narrow, _ = run_rule(rule, group, CUTS[0], gradients(), start())
+    assert wide.dtype == torch.float64
+    torch.testing.assert_close(wide.float(), narrow, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(wide, narrow.double())
+
+
 def test_groups_differ_and_missing_hyper_parameters_come_from_the_rule() -> None:
     rule, group = build("Adam", {"lr": 0.25, "eps": 0.0})
     masters = [torch.zeros(4) for _ in range(3)]
@@ -201,7 +269,7 @@ def test_groups_differ_and_missing_hyper_parameters_come_from_the_rule() -> None
 
 
 def test_empty_windows_are_fine() -> None:
-    for name in ("Adam", "SGD", "RMSprop"):
+    for name in ("Adam", "Adagrad", "Lion", "Lamb", "SGD", "RMSprop"):
         rule, group = build(name, {"lr": 0.1})
         state = {slot: torch.zeros(0) for slot in rule.state_names}
         rule.update([Window(torch.zeros(0), torch.zeros(0), state, group, 1, key=(0, 0, 0))], grad_scale=0.5, threads=1)
@@ -257,19 +325,30 @@ def test_auto_and_hints_are_left_out() -> None:
     assert (group["lr"], group["alpha"]) == (0.01, 0.5)
 
 
-@pytest.mark.parametrize("name", ["Adam", "SGD", "RMSprop"])
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion", "Lamb", "SGD", "RMSprop"])
 def test_max_grad_norm_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="gradient_clipping"):
         build(name, {"max_grad_norm": 1.0})
 
 
-def test_amsgrad_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="torch_adam") as caught:
-        build("Adam", {"amsgrad": True})
+@pytest.mark.parametrize(
+    ("name", "cure"), [("Adam", "torch_adam"), ("Adagrad", "Remove"), ("Lion", "Remove"), ("Lamb", "Remove")]
+)
+def test_amsgrad_is_refused(name: str, cure: str) -> None:
+    with pytest.raises(RuntimeError, match=cure) as caught:
+        build(name, {"amsgrad": True})
     assert isinstance(caught.value, UnsupportedOption)
 
 
-@pytest.mark.parametrize(("name", "wrong", "right"), [("Adam", "beta", "betas"), ("SGD", "momentun", "momentum")])
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("Adam", "beta", "betas"),
+        ("SGD", "momentun", "momentum"),
+        ("Adagrad", "lr_dekay", "lr_decay"),
+        ("Lamb", "max_coef", "max_coeff"),
+    ],
+)
 def test_unknown_parameters_get_a_suggestion(name: str, wrong: str, right: str) -> None:
     with pytest.raises(TypeError, match=f'Did you mean "{right}"') as caught:
         build(name, {wrong: 1})
@@ -286,6 +365,11 @@ def test_unknown_parameters_get_a_suggestion(name: str, wrong: str, right: str) 
         ("Adam", {"betas": [0.9, 1.0]}),
         ("Adam", {"eps": True}),
         ("Adam", {"weight_decay": float("nan")}),
+        ("Adagrad", {"initial_accumulator_value": -1}),
+        ("Adagrad", {"maximize": "yes"}),
+        ("Lion", {"betas": [0.9, 2]}),
+        ("Lamb", {"bias_correction": 1}),
+        ("Lamb", {"min_coeff": 2.0, "max_coeff": 1.0}),
         ("SGD", {"momentum": -0.1}),
         ("SGD", {"nesterov": True}),
         ("SGD", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
@@ -310,7 +394,7 @@ def test_unknown_type_gets_a_suggestion() -> None:
 
 
 def test_own_names_win_in_any_case() -> None:
-    assert {"adam", "adamw", "sgd", "adagrad"} <= set(RULES)
-    rule, _ = build("aDaGrAd", {"lr": 0.5})
-    assert isinstance(rule, Foreign)
-    assert type(rule.optimizer) is torch.optim.Adagrad
+    assert {"adam", "adamw", "sgd", "adagrad", "lion", "lamb"} <= set(RULES)
+    rule, group = build("aDaGrAd", {"lr": 0.5})
+    assert isinstance(rule, Adagrad)
+    assert group["lr"] == 0.5

@@ -1,0 +1,141 @@
+"""Adam, Adagrad, Lion and LAMB as optimizers of torch for any model in host memory.
+
+The names and arguments are those of DeepSpeed's CPU optimizers and FusedLamb; the rules are those that a JSON
+file chooses, see `adam`, `adagrad`, `lion` and `lamb`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mpispeed.optim.adagrad import Adagrad
+from mpispeed.optim.adam import Adam
+from mpispeed.optim.host_optimizer import HostOptimizer
+from mpispeed.optim.host_rule import check_coefficients
+from mpispeed.optim.lamb import Lamb
+from mpispeed.optim.lion import Lion
+
+
+class CPUAdam(HostOptimizer):
+    """AdamW (`adamw_mode`), or Adam with L2 decay in the gradient."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "amsgrad": amsgrad,
+        }
+        rule = Adam(adam_w_mode=adamw_mode)
+        super().__init__(rule, model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, threads=threads)
+
+
+class CPUAdagrad(HostOptimizer):
+    """Adagrad with L2 decay in the gradient."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        *,
+        lr_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        maximize: bool = False,
+        threads: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "lr_decay": lr_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+            "amsgrad": amsgrad,
+        }
+        super().__init__(
+            Adagrad(), model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, threads=threads
+        )
+
+    def _begin(self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        super()._begin(param, state, group)
+        state["sum"].fill_(float(group["initial_accumulator_value"]))
+
+
+class CPULion(HostOptimizer):
+    """Lion, with decoupled decay."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(Lion(), model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, threads=threads)
+
+
+class CPULamb(HostOptimizer):
+    """LAMB; the ratio of the norms of a parameter and its step is kept within [min_coeff, max_coeff]."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "amsgrad": amsgrad,
+        }
+        super().__init__(Lamb(), model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, threads=threads)
+
+    def _check_hyper(self, hyper: Mapping[str, Any]) -> None:
+        super()._check_hyper(hyper)
+        check_coefficients("CPULamb", hyper)
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The ratios of the last step, one for each parameter with a gradient, in the order of the groups."""
+        return list(self._ratios)

@@ -1,0 +1,118 @@
+"""What the rules with compiled loops share: windows one at a time, and params of a JSON file checked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpispeed.base.errors import ConfigError, UnsupportedOption
+from mpispeed.native.host_table import STATE_NAMES, HostTable, Row
+from mpispeed.native.host_terms import Terms
+from mpispeed.native.host_twins import run_twin
+from mpispeed.optim.rule import Window, check_range, drop_auto, refuse_keyword
+
+
+class HostRule(ABC):
+    """A rule whose loops are in `native.host_table`; a subclass says which factors an update has.
+
+    Windows are taken one at a time, and each is finished before the next is asked for. Gradients are not
+    modified. Windows outside of host memory are updated by the torch twin.
+    """
+
+    kernel: str  # name of the rule in `native.host_table`
+    wants_whole = False
+    is_elementwise: bool | None = True
+
+    def __init__(self, name: str, defaults: Mapping[str, Any]) -> None:
+        self.name = name
+        self.state_names: tuple[str, ...] = STATE_NAMES[self.kernel]
+        self.defaults: dict[str, Any] = dict(defaults)
+
+    def update(self, windows: Iterable[Window], *, grad_scale: float = 1.0, threads: int = 1) -> None:
+        """Update the master, state and `out` of every window from its gradient times `grad_scale`."""
+        for window in windows:
+            if window.master.numel():
+                self.update_one(window, grad_scale, threads)
+
+    def update_one(self, window: Window, grad_scale: float, threads: int) -> float:
+        """Update one window that is not empty; gives LAMB's trust ratio, or 1."""
+        states = tuple(window.state[name] for name in self.state_names)
+        terms = self.terms({**self.defaults, **window.group}, window.step, grad_scale)
+        if window.master.device.type != "cpu":
+            return run_twin(self.kernel, window.master, states, window.grad, window.out, terms)
+        row = Row(window.master, states, window.grad, window.out)
+        ratios = HostTable(self.kernel, [row]).run([terms], threads=threads)
+        return ratios[0] if ratios else 1.0
+
+    @abstractmethod
+    def terms(self, hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
+        """The factors of update number `step`, from 1, with the hyper-parameters of a group."""
+
+    def scalars(self) -> dict[str, Any]:
+        """Nothing: the step number comes with the windows."""
+        return {}
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:  # noqa: B027 # a rule may have none
+        """Nothing to take back."""
+
+
+def read_hyper(
+    name: str, params: Mapping[str, Any], defaults: Mapping[str, Any], ignored: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The hyper-parameters among `params`, checked: numbers at least 0, betas within [0, 1), truths.
+
+    Raises:
+        UnknownOption: a parameter that is neither in `defaults` nor in `ignored`.
+        UnsupportedOption: amsgrad is true.
+        ConfigError: a value is impossible.
+    """
+    params = drop_auto(params)
+    if params.pop("amsgrad", False):
+        msg = f"amsgrad is true in the params of the optimizer {name}; this variant is not supported. Remove it"
+        raise UnsupportedOption(msg)
+    hyper: dict[str, Any] = {}
+    for key, value in params.items():
+        if key in defaults:
+            hyper[key] = _checked(name, key, value, defaults[key])
+        elif key not in set(ignored):
+            refuse_keyword(key, {*defaults, *ignored, "amsgrad"}, f"the optimizer {name}")
+    return hyper
+
+
+def _checked(name: str, key: str, value: Any, default: Any) -> Any:
+    if key == "betas":
+        return checked_betas(name, value)
+    if not isinstance(default, bool):
+        return check_range(name, key, value)
+    if not isinstance(value, bool):
+        msg = f"{key} of the optimizer {name} is {value!r}; expected true or false"
+        raise ConfigError(msg)
+    return value
+
+
+def checked_betas(name: str, betas: Any) -> tuple[float, float]:
+    """Two numbers within [0, 1).
+
+    Raises:
+        ConfigError: `betas` is something else.
+    """
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        msg = f"betas of the optimizer {name} is {betas!r}; expected two numbers such as [0.9, 0.999]"
+        raise ConfigError(msg)
+    first, second = (check_range(name, "betas", beta, below=1.0) for beta in betas)
+    return first, second
+
+
+def check_coefficients(name: str, hyper: Mapping[str, Any]) -> None:
+    """Check that the limits of LAMB's trust ratio are in order.
+
+    Raises:
+        ConfigError: min_coeff is above max_coeff.
+    """
+    if hyper["min_coeff"] > hyper["max_coeff"]:
+        msg = (
+            f"min_coeff of the optimizer {name} is {hyper['min_coeff']!r} and max_coeff {hyper['max_coeff']!r}; "
+            "min_coeff may not be above max_coeff"
+        )
+        raise ConfigError(msg)
