@@ -109,16 +109,18 @@ def _state_cells(
 
 
 def check_rule(plan: Plan, rule: Rule | None, name: str) -> None:
-    """State in swap files has to be flat.
+    """What is in swap files is updated a window at a time, from flat state.
 
     Raises:
-        ConfigError: the optimizer keeps its state in objects of its own.
+        ConfigError: the optimizer keeps its state in objects of its own and updates all parameters at once.
     """
-    if plan.states.master.tier is Tier.NVME and isinstance(rule, KeepsState):
+    tiers = {"offload_optimizer": plan.states.master.tier, "offload_param": plan.states.param.tier}
+    swapped = [f"zero_optimization.{key}.device" for key, tier in tiers.items() if tier is Tier.NVME]
+    if swapped and isinstance(rule, KeepsState):
         msg = (
-            f"optimizer {name} keeps its state in objects of its own, which cannot be swapped out, and "
-            "zero_optimization.offload_optimizer.device is nvme; use Adam, AdamW, Adagrad, Lion or SGD by name in the "
-            "config, or device cpu"
+            f"optimizer {name} keeps its state in objects of its own and updates all parameters at once, so that they "
+            f"have to be in memory, and {' and '.join(swapped)} is nvme; use Adam, AdamW, Adagrad, Lion or SGD by name "
+            "in the config, or device cpu"
         )
         raise ConfigError(msg)
 
