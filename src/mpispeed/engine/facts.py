@@ -187,8 +187,7 @@ def gather_facts(
     """
     zero, states = plan.config.zero_optimization, plan.states
     topology = plan.topology()
-    if group_of is None:
-        group_of = {id(param): 0 for param in model.parameters() if param.requires_grad}
+    group_of = _all_trainable(model) if group_of is None else group_of
     names, state_bytes = _slots(plan) if slots is None else (tuple(slots), 4 * len(slots))
     table = plan_units(
         model,
@@ -217,11 +216,7 @@ def gather_facts(
         micro_steps=plan.batch.gradient_accumulation_steps,
         is_overlapped=plan.is_overlapped and topology.group_size("data") > 1,
         resident=frozenset(resident),
-        limits=Limits(
-            ahead=zero.prefetch_bucket_size if plan.is_overlapped else 0,
-            live=zero.max_live_parameters,
-            reuse=zero.max_reuse_distance,
-        ),
+        limits=_limits(plan),
         codes_params=zero.zero_quantized_weights,
         codes_frozen=zero.zero_quantized_nontrainable_weights,
         codes_grads=plan.placing.hops is not None,
@@ -230,6 +225,16 @@ def gather_facts(
         slots=names,
         offload=offload_of(zero),
     )
+
+
+def _all_trainable(model: nn.Module) -> dict[int, int]:
+    return {id(param): 0 for param in model.parameters() if param.requires_grad}
+
+
+def _limits(plan: Plan) -> Limits:
+    zero = plan.config.zero_optimization
+    ahead = zero.prefetch_bucket_size if plan.is_overlapped else 0
+    return Limits(ahead=ahead, live=zero.max_live_parameters, reuse=zero.max_reuse_distance)
 
 
 def _slots(plan: Plan) -> tuple[tuple[str, ...], int]:
