@@ -6,7 +6,7 @@
 
 #define MPS_IO_STACK (256u << 10)
 
-/* Wait for what is queued and end the threads. In a forked child there are none, and the lock may be held. */
+/* Wait for what is queued, end the threads and give their queues back. In a forked child there are none, and the lock may be held. */
 static void mps_pool_close(mps_pool *pool) {
     if (pool->owner != getpid()) return;
     pthread_mutex_lock(&pool->lock);
@@ -14,13 +14,13 @@ static void mps_pool_close(mps_pool *pool) {
     pthread_cond_broadcast(&pool->work);
     pthread_mutex_unlock(&pool->lock);
     for (int i = 0; i < pool->started; i++) pthread_join(pool->threads[i], NULL);
-    pool->started = 0;
+    for (int i = 0; i < pool->opened_rings; i++) mps_ring_close(&pool->rings[i]);
+    pool->started = pool->opened_rings = 0;
 }
 
 static void mps_pool_free(mps_pool *pool) {
     if (pool == NULL || pool->owner != getpid()) return;
     mps_pool_close(pool);
-    for (int i = 0; i < pool->opened_rings; i++) mps_ring_close(&pool->rings[i]);
     free(pool->rings);
     pthread_cond_destroy(&pool->work);
     pthread_cond_destroy(&pool->done);

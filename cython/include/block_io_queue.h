@@ -50,6 +50,12 @@ static void mps_queue_finish(mps_queue *q, int index, int error) {
     q->free[q->free_count++] = index;
 }
 
+/* Finish a request by what was reported for it; what is missing goes by system calls. */
+static void mps_queue_take_in(mps_queue *q, int index, ssize_t got) {
+    int verdict = mps_take_in(&q->slots[index], got);
+    mps_queue_finish(q, index, verdict == 1 ? mps_perform(&q->slots[index]) : verdict ? mps_error(verdict) : 0);
+}
+
 /* Write down a request for the kernel; 0 when it is finished without it. */
 static int mps_queue_prepare(mps_queue *q, int index) {
     mps_slot *slot = &q->slots[index];
@@ -60,7 +66,7 @@ static int mps_queue_prepare(mps_queue *q, int index) {
     }
     mps_fault fault = q->faults[index] = mps_next_fault(slot->transfer->is_write);
     if (fault.error) {
-        mps_queue_finish(q, index, fault.error);
+        mps_queue_take_in(q, index, -fault.error);
         return 0;
     }
     q->due[index] = fault.seconds > 0 ? mps_now() + fault.seconds : 0.0;
@@ -85,11 +91,9 @@ static void mps_queue_reap(mps_queue *q, int least) {
     }
     for (long i = 0; i < count; i++) {
         int index = (int)q->answers[i].index;
-        mps_slot *slot = &q->slots[index];
         if (q->due[index] > 0) mps_sleep(q->due[index] - mps_now());
-        int verdict = mps_take_in(slot, mps_shorten((ssize_t)q->answers[i].got, q->faults[index]));
         q->in_flight--;
-        mps_queue_finish(q, index, verdict == 1 ? mps_perform(slot) : verdict ? mps_error(verdict) : 0);
+        mps_queue_take_in(q, index, mps_shorten((ssize_t)q->answers[i].got, q->faults[index]));
     }
 }
 

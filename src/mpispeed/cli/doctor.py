@@ -45,6 +45,12 @@ import json
 from mpispeed.native import status
 print(json.dumps([[c.name, c.is_usable, c.reason or c.purpose] for c in status.report()]))
 """
+_IO = """
+import json
+from dataclasses import asdict
+from mpispeed.native.block_probe import kernel_refusal, probe
+print(json.dumps([asdict(probe(".")), kernel_refusal("uring")]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,24 @@ def _check_compiled() -> Iterable[Finding]:
         yield Finding(f"compiled {name}", is_usable, detail)
 
 
+def _check_io() -> Iterable[Finding]:
+    """Asynchronous I/O in the current folder; where it is not the best, the reason."""
+    found, reason = _answer(_IO)
+    if not isinstance(found, list):
+        yield Finding("block I/O", False, reason)
+        return
+    here, uring_reason = found
+    what = f'backend "{here["backend"]}" in {here["folder"]}, blocks of {here["alignment"]} bytes'
+    yield Finding("block I/O", True, f"{what}; {here['backend_reason']}" if here["backend_reason"] else what)
+    yield Finding("O_DIRECT", here["is_direct"], here["direct_reason"] or "granted in this folder")
+    yield Finding("io_uring", not uring_reason, uring_reason or 'usable when named as backend "uring"')
+    limit = here["mlock_limit"]
+    enough = limit is None or limit >= 1 << 30
+    said = "unlimited" if limit is None else f"{limit} bytes"
+    advice = "" if enough else "; raise it with `ulimit -l` or in limits.conf for page-locked buffers"
+    yield Finding("locked memory", enough, f"RLIMIT_MEMLOCK is {said}{advice}")
+
+
 def _check_files() -> Iterable[Finding]:
     found, reason = _answer(_HDF5)
     if isinstance(found, dict):
@@ -175,6 +199,7 @@ CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     _check_mpi,
     _check_files,
     _check_compiled,
+    _check_io,
     _check_cuda,
     _check_slurm,
 )

@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 import threading
+from collections import deque
 from typing import Any
 
 from mpispeed.native.block_probe import direct_file_refusal, probe
@@ -40,7 +41,7 @@ class BlockFile:
         self._access = access
         self._fd = os.open(self.path, flags | os.O_NONBLOCK, 0o600)  # of a pipe, too, this returns
         self._plain: int | None = self._fd
-        self._jobs: list[tuple[Any, Any]] = []
+        self._jobs: deque[tuple[Any, Any]] = deque()
         self._lock = threading.Lock()
         self.is_direct = False
         try:
@@ -145,7 +146,8 @@ class BlockFile:
     def watch(self, job: Any, pool: Any) -> None:
         """Let `close` wait for a job of the compiled module."""
         with self._lock:
-            self._jobs = [known for known in self._jobs if not known[0].is_done()]
+            while self._jobs and self._jobs[0][0].is_done():
+                self._jobs.popleft()
             self._jobs.append((job, pool))
 
     def _open(self) -> int:
