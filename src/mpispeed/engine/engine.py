@@ -46,6 +46,7 @@ class Engine(Weights, OffloadStates, nn.Module):
         self._step_start = time.perf_counter()
         self._is_closed = False
         self._absence: Absence | None = None
+        self._tried_roots: set[str] = set()
 
     # -- what it holds ---------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -39,6 +41,7 @@ class OffloadStates:
 
     parts: Parts
     _absence: Absence | None
+    _tried_roots: set[str]  # where swap files are known to work
     _is_closed: bool
 
     def offload_states(
@@ -85,7 +88,7 @@ class OffloadStates:
             return
         root = _root(self.parts, nvme_path)
         self.parts.sharding.meet(f"engine.offload_states({', '.join(sorted(kinds))})")
-        absence = self._absence or Absence(self.parts)
+        absence = self._absence or Absence(self.parts, self._tried_roots)
         try:
             absence.take_away(kinds, root)
         finally:
@@ -173,11 +176,13 @@ class _Stored:
 class Absence:
     """States of an engine that are away, in a swap folder of their own."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._comm = parts, parts.mesh.world.comm
+    def __init__(self, parts: Parts, tried_roots: set[str]) -> None:
+        """Args: `tried_roots` need no trial any more; those that pass one are added."""
+        self._parts, self._comm, self._tried = parts, parts.mesh.world.comm, tried_roots
         self._stored: list[_Stored] = []
         self._folders: dict[str, SwapFolder] = {}
-        self._io = BlockIO(io_options(parts.plan))
+        self._options = io_options(parts.plan.config.aio)
+        self._io = BlockIO(self._options)
         self._count = 0
 
     def take_away(self, kinds: frozenset[str], root: str) -> None:
@@ -190,8 +195,9 @@ class Absence:
             optimization.grads.pause()
         found = _find_stored(self._parts, kinds)
         wanted = sum(_up(item.nbytes) for item in found if item.has_values)
-        if root not in self._folders:
-            preflight(self._comm, self._parts.mesh.world.node, Path(root), wanted, io_options(self._parts.plan))
+        if root not in self._tried:
+            preflight(self._comm, self._parts.mesh.world.node, Path(root), wanted, self._options)
+            self._tried.add(root)
         problem = self._write(found, root, wanted)
         self._comm.agree(not problem, problem, StoreError)
         if Kind.lp_params in kinds:
@@ -206,6 +212,7 @@ class Absence:
             item.storage = None
         self._stored += found
         params.arena.trim()
+        _give_to_system()
         if self._parts.mesh.rank == 0:
             log.info(
                 "%s of this rank went to swap files below %s: %s", format_bytes(wanted), root, ", ".join(sorted(kinds))
@@ -275,6 +282,12 @@ class Absence:
         for folder in self._folders.values():
             folder.remove()
         self._folders.clear()
+
+
+def _give_to_system() -> None:
+    """Blocks below some 32 MiB, once freed, stay with the C library unless it is asked to let go of their pages."""
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries than that of GNU
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _up(size: int) -> int:

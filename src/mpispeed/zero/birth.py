@@ -15,23 +15,31 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.zero import guard
+from mpispeed.zero.birth_disk import InMemory, OnDisk
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
+    from mpispeed.store.cell import Cell
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)  # weak references to it end what a part takes of a swap file
 class Born:
     """What is known of a parameter between its birth and the engine that takes it over."""
 
     birth: Birth
     name: str
-    shard: torch.Tensor  # this rank's part; the last ranks' parts end in padding
     numel: int
+    dtype: torch.dtype
+    cell: Cell | None = None  # this rank's part; the last ranks' parts end in padding
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The part: itself from memory, else a copy."""
+        return torch.empty(0, dtype=self.dtype) if self.cell is None else self.cell.get()
 
 
 _BORN = WeakIdKeyDictionary()
@@ -50,9 +58,15 @@ class Birth:
     Collective over: its group, for every method that cuts or gathers.
     """
 
-    def __init__(self, comm: Comm, dtype: torch.dtype | None) -> None:
-        """Args: `dtype` is what floating parameters are cast to, except fp64; None keeps them."""
-        self.comm, self.dtype = comm, dtype
+    def __init__(self, comm: Comm, dtype: torch.dtype | None, home: InMemory | OnDisk | None = None) -> None:
+        """Make one.
+
+        Args:
+            comm: the group of ranks.
+            dtype: what floating parameters are cast to, except fp64; None keeps them.
+            home: where parts rest; in memory by default.
+        """
+        self.comm, self.dtype, self.home = comm, dtype, home or InMemory()
         self.is_active = False  # stray reads are answered
         self.live_elements = 0  # gathered now, without padding
         self.peak_elements = 0
@@ -70,7 +84,7 @@ class Birth:
         """Cut the parameters that belong to `module` itself and are not cut yet; values are those of the first rank."""
         for name, param in module._parameters.items():
             if param is not None and _is_uncut(param):
-                _BORN[param] = Born(self, f"{type(module).__name__}.{name}", torch.empty(0), param.numel())
+                _BORN[param] = Born(self, f"{type(module).__name__}.{name}", param.numel(), param.dtype)
                 self._keep(param, 0)
                 guard.seal(param, self, param.dtype)
 
@@ -87,13 +101,33 @@ class Birth:
         self._run("birth", born, lambda comm: comm.broadcast(flat, root))
         part = -(-flat.numel() // self.comm.size)
         own = flat[self.comm.rank * part : (self.comm.rank + 1) * part]
-        born.shard = torch.zeros(part, dtype=flat.dtype)
-        born.shard[: own.numel()].copy_(own)
+        if own.numel() < part:
+            own = torch.cat([own, own.new_zeros(part - own.numel())])
+        born.cell, born.dtype = self.home.keep(born, born.cell, own), flat.dtype
         if flat.data_ptr() != param.data_ptr():
             guard.unseal(param, flat.view(param.shape))
 
-    def _run(self, verb: str, born: Born, work: Callable[[Comm], None]) -> None:
-        self.comm.start(work, verb, label=born.name, describe=lambda: f"{verb} of {self._told(born)}").wait()
+    def _run(self, verb: str, born: Born, work: Callable[[Comm], None], problem: str = "") -> None:
+        """Do `work` in its turn; what this rank cannot read, or could not write before, is raised on all ranks.
+
+        Raises:
+            StoreError: on every rank, if one has a problem with its disk.
+        """
+        found = problem or self.home.problem
+        self.comm.start(
+            work, verb, label=born.name, describe=lambda: f"{verb} of {self._told(born)}", ready=lambda: found
+        ).wait()
+
+    def finish(self) -> None:
+        """Tell all ranks if the disk of one has failed; does nothing where parts rest in memory.
+
+        Collective over: the group.
+
+        Raises:
+            StoreError: on every rank, if one could not write a part.
+        """
+        if isinstance(self.home, OnDisk):
+            self.comm.agree(not self.home.problem, self.home.problem, StoreError)
 
     def _told(self, born: Born) -> str:
         return f"parameter {born.name} of {born.numel} elements"
@@ -110,9 +144,14 @@ class Birth:
 
     def _unite(self, param: nn.Parameter) -> None:
         born = _BORN[param]
-        full = torch.empty(born.shard.numel() * self.comm.size, dtype=born.shard.dtype)
-        box = [full]  # emptied below: what carries the gather out may keep its function for a while
-        self._run("gather", born, lambda comm: comm.all_gather(box[0], born.shard))
+        part, problem = torch.empty(0), ""
+        full = torch.empty(-(-born.numel // self.comm.size) * self.comm.size, dtype=born.dtype)
+        try:
+            part = born.shard
+        except StoreError as error:
+            problem = str(error)
+        box = [full, part]  # emptied below: what carries the gather out may keep its function for a while
+        self._run("gather", born, lambda comm: comm.all_gather(box[0], box[1]), problem)
         box.clear()
         guard.unseal(param, full[: born.numel].view(param.shape))
         self.live_elements += born.numel
@@ -201,7 +240,7 @@ class Birth:
     def left(self, param: nn.Parameter) -> None:
         """Another keeper has `param` now."""
         if _is_of(param, self):
-            _BORN.pop(param, None)
+            self.home.drop(_BORN.pop(param).cell)
 
 
 def _is_of(param: nn.Parameter, birth: Birth) -> bool:

@@ -17,11 +17,12 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.world import start
 from mpispeed.zero.birth import Birth
+from mpispeed.zero.birth_disk import OnDisk
 
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DEVICES = (None, "none", "cpu")
+DEVICES = (None, "none", "cpu", "nvme")
 
 
 class Init:
@@ -61,7 +62,9 @@ class Init:
             module: its parameters are cut at once; the context need not be entered for that.
             data_parallel_group: ranks over which parameters are cut; all ranks by default.
             mem_efficient_linear: accepted; no module keeps its weights for backward in any case.
-            remote_device: None or "cpu".
+            remote_device: where parts rest until `initialize`. "cpu" or "none": in memory. "nvme": in swap files below
+                `zero_optimization.offload_param.nvme_path` of the config. None: as `offload_param.device` of the
+                config says; in memory without one.
             pin_memory: accepted; no effect.
             config_dict_or_path: as for `initialize`; gives the dtype and `override_module_apply`.
             config: the older name of `config_dict_or_path`.
@@ -75,10 +78,11 @@ class Init:
             sequence_data_parallel_group: the older name of `data_parallel_group`.
             param_swapper: must be None.
 
-        Collective over: the group, if `module` is given.
+        Collective over: the group, if `module` is given or parts rest in swap files.
 
         Raises:
-            ConfigError: (a ValueError) two groups or two configs are given, or the config has mistakes.
+            ConfigError: (a ValueError) two groups or two configs are given, the config has mistakes, or the folder for
+                swap files is not given or cannot be used on some rank.
             UsageError: an argument of a wrong type, or something that is not available.
         """
         self.enabled = enabled
@@ -86,16 +90,18 @@ class Init:
             return
         if remote_device not in DEVICES or param_swapper is not None:
             what = "param_swapper" if param_swapper is not None else f"remote_device={remote_device!r}"
-            msg = f'zero.Init: {what} is not available: born parameters stay in main memory; use None or "cpu"'
+            msg = f'zero.Init: {what} is not available; remote_device can be None, "cpu" or "nvme"'
             raise UsageError(msg)
         self.settings = _settings(config_dict_or_path, config)
         dtype = dtype if dtype is not None else self.settings["dtype"]
         if dtype is not None and dtype not in DTYPES:
             msg = f"zero.Init: dtype {dtype!r} is not possible; choose torch.float32, torch.float16 or torch.bfloat16"
             raise UsageError(msg)
-        self.birth = Birth(_group(data_parallel_group, sequence_data_parallel_group, mpu), dtype)
+        comm = _group(data_parallel_group, sequence_data_parallel_group, mpu)
+        self.birth = Birth(comm, dtype, _home(comm, remote_device, self.settings))
         if module is not None:
             _cut_all(self.birth, module)
+            self.birth.finish()
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -115,8 +121,23 @@ def _settings(source: Any, older: Any) -> dict[str, Any]:
         logs.once(log, logging.WARNING, "zero.Init: config is the older name of config_dict_or_path")
         source = older
     if source is None:
-        return {"dtype": None, "override_module_apply": True}
+        return {"dtype": None, "override_module_apply": True, "device": None, "nvme_path": None}
     return cast("dict[str, Any]", late.find("resolve_init_config")(source))
+
+
+def _home(comm: Comm, device: str | None, settings: Mapping[str, Any]) -> OnDisk | None:
+    """Swap files, or None for memory. Collective over: the group, if there are to be swap files."""
+    device = device if device is not None else settings["device"]
+    if device != "nvme":
+        return None
+    path = settings["nvme_path"]
+    if path is None:
+        msg = (
+            'zero.Init: remote_device="nvme" needs a folder on the local disk of each node; set '
+            "zero_optimization.offload_param.nvme_path in the config and pass it as config_dict_or_path"
+        )
+        raise ConfigError(msg)
+    return OnDisk(comm, start().node, Path(path), settings["io_options"])
 
 
 def _group(group: Any, older: Any, mpu: Any) -> Comm:
@@ -168,6 +189,7 @@ class _Patches:
             # After a failure other ranks may be elsewhere.
             if not has_failed:
                 context.birth.settle(is_final=True)
+                context.birth.finish()
 
     @property
     def _birth(self) -> Birth:

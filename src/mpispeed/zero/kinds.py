@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum
 
 
-class OffloadStateTypeEnum(StrEnum):
+class OffloadStateTypeEnum(str, Enum):
     """What `engine.offload_states` takes out of memory; the plain strings mean the same.
 
     Source: names and meaning as in DeepSpeed's documentation of `offload_states`.
@@ -21,3 +21,6 @@ class OffloadStateTypeEnum(StrEnum):
     """Accumulated gradients."""
     contiguous_grad_buffer = "contiguous_grad_buffer"
     """Scratch buffers that nobody uses; they are freed, and made again when they are needed."""
+
+    def __str__(self) -> str:
+        return self.value

@@ -426,8 +426,8 @@ def test_smaller_groups():
 
 @pytest.mark.mpi(min_size=1)
 def test_what_is_not_possible_is_told():
-    with pytest.raises(UsageError, match="remote_device='nvme' is not available"):
-        zero.Init(remote_device="nvme")
+    with pytest.raises(UsageError, match="remote_device='disk' is not available"):
+        zero.Init(remote_device="disk")
     with pytest.raises(UsageError, match="param_swapper is not available"):
         zero.Init(param_swapper=object())
     with pytest.raises(UsageError, match=r"dtype torch\.float64"):
