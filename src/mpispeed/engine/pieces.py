@@ -124,7 +124,7 @@ def read_parts(cell: Cell, span: Span, length: int) -> Iterator[torch.Tensor]:
         StoreError: they could not be read.
     """
     # What is lent begins at a page: of the first part, what lies before the range is left out.
-    starts = range(span.start // STEP * STEP, span.stop, length)
+    starts = range(span.start // STEP * STEP, span.stop, length) if span.numel else ()
     ahead: Loan | None = None
     for start in starts:
         loan = ahead or cell.lend(start, min(start + length, span.stop))

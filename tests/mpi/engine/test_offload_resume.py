@@ -160,7 +160,7 @@ def injected():
         block_io.inject(op, nth=0)
 
 
-@pytest.mark.parametrize("nth", [1, 5, 30])
+@pytest.mark.parametrize("nth", [1, 4])
 def test_a_read_error_on_one_rank_fails_the_save_on_all(nth, disk, mpi_tmp_path, injected):
     data = batches(3, BATCH)
     engine = make(disk, ALL)
@@ -185,7 +185,7 @@ def test_a_read_error_on_one_rank_fails_the_save_on_all(nth, disk, mpi_tmp_path,
     engine.destroy()
 
 
-@pytest.mark.parametrize("nth", [1, 2, 6, 12])
+@pytest.mark.parametrize("nth", [1, 2, 9])
 def test_a_write_error_on_one_rank_fails_the_load_on_all(nth, disk, mpi_tmp_path, injected):
     engine = make(disk, ALL)
     train_engine(engine, batches(2, BATCH))
@@ -201,9 +201,10 @@ def test_a_write_error_on_one_rank_fails_the_load_on_all(nth, disk, mpi_tmp_path
     engine.destroy()
 
 
-def change(param):
-    with mz.GatheredParameters(param, modifier_rank=0), torch.no_grad():
-        param.mul_(2)
+def change(engine):
+    params = list(engine.module.parameters())
+    with mz.GatheredParameters(params, modifier_rank=0), torch.no_grad():
+        params[0].mul_(2)
 
 
 CALLS = {
@@ -211,7 +212,7 @@ CALLS = {
     "safe_get_full_optimizer_state": ("read", lambda _, p, __: mz.safe_get_full_optimizer_state(p, "exp_avg")),
     "module_state_dict": ("read", lambda engine, _, __: engine.module_state_dict()),
     "load_module_state_dict": ("write", lambda engine, _, state: engine.load_module_state_dict(state)),
-    "GatheredParameters": ("write", lambda _, param, __: change(param)),
+    "GatheredParameters": ("write", lambda engine, _, __: change(engine)),
 }
 """Name -> (what goes wrong, a call that all ranks make together)."""
 
