@@ -139,7 +139,8 @@ def test_doctor_reports_what_is_needed():
     done = call("doctor", "--json", timeout=300)
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert done.returncode == 0, done.stdout
-    for name in ("Python", "torch", "MPI library", "mpirun", "world of 2", "HDF5", "cores", "nvcc", "pycuda", "block I/O"):
+    needed = ("Python", "torch", "MPI library", "mpirun", "world of 2", "HDF5", "cores", "nvcc", "pycuda", "block I/O")
+    for name in needed:
         assert findings[name]["detail"]
     assert all(finding["is_usable"] for finding in findings.values() if finding["is_needed"])
     assert any(name.startswith("compiled ") for name in findings)
