@@ -13,6 +13,7 @@ from mpispeed.base.errors import UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine import checkpoint, queries, restore
 from mpispeed.engine.backward import Accumulation, scale_loss
+from mpispeed.engine.batching import BatchSizes
 from mpispeed.engine.offloading import Absence, OffloadStates
 from mpispeed.engine.step import StepContext
 from mpispeed.engine.weights import Weights
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
 
 
-class Engine(Weights, OffloadStates, nn.Module):
+class Engine(BatchSizes, Weights, OffloadStates, nn.Module):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
     Names that the engine does not have are looked up among the settings (`engine.gradient_clipping()`) and then on
@@ -231,25 +232,6 @@ class Engine(Weights, OffloadStates, nn.Module):
     def get_mom(self) -> list[Any]:
         """Momentum or betas of each parameter group."""
         return queries.momenta(self.parts.optimization)
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing the accumulation steps only.
-
-        Raises:
-            ConfigError: it is no multiple of micro-batch size times data-parallel ranks.
-        """
-        self._set_batch(self.plan.batch.with_train_batch_size(train_batch_size))
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size; the accumulation steps stay, the global batch follows.
-
-        For loaders of the caller: `training_dataloader` goes on with the micro-batches it was made for.
-        """
-        self._set_batch(self.plan.batch.with_micro_batch_size(micro_batch_size))
-
-    def _set_batch(self, batch: Any) -> None:
-        self.plan = self.parts.plan = self.plan.with_batch(batch)
-        self._accumulation.steps = batch.gradient_accumulation_steps
 
     def __getattr__(self, name: str) -> Any:
         try:

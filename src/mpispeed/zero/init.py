@@ -88,15 +88,9 @@ class Init:
         self.enabled = enabled
         if not enabled:
             return
-        if remote_device not in DEVICES or param_swapper is not None:
-            what = "param_swapper" if param_swapper is not None else f"remote_device={remote_device!r}"
-            msg = f'zero.Init: {what} is not available; remote_device can be None, "cpu" or "nvme"'
-            raise UsageError(msg)
+        _refuse_unavailable(remote_device, param_swapper)
         self.settings = _settings(config_dict_or_path, config)
-        dtype = dtype if dtype is not None else self.settings["dtype"]
-        if dtype is not None and dtype not in DTYPES:
-            msg = f"zero.Init: dtype {dtype!r} is not possible; choose torch.float32, torch.float16 or torch.bfloat16"
-            raise UsageError(msg)
+        dtype = _checked(dtype if dtype is not None else self.settings["dtype"])
         comm = _group(data_parallel_group, sequence_data_parallel_group, mpu)
         self.birth = Birth(comm, dtype, _home(comm, remote_device, self.settings))
         if module is not None:
@@ -111,6 +105,20 @@ class Init:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self.enabled:
             _PATCHES.leave(self, has_failed=kind is not None)
+
+
+def _refuse_unavailable(device: Any, swapper: Any) -> None:
+    if device not in DEVICES or swapper is not None:
+        what = "param_swapper" if swapper is not None else f"remote_device={device!r}"
+        msg = f'zero.Init: {what} is not available; remote_device can be None, "cpu" or "nvme"'
+        raise UsageError(msg)
+
+
+def _checked(dtype: Any) -> torch.dtype | None:
+    if dtype is not None and dtype not in DTYPES:
+        msg = f"zero.Init: dtype {dtype!r} is not possible; choose torch.float32, torch.float16 or torch.bfloat16"
+        raise UsageError(msg)
+    return cast("torch.dtype | None", dtype)
 
 
 def _settings(source: Any, older: Any) -> dict[str, Any]:
