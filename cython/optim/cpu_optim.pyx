@@ -77,7 +77,8 @@ def best_vector_level():
 def set_vector_level(int level):
     """Run the loops of this level from now on; the bits do not change."""
     if mps_force_level(level):
-        raise ValueError(f"vector level {level} is not there; levels are 1, 3 and 4, the best here is {mps_best_level()}")
+        best = mps_best_level()
+        raise ValueError(f"vector level {level} is not there; levels are 1, 3 and 4, the best here is {best}")
 
 
 cdef class Table:
