@@ -26,6 +26,12 @@ def test_one_message_and_exit_code_2(job, how):
         assert word in done.stderr
 
 
+def test_one_rank_has_the_same_exit_code(job):
+    done = job(1, WORKER, "unknown_key", limit_seconds=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().startswith("mpispeed: error:"), done.stderr
+
+
 def test_debug_shows_the_traceback(job):
     done = job(2, WORKER, "missing", "--debug", limit_seconds=60)
     assert done.returncode == 2, done.stderr

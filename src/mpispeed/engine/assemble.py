@@ -15,6 +15,7 @@ from mpispeed.base.events import Bus
 from mpispeed.data.loader import ShardedLoader
 from mpispeed.engine import step
 from mpispeed.engine.facade import EngineOptimizer
+from mpispeed.engine.host_budget import require_host_budget
 from mpispeed.engine.parts import Counters, Optimization, Parts
 from mpispeed.engine.reducing import choose_reducer
 from mpispeed.engine.reports import observe
@@ -70,6 +71,7 @@ def assemble(
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
     check_rule(plan, rule, rule.name if rule is not None else "")
     slots = rule.state_names if rule is not None else ()
+    require_host_budget(world.comm, plan, model, group_of=group_of, slots=slots)
     sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots)
     table, params = sharding.table, sharding.params
     broadcast_rest(model, table, mesh, _cast_to(plan))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpispeed.base.errors import ConfigError
 from mpispeed.base.units import format_bytes
 from mpispeed.engine.budget import gather_facts, predict
 from mpispeed.zero import guard
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpispeed.engine.plan import Plan
+    from mpispeed.mesh.comm import Comm
 
 ROWS_SHOWN = 4
 """Kinds of state that a message names, the largest first."""
@@ -108,3 +110,35 @@ def check_host_budget(predicted_bytes: Mapping[str, int], limit: int | None, *, 
         f"each rank needs {format_bytes(need)} of host memory for the model ({shown}), and {source}; set "
         "zero_optimization.offload_optimizer or offload_param to device nvme, start more ranks, or raise the limit"
     )
+
+
+def require_host_budget(
+    comm: Comm,
+    plan: Plan,
+    model: nn.Module,
+    *,
+    group_of: Mapping[int, int] | None = None,
+    slots: Sequence[str] | None = None,
+) -> None:
+    """Refuse what some rank has no host memory for, before anything of it is allocated.
+
+    Args:
+        comm: all ranks.
+        plan: the settings.
+        model: what will be trained.
+        group_of: as `predict_host`.
+        slots: as `predict_host`.
+
+    Collective over: all ranks.
+
+    Raises:
+        ConfigError: on every rank, if one of them needs more than it may have.
+    """
+    limit, found, problem = plan.config.host_memory_limit, read_limits(model), ""
+    if limit is not None or found.rlimit is not None:
+        try:
+            rows = predict_host(plan, model, group_of=group_of, slots=slots)
+            problem = check_host_budget(rows, limit, mapped=found.mapped, rlimit=found.rlimit)
+        except ConfigError as error:
+            problem = str(error)
+    comm.agree(not problem, problem, ConfigError)

@@ -102,6 +102,7 @@ class Exits:
         self._flush()
         if self._comm.size == 1:
             self._exit_code = code
+            self._ending.forgive()  # nobody waits, and an abort would have another code
             raise SystemExit(code)
         if getattr(error, "is_collective", False) and self._meet(GRACE_SECONDS):
             self._has_left = True
