@@ -182,7 +182,6 @@ class Absence:
         self._stored: list[_Stored] = []
         self._folders: dict[str, SwapFolder] = {}
         self._options = io_options(parts.plan.config.aio)
-        self._io = BlockIO(self._options)
         self._count = 0
 
     def take_away(self, kinds: frozenset[str], root: str) -> None:
@@ -225,11 +224,12 @@ class Absence:
             if root not in self._folders:
                 self._folders[root] = SwapFolder(Path(root), run_name(), self._parts.mesh.rank)
             file, end = self._folders[root].file(f"states{self._count}", wanted), 0
-            for item in found:
-                if item.has_values and item.storage is not None and item.nbytes:
-                    item.file, item.offset = file, end
-                    self._io.write(file, item.bytes_of(item.storage), end).wait()
-                    end += _up(item.nbytes)
+            with BlockIO(self._options) as io:  # it holds the last buffer until it is closed
+                for item in found:
+                    if item.has_values and item.storage is not None and item.nbytes:
+                        item.file, item.offset = file, end
+                        io.write(file, item.bytes_of(item.storage), end).wait()
+                        end += _up(item.nbytes)
         except (StoreError, OSError) as error:
             return f"{socket.gethostname()}: model states cannot be moved to swap files: {error}; they stay in memory"
         return ""
@@ -261,13 +261,14 @@ class Absence:
     def _read(self, wanted: Sequence[_Stored]) -> str:
         """Returns what went wrong."""
         try:
-            for item in wanted:
-                values = torch.empty(item.nbytes, dtype=torch.uint8)
-                if item.file is not None:
-                    self._io.read(item.file, values, item.offset).wait()
-                else:
-                    values.zero_()
-                item.storage = values.untyped_storage()
+            with BlockIO(self._options) as io:
+                for item in wanted:
+                    values = torch.empty(item.nbytes, dtype=torch.uint8)
+                    if item.file is not None:
+                        io.read(item.file, values, item.offset).wait()
+                    else:
+                        values.zero_()
+                    item.storage = values.untyped_storage()
         except (OSError, RuntimeError, MemoryError) as error:
             return (
                 f"{socket.gethostname()}: model states cannot come back: {error}; mend it and call "
@@ -278,7 +279,6 @@ class Absence:
     def close(self) -> None:
         """Delete the swap files."""
         self._stored.clear()
-        self._io.close()
         for folder in self._folders.values():
             folder.remove()
         self._folders.clear()
