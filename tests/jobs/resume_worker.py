@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import mpispeed
-from tests.helpers.training import TinyLM, batches, config
+from tests.helpers.training import TinyLM, batches, config, zero
 
 TRAIN_BATCH = 12
 
@@ -25,8 +25,13 @@ class Numbered(torch.utils.data.Dataset):
         return index, self.tokens[index]
 
 
-def main(folder: Path, steps: int, stage: int) -> None:
+def main(folder: Path, steps: int, stage: int, disk: str = "") -> None:
+    """With `disk`, what can rest in swap files does, below that folder."""
     settings = config(stage, TRAIN_BATCH, 1)
+    if disk:
+        files = {"device": "nvme", "nvme_path": disk}
+        sections = {"offload_optimizer": files, "offload_param": {**files, "max_in_cpu": 0}}
+        settings["zero_optimization"] = zero(stage, **sections)
     engine, _, loader, _ = mpispeed.initialize(model=TinyLM(), config=settings, training_data=Numbered())
     engine.load_checkpoint(str(folder))
     losses, order = [], []
@@ -49,4 +54,4 @@ def main(folder: Path, steps: int, stage: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

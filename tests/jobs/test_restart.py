@@ -26,3 +26,23 @@ def test_2_3_1_4_ranks(job, tmp_path, stage):
     assert [index for part in jobs for index in part["order"]] == expected["order"]
     losses = [loss for part in jobs for loss in part["losses"]]
     assert losses == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def test_2_3_1_ranks_swapped_or_not(job, tmp_path):
+    """The straight run has everything in memory; of the restarts the second has too."""
+    straight, chained, disk = tmp_path / "straight", tmp_path / "chained", tmp_path / "disk"
+    for folder in (straight, chained, disk):
+        folder.mkdir()
+    done = job(1, WORKER, straight, 9, 3)
+    assert done.returncode == 0, done.stderr
+    for ranks, where in ((2, [disk]), (3, []), (1, [disk])):
+        done = job(ranks, WORKER, chained, 3, 3, *where)
+        assert done.returncode == 0, done.stderr
+        assert ("INFO swapped " in done.stderr) == bool(where)
+        assert not list(disk.rglob("*.swap"))
+    (expected,) = [json.loads(line) for line in (straight / "log.jsonl").read_text().splitlines()]
+    jobs = [json.loads(line) for line in (chained / "log.jsonl").read_text().splitlines()]
+    assert [index for part in jobs for index in part["order"]] == expected["order"]
+    losses = [loss for part in jobs for loss in part["losses"]]
+    # Sums over other numbers of ranks are rounded in another order.
+    assert losses == pytest.approx(expected["losses"], rel=1e-5)

@@ -1,13 +1,15 @@
 """Checkpoints and access by name with states in swap files: the bits of no offload, and failures on every rank."""
 
 import errno
+import logging
 
 import pytest
 import torch
 
 import mpispeed
 from mpispeed import zero as mz
-from mpispeed.base.errors import CheckpointError, StoreError
+from mpispeed.base.errors import CheckpointError, ConfigError, StoreError
+from mpispeed.base.events import Event
 from mpispeed.ckpt.errors import SaveFailed
 from mpispeed.native import block_io
 from mpispeed.store.cell import SwapCell
@@ -22,7 +24,7 @@ NONE = ("none", "none")
 FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
 
 
-def make(disk, combo, dtype="bf16", *, stage=3, model=None, seed=7, **section):
+def make(disk, combo, dtype="bf16", *, stage=3, model=None, seed=7, settings=None, client=None, **section):
     """An engine whose parameters and optimizer states rest as `combo` says, in windows shorter than a unit."""
     param, optimizer = combo
     files = {"nvme_path": str(disk)}
@@ -32,9 +34,11 @@ def make(disk, combo, dtype="bf16", *, stage=3, model=None, seed=7, **section):
     if optimizer != "none":
         section["offload_optimizer"] = {"device": optimizer, "pipeline_read": True, "pipeline_write": True, **files}
     flags = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": FP16}}[dtype]
-    settings = config(stage, BATCH, 1, reduction="ordered", **flags)
+    settings = config(stage, BATCH, 1, reduction="ordered", **flags, **(settings or {}))
     settings["zero_optimization"] = zero(stage, **section)
-    return mpispeed.initialize(model=model or TinyLM(width=48, seed=seed), config=settings)[0]
+    if client is not None:
+        del settings["optimizer"]
+    return mpispeed.initialize(model=model or TinyLM(width=48, seed=seed), config=settings, optimizer=client)[0]
 
 
 @pytest.fixture
@@ -341,3 +345,52 @@ def test_a_skipped_step_writes_no_state(disk):
         engine.destroy()
     assert results[0][0] == results[1][0]
     assert same(results[0][1], results[1][1])
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def records(caplog):
+    """What this rank logs."""
+    logger = logging.getLogger("mpispeed")
+    logger.addHandler(caplog.handler)
+    yield lambda word: [r.getMessage() for r in caplog.records if r.getMessage().startswith(word)]
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("combo", [NONE, ("cpu", "cpu"), *COMBOS], ids="-".join)
+def test_settings_and_reports_tell_where_states_are(combo, disk, records):
+    told = {"memory_breakdown": True, "comms_logger": {"enabled": True}}
+    engine = make(disk, combo, settings=told)
+    assert engine.zero_cpu_offload() == (combo[1] == "cpu")
+    assert engine.zero_use_cpu_optimizer() == (combo[1] != "none")
+    assert engine.zero_partial_offload() == 1.0
+    assert (engine.zero_offload_param() is None) == (combo[0] == "none")
+    moved = []
+    engine.bus.subscribe(Event.SWAP, moved.append)
+    train_engine(engine, batches(3, BATCH))
+    swapped = {"params": engine.parts.params.swapped_bytes, "states": engine.parts.optimization.states.swapped_bytes}
+    assert (swapped["params"] > 0) == ("nvme" in combo)
+    assert (swapped["states"] > 0) == (combo[1] == "nvme")
+    engine.destroy()
+    is_told = engine.global_rank == 0
+    is_swapping = "nvme" in combo
+    assert len(records("memory |")) == 4 * is_told
+    assert len(records("swap files |")) == 4 * is_told * is_swapping
+    assert [row["global_step"] for row in moved] == [1, 2, 3] * is_told * is_swapping
+    assert len([line for line in records("") if "over swap files" in line]) == 2 * is_told * is_swapping
+    for row in moved:
+        assert row["bytes_read"] >= swapped["states"]
+        assert row["bytes_written"] >= swapped["states"] + (swapped["params"] if combo[0] == "nvme" else 0)
+        assert row["requests_read"] > 0
+        assert row["requests_written"] > 0
+
+
+def test_an_optimizer_that_needs_all_parameters_at_once_is_refused(disk):
+    for combo in (("nvme", "none"), ("none", "nvme")):
+        model = TinyLM(width=48)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with pytest.raises(ConfigError, match=r"AdamW keeps its state.*is nvme.*device cpu"):
+            make(disk, combo, model=model, client=optimizer)
+        assert not list(disk.iterdir())
