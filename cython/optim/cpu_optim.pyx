@@ -1,6 +1,7 @@
 # cython: autotestdict=False
 """Update rules over host buffers given by address; the loops are in optim_loops.h."""
 
+from cython cimport final
 from cpython.exc cimport PyErr_Clear
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport int64_t, uintptr_t
@@ -81,6 +82,7 @@ def set_vector_level(int level):
         raise ValueError(f"vector level {level} is not there; levels are 1, 3 and 4, the best here is {best}")
 
 
+@final
 cdef class Table:
     """Tensors that are updated in one call: addresses, lengths and dtypes, kept between calls.
 
