@@ -168,7 +168,7 @@ def test_memory_of_the_process_goes_down(disk):
 
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_whatever_needs_them_says_what_to_do(stage, disk, tmp_path):
+def test_whatever_needs_them_says_what_to_do(stage, disk):
     engine = make_engine(settings_of(stage, bf16={"enabled": True}))
     batch = batches(1, 12)[0][: 12 // engine.mesh.size]
     loss = engine(batch)
