@@ -109,18 +109,15 @@ class Sharding:
                 self.waits.close()
 
 
-def shard(
+def _take_over(
     plan: Plan,
     mesh: Mesh,
     model: nn.Module,
     group_of: Mapping[int, int],
     compute: torch.dtype | None,
-    slots: Sequence[str] = (),
-) -> Sharding:
-    """Take over the parameters of `model`, cut and put on tiers as the plan says; `slots` name the optimizer's state.
-
-    Collective over: all ranks.
-    """
+    slots: Sequence[str],
+) -> tuple[Table, ParamStore]:
+    """Units, and the store that has their parameters now. Collective over: all ranks."""
     zero = plan.config.zero_optimization
     is_cut = not plan.states.param.is_whole
     table = plan_units(
@@ -152,6 +149,23 @@ def shard(
     except BaseException:
         tiers.close()
         raise
+    return table, params
+
+
+def shard(
+    plan: Plan,
+    mesh: Mesh,
+    model: nn.Module,
+    group_of: Mapping[int, int],
+    compute: torch.dtype | None,
+    slots: Sequence[str] = (),
+) -> Sharding:
+    """Take over the parameters of `model`, cut and put on tiers as the plan says; `slots` name the optimizer's state.
+
+    Collective over: all ranks.
+    """
+    zero = plan.config.zero_optimization
+    table, params = _take_over(plan, mesh, model, group_of, compute, slots)
     waits = Watch(mesh, "data")
     if mesh["data"].size > 1:
         mesh.lane("calls")

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.base.errors import StoreError, UsageError
-from mpispeed.native.reduce import square_partials
+from mpispeed.base.errors import UsageError
 from mpispeed.store.arena import Arena
-from mpispeed.store.cell import SwapCell
-from mpispeed.store.layout import BLOCK
-from mpispeed.store.move import own_share, own_span, remaining_axes
-from mpispeed.store.tiers import GRAD, IN_MEMORY, Tiers
+from mpispeed.store.move import remaining_axes
+from mpispeed.store.tiers import IN_MEMORY, Tiers
+from mpispeed.zero.accumulators import Accumulators
 from mpispeed.zero.backlog import Backlog, limit_of
 from mpispeed.zero.reducers import PlainReducer, Reducer
 
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
 
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.mesh.work import Wait, Work
-    from mpispeed.store.cell import Carried, Cell
-    from mpispeed.store.layout import Entry, Span
+    from mpispeed.store.layout import Entry
     from mpispeed.store.placement import Placement
     from mpispeed.store.table import Table, Unit
 
@@ -32,9 +29,6 @@ PARTIAL_AXES = ("data",)
 """Each data-parallel rank sees its own samples, so raw gradients are partial sums over this axis."""
 
 NAMES_SHOWN = 8
-
-WRITES_BEHIND = 2
-"""Units whose gradients may be on their way to disk while others are summed."""
 
 
 @dataclass(slots=True)
@@ -67,7 +61,7 @@ class Averaging:
         return cls(1.0 / predivide, predivide / ranks)
 
 
-class GradStore:
+class GradStore(Accumulators):
     """Gradients of all units under one resting placement.
 
     At a whole placement a micro-step adds into whole accumulators and the sum over ranks is taken once, in the
@@ -112,11 +106,11 @@ class GradStore:
             wait: waits for started sums; then sums that are not overlapped are started too, so that it sees them.
             tiers: which cut accumulators rest in swap files.
         """
-        self.table, self.mesh, self.rest, self.target = table, mesh, rest, target
         self.averaging = averaging
+        self._accumulate, self._communicate, self._requires_all = accumulate, communicate, requires_all
+        super().__init__(table, mesh, rest, target, self.dtype, tiers)
         self.is_overlapped = is_overlapped and mesh["data"].size > 1
         self.arena = Arena()
-        self._accumulate, self._communicate, self._requires_all = accumulate, communicate, requires_all
         outer = remaining_axes(mesh, target, PARTIAL_AXES)
         is_partly_cut = not rest.is_whole and mesh.topology.group_size(outer) > 1
         self._outer = outer if is_partly_cut else ()
@@ -125,13 +119,6 @@ class GradStore:
         self._is_started = self.is_overlapped or (wait is not None and mesh["data"].size > 1)
         self._wait_for: Wait = wait or (lambda work, _: work.wait())
         self._lane = mesh.lane("grads") if self._is_started else mesh
-        self._tiers, self._problem = tiers, ""
-        self._accumulators = [
-            tiers.zeros(GRAD, unit.index, own_span(mesh, rest, unit.layout.padded).numel, self.dtype(unit))
-            for unit in table.units
-        ]
-        self._squares: dict[int, list[float]] = {}
-        self._writes: dict[int, tuple[Carried, torch.Tensor]] = {}  # by unit, oldest first
         self._states = [_UnitState() for _ in table.units]
         self._backlog = Backlog(limit_of(unit.layout.padded for unit in table.units))
         self._next = len(table.units) - 1
@@ -165,10 +152,7 @@ class GradStore:
     def _carry(self, unit: Unit, state: _UnitState) -> None:
         """Put a sum over ranks aside: raw gradients that were added to it would count the ranks twice."""
         self._settle(unit, state)
-        target = self._target(unit, reads=True)
-        state.carried = target.clone()
-        if self._accumulators[unit.index].is_swapped:
-            self.arena.give(target)
+        state.carried = self.copied(unit)
         state.written.clear()
         state.holds_sum = state.is_averaged = False
 
@@ -212,7 +196,7 @@ class GradStore:
     def _bucket(self, unit: Unit, state: _UnitState) -> torch.Tensor:
         if state.bucket is None:
             if self.rest.is_whole:
-                state.bucket = self._accumulators[unit.index].get()
+                state.bucket = self.whole(unit)
             else:
                 state.bucket = self.arena.take(unit.layout.padded, self.wire_dtype(unit))
                 for hole in unit.layout.holes():
@@ -301,7 +285,7 @@ class GradStore:
             torch.mul(bucket, before, out=wire) if before != 1.0 else wire.copy_(bucket)
         elif before != 1.0:
             wire.mul_(before)
-        target = self._target(unit, reads=adds)
+        target = self.begin(unit, reads=adds)
         if adds:
             part = self.arena.take(target.numel(), torch.promote_types(target.dtype, wire.dtype))
             self._reducer(self._lane, unit, wire, part, after, self.arena)
@@ -311,48 +295,11 @@ class GradStore:
             self._reducer(self._lane, unit, wire, target, after, self.arena)
         if completes:
             self._complete(unit, target, carried)
-        self._keep(unit, target, squares=squares)
+        self.end(unit, target, squares=squares)
         if wire is not bucket:
             self.arena.give(wire)
         if not self.rest.is_whole:
             self.arena.give(bucket)
-
-    def _target(self, unit: Unit, *, reads: bool) -> torch.Tensor:
-        """The accumulator, or a buffer in its place where it is swapped."""
-        cell = self._accumulators[unit.index]
-        if not isinstance(cell, SwapCell):
-            return self.reduced(unit)
-        self._written(unit.index)
-        buffer = self.arena.take(cell.numel, cell.dtype)
-        if reads:
-            self._await(cell.start_get(buffer))
-        return buffer
-
-    def _keep(self, unit: Unit, target: torch.Tensor, *, squares: bool) -> None:
-        """Write a buffer that stands for a swapped accumulator; a last sum is squared while it is in memory."""
-        cell = self._accumulators[unit.index]
-        if not isinstance(cell, SwapCell):
-            return
-        self._squares.pop(unit.index, None)
-        if squares:
-            self._squares[unit.index] = square_partials(self._share(unit, target), block=BLOCK, threads=1)
-        self._writes[unit.index] = cell.start_put(target), target
-        while len(self._writes) > (WRITES_BEHIND if self._tiers.plan.writes_behind else 0):
-            self._written(next(iter(self._writes)))
-
-    def _written(self, index: int) -> None:
-        """Wait until gradients of a unit that are being written are."""
-        if index in self._writes:
-            carried, buffer = self._writes.pop(index)
-            self._await(carried)
-            self.arena.give(buffer)
-
-    def _await(self, carried: Carried) -> None:
-        """Wait for the disk. A failure is kept for `finish`: sums go on, because other ranks take part in them."""
-        try:
-            carried.wait()
-        except StoreError as error:
-            self._problem = self._problem or str(error)
 
     def _complete(self, unit: Unit, target: torch.Tensor, carried: torch.Tensor | None) -> None:
         """The sum over the axes along which ranks rest equal ranges, in the accumulator's own dtype."""
@@ -362,13 +309,9 @@ class GradStore:
             target.add_(carried)
 
     def _complete_late(self, unit: Unit, carried: torch.Tensor | None) -> None:
-        target = self._target(unit, reads=True)
+        target = self.begin(unit, reads=True)
         self._complete(unit, target, carried)
-        self._keep(unit, target, squares=True)
-
-    def target_span(self, unit: Unit) -> Span:
-        """The range of the flat buffer whose summed gradients this rank needs."""
-        return own_span(self.mesh, self.target, unit.layout.padded)
+        self.end(unit, target, squares=True)
 
     def finish(self) -> None:
         """Complete all sums over ranks: start those that no backward pass was asked to start, wait for all.
@@ -386,67 +329,18 @@ class GradStore:
             if not state.is_averaged:
                 carried, state.carried, state.is_averaged = state.carried, None, True
                 self._run(unit, state, functools.partial(self._complete_late, unit, carried))
-        self._wait()
-        for index in list(self._writes):
-            self._written(index)
-        if any(cell.is_swapped for cell in self._accumulators):
-            self._square_swapped()
-            self.mesh["data"].agree(not self._problem, self._problem, StoreError)
+        self._backlog.clear()
+        self.drain()
         if self._requires_all:
             missing = _missing_sentence(self.table, self._states)
             self.mesh["data"].agree(not missing, missing, UsageError)
 
-    def _square_swapped(self) -> None:
-        """Squares of what was read back or set since its last sum: `square_sums` then reads nothing that can fail."""
-        for unit, cell in zip(self.table.units, self._accumulators, strict=True):
-            if cell.is_swapped and unit.index not in self._squares and not self._problem:
-                try:
-                    self._squares[unit.index] = square_partials(self._share(unit, cell.get()), block=BLOCK, threads=1)
-                except StoreError as error:
-                    self._problem = str(error)
-
-    def _wait(self) -> None:
-        self._backlog.clear()
-
-    # -- after the sums ----------------------------------------------------------------------------------------
-
-    def reduced(self, unit: Unit) -> torch.Tensor:
-        """Averaged gradients of this rank's target range: themselves if they are in memory, else a copy.
-
-        Shapes: [target_span(unit).numel].
-        """
-        accumulator = self._accumulators[unit.index].get()
-        return accumulator[self.target_span(unit).slice] if self.rest.is_whole else accumulator
-
-    def put_reduced(self, unit: Unit, values: torch.Tensor) -> None:
-        """Set averaged gradients; nothing is copied of what `reduced` returned from memory."""
-        if not self.rest.is_whole:
-            self._accumulators[unit.index].put(values)
-        elif values.data_ptr() != self.reduced(unit).data_ptr():
-            self.reduced(unit).copy_(values)
-        self._squares.pop(unit.index, None)
-
-    def cell(self, unit: Unit) -> tuple[Cell, int]:
-        """Where gradients rest, and where in it the target range begins."""
-        return self._accumulators[unit.index], self.target_span(unit).start if self.rest.is_whole else 0
-
-    def square_sums(self, unit: Unit, *, threads: int) -> list[float]:
-        """`square_partials` of the part of the averaged gradients that is this rank's alone."""
-        known = self._squares.get(unit.index)
-        if known is not None:
-            return known
-        return square_partials(self._share(unit, self.reduced(unit)), block=BLOCK, threads=threads)
-
-    def _share(self, unit: Unit, values: torch.Tensor) -> torch.Tensor:
-        share = own_share(self.mesh, self.target, unit.layout.padded, "data")
-        return values[share.shifted(-self.target_span(unit).start).slice]
-
     def clear(self) -> None:
         """Forget all gradients; the next one of each parameter overwrites."""
-        self._wait()
+        self._backlog.clear()
         self.has_gradients = False
         self._reducer.forget()
-        self._squares.clear()
+        self.forget_squares()
         for index, state in enumerate(self._states):
             if state.bucket is not None and not self.rest.is_whole:
                 self.arena.give(state.bucket)
@@ -454,7 +348,7 @@ class GradStore:
 
     def pause(self) -> None:
         """Wait for the sums that were started; afterwards nothing but its cell looks at an accumulator."""
-        self._wait()
+        self._backlog.clear()
         if self.rest.is_whole:
             for state in self._states:
                 state.bucket = None  # it is the accumulator, and is taken from there again
@@ -462,16 +356,6 @@ class GradStore:
     def rescale(self, factor: float, *, is_overflow: bool) -> None:
         """Tell what remembers earlier gradients that the loss scale was multiplied by `factor`."""
         self._reducer.adjust(factor, is_overflow=is_overflow)
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of the accumulators in this rank's memory; buckets in flight are counted by the arena."""
-        return sum(cell.memory_bytes for cell in self._accumulators)
-
-    @property
-    def swapped_bytes(self) -> int:
-        """Bytes of the accumulators in this rank's swap files."""
-        return sum(cell.file_bytes for cell in self._accumulators)
 
 
 def _missing_sentence(table: Table, states: Sequence[_UnitState]) -> str:

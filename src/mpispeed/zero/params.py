@@ -12,12 +12,12 @@ from torch import nn
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.store.arena import Arena
 from mpispeed.store.cell import Cell, MemoryCell
-from mpispeed.store.layout import Span
-from mpispeed.store.move import own_span, widen
+from mpispeed.store.move import widen
 from mpispeed.store.placement import WHOLE, Placement
 from mpispeed.store.tiers import IN_MEMORY, MASTER, PARAM, Tiers
 from mpispeed.zero import guard
 from mpispeed.zero.collect import Collector, Widener
+from mpispeed.zero.holdings import Holdings
 from mpispeed.zero.kinds import OffloadStateTypeEnum as Kind
 from mpispeed.zero.quantized import Codes
 
@@ -41,76 +41,7 @@ class Reader(Protocol):
         """As `guard.Keeper.close`."""
 
 
-class _Holdings:
-    """What a `ParamStore` holds on this rank, and how many bytes that takes."""
-
-    _placements: list[Placement]
-    _rest: list[Cell]
-    _masters: list[Cell]
-    _shared: set[int]  # units whose masters are their parameters
-    _collector: Collector
-    away: frozenset[str] = frozenset()  # kinds of states that `engine.offload_states` took away
-
-    def is_resident(self, unit: Unit) -> bool:
-        """True if the unit's parameters are whole all the time."""
-        return self._placements[unit.index].is_whole
-
-    @property
-    def is_all_resident(self) -> bool:
-        """True if no parameter is ever cut."""
-        return all(placement.is_whole for placement in self._placements)
-
-    def require(self, kinds: Collection[str], caller: str) -> None:
-        """Check that states of these kinds are here.
-
-        Raises:
-            UsageError: `engine.offload_states` took some of them away.
-        """
-        missing = sorted(self.away.intersection(kinds))
-        if missing:
-            msg = (
-                f"{caller} needs {', '.join(missing)}, which engine.offload_states() took away; call "
-                "engine.reload_states() first, on all ranks"
-            )
-            raise UsageError(msg)
-
-    def rest_cell(self, unit: Unit) -> Cell:
-        """Where the parameters are that this rank holds between uses."""
-        return self._rest[unit.index]
-
-    def drop_second(self) -> None:
-        """Forget second copies; the next gather takes new ones. Equal on all ranks."""
-        self._collector.drop_copies()
-
-    def master_cell(self, unit: Unit) -> Cell:
-        """Where this rank's masters are."""
-        return self._masters[unit.index]
-
-    def master(self, unit: Unit) -> torch.Tensor:
-        """This rank's masters: themselves if they are in memory, else a copy. Shapes: [span(unit).numel]."""
-        return self._masters[unit.index].get()
-
-    def put_master(self, unit: Unit, values: torch.Tensor) -> None:
-        """Set the masters here; nothing is copied if `values` are what `master` returned from memory."""
-        self._masters[unit.index].put(values)
-
-    @property
-    def param_bytes(self) -> int:
-        """Parameters at rest in memory, frozen ones that are in units included."""
-        return sum(rest.memory_bytes for rest in self._rest) + self._collector.code_bytes
-
-    @property
-    def second_bytes(self) -> int:
-        """Second copies."""
-        return self._collector.second_bytes
-
-    @property
-    def master_bytes(self) -> int:
-        """Masters in memory that are not the parameters themselves."""
-        return sum(cell.memory_bytes for i, cell in enumerate(self._masters) if i not in self._shared)
-
-
-class ParamStore(_Holdings):
+class ParamStore(Holdings):
     """Holds what the model computes with and the high-precision masters that the optimizer updates.
 
     At rest a unit's parameters are one tensor: the whole flat buffer, whose views the parameters are, or this rank's
@@ -153,12 +84,11 @@ class ParamStore(_Holdings):
 
         Collective over: the data axis of `mesh`.
         """
-        self.table, self.mesh = table, mesh
+        self.table, self.mesh, self.tiers = table, mesh, tiers
         self.compute, self.master_dtype, self.placement = compute, master, master_placement
         self.arena, self._codes_frozen = arena or Arena(), codes_frozen
         self._collector = Collector(mesh, widener=widener, second=second)
         is_cut = mesh.topology.group_size(param_placement.axes) > 1
-        self.tiers = tiers
         self._placements = [
             param_placement if (is_cut and unit.index not in resident) or tiers.holds(PARAM, unit.index) else WHOLE
             for unit in table.all_units
@@ -211,50 +141,6 @@ class ParamStore(_Holdings):
             self.show(unit, rest)
         else:
             self.hide(unit)
-
-    def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
-        """Compute and master dtype of a unit; fp64 parameters and integers keep theirs throughout."""
-        if unit.dtype == torch.float64 or not unit.dtype.is_floating_point:
-            return unit.dtype, unit.dtype
-        return unit.dtype if self.compute is None else self.compute, self.master_dtype
-
-    # -- where things are ----------------------------------------------------------------------------------------
-
-    def rest_span(self, unit: Unit) -> Span:
-        """The range of the unit's flat buffer that this rank holds at rest."""
-        return own_span(self.mesh, self._placements[unit.index], unit.layout.padded)
-
-    def span(self, unit: Unit) -> Span:
-        """The range of the unit's flat buffer whose masters this rank holds; empty for frozen units."""
-        if not unit.is_trainable:
-            return Span(0, 0)
-        return own_span(self.mesh, self.placement, unit.layout.padded)
-
-    def rest(self, unit: Unit) -> torch.Tensor:
-        """What this rank holds of the parameters, in compute dtype; a copy where it is coded or swapped.
-
-        Shapes: [rest_span(unit).numel].
-        """
-        codes = self._collector.codes.get(unit.index)
-        return self._rest[unit.index].get() if codes is None else codes.values()
-
-    def put_rest(self, unit: Unit, values: torch.Tensor) -> None:
-        """Keep `values` as what rests here; they are not copied if they are what `rest` returned.
-
-        Shapes: values [rest_span(unit).numel].
-        """
-        codes = self._collector.codes.get(unit.index)
-        if codes is not None:
-            codes.keep(values)
-        else:
-            self._rest[unit.index].put(values)
-        self._collector.forget(unit)
-
-    def low_precision(self, unit: Unit) -> tuple[Cell, int] | None:
-        """Where rounded masters go, and where in it their range begins; None if masters are what rests."""
-        if not unit.is_trainable or unit.index in self._shared:
-            return None
-        return self._rest[unit.index], self.span(unit).start - self.rest_span(unit).start
 
     # -- whole and cut -----------------------------------------------------------------------------------------
 

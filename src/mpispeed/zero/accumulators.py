@@ -1,0 +1,178 @@
+"""Where gradients rest: cells, and what of those in swap files is on its way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpispeed.base.errors import StoreError
+from mpispeed.native.reduce import square_partials
+from mpispeed.store.cell import SwapCell
+from mpispeed.store.layout import BLOCK
+from mpispeed.store.move import own_share, own_span
+from mpispeed.store.tiers import GRAD, Tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.store.arena import Arena
+    from mpispeed.store.cell import Carried, Cell
+    from mpispeed.store.layout import Span
+    from mpispeed.store.placement import Placement
+    from mpispeed.store.table import Table, Unit
+
+WRITES_BEHIND = 2
+"""Units whose gradients may be on their way to disk while others are summed."""
+
+
+class Accumulators:
+    """One accumulator per unit, whole or cut, in memory or in a swap file.
+
+    A swapped one is replaced by a buffer while its unit is summed. What the disk refuses is kept for `drain`: sums go
+    on meanwhile, because other ranks take part in them.
+    """
+
+    arena: Arena
+
+    def __init__(
+        self, table: Table, mesh: Mesh, rest: Placement, target: Placement, dtype: Callable[[Unit], torch.dtype],
+        tiers: Tiers,
+    ) -> None:  # fmt: skip
+        """Zeros; `rest` is how accumulators are cut, `target` which range of a unit this rank needs."""
+        self.table, self.mesh, self.rest, self.target = table, mesh, rest, target
+        self._behind = WRITES_BEHIND if tiers.plan.writes_behind else 0
+        self._cells = [
+            tiers.zeros(GRAD, unit.index, own_span(mesh, rest, unit.layout.padded).numel, dtype(unit))
+            for unit in table.units
+        ]
+        self._problem = ""
+        self._squares: dict[int, list[float]] = {}
+        self._writes: dict[int, tuple[Carried, torch.Tensor]] = {}  # by unit, oldest first
+
+    # -- while a unit is summed --------------------------------------------------------------------------------------
+
+    def whole(self, unit: Unit) -> torch.Tensor:
+        """The accumulator itself, where it rests whole in memory. Shapes: [padded]."""
+        return self._cells[unit.index].get()
+
+    def begin(self, unit: Unit, *, reads: bool) -> torch.Tensor:
+        """What a sum goes into: the range needed here, or a buffer in its place; `reads` if it adds to what is there.
+
+        Shapes: [target_span(unit).numel].
+        """
+        cell = self._cells[unit.index]
+        if not isinstance(cell, SwapCell):
+            return self.reduced(unit)
+        self._take_back(unit.index)
+        buffer = self.arena.take(cell.numel, cell.dtype)
+        if reads:
+            self._await(cell.start_get(buffer))
+        return buffer
+
+    def end(self, unit: Unit, target: torch.Tensor, *, squares: bool) -> None:
+        """Take back what `begin` gave; a last sum is squared while it is in memory."""
+        cell = self._cells[unit.index]
+        if not isinstance(cell, SwapCell):
+            return
+        self._squares.pop(unit.index, None)
+        if squares:
+            self._squares[unit.index] = self._square(unit, target, threads=1)
+        self._writes[unit.index] = cell.start_put(target), target
+        while len(self._writes) > self._behind:
+            self._take_back(next(iter(self._writes)))
+
+    def copied(self, unit: Unit) -> torch.Tensor:
+        """A copy of what `begin` gives. Shapes: [target_span(unit).numel]."""
+        target = self.begin(unit, reads=True)
+        copy = target.clone()
+        if self._cells[unit.index].is_swapped:
+            self.arena.give(target)
+        return copy
+
+    def _take_back(self, index: int) -> None:
+        """Wait until gradients of a unit that are being written are."""
+        if index in self._writes:
+            carried, buffer = self._writes.pop(index)
+            self._await(carried)
+            self.arena.give(buffer)
+
+    def _await(self, carried: Carried) -> None:
+        try:
+            carried.wait()
+        except StoreError as error:
+            self._problem = self._problem or str(error)
+
+    def drain(self) -> None:
+        """Wait for the disk, and agree that it took and gave all.
+
+        Collective over: the data axis, where accumulators are swapped.
+
+        Raises:
+            StoreError: on every rank, if swapped gradients of one could not be read or written.
+        """
+        for index in list(self._writes):
+            self._take_back(index)
+        if any(cell.is_swapped for cell in self._cells):
+            self._square_swapped()
+            self.mesh["data"].agree(not self._problem, self._problem, StoreError)
+
+    def _square_swapped(self) -> None:
+        """Squares of what was read back or set since its last sum: `square_sums` then reads nothing that can fail."""
+        for unit, cell in zip(self.table.units, self._cells, strict=True):
+            if cell.is_swapped and unit.index not in self._squares and not self._problem:
+                try:
+                    self._squares[unit.index] = self._square(unit, cell.get(), threads=1)
+                except StoreError as error:
+                    self._problem = str(error)
+
+    # -- after the sums ----------------------------------------------------------------------------------------------
+
+    def target_span(self, unit: Unit) -> Span:
+        """The range of the flat buffer whose summed gradients this rank needs."""
+        return own_span(self.mesh, self.target, unit.layout.padded)
+
+    def reduced(self, unit: Unit) -> torch.Tensor:
+        """Gradients of this rank's target range: themselves if they are in memory, else a copy.
+
+        Shapes: [target_span(unit).numel].
+        """
+        accumulator = self._cells[unit.index].get()
+        return accumulator[self.target_span(unit).slice] if self.rest.is_whole else accumulator
+
+    def put_reduced(self, unit: Unit, values: torch.Tensor) -> None:
+        """Set gradients; nothing is copied of what `reduced` returned from memory."""
+        if not self.rest.is_whole:
+            self._cells[unit.index].put(values)
+        elif values.data_ptr() != self.reduced(unit).data_ptr():
+            self.reduced(unit).copy_(values)
+        self._squares.pop(unit.index, None)
+
+    def cell(self, unit: Unit) -> tuple[Cell, int]:
+        """Where gradients rest, and where in it the target range begins."""
+        return self._cells[unit.index], self.target_span(unit).start if self.rest.is_whole else 0
+
+    def square_sums(self, unit: Unit, *, threads: int) -> list[float]:
+        """`square_partials` of the part of the gradients that is this rank's alone."""
+        known = self._squares.get(unit.index)
+        return self._square(unit, self.reduced(unit), threads=threads) if known is None else known
+
+    def _square(self, unit: Unit, values: torch.Tensor, *, threads: int) -> list[float]:
+        share = own_share(self.mesh, self.target, unit.layout.padded, "data")
+        own = values[share.shifted(-self.target_span(unit).start).slice]
+        return square_partials(own, block=BLOCK, threads=threads)
+
+    def forget_squares(self) -> None:
+        """Gradients begin anew."""
+        self._squares.clear()
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of the accumulators in this rank's memory; buckets in flight are counted by the arena."""
+        return sum(cell.memory_bytes for cell in self._cells)
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes of the accumulators in this rank's swap files."""
+        return sum(cell.file_bytes for cell in self._cells)
