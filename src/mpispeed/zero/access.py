@@ -391,7 +391,7 @@ def _find(param: nn.Parameter) -> _Found | None:
     keeper = guard.keeper_of(param)
     place = keeper.table.locate(param) if isinstance(keeper, ParamStore) else None
     if isinstance(keeper, ParamStore) and place is not None:
-        keeper.require(OffloadStateTypeEnum, "access to model states")
+        keeper.require(list(OffloadStateTypeEnum), "access to model states")
         return _Found(keeper, place) if place.unit.is_trainable else None
     if not param.requires_grad:
         return None
