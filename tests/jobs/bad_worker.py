@@ -16,8 +16,6 @@ def main(how: str) -> None:
         settings.update(train_batch_size=7, gradient_accumulation_steps=2)
     if how == "ranks":
         settings["data_parallel_size"] = 64
-    if how == "stage3":
-        settings["zero_optimization"]["stage"] = 3
     if how == "missing":
         settings = "no/such/ds_config.json"
     if how == "differs":

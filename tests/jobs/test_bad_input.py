@@ -10,7 +10,6 @@ MESSAGES = {
     "unknown_key": ["zero_optimisation", "zero_optimization"],
     "batch": ["train_batch_size", "7"],
     "ranks": ["data_parallel_size", "64"],
-    "stage3": ["zero_optimization.stage", "3"],
     "missing": ["no/such/ds_config.json"],
     "differs": ["another plan"],
 }
