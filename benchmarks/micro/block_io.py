@@ -73,12 +73,10 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, di
     """Operation -> name -> figures."""
     total = options.mib << 20
     buffer = aligned(total).random_(0, 256)
-    with BlockFile(folder / "fio", create=True) as file:
-        file.allocate(total)
     common = {"block_size": options.block_mib << 20, "queue_depth": options.depth}
     handles = {name: BlockIO(Options(**common, backend=name)) for name in options.backends}
     rows: dict[str, dict[str, dict[str, float]]] = {}
-    with BlockFile(folder / "own", create=True) as file:
+    with BlockFile(folder / "fio", create=True) as file:  # one file for all: places on a disk differ in speed
         if not file.is_direct:
             sys.exit(f"{folder}: {probe(folder).direct_reason}; choose a --folder on a disk")
         file.allocate(total)
@@ -86,8 +84,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, di
             calls = candidates(folder, op, options, handles, file, buffer)
             seconds: dict[str, list[float]] = {name: [] for name in calls}
             for turn in range(options.rounds + 1):
-                for name, call in calls.items():
-                    took = call()
+                order = list(calls)[turn % len(calls) :] + list(calls)[: turn % len(calls)]
+                for name in order:
+                    took = calls[name]()
                     if turn:  # the first round makes extents and touches pages
                         seconds[name].append(took)
             rates = {name: [total / 2**20 / took for took in times] for name, times in seconds.items()}

@@ -61,7 +61,7 @@ def settings_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return section
 
 
-def make_disk(options: argparse.Namespace, elements: int) -> dict[str, Any]:
+def make_disk(options: argparse.Namespace, elements: int) -> dict[str, Any]:  # noqa: C901
     """The bytes of one update of `elements` parameters by the disk alone: in turns, and both ways at once."""
     window, io = options.window * 4, BlockIO()
     file = BlockFile(Path(options.path) / "disk-alone.bin", create=True)
@@ -154,7 +154,8 @@ def _report(
     most = alone["disk alone, in turns"] / alone["disk alone, both ways"]
     print(f"the disk alone: both ways at once is {most:.2f}x as fast as in turns")
     print(f"losses equal: {len(set(losses.values())) == 1}")
-    settings = {key: getattr(options, key) for key in ("layers", "width", "rows", "window", "rounds")} | {"ranks": ranks}
+    settings = {key: getattr(options, key) for key in ("layers", "width", "rows", "window", "rounds")}
+    settings["ranks"] = ranks
     peers.write_record(options.json, "step/offload", settings, figures | {"disk_speed_up": most})
 
 

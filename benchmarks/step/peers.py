@@ -112,9 +112,7 @@ def _torch_step(model: nn.Module, clipping: float) -> Step:
     return step
 
 
-def make_engine(
-    model: nn.Module, train_batch: int, zero: Mapping[str, Any], clipping: float = 0.0, **more: Any
-) -> Any:
+def make_engine(model: nn.Module, train_batch: int, zero: Mapping[str, Any], clipping: float = 0.0, **more: Any) -> Any:
     """An engine with the same optimizer, in fp32 unless `more` says otherwise; `zero` is `zero_optimization`."""
     settings = {
         "train_batch_size": train_batch,

@@ -312,6 +312,8 @@ class Engine(BatchSizes, Weights, OffloadStates, nn.Module):
                 self.parts.optimization.unguard()
             self.parts.sharding.meet("engine.destroy()")
             try:
+                if self.parts.optimization:
+                    self.parts.optimization.grads.pause()  # sums under way use what is closed next
                 self._end_absence()
                 self.parts.sharding.remove()
             finally:

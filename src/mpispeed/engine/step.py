@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -141,18 +142,32 @@ class Update:
         if isinstance(self._optimizer, EngineOptimizer):
             self._optimizer.overflow = ctx.skip
         if not ctx.skip:
-            windows = self._walker.windows(self._groups, ctx.step)
-            problem = ""
-            try:
-                self._rule.update(windows, grad_scale=ctx.multiplier, threads=ctx.threads)
-            except StoreError as error:
-                problem = str(error)
-                if not self._walker.is_swapping:
-                    raise
             if self._walker.is_swapping:
-                self._mesh["data"].agree(not problem, problem, StoreError)
+                self._update_together(ctx)
+            else:
+                self._update(ctx)
             # torch's schedulers look here to see that an update came before their own step
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _update(self, ctx: StepContext) -> None:
+        # Closed, so that an exception in the rule does not keep windows borrowed.
+        with closing(self._walker.windows(self._groups, ctx.step)) as windows:
+            self._rule.update(windows, grad_scale=ctx.multiplier, threads=ctx.threads)
+
+    def _update_together(self, ctx: StepContext) -> None:
+        """What fails on one rank ends the step on all of them. Collective over: the data axis."""
+        failure: Exception | None = None
+        try:
+            self._update(ctx)
+        except Exception as error:
+            failure = error
+        problem = "" if failure is None else str(failure) or type(failure).__name__
+        try:
+            self._mesh["data"].agree(failure is None, problem, StoreError)
+        except StoreError as told:
+            if failure is None or isinstance(failure, StoreError):
+                raise
+            raise told from failure
 
 
 class Publish:

@@ -140,16 +140,17 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
     zero, world, options = plan.config.zero_optimization, mesh.world, io_options(plan.config.aio)
     roots = {kind: _root(zero, kind) for kind in swap.file_bytes}
     run = world.comm.share(run_name() if world.rank == 0 else "")
-    # All ranks swap the same kinds: they go through the same roots.
+    # By the text of the config, which is the same on all ranks; where links lead differs between nodes.
     for root in sorted(set(roots.values())):
         wanted = sum(size for kind, size in swap.file_bytes.items() if roots[kind] == root)
         preflight(world.comm, world.node, Path(root), wanted, options)
     problem, tiers = "", Tiers()
-    folders: dict[str, SwapFolder] = {}
+    folders: dict[Path, SwapFolder] = {}
     try:
-        for root in sorted(set(roots.values())):
-            folders[root] = SwapFolder(Path(root), run, world.rank)
-        tiers = Tiers(swap, {kind: folders[root] for kind, root in roots.items()}, options)
+        places = {kind: Path(root).resolve() for kind, root in roots.items()}
+        for place in sorted(set(places.values())):
+            folders[place] = SwapFolder(place, run, world.rank)
+        tiers = Tiers(swap, {kind: folders[place] for kind, place in places.items()}, options)
     except (MpispeedError, OSError) as error:
         problem = f"{socket.gethostname()}: {error}"
         for folder in folders.values():
@@ -173,7 +174,7 @@ def io_options(aio: Aio) -> Options:
 
 def _root(zero: Any, kind: str) -> str:
     section = zero.offload_param if kind == PARAM else zero.offload_optimizer
-    return str(Path(section.nvme_path).resolve())
+    return str(section.nvme_path)
 
 
 def _tell(mesh: Mesh, tiers: Tiers) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mpispeed.native.block_io import BlockFile, BlockIO, Transfer
     from mpispeed.store.pool import Pool
 
-STEP = 2048
-"""Elements: ranges of a swapped cell that begin at multiples of this begin at a page of its file, at 16 bits too."""
+STEP = 4096
+"""Elements: ranges of a swapped cell that begin at multiples of this begin at a page of its file, at any dtype."""
 
 AWAY = "these model states were taken out of memory by engine.offload_states(); call engine.reload_states() first"
 
@@ -80,7 +80,7 @@ class Carried:
 
     __slots__ = ("_is_write", "_transfer")
 
-    def __init__(self, transfer: Transfer | OSError, *, is_write: bool) -> None:
+    def __init__(self, transfer: Transfer | Exception, *, is_write: bool) -> None:
         self._transfer, self._is_write = transfer, is_write
 
     def wait(self) -> None:
@@ -90,10 +90,10 @@ class Carried:
             StoreError: it failed.
         """
         try:
-            if isinstance(self._transfer, OSError):
+            if isinstance(self._transfer, Exception):
                 raise self._transfer
             self._transfer.wait()
-        except OSError as error:
+        except (OSError, UsageError) as error:
             raise trouble(error, is_write=self._is_write) from error
 
 
@@ -216,7 +216,7 @@ class SwapCell:
         try:
             self._check_length()
             transfer = (self._io.write if is_write else self._io.read)(self._file, values, self._offset)
-        except OSError as error:
+        except (OSError, UsageError) as error:  # or closed meanwhile
             return Carried(error, is_write=is_write)
         return Carried(transfer, is_write=is_write)
 
@@ -247,6 +247,7 @@ class SwapCell:
         """The values in `buffer` and the transfer that fills them, or None if nothing has to be read."""
         values = buffer[: (stop - start) * self.dtype.itemsize].view(self.dtype)
         if not reads:
+            buffer.zero_()  # who fills it leaves padding out, which must not be what somebody else left here
             return values, None
         known = max(min(stop, self._written) - start, 0)
         if known < stop - start:
@@ -260,14 +261,15 @@ class SwapCell:
         if start > self._written:
             msg = f"elements from {start} on are given back before those from {self._written} on"
             raise StoreError(msg)
-        self._written = max(self._written, stop)
         # Up to a whole page: the cell's bytes in the file end at one, and direct writes need it.
         size = _pages((stop - start) * self.dtype.itemsize)
         try:
             self._check_length()
-            return self._io.write(self._file, buffer[:size], self._offset + start * self.dtype.itemsize)
-        except OSError as error:
+            transfer = self._io.write(self._file, buffer[:size], self._offset + start * self.dtype.itemsize)
+        except (OSError, UsageError) as error:
             raise trouble(error, is_write=True) from error
+        self._written = max(self._written, stop)
+        return transfer
 
     @property
     def pool(self) -> Pool:
@@ -288,7 +290,7 @@ class SwapLoan:
         self._buffer: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._transfer: Transfer | None = None
-        self._refusal: OSError | MemoryError | None = None
+        self._refusal: Exception | None = None
         self._is_over = False
 
     @property
@@ -306,7 +308,7 @@ class SwapLoan:
         self._buffer = buffer
         try:
             self._values, self._transfer = self._cell.begin(buffer, self._start, self._stop, reads=self._reads)
-        except OSError as error:  # it could not even be started; told to whoever waits, not to whoever came by
+        except Exception as error:  # it could not even be started; told to whoever waits, not to whoever came by
             self._refusal = error
 
     def refuse(self, error: MemoryError) -> None:
@@ -332,7 +334,7 @@ class SwapLoan:
                 raise self._refusal
             if self._transfer is not None:
                 self._transfer.wait()
-        except OSError as error:
+        except (OSError, UsageError) as error:
             raise trouble(error, is_write=False) from error
         return self._values  # type: ignore[return-value]
 
@@ -359,7 +361,7 @@ def _pages(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def trouble(error: OSError, *, is_write: bool) -> StoreError:
+def trouble(error: Exception, *, is_write: bool) -> StoreError:
     """What to tell about a transfer that failed, or could not be started."""
     verb = "written" if is_write else "read"
     return StoreError(

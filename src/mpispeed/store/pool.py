@@ -134,6 +134,7 @@ class Pool:
                     self._changed.wait(0.05)
             if oldest is not None:
                 _finish(oldest)
+                end = time.monotonic() + STUCK_SECONDS
             elif time.monotonic() > end:
                 msg = (
                     f"all {self.count} swap buffers are in use and none came back within {STUCK_SECONDS:.0f} s; "

@@ -47,9 +47,13 @@ class Accumulators:
             tiers.zeros(GRAD, unit.index, own_span(mesh, rest, unit.layout.padded).numel, dtype(unit))
             for unit in table.units
         ]
+        # Buffers of one length serve units of any: the arena would keep some for every length.
+        swapped = [cell for cell in self._cells if cell.is_swapped]
+        self._longest = {d: max(c.numel for c in swapped if c.dtype == d) for d in {c.dtype for c in swapped}}
+        self._buffers: dict[int, torch.Tensor] = {}  # by unit
         self._problem = ""
         self._squares: dict[int, list[float]] = {}
-        self._writes: dict[int, tuple[Carried, torch.Tensor]] = {}  # by unit, oldest first
+        self._writes: dict[int, Carried] = {}  # by unit, oldest first
 
     # -- while a unit is summed --------------------------------------------------------------------------------------
 
@@ -66,10 +70,11 @@ class Accumulators:
         if not isinstance(cell, SwapCell):
             return self.reduced(unit)
         self._take_back(unit.index)
-        buffer = self.arena.take(cell.numel, cell.dtype)
+        buffer = self._buffers[unit.index] = self.arena.take(self._longest[cell.dtype], cell.dtype)
+        values = buffer[: cell.numel]
         if reads:
-            self._await(cell.start_get(buffer))
-        return buffer
+            self._await(cell.start_get(values))
+        return values
 
     def end(self, unit: Unit, target: torch.Tensor, *, squares: bool) -> None:
         """Take back what `begin` gave; a last sum is squared while it is in memory."""
@@ -79,7 +84,7 @@ class Accumulators:
         self._squares.pop(unit.index, None)
         if squares:
             self._squares[unit.index] = self._square(unit, target, threads=1)
-        self._writes[unit.index] = cell.start_put(target), target
+        self._writes[unit.index] = cell.start_put(target)
         while len(self._writes) > self._behind:
             self._take_back(next(iter(self._writes)))
 
@@ -87,16 +92,18 @@ class Accumulators:
         """A copy of what `begin` gives. Shapes: [target_span(unit).numel]."""
         target = self.begin(unit, reads=True)
         copy = target.clone()
-        if self._cells[unit.index].is_swapped:
-            self.arena.give(target)
+        self._free(unit.index)
         return copy
+
+    def _free(self, index: int) -> None:
+        if index in self._buffers:
+            self.arena.give(self._buffers.pop(index))
 
     def _take_back(self, index: int) -> None:
         """Wait until gradients of a unit that are being written are."""
         if index in self._writes:
-            carried, buffer = self._writes.pop(index)
-            self._await(carried)
-            self.arena.give(buffer)
+            self._await(self._writes.pop(index))
+            self._free(index)
 
     def _await(self, carried: Carried) -> None:
         try:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpispeed.base.errors import StoreError
 from mpispeed.optim.rule import Window
 from mpispeed.store.layout import Span
 from mpispeed.store.tiers import IN_MEMORY, Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from mpispeed.store.cell import Cell, Loan
     from mpispeed.store.layout import Entry
@@ -83,10 +84,15 @@ class _Borrowed:
         return [self.master, *self.state.values(), *out, self.grad]
 
     def give_back(self, *, changed: bool) -> None:
-        """Gradients are never changed."""
-        for loan in self.loans()[:-1]:
-            loan.give_back(changed=changed)
-        self.grad.give_back(changed=False)
+        """All of them, also if one cannot be written; gradients are never changed."""
+        failure: StoreError | None = None
+        for loan in self.loans():
+            try:
+                loan.give_back(changed=changed and loan is not self.grad)
+            except StoreError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 class Walker:
@@ -109,7 +115,7 @@ class Walker:
         """True if a rank may have something in swap files."""
         return self._params.tiers.is_swapping
 
-    def windows(self, groups: Sequence[dict[str, Any]], step: int) -> Iterator[Window]:
+    def windows(self, groups: Sequence[dict[str, Any]], step: int) -> Generator[Window, None, None]:
         """All windows of this rank for update number `step`.
 
         Raises:

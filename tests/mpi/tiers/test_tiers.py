@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpispeed.base.errors import StoreError
 from tests.helpers.training import batches, config, make_engine, train_engine, weights, zero
 
 STEPS = 6
@@ -107,3 +108,37 @@ def test_swap_files_are_private_and_of_one_rank(disk):
     engine.destroy()
     engine.mesh.world.comm.barrier()
     assert not list(disk.rglob("*.swap"))
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("buffers", [1, 5])
+def test_padding_of_swapped_parameters_is_zero_and_spoils_no_codes(buffers, disk):
+    section = {**params_on(disk, buffer_count=buffers), **optimizer_on(disk)}
+    more = {"bf16": {"enabled": True}}
+    expected, reference, _ = run(3, 1, {"zero_quantized_weights": True}, **more)
+    losses, found, _ = run(3, 1, {"zero_quantized_weights": True, **section}, **more)
+    assert losses == expected
+    assert all(torch.equal(found[key], reference[key]) for key in reference)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_an_error_in_the_update_of_one_rank_ends_the_step_of_all_and_leaves_no_window_borrowed(disk):
+    settings = config(3, 12, 1)
+    settings["zero_optimization"] = zero(3, **params_on(disk), **optimizer_on(disk, pipeline_read=True))
+    engine = make_engine(settings)
+    rule = engine.parts.optimization.rule
+    update, data = rule.update, batches(3, 12)
+    train_engine(engine, data[:1])
+
+    def broken(windows, **options):
+        next(iter(windows))
+        msg = "the rule is broken"
+        raise RuntimeError(msg)
+
+    rule.update = broken if engine.mesh.rank == 0 else update
+    with pytest.raises(StoreError, match="the rule is broken") as kept:
+        train_engine(engine, data[1:2])
+    rule.update = update
+    assert engine.save_checkpoint(str(disk / "after"))  # reads through the buffers; `kept` still holds the traceback
+    assert kept.value is not None
+    engine.destroy()
