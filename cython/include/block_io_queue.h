@@ -15,6 +15,7 @@ typedef struct {
     mps_fault *faults;
     double *due;                 /* seconds of the clock before which an answer counts as not there */
     int *free, *batch;
+    char *is_out;                /* by index: the kernel has it */
     int free_count, in_flight;
 } mps_queue;
 
@@ -77,14 +78,15 @@ static int mps_queue_prepare(mps_queue *q, int index) {
 
 /* Take in answers, at least so many. */
 static void mps_queue_reap(mps_queue *q, int least) {
-    long count = mps_ring_reap(q->ring, least, q->answers);
+    int refused = mps_next_fault(MPS_FAULT_REAP).error;
+    long count = refused ? -refused : mps_ring_reap(q->ring, least, q->answers);
     if (count == -EINTR) return;
     if (count < 0) {   /* closing completes what is in flight; requests go by system calls from here on */
         mps_ring_close(q->ring);
         for (int i = 0; i < q->ring->depth; i++) {
-            int is_free = 0;
-            for (int j = 0; j < q->free_count; j++) is_free |= q->free[j] == i;
-            if (!is_free) mps_queue_finish(q, i, (int)-count);
+            if (!q->is_out[i]) continue;   /* free, or of the batch that is being submitted */
+            q->is_out[i] = 0;
+            mps_queue_finish(q, i, (int)-count);
         }
         q->in_flight = 0;
         return;
@@ -92,7 +94,7 @@ static void mps_queue_reap(mps_queue *q, int least) {
     for (long i = 0; i < count; i++) {
         int index = (int)q->answers[i].index;
         if (q->due[index] > 0) mps_sleep(q->due[index] - mps_now());
-        q->in_flight--;
+        q->in_flight--, q->is_out[index] = 0;
         mps_queue_take_in(q, index, mps_shorten((ssize_t)q->answers[i].got, q->faults[index]));
     }
 }
@@ -101,8 +103,11 @@ static void mps_queue_reap(mps_queue *q, int least) {
 static void mps_queue_submit(mps_queue *q, int count) {
     int *batch = q->batch;
     while (count > 0) {
-        long taken = mps_ring_submit(q->ring, q->wishes, batch, q->pool->options.is_single ? 1 : count);
+        int refused = mps_next_fault(MPS_FAULT_SUBMIT).error;
+        long taken = -refused;
+        if (!refused) taken = mps_ring_submit(q->ring, q->wishes, batch, q->pool->options.is_single ? 1 : count);
         if (taken > 0) {
+            for (long i = 0; i < taken; i++) q->is_out[batch[i]] = 1;
             batch += taken, count -= (int)taken, q->in_flight += (int)taken;
         } else if (taken != -EINTR && q->in_flight > 0 && (taken == -EAGAIN || taken == -EBUSY)) {
             mps_queue_reap(q, 1);
@@ -133,6 +138,7 @@ static int mps_queue_fill(mps_queue *q) {
 static void mps_queue_free(mps_queue *q) {
     for (int i = 0; q->slots && i < q->ring->depth; i++) free(q->slots[i].bounce);
     free(q->slots), free(q->wishes), free(q->answers), free(q->faults), free(q->due), free(q->free), free(q->batch);
+    free(q->is_out);
 }
 
 static int mps_queue_init(mps_queue *q, mps_pool *pool, mps_ring *ring) {
@@ -145,7 +151,9 @@ static int mps_queue_init(mps_queue *q, mps_pool *pool, mps_ring *ring) {
     q->due = calloc(depth, sizeof *q->due);
     q->free = calloc(depth, sizeof *q->free);
     q->batch = calloc(depth, sizeof *q->batch);
-    if (!q->slots || !q->wishes || !q->answers || !q->faults || !q->due || !q->free || !q->batch) return 0;
+    q->is_out = calloc(depth, sizeof *q->is_out);
+    if (!q->slots || !q->wishes || !q->answers || !q->faults || !q->due || !q->free || !q->batch || !q->is_out)
+        return 0;
     while (q->free_count < ring->depth) {
         q->free[q->free_count] = q->free_count;
         q->free_count++;

@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(__linux__) && defined(__has_include)
@@ -37,7 +38,7 @@ typedef struct {
 } mps_answer;
 
 typedef struct {
-    int kind, depth;
+    int kind, depth;             /* kind 0: closed */
     void *events;                /* libaio: io_event of a reap */
     void *blocks;                /* libaio: an iocb for each index */
     unsigned long context;
@@ -45,6 +46,7 @@ typedef struct {
     char *map;                   /* submission and completion rings */
     void *entries;               /* io_uring_sqe of the submission ring */
     size_t map_bytes, entries_bytes;
+    unsigned in_flight;          /* io_uring: taken by the kernel and not reaped */
     unsigned *tail, *index, mask, *done_head, *done_tail, done_mask;
     void *done;                  /* io_uring_cqe of the completion ring */
 } mps_ring;
@@ -132,6 +134,7 @@ static long mps_uring_submit(mps_ring *ring, const mps_wish *wishes, const int *
     if (taken < 0) taken = -errno;
     /* What the kernel did not take is taken back: it looks at the ring during the call only. */
     __atomic_store_n(ring->tail, tail + (unsigned)(taken < 0 ? 0 : taken), __ATOMIC_RELEASE);
+    ring->in_flight += (unsigned)(taken < 0 ? 0 : taken);
     return taken;
 }
 
@@ -147,16 +150,32 @@ static long mps_uring_reap(mps_ring *ring, int least, mps_answer *answers) {
     for (; head != tail; head++, count++)
         answers[count] = (mps_answer){done[head & ring->done_mask].user_data, done[head & ring->done_mask].res};
     __atomic_store_n(ring->done_head, head, __ATOMIC_RELEASE);
+    ring->in_flight -= (unsigned)count;
     return count;
+}
+
+/* Wait until nothing is in flight. Neither close nor munmap waits for it, and the kernel would go on to use the
+   buffers. The completion ring is watched without a system call on it: answers come there also when io_uring_enter
+   fails for good, even with a descriptor that is gone, as the maps keep the ring. As with io_destroy there is no
+   limit of time: a request that the kernel never ends is waited for. */
+static void mps_uring_drain(const mps_ring *ring) {
+    const struct timespec nap = {0, 200000};
+    if (!ring->in_flight) return;
+    while (__atomic_load_n(ring->done_tail, __ATOMIC_ACQUIRE) - *ring->done_head < ring->in_flight)
+        nanosleep(&nap, NULL);   /* coming back from any system call lets the kernel end requests of this thread */
 }
 #endif
 
-/* Give a ring back. The kernel completes what is in flight first. */
+/* Give a ring back once what is in flight is complete; io_destroy waits for it, and fails only where another call has
+   destroyed the context and waited. From here on submit and reap answer -ENOSYS; the depth stays. */
 static void mps_ring_close(mps_ring *ring) {
 #ifdef MPS_HAS_AIO
     if (ring->context) syscall(SYS_io_destroy, ring->context);
 #endif
-    ring->context = 0;
+#ifdef MPS_HAS_URING
+    mps_uring_drain(ring);
+#endif
+    ring->kind = 0, ring->context = 0, ring->in_flight = 0;
     if (ring->entries) munmap(ring->entries, ring->entries_bytes);
     if (ring->map) munmap(ring->map, ring->map_bytes);
     ring->entries = ring->map = NULL;

@@ -37,7 +37,7 @@ cdef extern from "block_io_pool.h" nogil:
     int mps_is_done(const mps_transfer *t)
     int mps_submit(mps_pool *pool, mps_transfer *t)
     int mps_wait(mps_pool *pool, mps_transfer *t, double seconds)
-    void mps_inject(int is_write, uint64_t nth, int error, uint64_t nbytes)
+    void mps_inject(int kind, uint64_t nth, int error, uint64_t nbytes)
     void mps_inject_latency(double seconds)
 
 
@@ -132,9 +132,12 @@ def probe_kernel(int kind):
     return code
 
 
-def inject(bint is_write, uint64_t nth, int error, uint64_t nbytes):
-    """For tests: the nth read or write of this process from now comes short at `nbytes` (0: does not), then fails."""
-    mps_inject(is_write, nth, error, nbytes)
+def inject(str op, uint64_t nth, int error, uint64_t nbytes):
+    """For tests: the nth call from now of this process comes short at `nbytes` (0: does not), then fails.
+
+    Calls: "read", "write"; "submit" and "reap" of a queue of the kernel, which only fail.
+    """
+    mps_inject(("read", "write", "submit", "reap").index(op), nth, error, nbytes)
 
 
 def inject_latency(double seconds):

@@ -74,9 +74,11 @@ class Work:
     def finish(self, error: BaseException | None = None) -> None:
         """Mark as done; called by whoever carries the operation out."""
         self._error, self._buffers, self._drive = error, None, None
-        self._call_after()
-        self._done.set()
-        self._call_after()  # of who asked meanwhile
+        try:
+            self._call_after()
+        finally:  # whoever waits must not hang because a callback failed
+            self._done.set()
+            self._call_after()  # of who asked meanwhile
 
     def _call_after(self) -> None:
         while True:

@@ -272,9 +272,13 @@ def inject(op: str, *, nth: int = 1, errno: int = 0, after_bytes: int = 0) -> No
     """For tests: the `nth` request from now, of "read" or "write" in this process, goes wrong once.
 
     It comes short at `after_bytes` if there are any, and then fails with `errno` if there is one. `nth` 0
-    takes back what was asked for.
+    takes back what was asked for. Also "submit" and "reap": the call that hands requests to a queue of the
+    kernel, and the one that fetches answers, fail with `errno`.
+
+    Raises:
+        ValueError: no such `op`.
     """
-    status.require("block_io").inject(op == "write", nth, errno, after_bytes)
+    status.require("block_io").inject(op, nth, errno, after_bytes)
 
 
 def inject_latency(seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import resource
@@ -10,14 +11,17 @@ from functools import cache
 
 import torch
 
+from mpispeed.base.log import once
 from mpispeed.native.block_probe import ALIGNMENT
+
+_logger = logging.getLogger(__name__)
 
 
 def aligned(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     """A tensor of `nbytes` bytes (uint8) at the start of a page, in whole pages of its own, all zeros.
 
     The memory is given back with the last tensor that looks at it. `pin`: page-locked for a GPU, where
-    torch sees one.
+    torch sees one. Where torch cannot pin it, the log says so once and the memory is not pinned.
 
     Raises:
         ValueError: a negative length.
@@ -27,9 +31,13 @@ def aligned(nbytes: int, *, pin: bool = False) -> torch.Tensor:
         msg = f"aligned: {nbytes} bytes; a length cannot be negative"
         raise ValueError(msg)
     if pin and torch.cuda.is_available():
-        spare = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
-        start = -spare.data_ptr() % ALIGNMENT
-        return spare[start : start + nbytes]
+        try:
+            spare = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+            start = -spare.data_ptr() % ALIGNMENT
+            return spare[start : start + nbytes]
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            once(_logger, logging.WARNING, f"host memory is not pinned, copies to a GPU are slower: {why}")
     pages = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
     try:
         memory = mmap.mmap(-1, pages, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
