@@ -25,7 +25,9 @@ class OffloadParam(Section):
     max_in_cpu: Natural = Field(
         10**9, description="Device nvme: elements of each rank, in the order of units, that stay in host memory."
     )
-    pin_memory: bool = Field(False, description="No effect: there are no transfers to a GPU.")
+    pin_memory: bool = Field(
+        False, description="Device nvme: buffers are page-locked for transfers to a GPU. No effect without a GPU."
+    )
 
 
 class OffloadOptimizer(Section):
@@ -38,13 +40,15 @@ class OffloadOptimizer(Section):
         description="Device nvme: buffers between disk and update. One has sub_group_size fp32 elements, or those of "
         "the longest part of a unit where that is shorter.",
     )
-    pin_memory: bool = Field(False, description="No effect: there are no transfers to a GPU.")
+    pin_memory: bool = Field(
+        False, description="Device nvme: buffers are page-locked for transfers to a GPU. No effect without a GPU."
+    )
     pipeline_read: bool = Field(False, description="Read the next part while the current one is updated.")
     pipeline_write: bool = Field(False, description="Write the last part while the current one is updated.")
     fast_init: bool = Field(
         False,
-        description="Reserve no space for swap files and write nothing before the first update; a full disk is then "
-        "found in the middle of the run.",
+        description="Reserve no space for swap files, those of offload_param included, and write nothing before the "
+        "first update; a full disk is then found in the middle of the run.",
     )
     ratio: Fraction = Field(
         1.0, description="Part of the states, in the order of units, that is outside the device; below 1 needs stage 3."

@@ -31,6 +31,7 @@ from mpispeed.engine.traffic import (
 from mpispeed.mesh.dtypes import HALF_FLOATS
 from mpispeed.store.placement import Tier
 from mpispeed.store.tiers import GRAD, MASTER, PARAM
+from mpispeed.zero.accumulators import WRITES_BEHIND
 from mpispeed.zero.leaf import is_leaf
 from mpispeed.zero.users import find_users
 
@@ -228,8 +229,6 @@ def _rehearse(facts: Facts, users: list[User]) -> Outcome:
     def wire(unit: Unit, is_added: bool) -> Buffers:
         rests, travels = facts.grad_dtypes(unit)
         found = [(unit.layout.padded, travels)] if facts.grad.is_whole and rests != travels else []
-        if (GRAD, unit.index) in facts.cells:  # stands for what is in the file
-            found.append((facts.span(unit, facts.grad), rests))
         if is_added:
             found.append((facts.span(unit, facts.master), torch.promote_types(rests, travels)))
         sizes = [facts.topology.group_size(axis) for axis in facts.master.axes]
@@ -239,8 +238,18 @@ def _rehearse(facts: Facts, users: list[User]) -> Outcome:
             found += [(span, torch.float32) for span in spans[:-1][:1]]
         return found
 
+    longest: dict[torch.dtype, int] = {}
+    for (kind, _), (numel, dtype) in facts.cells.items():
+        if kind == GRAD:
+            longest[dtype] = max(numel, longest.get(dtype, 0))
+
+    def swapped(unit: Unit) -> Buffers:
+        dtype = facts.grad_dtypes(unit)[0]
+        return [(longest[dtype], dtype)] if (GRAD, unit.index) in facts.cells else []
+
     rehearsal = Rehearsal(
-        facts.model, params, users, facts.limits, bucket=bucket, wire=wire, is_overlapped=facts.is_overlapped
-    )
+        facts.model, params, users, facts.limits, bucket=bucket, wire=wire, swapped=swapped,
+        writes_behind=WRITES_BEHIND if facts.swap.writes_behind else 0, is_overlapped=facts.is_overlapped,
+    )  # fmt: skip
     cuts = any(not facts.is_resident(unit) for unit in facts.table.all_units)
     return rehearsal.run(facts.micro_steps, reduces_each=not facts.grad.is_whole, fetches=cuts)

@@ -143,15 +143,19 @@ class Rehearsal:
         *,
         bucket: Callable[[Unit], Buffers],
         wire: Callable[[Unit, bool], Buffers],
+        swapped: Callable[[Unit], Buffers],
+        writes_behind: int,
         is_overlapped: bool,
     ) -> None:
         """Args: `bucket` is where gradients land, `wire` what their sum needs besides (True: it is added to another).
 
+        `swapped` stands for what rests in a file; it is held until the sums of `writes_behind` further units are done.
         With `is_overlapped` sums run one after the other beside backward. The most that can be held then is counted:
         no sum is done before the engine waits for it.
         """
         self._params, self._users, self._is_overlapped = params, users, is_overlapped
-        self._bucket, self._wire = bucket, wire
+        self._bucket, self._wire, self._swapped = bucket, wire, swapped
+        self._writes_behind = writes_behind
         self._arena, self._outcome = PaperArena(), Outcome()
         self._fetcher = Fetcher(
             cast("ParamStore", params), cast("Any", None), cast("Arena", self._arena), limits, wait=_is_done
@@ -159,6 +163,7 @@ class Rehearsal:
         self._modules = [(module, own) for module in model.modules() if (own := list(module.parameters(recurse=False)))]
         self._buckets: dict[int, list[torch.Tensor]] = {}
         self._late: list[torch.Tensor] = []  # buckets whose sums may be waiting
+        self._writes: dict[int, list[torch.Tensor]] = {}  # on their way to files, by unit, oldest first
         self._backlog = Backlog(limit_of(unit.layout.padded for unit in params.table.units))
         self._missing: Counter[int] = Counter()
         self._next = 0
@@ -183,6 +188,8 @@ class Rehearsal:
                     fetches=fetches,
                 )
             self._backlog.clear()
+            while self._writes:
+                self._take_back(next(iter(self._writes)))
             if fetches:
                 self._fetcher.drop_all()
             self._params.updated()
@@ -207,7 +214,8 @@ class Rehearsal:
 
     def _use(self, units: Sequence[Unit], *, is_backward: bool) -> None:
         self._fetcher.use(units, is_backward=is_backward, reader=lambda: "a module")
-        buckets = sum(self._arena.bytes_of(slips) for slips in (*self._buckets.values(), self._late))
+        others = (*self._buckets.values(), self._late, *self._writes.values())
+        buckets = sum(self._arena.bytes_of(slips) for slips in others)
         self._outcome.gathered_bytes = max(self._outcome.gathered_bytes, self._arena.taken_bytes - buckets)
 
     # -- backward ----------------------------------------------------------------------------------------------
@@ -252,17 +260,25 @@ class Rehearsal:
             self._next -= 1
 
     def _launch(self, unit: Unit, *, is_added: bool) -> None:
-        scratch, bucket = (
-            [self._arena.take(*kind) for kind in self._wire(unit, is_added)],
-            self._buckets.pop(unit.index),
-        )
+        self._take_back(unit.index)
+        bucket, swapped = self._buckets.pop(unit.index), [self._arena.take(*kind) for kind in self._swapped(unit)]
+        scratch = [self._arena.take(*kind) for kind in self._wire(unit, is_added)]
         for slip in scratch:
             self._arena.give(slip)
+        if swapped:
+            self._writes[unit.index] = swapped
+        while len(self._writes) > self._writes_behind:
+            self._take_back(next(iter(self._writes)))
         if self._is_overlapped:
             self._late += bucket
             self._backlog.add(unit.layout.padded, functools.partial(self._settle, bucket))
             return
         for slip in bucket:
+            self._arena.give(slip)
+
+    def _take_back(self, index: int) -> None:
+        """Gradients of a unit are in their file."""
+        for slip in self._writes.pop(index, ()):
             self._arena.give(slip)
 
 

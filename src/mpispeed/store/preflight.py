@@ -183,8 +183,9 @@ def preflight(world_comm: Comm, node_comm: Comm, root: Path, wanted_bytes: int, 
         ConfigError: on all ranks, with everything that is wrong on any of them: the folder is missing, no folder,
             read-only, too full, refuses transfers, or gives back other bytes.
     """
-    clean_stale(root)
-    # The names come from a gather, not a broadcast: free space counts only after everybody has cleaned.
+    if node_comm.rank == 0:
+        clean_stale(root)
+    # The names come from a gather, not a broadcast: free space counts only after every node has cleaned.
     run = world_comm.gather_objects(run_name() if world_comm.rank == 0 else "")[0]
     facts: list[_Facts] = world_comm.gather_objects(_look(root, node_comm.ranks[0], wanted_bytes))
     problems = {rank: fact.problem for rank, fact in enumerate(facts) if fact.problem}

@@ -3,6 +3,10 @@
 Full values are gathered on every rank; local ones are this rank's range of the flattened parameter, possibly empty.
 Getters return copies. For frozen parameters they return None and setters do nothing.
 
+Where a disk fails, getters of full values raise a StoreError on every rank. Setters and local getters raise it on
+that rank only, because ranks may call them apart: it has to end the job. Sums of gradients that fail first raise it on
+every rank.
+
 Source: the functions `safe_get_*` and `safe_set_*` of DeepSpeed's `deepspeed.utils`, documentation 0.14.
 """
 
@@ -99,6 +103,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor, *, refres
 
     Raises:
         UsageError: no engine has the parameter, or `value` is no tensor of as many elements.
+        StoreError: only on the rank whose swap files cannot be read or written.
     """
     found = _find(param)
     if found is None:
@@ -124,6 +129,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
     Raises:
         UsageError: no engine has the parameter, or parameters are not cut.
+        StoreError: only on the rank whose swap files cannot be read.
     """
     found = _find_cut(param, "safe_get_local_fp32_param")
     return None if found is None else found.own(found.store.master(found.place.unit)).clone()
@@ -139,6 +145,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
     Raises:
         UsageError: no engine has the parameter, parameters are not cut, or `value` does not fit this rank's range.
+        StoreError: only on the rank whose swap files cannot be read or written.
     """
     found = _find_cut(param, "safe_set_local_fp32_param")
     if found is None:
@@ -194,6 +201,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         NoGradient: (a ValueError) it is not between backward and step.
         UsageError: no engine has the parameter, or `value` is no tensor of as many elements.
+        StoreError: only on the rank whose swap files cannot be read or written.
     """
     found = _find(param)
     if found is not None:
@@ -209,6 +217,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     Raises:
         NoGradient: (a ValueError) it is not between backward and step.
         UsageError: no engine has the parameter, or parameters are not cut.
+        StoreError: only on the rank whose swap files cannot be read.
     """
     found = _find_cut(param, "safe_get_local_grad")
     return None if found is None else found.own(_finished(found.store).reduced(found.place.unit)).clone()
@@ -222,6 +231,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         NoGradient: (a ValueError) it is not between backward and step.
         UsageError: no engine has the parameter, parameters are not cut, or `value` does not fit this rank's range.
+        StoreError: only on the rank whose swap files cannot be read or written.
     """
     found = _find_cut(param, "safe_set_local_grad")
     if found is not None:
@@ -292,6 +302,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     Raises:
         UnknownState: (a ValueError) the optimizer has no such state, or none before its first step.
         UsageError: no engine has the parameter, or `value` is no tensor of as many elements.
+        StoreError: only on the rank whose swap files cannot be read or written.
     """
     found = _find(param)
     if found is not None:
@@ -307,6 +318,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     Raises:
         UnknownState: (a ValueError) the optimizer has no such state, or none before its first step.
         UsageError: no engine has the parameter, or parameters are not cut.
+        StoreError: only on the rank whose swap files cannot be read.
     """
     found = _find_cut(param, "safe_get_local_optimizer_state")
     if found is None:
@@ -323,6 +335,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     Raises:
         UnknownState: (a ValueError) the optimizer has no such state, or none before its first step.
         UsageError: no engine has the parameter, parameters are not cut, or `value` does not fit this rank's range.
+        StoreError: only on the rank whose swap files cannot be read or written.
     """
     found = _find_cut(param, "safe_set_local_optimizer_state")
     if found is not None:

@@ -317,6 +317,11 @@ OUTSIDE = {
         "offload_param": {**FILES, "max_in_cpu": 0},
         "offload_optimizer": {**FILES, "pipeline_read": True},
     },
+    "optimizer in files, written behind": {"offload_optimizer": {**FILES, "pipeline_write": True}},
+    "all in files, written behind": {
+        "offload_param": {**FILES, "max_in_cpu": 0},
+        "offload_optimizer": {**FILES, "pipeline_read": True, "pipeline_write": True},
+    },
 }
 CASES = [(name, stage) for name in OUTSIDE for stage in (1, 2, 3) if stage == 3 or name.startswith("optimizer")]
 
