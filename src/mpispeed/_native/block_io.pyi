@@ -8,9 +8,7 @@ class Job:
 
 @disjoint_base
 class Pool:
-    def __new__(
-        cls, kind: int, threads: int, depth: int, block: int, is_single: bool, is_overlapped: bool
-    ) -> Pool: ...
+    def __new__(cls, kind: int, threads: int, depth: int, block: int, is_single: bool, is_overlapped: bool) -> Pool: ...
     def is_foreign(self) -> bool: ...
     def submit(
         self, direct: int, plain: int, is_write: bool, address: int, length: int, offset: int, parts: int
