@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import MpispeedError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine import checkpoint, queries, restore
 from mpispeed.engine.backward import Accumulation, scale_loss
@@ -313,7 +313,8 @@ class Engine(BatchSizes, Weights, OffloadStates, nn.Module):
             self.parts.sharding.meet("engine.destroy()")
             try:
                 if self.parts.optimization:
-                    self.parts.optimization.grads.pause()  # sums under way use what is closed next
+                    with suppress(MpispeedError):  # of a lane that is broken already
+                        self.parts.optimization.grads.pause()  # sums under way use what is closed next
                 self._end_absence()
                 self.parts.sharding.remove()
             finally:
