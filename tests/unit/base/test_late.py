@@ -19,4 +19,8 @@ def test_the_root_names_the_resolver_of_init():
 
     assert mpispeed.__all__
     resolved = late.find("resolve_init_config")({"train_batch_size": 4})
-    assert resolved == {"dtype": None, "override_module_apply": True}
+    assert {key: resolved[key] for key in ("dtype", "override_module_apply", "device")} == {
+        "dtype": None,
+        "override_module_apply": True,
+        "device": None,
+    }
