@@ -155,6 +155,10 @@ class Builder:
         offset = made.get_offset()
         return -1 if offset is None else int(offset)
 
+    def external_link(self, parent: h5g.GroupID, name: str, file: str, path: str) -> None:
+        """A link to `path` in another file; `name` and `path` are escaped already, `file` is relative to this one."""
+        parent.links.create_external(name.encode(), file.encode(), path.encode(), lcpl=self._links)
+
     def attribute(self, owner: h5py.h5i.ObjectID, name: str, value: str | float | tuple[int, ...]) -> None:
         """A new attribute: text, bool, integer, float, or a row of integers."""
         if isinstance(value, str):
@@ -238,6 +242,15 @@ def child_dataset(parent: h5g.GroupID, name: str) -> h5d.DatasetID:
         msg = f"{_path(parent, name)} is no dataset"
         raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
     return found
+
+
+def external_target(parent: h5g.GroupID, name: str) -> tuple[str, str] | None:
+    """File and path that a link leads to, as they are written; None if it is no link to another file."""
+    raw = name.encode()
+    if not parent.links.exists(raw) or parent.links.get_info(raw).type != h5l.TYPE_EXTERNAL:
+        return None
+    file, path = parent.links.get_val(raw)
+    return file.decode(errors="replace"), path.decode(errors="replace")
 
 
 def names(group: h5g.GroupID) -> list[str]:

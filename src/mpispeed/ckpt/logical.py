@@ -23,13 +23,14 @@ class Deferred:
     Attributes:
         numel: how many there are.
         dtype: their torch dtype.
-        parts: gives them in order, as flat tensors like those of `Piece`; each is of use until the next is asked for.
-            Called once, by `save`, on this rank alone; what it raises makes the save fail on every rank.
+        parts: `parts(first, last)` gives the elements [first, last) in order, as flat tensors like those of `Piece`;
+            each is of use until the next is asked for. Called by `save`, on this rank alone, for each part once and
+            in order; what it raises makes the save fail on every rank.
     """
 
     numel: int
     dtype: torch.dtype
-    parts: Callable[[], Iterator[torch.Tensor]]
+    parts: Callable[[int, int], Iterator[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Piece:
     Attributes:
         start: first element of the range in the row-major order of the whole tensor.
         values: the elements, in memory or deferred.
+        is_replica: another rank writes the same range; this copy is only compared with what that rank wrote.
 
     Shapes:
         values: one-dimensional, contiguous, on the CPU, of the logical tensor's dtype.
@@ -46,18 +48,19 @@ class Piece:
 
     start: int
     values: torch.Tensor | Deferred
+    is_replica: bool = False
 
     @property
     def stop(self) -> int:
         """One past the last element."""
         return self.start + (self.values.numel if isinstance(self.values, Deferred) else self.values.numel())
 
-    def parts(self) -> Generator[torch.Tensor, None, None]:
-        """The elements in order; each tensor is of use until the next is asked for."""
+    def parts(self, start: int, stop: int) -> Generator[torch.Tensor, None, None]:
+        """The elements [start, stop) of the whole tensor, in order; each part is of use until the next is asked for."""
         if isinstance(self.values, Deferred):
-            yield from self.values.parts()
+            yield from self.values.parts(start - self.start, stop - self.start)
         else:
-            yield self.values
+            yield self.values[start - self.start : stop - self.start]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +222,12 @@ def _piece_problem(tensor: LogicalTensor, piece: Piece) -> str:
 
 
 def local_ranges(tensors: Sequence[LogicalTensor]) -> np.ndarray:
-    """This rank's non-empty pieces as rows (index of the tensor, first element, one past the last).
+    """What this rank writes, as rows (index of the tensor, first element, one past the last); none is empty.
 
     Shapes:
         result: int64 [pieces, 3]
     """
-    rows = [(i, piece.start, piece.stop) for i, tensor in enumerate(tensors) for piece in tensor.pieces]
+    rows = [(i, p.start, p.stop) for i, tensor in enumerate(tensors) for p in tensor.pieces if not p.is_replica]
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
     return table[table[:, 1] < table[:, 2]]
 

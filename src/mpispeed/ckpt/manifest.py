@@ -54,6 +54,11 @@ class Manifest:
         """Bytes of all files but the manifest."""
         return sum(record.bytes for record in self.files.values())
 
+    @property
+    def data_files(self) -> list[str]:
+        """Names of the files that hold elements besides model.h5, in order."""
+        return sorted(filter(schema.is_data_file, self.files))
+
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json under another name, then move it in place; both reach the disk.
@@ -62,10 +67,8 @@ def write(folder: Path, manifest: Manifest) -> None:
         OSError: the file system refuses.
     """
     content = {"format": schema.FORMAT, **asdict(manifest), "complete": True}
-    content["digest"] = _digest(content)
     temporary = folder / f"{schema.MANIFEST_FILE}.tmp"
-    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
-    write_durably(temporary, f"{{\n{lines}\n}}\n")
+    write_durably(temporary, signed(content))
     temporary.rename(folder / schema.MANIFEST_FILE)
     sync_folder(folder)
 
@@ -80,7 +83,8 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / schema.MANIFEST_FILE
     try:
-        content = json.loads(path.read_bytes())
+        raw = _read_plain(path)
+        content = json.loads(raw)
     except FileNotFoundError:
         msg = f"{folder} has no {schema.MANIFEST_FILE}: the save that made it never finished; load another tag"
         raise IncompleteCheckpoint(msg) from None
@@ -93,7 +97,7 @@ def read(folder: Path) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != schema.FORMAT:
         msg = f"{path} is not the manifest of a {schema.FORMAT}"
         raise CorruptCheckpoint(msg)
-    _check_digest(path, content)
+    _check_digest(path, content, raw)
     if not content.pop("complete", False):
         msg = f"{path} says that the save never finished; load another tag"
         raise IncompleteCheckpoint(msg)
@@ -106,14 +110,30 @@ def read(folder: Path) -> Manifest:
     return _from_content(path, content, (major, minor))
 
 
-def _check_digest(path: Path, content: dict[str, Any]) -> None:
-    digest = content.pop("digest", None)
+def _read_plain(path: Path) -> bytes:
+    """All bytes of an ordinary file; a pipe or a device is not waited for, a symbolic link is not followed."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            msg = "it is no ordinary file"
+            raise OSError(msg)
+        return file.read()
+
+
+def signed(content: dict[str, Any]) -> str:
+    """The text of a manifest with its digest; one content has one text, so that every byte of it is checked."""
+    content = {key: value for key, value in content.items() if key != "digest"}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in content.items()]
+    digest = hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
+    return f'{{\n{"".join(lines)} "digest": "blake2b:{digest}"\n}}\n'
+
+
+def _check_digest(path: Path, content: dict[str, Any], raw: bytes) -> None:
     try:
-        found = _digest(content)
+        is_whole = signed(content).encode() == raw
     except (RecursionError, UnicodeEncodeError) as failure:
         msg = f"{path} is damaged: {failure}"
         raise CorruptCheckpoint(msg) from failure
-    if digest != found:
+    if not is_whole:
         msg = f"{path} is damaged: its content does not match its digest"
         raise CorruptCheckpoint(msg)
 
@@ -136,7 +156,7 @@ def _from_content(path: Path, content: dict[str, Any], version: tuple[int, int])
 
 
 def _record(name: str, record: dict[str, Any]) -> FileRecord:
-    if "/" in name or "\0" in name or name in ("", ".", ".."):
+    if not schema.is_data_file(name) and ("/" in name or "\0" in name or name in ("", ".", "..")):
         msg = f"{name!r} is no name of a file in the folder of the tag"
         raise ValueError(msg)
     size = _natural(record["bytes"])
@@ -169,10 +189,14 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     Raises:
         CorruptCheckpoint: names the first file that is not.
     """
+    data = folder / schema.DATA_FOLDER
+    if any(map(schema.is_data_file, manifest.files)) and (data.is_symlink() or not data.is_dir()):
+        msg = f"{data} is missing or no ordinary folder: the checkpoint {manifest.tag!r} is not usable"
+        raise CorruptCheckpoint(msg)
     for name, record in manifest.files.items():
         path = folder / name
         try:
-            status = path.stat()
+            status = path.lstat()
         except FileNotFoundError:
             msg = f"{path} is missing: the checkpoint {manifest.tag!r} is not usable"
             raise CorruptCheckpoint(msg) from None
@@ -187,11 +211,6 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             what = "truncated" if found < record.bytes else "longer than it was"
             msg = f"{path} is {what}: {found} bytes, saved were {record.bytes}"
             raise CorruptCheckpoint(msg)
-
-
-def _digest(content: dict[str, Any]) -> str:
-    text = json.dumps({k: v for k, v in content.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
-    return "blake2b:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -1,143 +1,187 @@
-"""model.h5: laid out by one rank before any element is written; described again when it is read."""
+"""The files of a checkpoint that hold tensors: laid out by one rank before any element is written.
+
+With one file model.h5 has the elements itself. With more, whole parameters are dealt to data files, and model.h5, which
+is still the file to open, has external links to them.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import h5py
 import numpy as np
-from h5py import h5d, h5g
+from h5py import h5g
 
-from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt import hdf5, schema
-from mpispeed.ckpt.errors import CorruptCheckpoint
 from mpispeed.ckpt.logical import LogicalTensor, ParamInfo
 
 
+def _none() -> np.ndarray:
+    return np.empty(0, np.int64)
+
+
 @dataclass(frozen=True, slots=True)
-class Offsets:
+class Places:
     """Where the bytes of each tensor and of its checksums start, in the order in which tensors were passed.
 
+    Attributes:
+        files: names of the files with elements, relative to the folder of the tag.
+        which: index into `files`.
+        data: in that file; -1 for tensors without elements.
+        tables: in model.h5; -1 for tensors without elements.
+
     Shapes:
-        data, tables: int64 [tensors]; -1 for tensors without elements
+        which, data, tables: int64 [tensors]
 
     Units:
-        bytes from the start of model.h5
+        data, tables: bytes from the start of the file
     """
 
-    data: np.ndarray
-    tables: np.ndarray
+    files: tuple[str, ...] = (schema.MODEL_FILE,)
+    which: np.ndarray = field(default_factory=_none)
+    data: np.ndarray = field(default_factory=_none)
+    tables: np.ndarray = field(default_factory=_none)
 
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A dataset of an existing model.h5.
-
-    Units:
-        offset, table_offset: bytes from the start of the file, -1 when there are no elements.
-    """
-
-    name: str
-    slot: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    table_offset: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return schema.STORAGE[self.dtype].itemsize
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.numel * self.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """What model.h5 says about its content."""
-
-    version: tuple[int, int]
-    tag: str
-    global_step: int
-    params: dict[str, ParamInfo]
-    tensors: dict[tuple[str, str], StoredTensor]
-    aliases: dict[str, str]
+    def streams(self) -> list[np.ndarray]:
+        """Per file the indices of its tensors that have elements, in the order in which they stand there."""
+        order = np.argsort(self.data, kind="stable")
+        order = order[self.data[order] >= 0]
+        return [order[self.which[order] == file] for file in range(len(self.files))]
 
 
 def create(
-    path: Path,
+    folder: Path,
     *,
     tag: str,
     global_step: int,
     params: Sequence[ParamInfo],
     tensors: Sequence[LogicalTensor],
     aliases: Mapping[str, str],
-) -> Offsets:
-    """Create model.h5 with all its objects; the elements and the checksums are left to be written at offsets.
+    files: int = 1,
+) -> Places:
+    """Create model.h5 and the data files with all their objects; elements and checksums are left to be written.
 
-    The order in the file is canonical (sorted by name, the master first within a parameter), so the
-    bytes do not depend on the order or the layout of the caller.
+    The order in the files is canonical (sorted by name, the master first within a parameter), so the
+    bytes do not depend on the order or the layout of the caller, only on the number of files.
+
+    Args:
+        folder: where they are made.
+        tag: goes into every file.
+        global_step: goes into model.h5.
+        params: attributes of all parameters.
+        tensors: what there is to store.
+        aliases: other names of parameters.
+        files: how many files hold elements; no more are made than there are names to deal.
 
     Raises:
         OSError: the file system refuses.
     """
-    data = np.full(len(tensors), -1, np.int64)
-    tables = np.full(len(tensors), -1, np.int64)
-    slots = _slots_by_name(tensors)
-    with hdf5.Builder(path) as build:
-        _root_attributes(build, tag, global_step)
-        homes = {name: build.group(build.root, name) for name in (schema.PARAMS, schema.BUFFERS)}
-        alias_group = build.group(build.root, schema.ALIASES)
-        sums = build.group(build.root, schema.INTEGRITY)
-        for param in sorted(params, key=lambda p: p.name):
-            group = build.group(homes[schema.PARAMS], schema.escape(param.name))
-            _param_attributes(build, group, param)
-            for i in slots.get(param.name, []):
-                tensor = tensors[i]
-                if tensor.slot != schema.BUFFER_SLOT:
-                    data[i] = build.dataset(group, schema.escape(tensor.slot), tensor.shape, tensor.dtype_name)
-        for name in sorted(slots):
-            group = build.group(sums, schema.escape(name))
-            for i in slots[name]:
-                tensor = tensors[i]
-                if tensor.slot == schema.BUFFER_SLOT:
-                    home = homes[schema.BUFFERS]
-                    data[i] = build.dataset(home, schema.escape(name), tensor.shape, tensor.dtype_name)
-                blocks = (schema.block_count(tensor.size_bytes),)
-                tables[i] = build.dataset(group, schema.escape(tensor.slot), blocks, "uint32")
-        for alias in sorted(aliases):
-            build.attribute(alias_group, schema.escape(alias), aliases[alias])
-    return Offsets(data, tables)
+    order = _canonical(tensors)
+    which = _deal(tensors, order, files)
+    count = int(which.max(initial=0)) + 1
+    names = (schema.MODEL_FILE,) if count == 1 else tuple(schema.data_file(number) for number in range(count))
+    places = Places(names, which, np.full(len(tensors), -1, np.int64), np.full(len(tensors), -1, np.int64))
+    with ExitStack() as stack:
+        model = stack.enter_context(hdf5.Builder(folder / schema.MODEL_FILE))
+        top = _Homes(model)
+        homes = [top]
+        _root_attributes(model, schema.FORMAT, tag)
+        model.attribute(model.root, "global_step", global_step)
+        if count > 1:
+            (folder / schema.DATA_FOLDER).mkdir()
+            homes = [_Homes(stack.enter_context(hdf5.Builder(folder / name))) for name in names]
+            for number, home in enumerate(homes):
+                _root_attributes(home.build, schema.DATA_FORMAT, tag)
+                home.build.attribute(home.build.root, "part", (number, count))
+        _fill(top, homes, params, tensors, order, places, aliases)
+    return places
 
 
-def _slots_by_name(tensors: Sequence[LogicalTensor]) -> dict[str, list[int]]:
-    slots: dict[str, list[int]] = {}
+class _Homes:
+    """The groups of a file that hold tensors."""
+
+    def __init__(self, build: hdf5.Builder) -> None:
+        self.build = build
+        self.params = build.group(build.root, schema.PARAMS)
+        self.buffers = build.group(build.root, schema.BUFFERS)
+
+
+def _fill(
+    top: _Homes,
+    homes: Sequence[_Homes],
+    params: Sequence[ParamInfo],
+    tensors: Sequence[LogicalTensor],
+    order: Mapping[tuple[bool, str], list[int]],
+    places: Places,
+    aliases: Mapping[str, str],
+) -> None:
+    """Groups, attributes, datasets, links between files, and tables of checksums."""
+    model, has_links = top.build, len(homes) > 1
+    alias_group = model.group(model.root, schema.ALIASES)
+    sums = model.group(model.root, schema.INTEGRITY)
+    for param in sorted(params, key=lambda p: p.name):
+        _param_attributes(model, model.group(top.params, schema.escape(param.name)), param)
+    for (is_buffer, name), indices in order.items():
+        stored = schema.escape(name)
+        home = homes[int(places.which[indices[0]])]
+        if is_buffer:
+            inside, outside = home.buffers, top.buffers
+        else:
+            outside = h5g.open(top.params, stored.encode())
+            inside = home.build.group(home.params, stored) if has_links else outside
+        for i in indices:
+            tensor = tensors[i]
+            own = stored if is_buffer else schema.escape(tensor.slot)
+            places.data[i] = home.build.dataset(inside, own, tensor.shape, tensor.dtype_name)
+            if has_links:
+                path = schema.dataset_path(name, tensor.slot)
+                model.external_link(outside, own, places.files[int(places.which[i])], path)
+    # After all elements, so that what is read to trust the index lies together.
+    groups: dict[str, h5g.GroupID] = {}
+    for (_, name), indices in order.items():
+        if name not in groups:
+            groups[name] = model.group(sums, schema.escape(name))
+        for i in indices:
+            blocks = (schema.block_count(tensors[i].size_bytes),)
+            places.tables[i] = model.dataset(groups[name], schema.escape(tensors[i].slot), blocks, "uint32")
+    for alias in sorted(aliases):
+        model.attribute(alias_group, schema.escape(alias), aliases[alias])
+
+
+def _canonical(tensors: Sequence[LogicalTensor]) -> dict[tuple[bool, str], list[int]]:
+    """(is a buffer, name) -> its tensors with the master first; parameters before buffers, sorted by name."""
+    groups: dict[tuple[bool, str], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        slots.setdefault(tensor.name, []).append(index)
-    for indices in slots.values():
+        groups.setdefault((tensor.slot == schema.BUFFER_SLOT, tensor.name), []).append(index)
+    for indices in groups.values():
         indices.sort(key=lambda i: schema.slot_order(tensors[i].slot))
-    return slots
+    return dict(sorted(groups.items()))
 
 
-def _root_attributes(build: hdf5.Builder, tag: str, global_step: int) -> None:
-    build.attribute(build.root, "format", schema.FORMAT)
+def _deal(tensors: Sequence[LogicalTensor], order: Mapping[tuple[bool, str], list[int]], files: int) -> np.ndarray:
+    """The file of each tensor: runs of whole parameters in canonical order, about equal in bytes; none is empty."""
+    which = np.zeros(len(tensors), np.int64)
+    groups = [group for group in order.values() if any(tensors[i].size_bytes for i in group)]
+    files = max(1, min(files, len(groups)))
+    sizes = [sum(tensors[i].size_bytes for i in group) for group in groups]
+    total, before, file = sum(sizes), 0, 0
+    for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+        # by the middle of the parameter; every file gets one at least, and none is left over
+        wanted = (2 * before + size) * files // (2 * total)
+        file = min(max(wanted, files - (len(groups) - number)), file + (number > 0), files - 1)
+        which[group] = file
+        before += size
+    return which
+
+
+def _root_attributes(build: hdf5.Builder, form: str, tag: str) -> None:
+    build.attribute(build.root, "format", form)
     build.attribute(build.root, "version", schema.VERSION)
     build.attribute(build.root, "framework_version", schema.library_version())
     build.attribute(build.root, "tag", tag)
-    build.attribute(build.root, "global_step", global_step)
     build.attribute(build.root, "endian", "little")
 
 
@@ -163,101 +207,3 @@ def _param_attributes(build: hdf5.Builder, group: h5g.GroupID, param: ParamInfo)
         values["scalars"] = json.dumps(dict(sorted(param.scalars.items())))
     for name, value in values.items():
         build.attribute(group, name, value)
-
-
-@contextlib.contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Turn whatever h5py and its values raise on a damaged file into an error that names the file."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as failure:
-        msg = f"{path} is damaged or no checkpoint file: {failure}"
-        raise CorruptCheckpoint(msg) from failure
-
-
-def read_index(path: Path) -> Index:
-    """Read names, attributes and offsets of an existing model.h5; no element is read.
-
-    Raises:
-        CorruptCheckpoint: HDF5 cannot make sense of the file.
-        CheckpointError: the file is not of this format, or of a newer major version.
-    """
-    with translated(path), hdf5.open_reading(path) as file:
-        attributes = dict(file.attrs)
-        if hdf5.text(attributes.get("format", b"")) != schema.FORMAT:
-            msg = f"{path} is an HDF5 file, but no {schema.FORMAT}"
-            raise CheckpointError(msg)
-        major, minor = (int(part) for part in attributes["version"])
-        schema.check_version((major, minor), str(path))
-        params: dict[str, ParamInfo] = {}
-        tensors: dict[tuple[str, str], StoredTensor] = {}
-        sums = hdf5.child_group(file.id, schema.INTEGRITY)
-        home = hdf5.child_group(file.id, schema.PARAMS)
-        for stored in hdf5.names(home):
-            group = hdf5.child_group(home, stored)
-            param = _read_param(schema.unescape(stored), h5py.Group(group))
-            params[param.name] = param
-            slots = [(schema.unescape(slot), hdf5.child_dataset(group, slot)) for slot in hdf5.names(group)]
-            tensors.update(_read_tensors(param.name, slots, sums))
-        home = hdf5.child_group(file.id, schema.BUFFERS)
-        for stored in hdf5.names(home):
-            slots = [(schema.BUFFER_SLOT, hdf5.child_dataset(home, stored))]
-            tensors.update(_read_tensors(schema.unescape(stored), slots, sums))
-        named = h5py.Group(hdf5.child_group(file.id, schema.ALIASES)).attrs
-        aliases = {schema.unescape(k): hdf5.text(v) for k, v in named.items()}
-        tag, step = hdf5.text(attributes["tag"]), int(attributes["global_step"])
-        return Index((major, minor), tag, step, params, tensors, aliases)
-
-
-def _read_param(name: str, group: h5py.Group) -> ParamInfo:
-    values = dict(group.attrs)
-    expert = np.atleast_1d(values["expert"]).tolist()
-    return ParamInfo(
-        name=name,
-        shape=tuple(values["shape"].tolist()),
-        train_dtype=hdf5.text(values["train_dtype"]),
-        kind=hdf5.text(values["kind"]),
-        param_group=int(values["param_group"]),
-        step=int(values["step"]),
-        tp_kind=hdf5.text(values["tp_kind"]),
-        tp_dim=int(values["tp_dim"]),
-        tp_sub_sizes=tuple(values["tp_sub_sizes"].tolist()),
-        vocab_size=int(values["vocab_size"]),
-        pp_kind=hdf5.text(values["pp_kind"]),
-        pp_layer=int(values["pp_layer"]),
-        expert=None if len(expert) == 1 else (expert[0], expert[1]),
-        is_sparse=bool(values["sparse"]),
-        scalars=json.loads(hdf5.text(values["scalars"])) if "scalars" in values else {},
-    )
-
-
-def _read_tensors(
-    name: str, slots: Sequence[tuple[str, h5d.DatasetID]], sums: h5g.GroupID
-) -> Iterator[tuple[tuple[str, str], StoredTensor]]:
-    if not slots:
-        return
-    tables = hdf5.child_group(sums, schema.escape(name))
-    for slot, dataset in slots:
-        table = hdf5.child_dataset(tables, schema.escape(slot))
-        offset, table_offset = dataset.get_offset(), table.get_offset()
-        stored = StoredTensor(
-            name=name,
-            slot=slot,
-            shape=tuple(dataset.shape),
-            dtype=_stored_dtype(dataset),
-            offset=-1 if offset is None else int(offset),
-            table_offset=-1 if table_offset is None else int(table_offset),
-        )
-        table_bytes = schema.block_count(stored.size_bytes) * schema.STORAGE["uint32"].itemsize
-        if stored.numel and (stored.offset < 0 or stored.table_offset < 0 or table.shape[0] * 4 != table_bytes):
-            msg = f"{name}/{slot} or its checksums have no place in the file"
-            raise ValueError(msg)
-        yield (name, slot), stored
-
-
-def _stored_dtype(dataset: h5d.DatasetID) -> str:
-    if h5py.h5a.exists(dataset, b"dtype"):
-        return schema.dtype_name(hdf5.text(h5py.AttributeManager(h5py.Dataset(dataset))["dtype"]))
-    return schema.native_name(dataset.dtype)

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "mpispeed-checkpoint"
+#: of the files in DATA_FOLDER
+DATA_FORMAT = "mpispeed-checkpoint-data"
 VERSION = (1, 0)
 
 MODEL_FILE = "model.h5"
 STATE_FILE = "state.h5"
 MANIFEST_FILE = "manifest.json"
+DATA_FOLDER = "data"
 LATEST_FILE = "latest"
 
 PARAMS = "params"
@@ -70,6 +73,7 @@ BIT_PATTERNS = frozenset(name for name in STORAGE if name.startswith(("bfloat16"
 _NATIVE_NAMES = {storage: name for name, storage in STORAGE.items() if name not in BIT_PATTERNS}
 
 _ESCAPED = re.compile(r"%([0-9A-F]{2})")
+_DATA_FILE = re.compile(rf"{DATA_FOLDER}/d\d{{5,}}\.h5")
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
@@ -124,6 +128,23 @@ def unescape(stored: str) -> str:
     if stored == "%":
         return ""
     return _ESCAPED.sub(lambda match: chr(int(match.group(1), 16)), stored)
+
+
+def data_file(number: int) -> str:
+    """Name of a file with elements, relative to the folder of the tag."""
+    return f"{DATA_FOLDER}/d{number:05d}.h5"
+
+
+def is_data_file(name: str) -> bool:
+    """True if `data_file` gives this name for some number."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def dataset_path(name: str, slot: str) -> str:
+    """Where the elements of a tensor stand inside of the file they are in."""
+    if slot == BUFFER_SLOT:
+        return f"/{BUFFERS}/{escape(name)}"
+    return f"/{PARAMS}/{escape(name)}/{escape(slot)}"
 
 
 def slot_order(slot: str) -> tuple[bool, str]:

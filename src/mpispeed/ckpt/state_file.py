@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 
 from mpispeed.ckpt import hdf5, schema, tree
-from mpispeed.ckpt.model_file import translated
+from mpispeed.ckpt.index import translated
 
 #: what a generator state may be passed as
 RngBytes = Any
@@ -74,10 +74,9 @@ def write(
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a state.h5 holds.
+    """What a state.h5 holds beside the state tree.
 
     Attributes:
-        state: the state tree without the generators.
         config: the configuration text.
         generators: kind -> states of all ranks that saved and their lengths.
 
@@ -85,7 +84,6 @@ class Content:
         generators: uint8 [ranks, longest], int64 [ranks]
     """
 
-    state: dict[str, Any]
     config: str
     generators: dict[str, tuple[np.ndarray, np.ndarray]]
 
@@ -95,17 +93,27 @@ class Content:
         return bytes(table[rank, : lengths[rank]].tobytes())
 
 
-def decode(path: Path, raw: bytes) -> Content:
-    """Everything in the bytes `raw` of a state.h5; `path` is for messages.
+def decode_state(path: Path, raw: bytes, make_tensor: tree.TensorMaker | None = None) -> dict[str, Any]:
+    """The state tree in the bytes `raw` of a state.h5; `path` is for messages, `make_tensor` as in `tree.read`.
 
     Raises:
         CorruptCheckpoint: the bytes are no state.h5.
     """
     with translated(path), hdf5.open_reading(io.BytesIO(raw)) as file:
-        state = tree.read(file, schema.STATE)
+        state: dict[str, Any] = tree.read(file, schema.STATE, make_tensor)
+        return state
+
+
+def decode(path: Path, raw: bytes) -> Content:
+    """The rest of what is in the bytes `raw` of a state.h5; `path` is for messages.
+
+    Raises:
+        CorruptCheckpoint: the bytes are no state.h5.
+    """
+    with translated(path), hdf5.open_reading(io.BytesIO(raw)) as file:
         config = str(tree.read(file, schema.CONFIG)["json"])
         generators = {schema.unescape(kind): _table(stored) for kind, stored in _generators(file)}
-        return Content(state, config, generators)
+        return Content(config, generators)
 
 
 def _table(stored: h5py.Dataset) -> tuple[np.ndarray, np.ndarray]:
@@ -114,40 +122,6 @@ def _table(stored: h5py.Dataset) -> tuple[np.ndarray, np.ndarray]:
         msg = f"{stored.name} is no table of generator states: {table.dtype} {table.shape}, lengths {lengths.shape}"
         raise ValueError(msg)
     return table, lengths
-
-
-def read_state(path: Path, make_tensor: tree.TensorMaker | None = None) -> dict[str, Any]:
-    """The state tree without the generators.
-
-    Raises:
-        CorruptCheckpoint: the file cannot be read.
-    """
-    with translated(path), hdf5.open_reading(path) as file:
-        value: dict[str, Any] = tree.read(file, schema.STATE, make_tensor)
-        return value
-
-
-def read_config(path: Path) -> str:
-    """The configuration text.
-
-    Raises:
-        CorruptCheckpoint: the file cannot be read.
-    """
-    with translated(path), hdf5.open_reading(path) as file:
-        return str(tree.read(file, schema.CONFIG)["json"])
-
-
-def read_rng(path: Path) -> dict[str, list[bytes]]:
-    """Generator kind -> state of every rank that saved; empty bytes for a rank that had none.
-
-    Raises:
-        CorruptCheckpoint: the file cannot be read.
-    """
-    with translated(path), hdf5.open_reading(path) as file:
-        return {
-            schema.unescape(kind): [row[:length].tobytes() for row, length in zip(*_table(stored), strict=True)]
-            for kind, stored in _generators(file)
-        }
 
 
 def _generators(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:

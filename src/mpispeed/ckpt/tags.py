@@ -7,6 +7,7 @@ import hashlib
 import logging
 import re
 import shutil
+import uuid as uuids
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 _TAG_BYTES = 200
 #: the longest name that file systems take
 _NAME_BYTES = 255
-_DIGEST_PREFIX = "blake2b:"
 _WORK_FOLDER = re.compile(r"^\.(?P<tag>.+)\.(?P<role>tmp|old)-(?P<uuid>[0-9a-f]{32})$")
 _SHOWN_TAGS = 10
 
@@ -128,7 +128,7 @@ def read_latest(folder: Path) -> str | None:
     """
     path = folder / schema.LATEST_FILE
     try:
-        lines = path.read_text(encoding="utf-8").strip().split("\n")
+        text = path.read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as failure:
@@ -137,12 +137,12 @@ def read_latest(folder: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as failure:
         msg = f"{path} is damaged: {failure}.{_valid_tags(folder)}"
         raise CorruptCheckpoint(msg) from failure
-    tag = lines[0].strip()
+    tag = text.strip().partition("\n")[0].strip()
     # a file of one line, as DeepSpeed or a person writes it, has no digest
     what = "" if tag else "it is empty"
     if len(tag.encode()) > _NAME_BYTES:
         what = f"what it names is longer than {_NAME_BYTES} bytes"
-    elif len(lines) > 1 and lines[1].strip() != _tag_digest(tag):
+    elif text.strip() != tag and text != _latest_text(tag):
         what = "its digest line does not match the tag"
     if what:
         msg = f"{path} is damaged: {what}.{_valid_tags(folder)} Pass a tag or write one into the file"
@@ -158,7 +158,7 @@ def write_latest(folder: Path, tag: str, uuid: str) -> None:
     """
     temporary = folder / f".{schema.LATEST_FILE}.tmp-{uuid}"
     try:
-        manifests.write_durably(temporary, f"{tag}\n{_tag_digest(tag)}\n")
+        manifests.write_durably(temporary, _latest_text(tag))
         temporary.rename(folder / schema.LATEST_FILE)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -166,8 +166,8 @@ def write_latest(folder: Path, tag: str, uuid: str) -> None:
     manifests.sync_folder(folder)
 
 
-def _tag_digest(tag: str) -> str:
-    return _DIGEST_PREFIX + hashlib.blake2b(tag.encode(), digest_size=16).hexdigest()
+def _latest_text(tag: str) -> str:
+    return f"{tag}\nblake2b:{hashlib.blake2b(tag.encode(), digest_size=16).hexdigest()}\n"
 
 
 def list_tags(folder: Path) -> list[TagEntry]:
@@ -312,3 +312,39 @@ def refuse_taken(final: Path, *, overwrite: bool) -> None:
     if final.exists() and not overwrite:
         msg = f"checkpoint tag {final.name!r} exists already in {final.parent}; choose another or pass overwrite=True"
         raise CheckpointError(msg)
+
+
+def retain(folder: Path, keep_last: int, keep_every: int = 0, *, spared: Iterable[str] = ()) -> list[str]:
+    """Remove complete checkpoints that are neither new nor wanted; returns the tags that went.
+
+    The newest `keep_last` stay, those whose step is a multiple of `keep_every`, the one that `latest` names, and those
+    in `spared`.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    gone = [entry for entry in beyond(folder, keep_last, keep_every) if entry.tag not in spared]
+    for entry in gone:
+        remove(entry.path)
+    return [entry.tag for entry in gone]
+
+
+def beyond(folder: Path, keep_last: int, keep_every: int = 0) -> list[TagEntry]:
+    """The complete checkpoints that `retain` would remove, oldest first."""
+    whole = [entry for entry in list_tags(folder) if entry.status == "ok"]
+    kept = {entry.tag for entry in whole[max(0, len(whole) - keep_last) :]}
+    kept |= {e.tag for e in whole if keep_every and e.manifest and e.manifest.global_step % keep_every == 0}
+    return [entry for entry in whole if entry.tag not in kept and not entry.is_latest]
+
+
+def remove(path: Path) -> None:
+    """Remove the folder of a tag; from the first moment it is no checkpoint any more.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    if _WORK_FOLDER.match(path.name) is None:
+        hidden = path.with_name(f".{path.name}.tmp-{uuids.uuid4().hex}")
+        path.rename(hidden)
+        path = hidden
+    shutil.rmtree(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,7 +105,12 @@ def _pieces(parts: Parts, place: Place, cell: Cell) -> tuple[Piece, ...]:
 
 
 def _later(parts: Parts, cell: Cell, span: Span) -> Deferred:
-    return Deferred(span.numel, cell.dtype, partial(read_parts, cell, span, parts.params.tiers.plan.window_elements))
+    length = parts.params.tiers.plan.window_elements
+
+    def read(first: int, last: int) -> Iterator[torch.Tensor]:
+        return read_parts(cell, Span(span.start + first, span.start + last), length)
+
+    return Deferred(span.numel, cell.dtype, read)
 
 
 def read_parts(cell: Cell, span: Span, length: int) -> Iterator[torch.Tensor]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, uint8
 
 from mpispeed.native import status
-from mpispeed.native.flat import check_tensors
 
 _POLYNOMIAL = 0x82F63B78  # bits reversed: bit 31 is x^0
 _ONE = 0x80000000
@@ -32,8 +31,8 @@ def crc32c(buffer: Any, value: int = 0) -> int:
     module = status.compiled("crc32c")
     if module is None:
         return crc32c_reference(buffer, value)
-    if isinstance(buffer, Tensor):
-        count = check_tensors("crc32c", {"buffer": buffer}) * buffer.element_size()
+    if _is_tensor(buffer):
+        count = _check_tensor(buffer) * buffer.element_size()
         crc: int = module.update_at(buffer.data_ptr(), count, value)
     else:
         crc = module.update(buffer, value)
@@ -91,10 +90,24 @@ def _check_words(where: str, *values: int) -> None:
             raise ValueError(msg)
 
 
+def _is_tensor(buffer: Any) -> bool:
+    torch = sys.modules.get("torch")  # tools that read files do without; a tensor is only here when it is loaded
+    return torch is not None and isinstance(buffer, torch.Tensor)
+
+
+def _check_tensor(buffer: Any) -> int:
+    from mpispeed.native.flat import check_tensors  # imports torch
+
+    return check_tensors("crc32c", {"buffer": buffer})
+
+
 def _as_bytes(buffer: Any) -> npt.NDArray[np.uint8]:
-    if isinstance(buffer, Tensor):
-        check_tensors("crc32c", {"buffer": buffer})
-        return buffer.detach().reshape(-1).view(uint8).numpy()
+    if _is_tensor(buffer):
+        import torch  # loaded already
+
+        _check_tensor(buffer)
+        view: npt.NDArray[np.uint8] = buffer.detach().reshape(-1).view(torch.uint8).numpy()
+        return view
     return np.frombuffer(buffer, np.uint8)
 
 

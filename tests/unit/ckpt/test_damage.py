@@ -153,8 +153,7 @@ def rewrite(folder, **changes):
 
     path = folder / "step7" / schema.MANIFEST_FILE
     content = json.loads(path.read_text()) | changes
-    content["digest"] = manifests._digest(content)
-    path.write_text(json.dumps(content))
+    path.write_text(manifests.signed(content))
 
 
 def test_versions_newer_than_this_library(folder, caplog):
@@ -188,12 +187,13 @@ def test_uncommitted_tags_are_refused(folder):
 def test_a_foreign_hdf5_file_is_no_checkpoint(folder):
     import h5py
 
-    from mpispeed.ckpt import model_file
+    from mpispeed.ckpt import index
 
-    with h5py.File(folder / "foreign.h5", "w") as file:
+    path = folder / schema.MODEL_FILE
+    with h5py.File(path, "w") as file:
         file["x"] = 1
     with pytest.raises(CheckpointError, match="no mpispeed-checkpoint"):
-        model_file.read_index(folder / "foreign.h5")
-    (folder / "text.h5").write_text("no HDF5 at all")
-    with pytest.raises(CorruptCheckpoint, match=r"text\.h5"):
-        model_file.read_index(folder / "text.h5")
+        index.read_index(folder)
+    path.write_text("no HDF5 at all")
+    with pytest.raises(CorruptCheckpoint, match=r"model\.h5"):
+        index.read_index(folder)

@@ -14,12 +14,12 @@ from tests.unit.ckpt.test_failed_save import assert_holds, assert_same_failure
 def deferred(values, length, log=None):
     """The same elements in parts of `length` that do not outlive the next."""
 
-    def parts():
+    def parts(first, last):
         buffer = torch.empty(length, dtype=values.dtype)
         try:
-            for start in range(0, values.numel(), length):
-                part = buffer[: min(length, values.numel() - start)]
-                part.copy_(values[start : start + length])
+            for start in range(first, last, length):
+                part = buffer[: min(length, last - start)]
+                part.copy_(values[start : start + len(part)])
                 yield part
                 buffer.view(torch.uint8).fill_(0xA5)
         finally:
@@ -67,7 +67,7 @@ def test_what_cannot_be_read_fails_the_save_on_every_rank(tmp_path, error):
     saved(tmp_path)
     values, log = torch.randn(20), []
 
-    def failing():
+    def failing(_first, _last):
         try:
             yield values[:4]
             raise error
@@ -92,7 +92,7 @@ def test_what_cannot_be_read_fails_the_save_on_every_rank(tmp_path, error):
 @pytest.mark.parametrize("count", [0, 9, 11])
 def test_parts_of_another_length_fail_the_save_and_touch_no_neighbour(tmp_path, count):
     def work(comm):
-        own = Deferred(10, torch.float32, lambda: iter([torch.ones(count)]))
+        own = Deferred(10, torch.float32, lambda _first, _last: iter([torch.ones(count)]))
         tensors = [LogicalTensor("w", "master", (2, 5), torch.float32, [Piece(0, own)])]
         return save(comm, tmp_path, "t", params=[ParamInfo("w", (2, 5))], tensors=tensors)
 
@@ -101,7 +101,7 @@ def test_parts_of_another_length_fail_the_save_and_touch_no_neighbour(tmp_path, 
 
 
 def test_dtype_and_place_are_checked_before_anything_is_read(tmp_path):
-    def refused():
+    def refused(_first, _last):
         pytest.fail("it was read")
         yield
 

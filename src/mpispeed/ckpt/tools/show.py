@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt import model_file, schema, state_file, tags
-from mpispeed.ckpt.manifest import Manifest
-from mpispeed.ckpt.model_file import Index
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A checkpoint as far as it can be known without reading elements."""
-
-    path: Path
-    tag: str
-    manifest: Manifest
-    index: Index
+from mpispeed.ckpt import schema
+from mpispeed.ckpt.index import Index
+from mpispeed.ckpt.reader import Reader, open_reader
 
 
 def split_location(location: str) -> tuple[Path, str | None]:
@@ -35,8 +23,8 @@ def split_location(location: str) -> tuple[Path, str | None]:
     return Path(folder), tag
 
 
-def describe(location: str) -> Description:
-    """Find and describe the checkpoint at "DIR" (its latest), "DIR:tag", or a tag's own folder.
+def open_location(location: str) -> Reader:
+    """Open the checkpoint at "DIR" (its latest), "DIR:tag", or a tag's own folder.
 
     Raises:
         NoCheckpoint: no tag was given and there is no `latest`.
@@ -44,10 +32,7 @@ def describe(location: str) -> Description:
         IncompleteCheckpoint: it was never committed.
         CorruptCheckpoint: a file is missing, of another size, or not readable.
     """
-    path, tag = tags.resolve(*split_location(location))
-    manifest = manifests.read(path)
-    manifests.check_sizes(path, manifest)
-    return Description(path, tag, manifest, model_file.read_index(path / schema.MODEL_FILE))
+    return open_reader(*split_location(location))
 
 
 def rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
@@ -93,28 +78,19 @@ def _fits(name: str, pattern: str) -> bool:
     return pattern in name
 
 
-def state(description: Description) -> dict[str, Any]:
+def state(reader: Reader) -> dict[str, Any]:
     """The state tree and the generators as JSON values; arrays and tensors are described, not listed.
 
     Raises:
         CorruptCheckpoint: state.h5 cannot be read.
     """
-    path = description.path / schema.STATE_FILE
-    plain: dict[str, Any] = _plain(state_file.read_state(path, _describe_tensor))
+    plain: dict[str, Any] = _plain(reader.state(_describe_tensor))
     plain[schema.RNG] = {
         kind: f"{len(rows)} ranks, {max(map(len, rows), default=0)} bytes each"
-        for kind, rows in state_file.read_rng(path).items()
+        for kind in reader.rng_kinds()
+        for rows in [reader.rng(kind)]
     }
     return plain
-
-
-def config(description: Description) -> str:
-    """The configuration text of the run that saved.
-
-    Raises:
-        CorruptCheckpoint: state.h5 cannot be read.
-    """
-    return state_file.read_config(description.path / schema.STATE_FILE)
 
 
 def _describe_tensor(array: np.ndarray, dtype: str) -> str:

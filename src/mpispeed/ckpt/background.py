@@ -1,0 +1,127 @@
+"""Saving beside training: a thread writes what was copied, and talks to the other ranks on a lane of its own."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from mpispeed.base.errors import AgreementError, MpispeedError
+from mpispeed.ckpt.request import Request
+from mpispeed.ckpt.save import SaveReport, carry_out
+from mpispeed.ckpt.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpispeed.mesh.comm import Comm
+
+log = logging.getLogger(__name__)
+
+
+class PatientComm:
+    """The verbs that a save needs, each started on a lane: a rank that waits for another one sleeps meanwhile."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.rank, self.size = comm.rank, comm.size
+
+    def agree(self, ok: bool, message: str = "", error: type[MpispeedError] = AgreementError) -> None:
+        """As `Comm.agree`. Collective over: the group."""
+        found: list[MpispeedError] = []
+
+        def agree(comm: Comm) -> None:
+            try:
+                comm.agree(ok, message, error)
+            except error as failure:  # it is for the thread that saves; the lane itself is well
+                found.append(failure)
+
+        self._comm.start(agree, "agree").wait()
+        if found:
+            raise found[0]
+
+    def share(self, obj: Any, root: int = 0) -> Any:
+        """As `Comm.share`. Collective over: the group."""
+        return self._ask(lambda comm: comm.share(obj, root), "share")
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """As `Comm.gather_objects`. Collective over: the group."""
+        found: list[Any] = self._ask(lambda comm: comm.gather_objects(obj), "gather_objects")
+        return found
+
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, out_counts: Sequence[int] | None, counts: Sequence[int] | None
+    ) -> None:
+        """As `Comm.all_to_all`. Collective over: the group."""
+        self._ask(lambda comm: comm.all_to_all(out, x, out_counts, counts), "all_to_all")
+
+    def barrier(self) -> None:
+        """As `Comm.barrier`. Collective over: the group."""
+        self._ask(lambda comm: comm.barrier(), "barrier")
+
+    def _ask(self, fn: Callable[[Comm], Any], verb: str) -> Any:
+        found: list[Any] = []
+        self._comm.start(lambda comm: found.append(fn(comm)), verb).wait()
+        return found[0]
+
+
+class BackgroundSaver:
+    """Writes one checkpoint at a time beside the caller.
+
+    The thread is no daemon: a script that ends waits for its checkpoint.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        """Args: `comm`: a group over all ranks that nothing else uses."""
+        self._comm = cast("Comm", PatientComm(comm))
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the copy takes."""
+        return self._snapshot.nbytes
+
+    def start(self, request: Request) -> None:
+        """Copy what is to be saved and begin to write it.
+
+        Collective over: all ranks; `wait` has been called before.
+        """
+        request = replace(request, tensors=tuple(self._snapshot.take(request.tensors)))
+        request = replace(request, state=copy.deepcopy(dict(request.state)))
+        self._report, self._error = None, None
+        self._thread = threading.Thread(target=self._run, args=(request,), name="mpispeed-save")
+        self._thread.start()
+
+    def is_pending(self) -> bool:
+        """True until `wait` has been told of the last save."""
+        return self._thread is not None
+
+    def wait(self) -> SaveReport | None:
+        """Wait for the save under way, if any, and tell of it once.
+
+        Collective over: all ranks.
+
+        Raises:
+            SaveFailed: on every rank; nothing was published.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread, error = None, self._error
+        if error is not None:
+            raise error
+        return self._report
+
+    def _run(self, request: Request) -> None:
+        try:
+            self._report = carry_out(self._comm, request)
+        except BaseException as error:
+            self._error = error
+            if self._comm.rank == 0:
+                log.error("checkpoint %r was not saved: %s", request.tag, error)  # noqa: TRY400 - raised by `wait`

@@ -1,0 +1,125 @@
+"""`mpispeed ckpt ls` and `show`. They need neither torch nor MPI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpispeed.base.units import format_bytes
+from mpispeed.ckpt.tools import ls as listing
+from mpispeed.ckpt.tools import show as showing
+from mpispeed.cli.ckpt_report import as_json_option, print_table, reported
+
+
+@click.command("ls")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@as_json_option
+def ls(folder: Path, as_json: bool) -> None:
+    """List the checkpoints in DIR; * marks the one that `latest` names."""
+    with reported(as_json):
+        rows = listing.rows(folder)
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    table = [
+        (
+            "*" if row["is_latest"] else "",
+            row["tag"],
+            "-" if row["step"] is None else str(row["step"]),
+            format_bytes(row["bytes"]),
+            row["created"] or "-",
+            _layout_text(row["layout"]),
+            row["status"],
+        )
+        for row in rows
+    ]
+    print_table(("", "tag", "step", "size", "date", "layout", "status"), table)
+    for row in rows:
+        if row["status"] == "corrupt":
+            click.echo(f"{row['tag']}: {row['problem']}", err=True)
+
+
+@click.command("show")
+@click.argument("location", metavar="DIR[:TAG]")
+@click.argument("pattern", required=False, default="")
+@click.option("--state", "wants_state", is_flag=True, help="Show counters, schedules and client state.")
+@click.option("--config", "wants_config", is_flag=True, help="Show the configuration of the run that saved.")
+@click.option("--layout", "wants_layout", is_flag=True, help="Show the layout of the ranks that saved.")
+@as_json_option
+def show(location: str, pattern: str, wants_state: bool, wants_config: bool, wants_layout: bool, as_json: bool) -> None:
+    """Describe a checkpoint: its tensors, or with an option its state, configuration or layout.
+
+    TAG defaults to the latest. PATTERN selects names: shell-style, or a part of the name.
+    """
+    with reported(as_json):
+        found = showing.open_location(location)
+        content: dict[str, Any] = {"tag": found.tag, "step": found.manifest.global_step}
+        if not (wants_state or wants_config or wants_layout):
+            content["tensors"] = showing.rows(found.index, pattern)
+        if wants_state:
+            content["state"] = showing.state(found)
+        if wants_config:
+            content["config"] = _parsed(found.config())
+        if wants_layout:
+            content["layout"] = found.manifest.layout
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+        return
+    if "tensors" in content:
+        _print_tensors(content["tensors"])
+    for part in ("state", "config", "layout"):
+        if part in content:
+            _print_part(part, content[part])
+
+
+def _print_part(part: str, value: Any) -> None:
+    if part == "config":
+        click.echo(value if isinstance(value, str) else json.dumps(value, indent=2))
+        return
+    for line in _leaves(value, part):
+        click.echo(line)
+
+
+def _print_tensors(rows: Sequence[dict[str, Any]]) -> None:
+    table = [
+        (
+            row["name"],
+            "x".join(map(str, row["shape"])) or "scalar",
+            row["dtype"],
+            row["kind"],
+            row["tp_kind"] or "-",
+            "-" if row["group"] in (None, -1) else str(row["group"]),
+            ",".join(row["slots"]) or "-",
+            format_bytes(row["bytes"]),
+        )
+        for row in rows
+    ]
+    print_table(("name", "shape", "dtype", "kind", "tp_kind", "group", "slots", "bytes"), table)
+    click.echo(f"{len(rows)} rows, {format_bytes(sum(row['bytes'] for row in rows))}")
+
+
+def _layout_text(layout: dict[str, Any] | None) -> str:
+    if not layout:
+        return "-"
+    axes = layout.get("axes", layout)
+    items = axes.items() if isinstance(axes, dict) else [("axes", axes)]
+    return " ".join(f"{name}={value}" for name, value in items if not isinstance(value, (dict, list)))
+
+
+def _leaves(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    else:
+        yield f"{path} = {json.dumps(value)}"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
