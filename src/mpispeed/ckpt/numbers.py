@@ -46,8 +46,8 @@ def _table(dtype: str) -> np.ndarray:
     if dtype == "float8_e8m0fnu":
         values = np.ldexp(1.0, codes - 127)
         values[255] = np.nan
-        table: np.ndarray = values.astype(np.float32)
-    return table
+        powers: np.ndarray = values.astype(np.float32)
+        return powers
     if dtype not in _SMALL:
         msg = f"elements of {dtype} cannot be read as numbers"
         raise CheckpointError(msg)
@@ -66,5 +66,5 @@ def _table(dtype: str) -> np.ndarray:
         values[top & (codes & 7 == 7)] = np.nan
     else:
         values[0x80] = np.nan
-    table: np.ndarray = values.astype(np.float32)
-    return table
+    small: np.ndarray = values.astype(np.float32)
+    return small
