@@ -31,5 +31,9 @@ class UnsupportedValue(SaveFailed, TypeError):
     """The state holds an object that has no place in the format; nothing has been written."""
 
 
+class ReservedKey(SaveFailed, ValueError):
+    """`client_state` has a key that belongs to the checkpoint; nothing has been written."""
+
+
 class TagMismatch(SaveFailed, AssertionError):
     """Ranks asked for different tags and the tag check is set to fail."""

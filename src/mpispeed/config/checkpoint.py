@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mpispeed.config.section import Positive, Section, subsection
+from mpispeed.config.section import Bytes, Natural, Positive, Section, subsection
 
 
 class ParallelWrite(Section):
@@ -22,8 +22,26 @@ class Checkpoint(Section):
         "Warn", description="What happens when ranks save under different tags; any case."
     )
     load_universal: bool = Field(False, description="Accepted; every checkpoint loads at any number of ranks.")
-    use_node_local_storage: bool = Field(False, description="Each node writes to its own disk.")
+    use_node_local_storage: bool = Field(
+        False, description="The folder is another one on each node; each gets a whole copy of the checkpoint."
+    )
     parallel_write: ParallelWrite = subsection(ParallelWrite, "Who writes.")
+    async_save: bool = Field(
+        False, description="Copy the state to host memory and go on; a thread writes the copy. Needs THREAD_MULTIPLE."
+    )
+    writing: Literal["auto", "direct", "aggregated"] = Field(
+        "auto", description="Every rank writes its part, or one rank per file; auto asks the file system."
+    )
+    files: Natural = Field(0, description="Files with tensors; 0: one, or one per node where writing is aggregated.")
+    window_bytes: Bytes = Field(256 << 20, description="Memory of a rank for aggregated writing.")
+    read_back: Literal["none", "sample", "full"] = Field(
+        "sample", description="What of a save is read back before it counts; sample is 1 %."
+    )
+    load_verify: Literal["off", "touched", "full"] = Field(
+        "touched", description="What a load compares with checksums: nothing, the blocks it reads, or all there is."
+    )
+    keep_last: Natural = Field(0, description="After a save so many of the newest checkpoints stay; 0 keeps all.")
+    keep_every: Natural = Field(0, description="Checkpoints of steps that are a multiple stay in any case; 0: none.")
 
 
 class Nebula(Section):

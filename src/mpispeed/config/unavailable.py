@@ -24,10 +24,6 @@ def _is_on(section: Any) -> bool:
     return bool(section.enabled)
 
 
-def _is_false(value: bool) -> bool:
-    return not value
-
-
 def _has_shared_on(technique: Any) -> bool:
     return bool(technique.shared_parameters.enabled)
 
@@ -45,8 +41,6 @@ _SAMPLING = "data_efficiency.data_sampling"
 _COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                 "channel_pruning")  # fmt: skip
 UNAVAILABLE: tuple[Row, ...] = (
-    Row(f"{_Z}.load_from_fp32_weights", _is_false, "masters made of 16-bit weights are not available; use true"),
-    Row("checkpoint.use_node_local_storage", bool, "a checkpoint per node is not available; use a shared folder"),
     Row(
         "optimizer",
         lambda s: s is not None and (s.type or "").lower() in _LATER_OPTIMIZERS,

@@ -2,70 +2,79 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpispeed.base import rng
-from mpispeed.base.events import Event
+from mpispeed.ckpt import schema
+from mpispeed.ckpt.errors import ReservedKey
 from mpispeed.ckpt.logical import ParamInfo
-from mpispeed.ckpt.save import SaveOptions
-from mpispeed.ckpt.save import save as save_files
-from mpispeed.ckpt.tags import check_same_tag
+from mpispeed.ckpt.request import SaveOptions
 from mpispeed.engine.pieces import tensors_of
 from mpispeed.optim.rule import KeepsState
 from mpispeed.zero.units import tied_names
 from mpispeed.zero.walk import Walker
 
 if TYPE_CHECKING:
-    from mpispeed.engine.engine import Engine
     from mpispeed.engine.parts import Parts
     from mpispeed.optim.rule import Window
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSettings:
-    """Flags of `Engine.save_checkpoint`."""
+    """Flags of `save_checkpoint`."""
 
     save_latest: bool = True
     exclude_frozen_parameters: bool = False
     overwrite: bool = False
 
 
-def save(engine: Engine, folder: str, tag: str | None, client_state: dict[str, Any], settings: SaveSettings) -> bool:
-    """Write one checkpoint. Collective over: all ranks."""
-    parts, comm = engine.parts, engine.mesh.world.comm
-    parts.sharding.meet("engine.save_checkpoint()")
-    start = time.perf_counter()
-    tag = f"global_step{parts.counters.global_steps}" if tag is None else str(tag)
-    tag = check_same_tag(comm, tag, parts.plan.config.checkpoint.tag_validation)
+RESERVED = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
+    "global_steps", "global_samples", "micro_steps", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+})  # fmt: skip
+"""Names that `load_checkpoint` and DeepSpeed's checkpoints use themselves; none may be a key of client_state."""
+
+
+def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) -> dict[str, Any]:
+    """Everything of this engine that goes into a checkpoint, as arguments of `ckpt.save.prepare`.
+
+    Collective over: all ranks.
+
+    Raises:
+        ReservedKey: on every rank, if `client_state` has a key that belongs to the checkpoint.
+    """
+    comm, options = parts.mesh.world.comm, parts.plan.config.checkpoint
+    taken = sorted(RESERVED.intersection(client_state))
+    problem = f"client_state has the keys {', '.join(taken)}, which the checkpoint itself uses; rename them"
+    comm.agree(not taken, problem, ReservedKey)
     windows = windows_of(parts)
     slots = _slots(parts, windows)
     infos = _param_infos(parts, settings)
     saved = {info.name for info in infos}
-    report = save_files(
-        comm,
-        Path(folder),
-        tag,
-        params=infos,
-        tensors=list(tensors_of(parts, windows, slots, has_frozen=not settings.exclude_frozen_parameters)),
-        aliases={alias: name for alias, name in tied_names(parts.module).items() if name in saved},
-        state=_state(parts, windows, slots, client_state),
-        config_json=parts.plan.config.model_dump_json(),
-        rng=rng.capture(),
-        layout={**parts.plan.axes, "stage": parts.plan.stage, "world_size": parts.plan.world_size},
-        options=SaveOptions(overwrite=settings.overwrite, save_latest=settings.save_latest),
-    )
-    seconds = time.perf_counter() - start
-    log.info("saved %s in %.2f s", report.path, seconds)
-    engine.bus.announce(Event.SAVE_END, path=str(report.path), tag=tag, seconds=seconds, bytes=report.size_bytes)
-    return True
+    return {
+        "params": infos,
+        "tensors": list(tensors_of(parts, windows, slots, has_frozen=not settings.exclude_frozen_parameters)),
+        "aliases": {alias: name for alias, name in tied_names(parts.module).items() if name in saved},
+        "state": _state(parts, windows, slots, client_state),
+        "config_json": parts.plan.config.model_dump_json(),
+        "rng": rng.capture(),
+        "layout": {**parts.plan.axes, "stage": parts.plan.stage, "world_size": parts.plan.world_size},
+        "options": SaveOptions(
+            overwrite=settings.overwrite,
+            save_latest=settings.save_latest,
+            verify=options.read_back,
+            writing=options.writing,
+            files=options.files,
+            window_bytes=max(options.window_bytes, schema.BLOCK_BYTES),
+            is_node_local=options.use_node_local_storage,
+            keep_last=options.keep_last,
+            keep_every=options.keep_every,
+        ),
+    }
 
 
 def windows_of(parts: Parts) -> list[Window]:
@@ -154,10 +163,7 @@ def _state(parts: Parts, windows: list[Window], slots: list[list[str]], client_s
     }
     optimization = parts.optimization
     if optimization is not None:
-        names = {id(param): name for name, param in parts.module.named_parameters()}
-        members: list[list[str]] = [[] for _ in optimization.groups]
-        for param, place in parts.table.places():
-            members[place.entry.group].append(names[id(param)])
+        members = names_by_group(parts)
         state["optimizer"] = {
             "name": optimization.rule.name,
             "slots": sorted(set().union(*slots)),
@@ -173,6 +179,15 @@ def _state(parts: Parts, windows: list[Window], slots: list[list[str]], client_s
         # Micro-batches since the last boundary left no trace but their gradients, which are not saved: replay them.
         state["data_sampler"] = parts.loader.state_dict(unused_batches=counters.pending_backwards)
     return state
+
+
+def names_by_group(parts: Parts) -> list[list[str]]:
+    """Names of the parameters of each group of the optimizer."""
+    names = {id(param): name for name, param in parts.module.named_parameters()}
+    members: list[list[str]] = [[] for _ in (parts.optimization.groups if parts.optimization else ())]
+    for param, place in parts.table.places():
+        members[place.entry.group].append(names[id(param)])
+    return members
 
 
 def _plain_scheduler(state: dict[str, Any]) -> dict[str, Any]:

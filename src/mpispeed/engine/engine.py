@@ -11,9 +11,10 @@ from torch import nn
 
 from mpispeed.base.errors import MpispeedError, UsageError
 from mpispeed.base.events import Event
-from mpispeed.engine import checkpoint, queries, restore
+from mpispeed.engine import queries
 from mpispeed.engine.backward import Accumulation, scale_loss
 from mpispeed.engine.batching import BatchSizes
+from mpispeed.engine.checkpointing import Checkpoints
 from mpispeed.engine.offloading import Absence, OffloadStates
 from mpispeed.engine.step import StepContext
 from mpispeed.engine.weights import Weights
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
 
 
-class Engine(BatchSizes, Weights, OffloadStates, nn.Module):
+class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
     Names that the engine does not have are looked up among the settings (`engine.gradient_clipping()`) and then on
@@ -249,77 +250,40 @@ class Engine(BatchSizes, Weights, OffloadStates, nn.Module):
             raise UsageError(msg)
         return self.parts.optimization
 
-    # -- checkpoints and end -------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        overwrite: bool = False,
-    ) -> bool:
-        """Write a checkpoint that any number of ranks can load. See `docs/guides/checkpoints.md`.
-
-        A tag that exists is refused unless `overwrite` is set; then the old one stays until the new one is complete.
-
-        Collective over: all ranks.
-
-        Raises:
-            CheckpointError: on every rank, if any rank could not write; nothing is published then.
-            TypeError: `client_state` holds an object that has no plain form (pickle is not used).
-        """
-        self._require("save_checkpoint")
-        options = checkpoint.SaveSettings(save_latest, exclude_frozen_parameters, overwrite)
-        return checkpoint.save(self, save_dir, tag, client_state or {}, options)
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., None] | None = None,
-        load_data_state: bool = True,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Continue from a checkpoint written at any rank count; returns (path, client_state).
-
-        Collective over: all ranks.
-
-        Raises:
-            CheckpointError: on every rank, if the checkpoint is damaged or does not fit the model.
-        """
-        self._require("load_checkpoint")
-        only = load_optimizer_states, load_lr_scheduler_states, load_module_only
-        settings = restore.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state)
-        return restore.load(self, load_dir, tag, settings)
+    # -- end -----------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Take hooks off, stop communication threads, flush observers. The model keeps its weights.
+
+        Waits for a checkpoint that is being written.
 
         Collective over: all ranks, the first time.
 
         Raises:
             StoreError: on every rank, if weights in swap files cannot be read; the rest is done all the same.
+            CheckpointError: on every rank, if the checkpoint could not be written; alike.
         """
         if not self._is_closed:
             self._is_closed = True
-            if self.parts.optimization:
-                self.parts.optimization.hooks.remove()
-                self.parts.optimization.unguard()
-            self.parts.sharding.meet("engine.destroy()")
             try:
-                if self.parts.optimization:
-                    with suppress(MpispeedError):  # of a lane that is broken already
-                        self.parts.optimization.grads.pause()  # sums under way use what is closed next
-                self._end_absence()
-                self.parts.sharding.remove()
+                self.wait_checkpoint()
             finally:
-                self.bus.announce(Event.CLOSE)
-                self.mesh.close()
+                self._take_apart()
+
+    def _take_apart(self) -> None:
+        if self.parts.optimization:
+            self.parts.optimization.hooks.remove()
+            self.parts.optimization.unguard()
+        self.parts.sharding.meet("engine.destroy()")
+        try:
+            if self.parts.optimization:
+                with suppress(MpispeedError):  # of a lane that is broken already
+                    self.parts.optimization.grads.pause()  # sums under way use what is closed next
+            self._end_absence()
+            self.parts.sharding.remove()
+        finally:
+            self.bus.announce(Event.CLOSE)
+            self.mesh.close()
 
 
 def _check_scalar(loss: Any) -> None:

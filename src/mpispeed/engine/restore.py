@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +15,17 @@ import torch
 from mpispeed.base import rng
 from mpispeed.base.errors import CheckpointError, ConfigError, MpispeedError
 from mpispeed.base.events import Event
+from mpispeed.ckpt import schema
 from mpispeed.ckpt.errors import NoCheckpoint
-from mpispeed.ckpt.load import Checkpoint, open_checkpoint
-from mpispeed.engine.checkpoint import windows_of
+from mpispeed.ckpt.load import Checkpoint
+from mpispeed.ckpt.reader import Opened, find
+from mpispeed.engine.checkpoint import names_by_group, windows_of
 from mpispeed.engine.pieces import persistent_buffers
 from mpispeed.engine.weights import NAMES_SHOWN, load_by
 from mpispeed.optim.rule import KeepsState
 from mpispeed.store.layout import Span
 
 if TYPE_CHECKING:
-    from mpispeed.engine.engine import Engine
     from mpispeed.engine.parts import Parts
     from mpispeed.store.table import Unit
 
@@ -47,42 +48,91 @@ class LoadSettings:
 
 
 def load(
-    engine: Engine, folder: str, tag: str | None, settings: LoadSettings
+    parts: Parts, folder: str, tag: str | None, settings: LoadSettings
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Take a checkpoint back at this engine's layout. Collective over: all ranks."""
-    parts, comm = engine.parts, engine.mesh.world.comm
+    comm = parts.mesh.world.comm
     parts.sharding.meet("engine.load_checkpoint()")
     start = time.perf_counter()
-    try:
-        source = open_checkpoint(Path(folder), tag)
-        problem = ""
-    except NoCheckpoint as missing:
-        source, problem = None, f"none:{missing}"
-    except READ_ERRORS as error:
-        source, problem = None, _text_of(error)
-    problems = [p for p in comm.gather_objects(problem) if p]
-    if len(problems) == comm.size and all(p.startswith("none:") for p in problems):
-        if parts.mesh.rank == 0:
-            log.warning("no checkpoint in %s: nothing is loaded", folder)
+    opened = open_together(parts, Path(folder), tag)
+    if opened is None:
         return None, None
-    first = problems[0].removeprefix("none:") if problems else ""
-    comm.agree(not first, first, CheckpointError)
-    if source is None:  # not reached: _agree raises; tells the type checker so
-        return None, None
-    with source:
-        with _agreed(comm):
+    with Source(opened, parts.plan.config.checkpoint.load_verify != "off") as source:
+        with agreed(comm):
             state = source.state()
             takes_data = settings.data_state and not settings.module_only and "data_sampler" in state
             if takes_data and parts.loader is not None:
                 parts.loader.check_state(state["data_sampler"])
-        _take(parts, source, settings)
+            if parts.plan.config.checkpoint.load_verify == "full":
+                source.verify_share(comm.rank, comm.size)
+        _take(parts, source, state, settings)
         if not settings.module_only:
-            with _agreed(comm):
+            with agreed(comm):
                 _take_progress(parts, source, state, settings)
     seconds = time.perf_counter() - start
     log.info("loaded %s in %.2f s", source.path, seconds)
-    engine.bus.announce(Event.LOAD_END, path=str(source.path), tag=source.tag, seconds=seconds)
-    return str(source.path), dict(state.get("client", {}))
+    parts.bus.announce(Event.LOAD_END, path=str(source.path), tag=source.tag, seconds=seconds)
+    return str(source.path), _left_over(state, settings) | dict(state.get("client", {}))
+
+
+def _left_over(state: dict[str, Any], settings: LoadSettings) -> dict[str, Any]:
+    """What the checkpoint has and this load did not take, for the caller; names as in the state tree."""
+    if settings.module_only:
+        return {name: value for name, value in state.items() if name not in ("client", "optimizer")}
+    names = () if settings.lr_scheduler_states else ("lr_scheduler",)
+    return {name: state[name] for name in names if name in state}
+
+
+class Source(Checkpoint):
+    """A checkpoint whose reads compare with checksums as the config says."""
+
+    def __init__(self, opened: Opened, verifies: bool) -> None:
+        super().__init__(opened)
+        self._verifies = verifies
+
+    def __enter__(self) -> Source:
+        return self
+
+    def read(self, name: str, slot: str, start: int, out: torch.Tensor, verify: bool = True) -> None:
+        """As `Checkpoint.read`."""
+        super().read(name, slot, start, out, verify and self._verifies)
+
+    def verify_share(self, rank: int, size: int) -> None:
+        """Compare every `size`-th tensor with its checksums.
+
+        Raises:
+            CorruptCheckpoint: names the first block that differs.
+        """
+        for tensor in list(self.tensors())[rank::size]:
+            for _ in self.chunks(tensor):
+                pass
+
+
+def open_together(parts: Parts, folder: Path, tag: str | None) -> Opened | None:
+    """Rank 0 finds the checkpoint and checks its index for all; None, with a warning, if there is none.
+
+    Collective over: all ranks.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    comm = parts.mesh.world.comm
+    opened, problem = None, ""
+    if comm.rank == 0:
+        try:
+            opened = find(folder, tag)
+        except NoCheckpoint as missing:
+            log.warning("no checkpoint in %s: nothing is loaded (%s)", folder, missing)
+        except READ_ERRORS as error:
+            problem = _text_of(error)
+    comm.agree(not problem, problem, CheckpointError)
+    shared: Opened | None = comm.share(opened)
+    if shared is not None:
+        with agreed(comm):
+            if not (shared.path / schema.MODEL_FILE).is_file():
+                msg = f"{shared.path} is on rank 0 and not here; load from a folder that all nodes share"
+                raise CheckpointError(msg)
+    return shared
 
 
 def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
@@ -118,7 +168,7 @@ def _take_generators(parts: Parts, source: Checkpoint) -> None:
 
 
 @contextmanager
-def _agreed(comm: Any) -> Iterator[None]:
+def agreed(comm: Any) -> Iterator[None]:
     """What any rank cannot read inside is a CheckpointError of all ranks. Collective over: the group."""
     problem = ""
     try:
@@ -132,23 +182,24 @@ def _text_of(error: BaseException) -> str:
     return str(error) if isinstance(error, MpispeedError) else f"{type(error).__name__}: {error}"
 
 
-def _take(parts: Parts, source: Checkpoint, settings: LoadSettings) -> None:
+def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
     """Weights, masters and optimizer state; every rank reads only its own ranges."""
     comm = parts.mesh.world.comm
     if settings.custom_load_fn is not None:
-        with _agreed(comm):
+        with agreed(comm):
             whole = _whole_state(source)
         problem = load_by(parts, settings.custom_load_fn, whole)
         comm.agree(not problem, problem, CheckpointError)
-    with _agreed(comm):
+    with agreed(comm):
         if settings.custom_load_fn is None:
             _check_names(parts, source, settings.strict)
             _read_module(parts, source)
         if not settings.module_only:
             _forget_states(parts)
             if settings.optimizer_states:
-                _take_groups(parts, source)
-                _read_slots(parts, source)
+                saved = state.get("optimizer", {})
+                _take_groups(parts, source, saved)
+                _read_slots(parts, source, saved)
     parts.params.refresh()
 
 
@@ -213,6 +264,8 @@ def _read_module(parts: Parts, source: Checkpoint) -> None:
         for entry, common in ranges:
             out = values[common.shifted(-own.start).slice]
             source.read(entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
+            if unit.is_trainable and not parts.plan.config.zero_optimization.load_from_fp32_weights:
+                out.copy_(out.to(params.dtypes(unit)[0]))
         put = params.put_master if unit.is_trainable else params.put_rest
         put(unit, values)
     with torch.no_grad():
@@ -231,20 +284,12 @@ def _whole_state(source: Checkpoint) -> dict[str, torch.Tensor]:
     return state | {alias: state[name] for alias, name in source.aliases().items() if name in state}
 
 
-def _take_groups(parts: Parts, source: Checkpoint) -> None:
-    """Hyper-parameters of the groups; groups are matched by order."""
-    saved = source.state().get("optimizer")
-    if saved is None or parts.optimization is None:
+def _take_groups(parts: Parts, source: Checkpoint, saved: dict[str, Any]) -> None:
+    """Hyper-parameters of the groups."""
+    if not saved or parts.optimization is None:
         return
-    groups = parts.optimization.groups
-    if len(saved["param_groups"]) != len(groups):
-        msg = (
-            f"checkpoint {source.path} has {len(saved['param_groups'])} parameter groups and the optimizer "
-            f"{len(groups)}; group the parameters alike, or load with load_optimizer_states=False"
-        )
-        raise CheckpointError(msg)
     is_same_rule = saved["name"] == parts.optimization.rule.name
-    for group, stored in zip(groups, saved["param_groups"], strict=True):
+    for group, stored in _matched(parts, source, saved["param_groups"]):
         for key, value in stored.items():
             if key != "params" and (is_same_rule or key in group):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
@@ -252,12 +297,32 @@ def _take_groups(parts: Parts, source: Checkpoint) -> None:
         parts.optimization.rule.load_scalars(saved["scalars"]["by_window"])
 
 
-def _read_slots(parts: Parts, source: Checkpoint) -> None:
+def _matched(
+    parts: Parts, source: Checkpoint, stored: Sequence[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each group with the one saved: that of the same parameters; if there is not one for each, by order."""
+    groups = parts.optimization.groups if parts.optimization else []
+    by_names = {frozenset(group["params"]): group for group in stored}
+    found = [by_names.get(frozenset(names)) for names in names_by_group(parts)]
+    if len(by_names) == len(stored) and all(group is not None for group in found):
+        yield from ((own, group) for own, group in zip(groups, found, strict=True) if group is not None)
+        return
+    if len(stored) != len(groups):
+        msg = (
+            f"checkpoint {source.path} has {len(stored)} parameter groups and the optimizer "
+            f"{len(groups)}; group the parameters alike, or load with load_optimizer_states=False"
+        )
+        raise CheckpointError(msg)
+    if parts.mesh.rank == 0:
+        log.warning("parameter groups have other parameters than those in %s; they are matched by order", source.path)
+    yield from zip(groups, stored, strict=True)
+
+
+def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any]) -> None:
     """Optimizer slots by name; a parameter without them in the file starts afresh, with a warning."""
     optimization = parts.optimization
     if optimization is None:
         return
-    saved = source.state().get("optimizer", {})
     stored = set(source.names())
     rule = optimization.rule
     fresh: set[str] = set()

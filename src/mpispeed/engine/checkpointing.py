@@ -1,0 +1,177 @@
+"""What an engine offers for checkpoints: save now or in the background, wait, load."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpispeed.base.events import Event
+from mpispeed.base.log import once
+from mpispeed.ckpt.background import BackgroundSaver
+from mpispeed.ckpt.save import carry_out, prepare
+from mpispeed.ckpt.snapshot import has_deferred
+from mpispeed.ckpt.tags import check_same_tag
+from mpispeed.engine import checkpoint, restore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mpispeed.base.events import Bus
+    from mpispeed.ckpt.request import Request
+    from mpispeed.ckpt.save import SaveReport
+    from mpispeed.engine.parts import Parts
+
+log = logging.getLogger(__name__)
+
+LANE = "checkpoint"
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save under way. Units: seconds."""
+
+    started: float
+    stall_seconds: float
+
+
+class Checkpoints:
+    """Saving and loading of whole runs. See `docs/guides/checkpoints.md`."""
+
+    parts: Parts
+    _saver: BackgroundSaver | None = None
+    _pending: _Pending | None = None
+
+    if TYPE_CHECKING:
+
+        @property
+        def bus(self) -> Bus:
+            """Where observers subscribe."""
+            ...
+
+        def _require(self, verb: str) -> None: ...
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        overwrite: bool = False,
+        async_save: bool | None = None,
+    ) -> bool:
+        """Write a checkpoint that any number of ranks can load.
+
+        A tag that exists is refused unless `overwrite` is set; then the old one stays until the new one is complete.
+        With `async_save` (None: as "checkpoint.async_save" says) the state is copied and written while training goes
+        on. A failure is logged when it happens and raised by the next `save_checkpoint`, `wait_checkpoint`,
+        `load_checkpoint` or `destroy`.
+
+        Collective over: all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write; nothing is published then.
+            TypeError: `client_state` holds an object that has no plain form (pickle is not used).
+            ValueError: `client_state` has a key that belongs to the checkpoint.
+        """
+        self._require("save_checkpoint")
+        start, parts = time.perf_counter(), self.parts
+        parts.sharding.meet("engine.save_checkpoint()")
+        self.wait_checkpoint()
+        waited = time.perf_counter() - start
+        tag = f"global_step{parts.counters.global_steps}" if tag is None else str(tag)
+        tag = check_same_tag(parts.mesh.world.comm, tag, parts.plan.config.checkpoint.tag_validation)
+        flags = checkpoint.SaveSettings(save_latest, exclude_frozen_parameters, overwrite)
+        content = checkpoint.content(parts, client_state or {}, flags)
+        request = prepare(parts.mesh.world.comm, Path(save_dir), tag, **content)
+        if self._begins(request, async_save):
+            self._pending = _Pending(start, time.perf_counter() - start)
+            self._say("copied", tag, self._pending.stall_seconds, waited)
+            return True
+        report = carry_out(parts.mesh.world.comm, request)
+        stall = time.perf_counter() - start
+        self._say("saved", str(report.path), stall, waited)
+        self._announce(report, stall, stall)
+        return True
+
+    def wait_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written in the background, if any, is complete.
+
+        Collective over: all ranks.
+
+        Raises:
+            CheckpointError: on every rank: it could not be written; what was saved before is untouched.
+        """
+        pending, self._pending = self._pending, None
+        if self._saver is None or pending is None:
+            return
+        report = self._saver.wait()
+        if report is not None:
+            seconds = time.perf_counter() - pending.started
+            self._announce(report, min(seconds, report.seconds + pending.stall_seconds), pending.stall_seconds)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+        load_data_state: bool = True,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Continue from a checkpoint written at any rank count; returns (path, client_state).
+
+        What is not taken back (the learning rate schedule without `load_lr_scheduler_states`; that, counters and data
+        position with `load_module_only`) is returned within client_state, under the names of the state tree.
+
+        Collective over: all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if the checkpoint is damaged or does not fit the model.
+        """
+        self._require("load_checkpoint")
+        self.wait_checkpoint()
+        only = load_optimizer_states, load_lr_scheduler_states, load_module_only
+        settings = restore.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state)
+        return restore.load(self.parts, load_dir, tag, settings)
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _begins(self, request: Request, is_asked: bool | None) -> bool:
+        """Hand the request to the background; False if it has to be written now. Collective over: all ranks."""
+        parts = self.parts
+        if not (parts.plan.config.checkpoint.async_save if is_asked is None else is_asked):
+            return False
+        reason = ""
+        if not parts.mesh.world.has_threads:
+            reason = "this MPI was not started with THREAD_MULTIPLE"
+        elif any(parts.mesh.world.comm.gather_objects(has_deferred(request.tensors))):
+            reason = "states in swap files cannot be copied"
+        if reason:
+            level = logging.WARNING if parts.mesh.rank == 0 else logging.DEBUG
+            once(log, level, f"checkpoints are written before save_checkpoint returns: {reason}")
+            return False
+        if self._saver is None:
+            self._saver = BackgroundSaver(parts.mesh.lane(LANE)[parts.mesh.topology.names])
+        self._saver.start(request)
+        return True
+
+    def _say(self, what: str, which: str, stall: float, waited: float) -> None:
+        rest = f" ({waited:.3f} s of it for the save before)" if waited > stall / 100 else ""
+        if self.parts.mesh.rank == 0:
+            log.info("checkpoint %s: %s; training stood still for %.3f s%s", what, which, stall, rest)
+
+    def _announce(self, report: SaveReport, seconds: float, stall_seconds: float) -> None:
+        self.bus.announce(
+            Event.SAVE_END,
+            path=str(report.path),
+            tag=report.tag,
+            seconds=seconds,
+            stall_seconds=stall_seconds,
+            bytes=report.size_bytes,
+        )
