@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +19,21 @@ TABLE_DTYPE = np.dtype("<u4")
 
 
 def open_plain(path: Path) -> int:
-    """A handle for reading an ordinary file; symbolic links of the last name are not followed.
+    """A handle for reading an ordinary file; a pipe is not waited for, a symbolic link of the last name not followed.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: it cannot be opened, or is no ordinary file.
     """
     try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as failure:
         msg = f"{path} cannot be read: {failure.strerror}"
         raise CheckpointError(msg) from failure
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    msg = f"{path} is no ordinary file"
+    raise CorruptCheckpoint(msg)
 
 
 def read_at(handle: int, data: memoryview, offset: int) -> int:

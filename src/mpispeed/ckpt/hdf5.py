@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _TRACKED = h5p.CRT_ORDER_TRACKED | h5p.CRT_ORDER_INDEXED
 #: metadata is laid down in runs of this size, so that small datasets do not scatter it
 _META_BLOCK_BYTES = 64 << 10
+#: classes of attributes beside text; truth values are enumerations
+_NUMBERS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeEnumID)
 #: granularity of files in memory
 _PAGE_BYTES = 64 << 10
 #: a parameter has fewer attributes than this; they stay in its header instead of a heap of their own
@@ -258,6 +260,33 @@ def names(group: h5g.GroupID) -> list[str]:
     return list(h5py.Group(group))
 
 
+def attributes(owner: h5i.ObjectID) -> dict[str, Any]:
+    """All attributes as `Builder` writes them: numbers, rows of numbers, text as bytes.
+
+    Raises:
+        ValueError: one is of another type, or says that it is larger than the file.
+    """
+    where = (h5i.get_name(owner) or b"?").decode(errors="replace")
+    limit: int = h5i.get_file_id(owner).get_filesize()
+    found: dict[str, Any] = {}
+    for index in range(h5a.get_num_attrs(owner)):
+        own = h5a.open(owner, index=index)
+        kind, name = own.get_type(), own.name.decode(errors="replace")
+        # text of variable length lies elsewhere and may be many times as large as the file once it is read
+        is_fixed_text = isinstance(kind, h5t.TypeStringID) and not kind.is_variable_str()
+        if not (is_fixed_text or isinstance(kind, _NUMBERS)) or own.get_space().get_simple_extent_type() == h5s.NULL:
+            msg = f"{where} has an attribute {name!r:.80} of a type that no attribute of a checkpoint is"
+            raise ValueError(msg)
+        if math.prod(own.shape) * kind.get_size() > limit:
+            msg = f"{where} says that its attribute {name!r:.80} is larger than the file"
+            raise ValueError(msg)
+        value = np.empty(own.shape, own.dtype)
+        if value.size:
+            own.read(value)
+        found[name] = value[()] if not own.shape else value
+    return found
+
+
 def _path(parent: h5g.GroupID, name: str) -> str:
     inner: bytes = h5i.get_name(parent) or b"?"
     return f"{inner.decode(errors='replace').rstrip('/')}/{name}"
@@ -306,5 +335,12 @@ def write_at(handle: int, data: memoryview, offset: int) -> None:
 
 
 def text(value: object) -> str:
-    """Text of an attribute, whether it was read as bytes or str."""
+    """Text of an attribute, whether it was read as bytes or str.
+
+    Raises:
+        ValueError: it is no text.
+    """
+    if not isinstance(value, (bytes, str)):
+        msg = f"{value!r:.80} is no text"
+        raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
     return value.decode() if isinstance(value, bytes) else str(value)

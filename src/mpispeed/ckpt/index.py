@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -18,6 +19,13 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt import hdf5, schema
 from mpispeed.ckpt.errors import CorruptCheckpoint
 from mpispeed.ckpt.logical import ParamInfo
+
+#: how much of what HDF5 says goes into a message
+_SHOWN_SIGNS = 600
+#: slots that stand for the parameter itself
+_WHOLE_SLOTS = (schema.MASTER_SLOT, "weight16")
+#: HDF5 knows no more
+_MAX_DIMS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,10 @@ def translated(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as failure:
-        msg = f"{path} is damaged or no checkpoint file: {failure}"
+        what = str(failure) or type(failure).__name__
+        # names in a damaged file may be long and of any characters
+        shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in what[:_SHOWN_SIGNS])
+        msg = f"{path} is damaged or no checkpoint file: {shown}"
         raise CorruptCheckpoint(msg) from failure
 
 
@@ -101,28 +112,43 @@ def read_index(folder: Path, data_files: Collection[str] = ()) -> Index:
         home = hdf5.child_group(file.id, schema.PARAMS)
         for stored in hdf5.names(home):
             group = hdf5.child_group(home, stored)
-            param = _read_param(schema.unescape(stored), h5py.Group(group))
+            param = _read_param(_name(stored), group)
             params[param.name] = param
             for slot in hdf5.names(group):
-                reader.read(param.name, schema.unescape(slot), group, slot)
+                _check_slot(param, reader.read(param.name, _name(slot), group, slot))
         home = hdf5.child_group(file.id, schema.BUFFERS)
         for stored in hdf5.names(home):
-            reader.read(schema.unescape(stored), schema.BUFFER_SLOT, home, stored)
-        named = h5py.Group(hdf5.child_group(file.id, schema.ALIASES)).attrs
-        aliases = {schema.unescape(k): hdf5.text(v) for k, v in named.items()}
-        major, minor = (int(part) for part in attributes["version"])
-        tag, step = hdf5.text(attributes["tag"]), int(attributes["global_step"])
-        return Index((major, minor), tag, step, params, reader.found, aliases)
+            reader.read(_name(stored), schema.BUFFER_SLOT, home, stored)
+        reader.check_apart()
+        aliases = _read_aliases(hdf5.child_group(file.id, schema.ALIASES), params)
+        tag, step = hdf5.text(attributes["tag"]), _whole(attributes, "global_step")
+        return Index(_version(attributes), tag, step, params, reader.found, aliases)
 
 
 def _root(file: h5py.File, form: str, path: Path) -> dict[str, Any]:
-    attributes = dict(file.attrs)
+    attributes = hdf5.attributes(file.id)
     if hdf5.text(attributes.get("format", b"")) != form:
         msg = f"{path} is an HDF5 file, but no {form}"
         raise CheckpointError(msg)
-    major, minor = (int(part) for part in attributes["version"])
-    schema.check_version((major, minor), str(path))
+    schema.check_version(_version(attributes), str(path))
     return attributes
+
+
+def _version(attributes: Mapping[str, Any]) -> tuple[int, int]:
+    numbers = _row(attributes, "version")
+    if len(numbers) != 2 or min(numbers) < 0:
+        msg = f"{numbers} is no version"
+        raise ValueError(msg)
+    return numbers[0], numbers[1]
+
+
+def _name(stored: str) -> str:
+    """The name of what is stored as `stored`; no two are of one name."""
+    name = schema.unescape(stored)
+    if schema.escape(name) != stored:
+        msg = f"{stored!r:.80} is no name as a checkpoint spells it"
+        raise ValueError(msg)
+    return name
 
 
 def _open_data(stack: contextlib.ExitStack, path: Path, tag: object) -> tuple[h5py.File, int]:
@@ -135,26 +161,84 @@ def _open_data(stack: contextlib.ExitStack, path: Path, tag: object) -> tuple[h5
     return file, path.stat().st_size
 
 
-def _read_param(name: str, group: h5py.Group) -> ParamInfo:
-    values = dict(group.attrs)
-    expert = np.atleast_1d(values["expert"]).tolist()
+def _read_param(name: str, group: h5g.GroupID) -> ParamInfo:
+    values = hdf5.attributes(group)
+    expert = _row(values, "expert") if values["expert"].shape else ()
     return ParamInfo(
         name=name,
-        shape=tuple(values["shape"].tolist()),
-        train_dtype=hdf5.text(values["train_dtype"]),
+        shape=_shape(values),
+        train_dtype=_known(hdf5.text(values["train_dtype"])),
         kind=hdf5.text(values["kind"]),
-        param_group=int(values["param_group"]),
-        step=int(values["step"]),
+        param_group=_whole(values, "param_group"),
+        step=_whole(values, "step"),
         tp_kind=hdf5.text(values["tp_kind"]),
-        tp_dim=int(values["tp_dim"]),
-        tp_sub_sizes=tuple(values["tp_sub_sizes"].tolist()),
-        vocab_size=int(values["vocab_size"]),
+        tp_dim=_whole(values, "tp_dim"),
+        tp_sub_sizes=_row(values, "tp_sub_sizes"),
+        vocab_size=_whole(values, "vocab_size"),
         pp_kind=hdf5.text(values["pp_kind"]),
-        pp_layer=int(values["pp_layer"]),
-        expert=None if len(expert) == 1 else (expert[0], expert[1]),
+        pp_layer=_whole(values, "pp_layer"),
+        expert=(expert[0], expert[1]) if expert else None,
         is_sparse=bool(values["sparse"]),
-        scalars=json.loads(hdf5.text(values["scalars"])) if "scalars" in values else {},
+        scalars=_scalars(values),
     )
+
+
+def _whole(values: Mapping[str, Any], name: str) -> int:
+    value = values[name]
+    if not isinstance(value, np.integer):
+        msg = f"{name} is no whole number: {value!r:.80}"
+        raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
+    return int(value)
+
+
+def _row(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = values[name]
+    if value.ndim != 1 or value.dtype.kind not in "iu":
+        msg = f"{name} is no row of whole numbers: {value!r:.80}"
+        raise ValueError(msg)
+    return tuple(value.tolist())
+
+
+def _shape(values: Mapping[str, Any]) -> tuple[int, ...]:
+    shape = _row(values, "shape")
+    if len(shape) > _MAX_DIMS or min(shape, default=0) < 0 or math.prod(shape) >= 2**63:
+        msg = f"{shape!r:.80} is no shape"
+        raise ValueError(msg)
+    return shape
+
+
+def _known(dtype: str) -> str:
+    if dtype not in schema.STORAGE:
+        msg = f"{dtype!r:.80} is no dtype of a checkpoint"
+        raise ValueError(msg)
+    return dtype
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    scalars = json.loads(hdf5.text(values["scalars"])) if "scalars" in values else {}
+    if not isinstance(scalars, dict) or not all(isinstance(value, (int, float)) for value in scalars.values()):
+        msg = f"the scalars are no numbers by name: {scalars!r:.80}"
+        raise ValueError(msg)
+    return scalars
+
+
+def _check_slot(param: ParamInfo, stored: StoredTensor) -> None:
+    """What stands for the parameter itself has its shape; other slots may have their own."""
+    if stored.slot == schema.BUFFER_SLOT:
+        msg = f"{param.name} has a slot that is named as buffers are"
+        raise ValueError(msg)
+    if stored.slot in _WHOLE_SLOTS and stored.shape != param.shape:
+        msg = f"{param.name}/{stored.slot} is of shape {stored.shape} and its parameter of shape {param.shape}"
+        raise ValueError(msg)
+
+
+def _read_aliases(group: h5g.GroupID, params: Collection[str]) -> dict[str, str]:
+    aliases = {_name(alias): hdf5.text(canonical) for alias, canonical in hdf5.attributes(group).items()}
+    for alias, canonical in aliases.items():
+        if canonical not in params or alias in params:
+            msg = f"alias {alias!r:.80} of {canonical!r:.80}: the one must not be a parameter and the other must"
+            raise ValueError(msg)
+    return aliases
 
 
 class _TensorReader:
@@ -164,8 +248,8 @@ class _TensorReader:
         self._sums, self._model_bytes, self._others = sums, model_bytes, others
         self.found: dict[tuple[str, str], StoredTensor] = {}
 
-    def read(self, name: str, slot: str, home: h5g.GroupID, link: str) -> None:
-        """Add the tensor that `link` of the group `home` is, or leads to."""
+    def read(self, name: str, slot: str, home: h5g.GroupID, link: str) -> StoredTensor:
+        """Add and return the tensor that `link` of the group `home` is, or leads to."""
         target = hdf5.external_target(home, link)
         file, size = schema.MODEL_FILE, self._model_bytes
         if target is None:
@@ -194,6 +278,22 @@ class _TensorReader:
         )
         self._check_place(stored, table, size)
         self.found[name, slot] = stored
+        return stored
+
+    def check_apart(self) -> None:
+        """No two tensors or tables of checksums share bytes."""
+        extents = []
+        for stored in self.found.values():
+            if stored.numel:
+                table_bytes = schema.block_count(stored.size_bytes) * schema.STORAGE["uint32"].itemsize
+                label = f"{stored.name}/{stored.slot}"
+                extents.append((stored.file, stored.offset, stored.size_bytes, label))
+                extents.append((schema.MODEL_FILE, stored.table_offset, table_bytes, f"checksums of {label}"))
+        extents.sort()
+        for (file, start, length, label), (next_file, next_start, _, next_label) in itertools.pairwise(extents):
+            if file == next_file and start + length > next_start:
+                msg = f"{label} and {next_label} share bytes of {file}"
+                raise ValueError(msg)
 
     def _check_place(self, stored: StoredTensor, table: h5d.DatasetID, file_bytes: int) -> None:
         if not stored.numel:
@@ -209,5 +309,9 @@ class _TensorReader:
 
 def _stored_dtype(dataset: h5d.DatasetID) -> str:
     if h5py.h5a.exists(dataset, b"dtype"):
-        return schema.dtype_name(hdf5.text(h5py.AttributeManager(h5py.Dataset(dataset))["dtype"]))
+        name = _known(hdf5.text(hdf5.attributes(dataset)["dtype"]))
+        if schema.STORAGE[name] != dataset.dtype:
+            msg = f"elements of type {dataset.dtype} do not stand for {name}"
+            raise ValueError(msg)
+        return name
     return schema.native_name(dataset.dtype)

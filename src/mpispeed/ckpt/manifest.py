@@ -14,6 +14,11 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt import schema
 from mpispeed.ckpt.errors import CorruptCheckpoint, IncompleteCheckpoint
 
+#: a manifest takes some thirty bytes per tensor; what is larger than this is no manifest and is not read
+_MANIFEST_BYTES = 64 << 20
+#: nesting of the layout, which listings show
+_LAYOUT_DEPTH = 50
+
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
@@ -64,11 +69,15 @@ def write(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json under another name, then move it in place; both reach the disk.
 
     Raises:
+        CheckpointError: it would be larger than what is read.
         OSError: the file system refuses.
     """
-    content = {"format": schema.FORMAT, **asdict(manifest), "complete": True}
+    text = signed({"format": schema.FORMAT, **asdict(manifest), "complete": True})
+    if len(text) > _MANIFEST_BYTES:
+        msg = f"the manifest of {manifest.tag!r} would have {len(text)} bytes, the limit is {_MANIFEST_BYTES}"
+        raise CheckpointError(msg)
     temporary = folder / f"{schema.MANIFEST_FILE}.tmp"
-    write_durably(temporary, signed(content))
+    write_durably(temporary, text)
     temporary.rename(folder / schema.MANIFEST_FILE)
     sync_folder(folder)
 
@@ -83,7 +92,7 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / schema.MANIFEST_FILE
     try:
-        raw = _read_plain(path)
+        raw = read_plain(path, _MANIFEST_BYTES)
         content = json.loads(raw)
     except FileNotFoundError:
         msg = f"{folder} has no {schema.MANIFEST_FILE}: the save that made it never finished; load another tag"
@@ -110,13 +119,21 @@ def read(folder: Path) -> Manifest:
     return _from_content(path, content, (major, minor))
 
 
-def _read_plain(path: Path) -> bytes:
-    """All bytes of an ordinary file; a pipe or a device is not waited for, a symbolic link is not followed."""
+def read_plain(path: Path, limit_bytes: int) -> bytes:
+    """All bytes of an ordinary file; a pipe or a device is not waited for, a symbolic link is not followed.
+
+    Raises:
+        OSError: it cannot be read, is no ordinary file, or has more than `limit_bytes` bytes.
+    """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             msg = "it is no ordinary file"
             raise OSError(msg)
-        return file.read()
+        raw = file.read(limit_bytes + 1)
+    if len(raw) > limit_bytes:
+        msg = f"it has more than {limit_bytes} bytes"
+        raise OSError(msg)
+    return raw
 
 
 def signed(content: dict[str, Any]) -> str:
@@ -142,11 +159,11 @@ def _from_content(path: Path, content: dict[str, Any], version: tuple[int, int])
     try:
         files = {name: _record(name, record) for name, record in _typed(content, "files", dict).items()}
         return Manifest(
-            tag=_typed(content, "tag", str),
+            tag=_text(content, "tag"),
             global_step=int(_typed(content, "global_step", int)),
-            uuid=_typed(content, "uuid", str),
-            created=_typed(content, "created", str),
-            layout=_typed(content, "layout", dict),
+            uuid=_text(content, "uuid"),
+            created=_text(content, "created"),
+            layout=_shallow(_typed(content, "layout", dict)),
             files=files,
             version=version,
         )
@@ -156,15 +173,19 @@ def _from_content(path: Path, content: dict[str, Any], version: tuple[int, int])
 
 
 def _record(name: str, record: dict[str, Any]) -> FileRecord:
-    if not schema.is_data_file(name) and ("/" in name or "\0" in name or name in ("", ".", "..")):
-        msg = f"{name!r} is no name of a file in the folder of the tag"
+    is_name = name.isprintable() and "/" not in name and name not in ("", ".", "..")
+    if not is_name and not schema.is_data_file(name):
+        msg = f"{name!r:.80} is no name of a file in the folder of the tag"
         raise ValueError(msg)
     size = _natural(record["bytes"])
     extents = tuple((_natural(start), _natural(length)) for start, length in record["index_extents"])
-    # no more than the file is ever read, whatever the extents say
-    if any(start + length > size for start, length in extents) or sum(length for _, length in extents) > size:
-        msg = f"index_extents of {name} leave the file of {size} bytes"
-        raise ValueError(msg)
+    end = -1
+    for start, length in extents:
+        # no byte is read twice and none beyond the file, whatever the extents say
+        if start <= end or length == 0 or start + length > size:
+            msg = f"index_extents of {name} leave the file of {size} bytes, overlap, or are not in order"
+            raise ValueError(msg)
+        end = start + length
     return FileRecord(size, _natural(record["crc32c"]), extents, _natural(record["index_crc32c"]))
 
 
@@ -181,6 +202,25 @@ def _typed(content: dict[str, Any], name: str, kind: type) -> Any:
         msg = f"{name} has to be of type {kind.__name__} and is {value!r:.80}"
         raise TypeError(msg)
     return value
+
+
+def _text(content: dict[str, Any], name: str) -> str:
+    value: str = _typed(content, name, str)
+    if not value.isprintable():
+        msg = f"{name} has characters that cannot be shown: {value!r:.80}"
+        raise ValueError(msg)
+    return value
+
+
+def _shallow(layout: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [layout]
+    for _ in range(_LAYOUT_DEPTH):
+        inner = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [item for part in inner for item in part if isinstance(item, (dict, list))]
+        if not level:
+            return layout
+    msg = f"layout is nested more than {_LAYOUT_DEPTH} levels deep"
+    raise ValueError(msg)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -342,10 +342,13 @@ class Reader:
         """All of state.h5, read and compared with its checksum once."""
         if self._raw_state is None:
             path = self.path / schema.STATE_FILE
-            with os.fdopen(blocks.open_plain(path), "rb") as file:
-                raw = file.read()
             record = self.manifest.files.get(schema.STATE_FILE)
-            if record is None or crc32c(raw) != record.crc32c:
+            if record is None:
+                msg = f"the manifest of {self.path} does not list {schema.STATE_FILE}"
+                raise CorruptCheckpoint(msg)
+            with os.fdopen(blocks.open_plain(path), "rb") as file, index.translated(path):
+                raw = file.read(record.bytes)
+            if len(raw) < record.bytes or crc32c(raw) != record.crc32c:
                 msg = f"{path} is damaged: it does not match the checksum in {schema.MANIFEST_FILE}"
                 raise CorruptCheckpoint(msg)
             self._raw_state = raw

@@ -118,7 +118,9 @@ def decode(path: Path, raw: bytes) -> Content:
 
 def _table(stored: h5py.Dataset) -> tuple[np.ndarray, np.ndarray]:
     table, lengths = stored[()], np.asarray(stored.attrs["lengths"])
-    if table.ndim != 2 or table.dtype != np.uint8 or lengths.dtype.kind != "i" or lengths.shape != table.shape[:1]:
+    is_table = table.ndim == 2 and table.dtype == np.uint8
+    is_table = is_table and lengths.dtype.kind == "i" and lengths.shape == table.shape[:1]
+    if not is_table or (lengths.size and not 0 <= lengths.min() <= lengths.max() <= table.shape[1]):
         msg = f"{stored.name} is no table of generator states: {table.dtype} {table.shape}, lengths {lengths.shape}"
         raise ValueError(msg)
     return table, lengths
@@ -126,5 +128,11 @@ def _table(stored: h5py.Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 def _generators(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
     group = hdf5.child_group(hdf5.child_group(file.id, schema.STATE), schema.RNG)
+    left_bytes = file.id.get_filesize()
     for kind in hdf5.names(group):
-        yield kind, h5py.Dataset(hdf5.child_dataset(group, kind))
+        stored = h5py.Dataset(hdf5.child_dataset(group, kind))
+        left_bytes -= stored.nbytes
+        if left_bytes < 0:
+            msg = f"{stored.name} and what was read before take more bytes than the file has"
+            raise ValueError(msg)
+        yield kind, stored

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import re
 import shutil
+import stat
 import uuid as uuids
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 
 #: leaves room for the prefix and suffix of work folders within the usual 255 bytes of a file name
 _TAG_BYTES = 200
+#: more than any tag and its digest take, whoever wrote the file
+_LATEST_BYTES = 16 << 10
 #: the longest name that file systems take
 _NAME_BYTES = 255
 _WORK_FOLDER = re.compile(r"^\.(?P<tag>.+)\.(?P<role>tmp|old)-(?P<uuid>[0-9a-f]{32})$")
@@ -62,8 +66,14 @@ class TagEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its files on disk."""
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        """Bytes of all its files on disk; files that another job removes meanwhile do not count."""
+        total = 0
+        for where, _, names in os.walk(self.path):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(where, name))  # noqa: PTH118 - names need not be text
+                    total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return total
 
 
 def check_tag(tag: str) -> str:
@@ -128,7 +138,7 @@ def read_latest(folder: Path) -> str | None:
     """
     path = folder / schema.LATEST_FILE
     try:
-        text = path.read_bytes().decode()
+        text = manifests.read_plain(path, _LATEST_BYTES).decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as failure:

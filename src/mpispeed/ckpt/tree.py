@@ -208,41 +208,73 @@ def read(parent: h5py.Group, name: str, make_tensor: TensorMaker | None = None) 
         KeyError: there is nothing of that name, or a part is missing.
         ValueError: a part is not in this file, or is larger than it.
     """
-    if name in parent.attrs:
-        return _read_plain(parent.attrs[name])
-    found = hdf5.child(parent.id, name)
-    child = h5py.Dataset(found) if isinstance(found, h5d.DatasetID) else h5py.Group(found)
-    if h5o.get_info(found).rc > 1:
-        msg = f"{child.name} has several names; a checkpoint stores trees only"
-        raise ValueError(msg)
-    kind = hdf5.text(child.attrs[_KIND])
-    if isinstance(child, h5py.Dataset):
-        return _read_array(child, kind, make_tensor or _torch_tensor)
-    if kind == "dict":
-        keys = [hdf5.text(key) for key in child.attrs[_KEYS]] if child.attrs[_LENGTH] else []
-        return {schema.unescape(key): read(child, key, make_tensor) for key in keys}
-    values = [read(child, str(index), make_tensor) for index in range(int(child.attrs[_LENGTH]))]
-    if kind == "items":
-        return dict(values)
-    if kind == "size":
-        import torch  # only values that torch made are of this kind
-
-        return torch.Size(values)
-    return _SEQUENCES[kind](values)
+    return _Walk(parent, make_tensor or _torch_tensor).read(parent, name)
 
 
-def _read_plain(value: Any) -> Any:
-    if isinstance(value, h5py.Empty):
-        return None
-    if isinstance(value, (bytes, str)):
-        return hdf5.text(value)
-    return value.item()
+class _Walk:
+    """Reads one tree; takes no more memory for elements and text than the file has bytes.
+
+    Datasets and texts may share bytes of a file that was made to be read again and again.
+    """
+
+    def __init__(self, parent: h5py.Group, make_tensor: TensorMaker) -> None:
+        self._make_tensor = make_tensor
+        self._left_bytes: int = parent.file.id.get_filesize()
+
+    def read(self, parent: h5py.Group, name: str) -> Any:
+        """The value stored as `name` in `parent`."""
+        if name in parent.attrs:
+            return self._plain(parent.attrs[name])
+        found = hdf5.child(parent.id, name)
+        child = h5py.Dataset(found) if isinstance(found, h5d.DatasetID) else h5py.Group(found)
+        if h5o.get_info(found).rc > 1:
+            msg = f"{child.name} has several names; a checkpoint stores trees only"
+            raise ValueError(msg)
+        kind = hdf5.text(child.attrs[_KIND])
+        if isinstance(child, h5py.Dataset):
+            self._take(child.nbytes, child.name)
+            return _read_array(child, kind, self._make_tensor)
+        if kind == "dict":
+            keys = [hdf5.text(key) for key in child.attrs[_KEYS]] if child.attrs[_LENGTH] else []
+            if len(set(keys)) < len(keys):
+                msg = f"{child.name} has a key twice"
+                raise ValueError(msg)
+            return {schema.unescape(key): self.read(child, key) for key in keys}
+        values = [self.read(child, str(index)) for index in range(int(child.attrs[_LENGTH]))]
+        if kind == "items":
+            return dict(values)
+        if kind == "size":
+            import torch  # only values that torch made are of this kind
+
+            return torch.Size(values)
+        return _SEQUENCES[kind](values)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, h5py.Empty):
+            return None
+        if isinstance(value, (bytes, str)):
+            self._take(len(value), "its text")
+            return hdf5.text(value)
+        if not isinstance(value, (np.bool_, np.integer, np.floating)):
+            msg = f"{value!r:.80} is no plain value"
+            raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
+        return value.item()
+
+    def _take(self, size_bytes: int, where: str) -> None:
+        self._left_bytes -= size_bytes
+        if self._left_bytes < 0:
+            msg = f"{where} and what was read before take more bytes than the file has"
+            raise ValueError(msg)
 
 
 def _read_array(child: h5py.Dataset, kind: str, make_tensor: TensorMaker) -> Any:
     array = np.asarray(child[()])
     if kind == "tensor":
-        return make_tensor(array, hdf5.text(child.attrs["dtype"]))
+        dtype = hdf5.text(child.attrs["dtype"])
+        if schema.STORAGE.get(dtype) != array.dtype:
+            msg = f"{child.name}: elements of type {array.dtype} do not stand for {dtype!r:.80}"
+            raise ValueError(msg)
+        return make_tensor(array, dtype)
     if kind in ("list", "tuple"):
         return _SEQUENCES[kind](array.tolist())
     if kind == "array":
@@ -251,6 +283,9 @@ def _read_array(child: h5py.Dataset, kind: str, make_tensor: TensorMaker) -> Any
         return array[()]
     if kind == "complex":
         return complex(array[()])
+    if kind not in ("bytes", "int", "text"):
+        msg = f"{child.name} is of the unknown kind {kind!r:.80}"
+        raise ValueError(msg)
     raw = array.tobytes()
     return raw if kind == "bytes" else int(raw, 16) if kind == "int" else raw.decode()
 
