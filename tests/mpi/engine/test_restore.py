@@ -106,17 +106,20 @@ def test_weights_follow_no_link_and_leave_no_piece(comm, mpi_tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError, EOFError, ValueError])
-def test_what_one_rank_cannot_read_is_an_error_of_all(error, comm, mpi_tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["index", "elements"])
+def test_what_one_rank_cannot_read_is_an_error_of_all(where, error, comm, mpi_tmp_path, monkeypatch):
     engine = start(settings(0, **ADAM))
     engine.save_checkpoint(str(mpi_tmp_path))
 
     reason = "bad sector"
 
-    def fail(folder, tag):
+    def fail(*_, **__):
         raise error(reason)
 
-    if comm.rank == comm.size - 1:
-        monkeypatch.setattr(restore, "open_checkpoint", fail)
+    if where == "index" and comm.rank == 0:  # which reads it for all
+        monkeypatch.setattr(restore, "find", fail)
+    if where == "elements" and comm.rank == comm.size - 1:
+        monkeypatch.setattr(restore.Source, "read_bytes", fail)
     with pytest.raises(CheckpointError, match=f"{error.__name__}: bad sector"):
         engine.load_checkpoint(str(mpi_tmp_path))
     engine.destroy()

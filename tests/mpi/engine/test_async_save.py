@@ -1,0 +1,128 @@
+"""Saves in the background: the same bytes as a save that is waited for, failures that nobody misses."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.base.events import Event
+from mpispeed.ckpt import payload
+from mpispeed.ckpt.load import open_checkpoint
+from tests.helpers.training import batches, config, make_engine, train_engine, weights
+
+pytestmark = pytest.mark.mpi(min_size=1)
+BATCH = 36
+
+
+def settings(stage=1, **checkpoint):
+    return config(stage, BATCH, 1, checkpoint={"async_save": True, **checkpoint})
+
+
+@pytest.mark.parametrize("writing", ["direct", "aggregated"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_file_is_that_of_the_moment_of_the_call(stage, writing, mpi_tmp_path, monkeypatch, comm):
+    data = batches(6, BATCH)
+    engine = make_engine(settings(stage, writing=writing, files=2))
+    train_engine(engine, data[:2])
+    engine.save_checkpoint(str(mpi_tmp_path / "now"), tag="t", async_save=False)
+    gate, real = threading.Event(), payload.write_run
+
+    def held(*arguments):
+        gate.wait(60)
+        yield from real(*arguments)
+
+    monkeypatch.setattr(payload, "write_run", held)
+    client = {"list": [1, 2], "tensor": torch.ones(3)}
+    engine.save_checkpoint(str(mpi_tmp_path / "later"), tag="t", client_state=client)
+    client["list"].append(3)
+    client["tensor"].zero_()
+    losses = train_engine(engine, data[2:])  # while nothing has been written
+    comm.barrier()
+    assert not (mpi_tmp_path / "later" / "t").exists()
+    gate.set()
+    engine.wait_checkpoint()
+    names = ["model.h5", "data/d00000.h5", "data/d00001.h5"]
+    for name in names:
+        first, second = (mpi_tmp_path / which / "t" / name for which in ("now", "later"))
+        assert first.read_bytes() == second.read_bytes(), name
+    again = make_engine(settings(stage), seed=9)
+    _, state = again.load_checkpoint(str(mpi_tmp_path / "later"))
+    assert state["list"] == [1, 2]
+    assert state["tensor"].tolist() == [1, 1, 1]
+    assert train_engine(again, data[2:]) == losses
+    for one in (again, engine):
+        one.destroy()
+
+
+def test_saves_follow_each_other_and_are_announced_once_complete(mpi_tmp_path):
+    engine = make_engine(settings(2))
+    seen = []
+    engine.bus.subscribe(Event.SAVE_END, seen.append)
+    for step, batch in enumerate(batches(4, BATCH)):
+        train_engine(engine, batch[None])
+        engine.save_checkpoint(str(mpi_tmp_path))
+        assert len(seen) == step
+    expected = weights(engine)
+    engine.destroy()
+    assert [event["tag"] for event in seen] == [f"global_step{n}" for n in range(1, 5)]
+    assert all(0 < event["stall_seconds"] <= event["seconds"] for event in seen)
+    with open_checkpoint(mpi_tmp_path) as last:
+        assert last.tag == "global_step4"
+        assert torch.equal(last.read_whole("embed.weight", "master"), expected["embed.weight"])
+
+
+@pytest.mark.parametrize("place", ["save", "wait", "load", "destroy"])
+def test_a_failure_is_raised_by_the_next_call_on_every_rank(place, mpi_tmp_path, monkeypatch, comm):
+    engine = make_engine(settings())
+    engine.save_checkpoint(str(mpi_tmp_path), tag="good")
+    engine.wait_checkpoint()
+    if comm.rank == comm.size - 1:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(payload, "write_at", full)
+    engine.save_checkpoint(str(mpi_tmp_path), tag="bad")
+    train_engine(engine, batches(2, BATCH))
+    calls = {
+        "save": lambda: engine.save_checkpoint(str(mpi_tmp_path), tag="next"),
+        "wait": engine.wait_checkpoint,
+        "load": lambda: engine.load_checkpoint(str(mpi_tmp_path)),
+        "destroy": engine.destroy,
+    }
+    with pytest.raises(CheckpointError, match=rf"rank {comm.size - 1} of .*No space left"):
+        calls[place]()
+    comm.barrier()
+    assert sorted(os.listdir(mpi_tmp_path)) == ["good", "latest"]
+    monkeypatch.undo()
+    if place != "destroy":
+        engine.save_checkpoint(str(mpi_tmp_path), tag="next")
+        engine.wait_checkpoint()
+        assert engine.load_checkpoint(str(mpi_tmp_path))[0].endswith("next")
+    engine.destroy()
+
+
+def test_bad_client_state_is_refused_at_once(mpi_tmp_path):
+    engine = make_engine(settings())
+    with pytest.raises(TypeError, match="object"):
+        engine.save_checkpoint(str(mpi_tmp_path), client_state={"x": object()})
+    for key in ("module", "global_steps", "lr_scheduler"):
+        with pytest.raises(ValueError, match=f"{key}.*rename"):
+            engine.save_checkpoint(str(mpi_tmp_path), client_state={key: 1})
+    assert list(mpi_tmp_path.iterdir()) == []
+    engine.save_checkpoint(str(mpi_tmp_path))
+    engine.destroy()
+    assert open_checkpoint(mpi_tmp_path).tag == "global_step0"
+
+
+def test_memory_of_the_copy_is_used_again(mpi_tmp_path):
+    engine = make_engine(settings(3))
+    places = set()
+    for _ in range(3):
+        train_engine(engine, batches(1, BATCH))
+        engine.save_checkpoint(str(mpi_tmp_path))
+        places.add(engine._saver._snapshot._memory.data_ptr())
+    assert len(places) == 1
+    engine.destroy()
