@@ -9,6 +9,10 @@ from mpispeed.cli.lazy import LazyGroup
 COMMANDS = {
     "ls": ("mpispeed.cli.ckpt_look", "ls", "List the checkpoints of a folder."),
     "show": ("mpispeed.cli.ckpt_look", "show", "Describe a checkpoint."),
+    "export": ("mpispeed.cli.ckpt_move", "export", "Write the weights for other programs."),
+    "reshape": ("mpispeed.cli.ckpt_move", "reshape", "Copy with elements in another number of files."),
+    "prune": ("mpispeed.cli.ckpt_keep", "prune", "Remove old checkpoints and left-over folders."),
+    "latest": ("mpispeed.cli.ckpt_keep", "latest", "Show or set the tag that is loaded by default."),
 }
 
 

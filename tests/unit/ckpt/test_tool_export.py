@@ -1,7 +1,6 @@
 """`ckpt export`: what other libraries read back, in which dtype, in which files, and in how much memory."""
 
 import json
-import tracemalloc
 
 import h5py
 import numpy as np
@@ -16,6 +15,7 @@ from mpispeed.ckpt.errors import CorruptCheckpoint
 from mpispeed.ckpt.reader import open_reader
 from mpispeed.ckpt.save import SaveOptions
 from mpispeed.ckpt.tools import casting, exporting
+from tests.unit.ckpt.memory import watched
 from tests.unit.ckpt.sample import same_bits, saved, tensors_of
 
 ALIASES = {"head.weight": "embed.weight"}
@@ -205,12 +205,9 @@ def test_an_existing_file_stays_when_a_new_export_fails(tmp_path):
 @pytest.mark.parametrize("to", ["safetensors", "npz", "hdf5"])
 def test_memory_is_bounded(tmp_path, to):
     saved(tmp_path, tensors={("w", "master"): torch.randn(16 << 20)})
-    with open_reader(tmp_path) as reader:
-        tracemalloc.start()
+    with open_reader(tmp_path) as reader, watched() as grown:
         exporting.export(reader, tmp_path / "out", to=to, dtype="fp16")
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < 24 << 20, peak
+    assert grown[0] < 24 << 20
 
 
 @pytest.mark.parametrize("target", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
