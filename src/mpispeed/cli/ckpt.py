@@ -13,6 +13,7 @@ COMMANDS = {
     "reshape": ("mpispeed.cli.ckpt_move", "reshape", "Copy with elements in another number of files."),
     "prune": ("mpispeed.cli.ckpt_keep", "prune", "Remove old checkpoints and left-over folders."),
     "latest": ("mpispeed.cli.ckpt_keep", "latest", "Show or set the tag that is loaded by default."),
+    "stats": ("mpispeed.cli.ckpt_stats", "stats_command", "Statistics, histograms and drift of weights."),
 }
 
 
