@@ -16,6 +16,8 @@ from mpispeed.ckpt.errors import CorruptCheckpoint, IncompleteCheckpoint
 
 #: a manifest takes some thirty bytes per tensor; what is larger than this is no manifest and is not read
 _MANIFEST_BYTES = 64 << 20
+#: of one file; some thousand bytes per tensor. Files of holes may seem to be of any size
+_INDEX_BYTES = 16 << 30
 #: nesting of the layout, which listings show
 _LAYOUT_DEPTH = 50
 
@@ -186,6 +188,9 @@ def _record(name: str, record: dict[str, Any]) -> FileRecord:
             msg = f"index_extents of {name} leave the file of {size} bytes, overlap, or are not in order"
             raise ValueError(msg)
         end = start + length
+    if sum(length for _, length in extents) > _INDEX_BYTES:
+        msg = f"index_extents of {name} are more than {_INDEX_BYTES} bytes"
+        raise ValueError(msg)
     return FileRecord(size, _natural(record["crc32c"]), extents, _natural(record["index_crc32c"]))
 
 

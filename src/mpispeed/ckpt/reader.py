@@ -346,6 +346,9 @@ class Reader:
             if record is None:
                 msg = f"the manifest of {self.path} does not list {schema.STATE_FILE}"
                 raise CorruptCheckpoint(msg)
+            if record.bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+                msg = f"{path} of {record.bytes} bytes is larger than the memory that it has to be read into"
+                raise CorruptCheckpoint(msg)
             with os.fdopen(blocks.open_plain(path), "rb") as file, index.translated(path):
                 raw = file.read(record.bytes)
             if len(raw) < record.bytes or crc32c(raw) != record.crc32c:
