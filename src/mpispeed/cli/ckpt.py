@@ -14,6 +14,7 @@ COMMANDS = {
     "prune": ("mpispeed.cli.ckpt_keep", "prune", "Remove old checkpoints and left-over folders."),
     "latest": ("mpispeed.cli.ckpt_keep", "latest", "Show or set the tag that is loaded by default."),
     "stats": ("mpispeed.cli.ckpt_stats", "stats_command", "Statistics, histograms and drift of weights."),
+    "verify": ("mpispeed.cli.ckpt_check", "verify", "Check that a checkpoint is what was saved."),
 }
 
 
