@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import schema
+from mpispeed.ckpt import ranges, schema
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,8 @@ class Deferred:
         dtype: their torch dtype.
         parts: `parts(first, last)` gives the elements [first, last) in order, as flat tensors like those of `Piece`;
             each is of use until the next is asked for. Called by `save`, on this rank alone, for each part once and
-            in order; what it raises makes the save fail on every rank.
+            in order, and before that once more where copies are compared; what it raises makes the save fail on every
+            rank.
     """
 
     numel: int
@@ -34,33 +36,105 @@ class Deferred:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A flat range of a logical tensor that this rank contributes.
+class Pattern:
+    """Where elements stand that are no single range: the same runs in every period, as in a cut along a later dim.
 
     Attributes:
-        start: first element of the range in the row-major order of the whole tensor.
-        values: the elements, in memory or deferred.
-        is_replica: another rank writes the same range; this copy is only compared with what that rank wrote.
+        period: elements of the whole tensor from the beginning of one repetition to that of the next.
+        runs: (first element, elements) within a period; ascending and apart, the first at 0.
+    """
+
+    period: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of one repetition."""
+        return sum(count for _, count in self.runs)
+
+    def before(self, offset: int) -> int:
+        """How many elements of a repetition stand before `offset` of its period."""
+        return sum(min(max(offset - first, 0), count) for first, count in self.runs)
+
+    def runs_from(self, start: int, numel: int) -> Iterator[tuple[int, int]]:
+        """(first element, elements) of every run of `numel` elements that begin at `start`, whole repetitions."""
+        for turn in range(numel // self.numel):
+            for first, count in self.runs:
+                yield start + turn * self.period + first, count
+
+    def problem(self) -> str:
+        """What is wrong with it, or ""."""
+        end = 0
+        for number, (first, count) in enumerate(self.runs):
+            if count < 1 or first < end or (number == 0 and first):
+                return f"has the runs {self.runs}; they must ascend from 0, apart and none empty"
+            end = first + count
+        return "" if self.runs and end <= self.period else f"has runs up to {end} in periods of {self.period} elements"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a logical tensor that this rank contributes: a flat range, or runs that repeat.
+
+    Attributes:
+        start: first element in the row-major order of the whole tensor.
+        values: the elements in order, in memory or deferred.
+        is_replica: another rank writes the same elements; this copy is only compared with what that rank wrote.
+        pattern: where the elements stand, beginning at `start`; None for one range.
 
     Shapes:
-        values: one-dimensional, contiguous, on the CPU, of the logical tensor's dtype.
+        values: one-dimensional, contiguous, on the CPU, of the logical tensor's dtype; with a pattern whole
+            repetitions of it.
     """
 
     start: int
     values: torch.Tensor | Deferred
     is_replica: bool = False
+    pattern: Pattern | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.values.numel if isinstance(self.values, Deferred) else self.values.numel()
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
-        return self.start + (self.values.numel if isinstance(self.values, Deferred) else self.values.numel())
+        """One past the last element, in the order of the whole tensor."""
+        if self.pattern is None or not self.count:
+            return self.start + self.count
+        turns, (first, count) = self.count // self.pattern.numel, self.pattern.runs[-1]
+        return self.start + (turns - 1) * self.pattern.period + first + count
 
-    def parts(self, start: int, stop: int) -> Generator[torch.Tensor, None, None]:
-        """The elements [start, stop) of the whole tensor, in order; each part is of use until the next is asked for."""
-        if isinstance(self.values, Deferred):
-            yield from self.values.parts(start - self.start, stop - self.start)
+    def before(self, position: int) -> int:
+        """How many of the elements stand before `position` of the whole tensor."""
+        offset = max(position - self.start, 0)
+        if self.pattern is not None:
+            turns, within = divmod(offset, self.pattern.period)
+            offset = turns * self.pattern.numel + self.pattern.before(within)
+        return min(offset, self.count)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """(first element, elements) of every run, in the order of the whole tensor."""
+        if self.pattern is None:
+            yield self.start, self.count
         else:
-            yield self.values[start - self.start : stop - self.start]
+            yield from self.pattern.runs_from(self.start, self.count)
+
+    def rows(self, tensor: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """The elements as rows of `ranges`."""
+        if self.pattern is None:
+            yield tensor, self.start, self.start + self.count, 0, 1
+            return
+        for first, count in self.pattern.runs:
+            start, turns = self.start + first, self.count // self.pattern.numel
+            yield tensor, start, start + count, self.pattern.period, turns
+
+    def parts(self, first: int, last: int) -> Generator[torch.Tensor, None, None]:
+        """The values [first, last), in order; each part is of use until the next is asked for."""
+        if isinstance(self.values, Deferred):
+            yield from self.values.parts(first, last)
+        else:
+            yield self.values[first:last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +278,7 @@ def check_pieces(tensors: Sequence[LogicalTensor]) -> None:
             if problem:
                 msg = f"tensor {tensor.label}: the piece at element {piece.start} {problem}"
                 raise CheckpointError(msg)
+        _check_order(tensor)
 
 
 def _piece_problem(tensor: LogicalTensor, piece: Piece) -> str:
@@ -213,6 +288,9 @@ def _piece_problem(tensor: LogicalTensor, piece: Piece) -> str:
             return f"has shape {tuple(values.shape)} and strides {values.stride()}; pass a flat contiguous tensor"
         if values.device.type != "cpu":
             return f"is on {values.device}; copy it to the CPU first"
+    pattern = piece.pattern
+    if pattern is not None and (pattern.problem() or piece.count % pattern.numel):
+        return pattern.problem() or f"has {piece.count} elements, no multiple of the {pattern.numel} of its pattern"
     name = str(values.dtype).removeprefix("torch.")
     if name != tensor.dtype_name:
         return f"has dtype {name}, the tensor {tensor.dtype_name}; convert it or declare that dtype"
@@ -221,15 +299,26 @@ def _piece_problem(tensor: LogicalTensor, piece: Piece) -> str:
     return ""
 
 
+def _check_order(tensor: LogicalTensor) -> None:
+    """Nothing else of this rank stands between the runs of a piece, so that its elements can be brought in one go."""
+    if all(piece.pattern is None for piece in tensor.pieces):
+        return
+    own = sorted((piece.start, piece.stop) for piece in tensor.pieces if piece.count and not piece.is_replica)
+    for (start, stop), (other, _) in itertools.pairwise(own):
+        if other < stop:
+            msg = f"tensor {tensor.label}: the piece at element {other} begins between the first and the last element "
+            msg += f"of that at {start}; make one piece of both, or cut one into pieces that do not enclose another"
+            raise CheckpointError(msg)
+
+
 def local_ranges(tensors: Sequence[LogicalTensor]) -> np.ndarray:
-    """What this rank writes, as rows (index of the tensor, first element, one past the last); none is empty.
+    """What this rank writes, as rows of `ranges`.
 
     Shapes:
-        result: int64 [pieces, 3]
+        result: int64 [rows, 5]
     """
-    rows = [(i, p.start, p.stop) for i, tensor in enumerate(tensors) for p in tensor.pieces if not p.is_replica]
-    table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    return table[table[:, 1] < table[:, 2]]
+    pieces = ((i, piece) for i, tensor in enumerate(tensors) for piece in tensor.pieces if not piece.is_replica)
+    return ranges.table(row for i, piece in pieces for row in piece.rows(i))
 
 
 def check_coverage(tensors: Sequence[LogicalTensor], ranges_by_rank: Sequence[np.ndarray]) -> None:
@@ -238,15 +327,17 @@ def check_coverage(tensors: Sequence[LogicalTensor], ranges_by_rank: Sequence[np
     Raises:
         CheckpointError: names the tensor, the range, and the ranks that overlap.
     """
-    counts = [len(table) for table in ranges_by_rank]
-    ranks = np.repeat(np.arange(len(counts)), counts)
-    rows = np.concatenate(ranges_by_rank) if ranges_by_rank else np.empty((0, 3), np.int64)
-    order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))
-    rows, ranks = rows[order], ranks[order]
-    firsts = np.searchsorted(rows[:, 0], np.arange(len(tensors) + 1))
+    rows, ranks = ranges.joined(ranges_by_rank)
+    firsts = np.searchsorted(rows[:, ranges.TENSOR], np.arange(len(tensors) + 1))
+    passed: set[tuple[int, bytes, bytes]] = set()
     for index, tensor in enumerate(tensors):
         own = slice(firsts[index], firsts[index + 1])
-        _check_cover(tensor, rows[own, 1], rows[own, 2], ranks[own])
+        # Slots of a parameter are cut alike, and finely cut ones are long to look at.
+        key = (tensor.numel, rows[own, ranges.START :].tobytes(), ranks[own].tobytes())
+        if key not in passed:
+            source, starts, stops = ranges.expanded(rows[own])
+            _check_cover(tensor, starts, stops, ranks[own][source])
+            passed.add(key)
 
 
 def _check_cover(tensor: LogicalTensor, starts: np.ndarray, stops: np.ndarray, ranks: np.ndarray) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +24,19 @@ from mpispeed.native.checksum import crc32c, crc32c_combine
 _SAMPLE = 0.01
 
 
-def write_pieces(folder: Path, tensors: Sequence[LogicalTensor], places: Places) -> np.ndarray:
+def write_pieces(
+    folder: Path, tensors: Sequence[LogicalTensor], places: Places, spared: Collection[int] = ()
+) -> np.ndarray:
     """Write this rank's pieces at their places and wait until they are on the disk.
 
+    Args:
+        folder: that the files are in.
+        tensors: with this rank's pieces.
+        places: of the tensors.
+        spared: numbers of tensors that are written in another way.
+
     Shapes:
-        result: int64 [segments, 4], rows (tensor, first byte, bytes, crc32c); no segment crosses a block.
+        result: int64 [segments, 4], rows (tensor, block, bytes, share of the block's checksum), as `share`.
 
     Raises:
         CheckpointError: the file system refuses, or deferred elements cannot be read; names the tensor and the range.
@@ -36,8 +44,8 @@ def write_pieces(folder: Path, tensors: Sequence[LogicalTensor], places: Places)
     rows: list[tuple[int, int, int, int]] = []
     with OpenFiles(folder, places.files) as files:
         for index, tensor in enumerate(tensors):
-            for piece in tensor.pieces:
-                if piece.is_replica or piece.start == piece.stop:
+            for piece in () if index in spared else tensor.pieces:
+                if piece.is_replica or not piece.count:
                     continue
                 file, offset = int(places.which[index]), int(places.data[index])
                 with naming(tensor, piece.start, piece.stop, folder / places.files[file]):
@@ -87,41 +95,63 @@ class OpenFiles:
 
 
 def _write_piece(handle: int, offset: int, tensor: LogicalTensor, piece: Piece) -> Iterator[tuple[int, int, int]]:
-    position = piece.start * tensor.itemsize
-    with contextlib.closing(checked_parts(tensor, piece, piece.start, piece.stop)) as parts:
+    runs = piece.runs()
+    position = left = 0
+    with contextlib.closing(checked_parts(tensor, piece, 0, piece.count)) as parts:
         for data in parts:
-            yield from write_run(handle, offset, position, data)
-            position += len(data)
+            done = 0
+            while done < len(data):
+                if not left:
+                    first, count = next(runs)
+                    position, left = first * tensor.itemsize, count * tensor.itemsize
+                part = data[done : done + left]
+                yield from write_run(handle, offset, tensor, position, part)
+                position, left, done = position + len(part), left - len(part), done + len(part)
 
 
-def write_run(handle: int, offset: int, position: int, data: memoryview) -> Iterator[tuple[int, int, int]]:
+def write_run(
+    handle: int, offset: int, tensor: LogicalTensor, position: int, data: memoryview
+) -> Iterator[tuple[int, int, int]]:
     """Write bytes of one tensor, block by block.
 
     Args:
         handle: of the file.
         offset: where the tensor begins in it.
+        tensor: that the bytes belong to.
         position: first byte, counted from the first element of the tensor.
         data: the bytes.
 
     Yields:
-        (first byte, bytes, crc32c); none crosses a block.
+        As `share`.
     """
     done = 0
     while done < len(data):
         chunk = data[done : done + schema.BLOCK_BYTES - position % schema.BLOCK_BYTES]
-        yield position, len(chunk), crc32c(chunk)
+        yield share(tensor, position, chunk)
         write_at(handle, chunk, offset + position)
         position, done = position + len(chunk), done + len(chunk)
 
 
-def checked_parts(tensor: LogicalTensor, piece: Piece, start: int, stop: int) -> Generator[memoryview, None, None]:
-    """The bytes of the elements [start, stop) of a tensor, which lie in `piece`; exactly as many as there should be.
+def share(tensor: LogicalTensor, position: int, data: memoryview) -> tuple[int, int, int]:
+    """What bytes inside of one block of a tensor are to its checksum: (block, bytes, share).
+
+    The checksum of a block is the exclusive or of the shares of its parts, in any order: each is that of its bytes
+    followed by zeros up to the end of the block, with which a checksum goes on as if nothing else had been there.
+    """
+    block = position // schema.BLOCK_BYTES
+    behind = min((block + 1) * schema.BLOCK_BYTES, tensor.size_bytes) - position - len(data)
+    crc = crc32c(data)
+    return block, len(data), crc32c_combine(crc, 0, behind) if behind else crc
+
+
+def checked_parts(tensor: LogicalTensor, piece: Piece, first: int, last: int) -> Generator[memoryview, None, None]:
+    """The bytes of the values [first, last) of a piece of a tensor, in order; exactly as many as there should be.
 
     Raises:
         CheckpointError: deferred elements are more or fewer than they should be.
     """
-    missing = (stop - start) * tensor.itemsize
-    with contextlib.closing(piece.parts(start, stop)) as parts:
+    missing = (last - first) * tensor.itemsize
+    with contextlib.closing(piece.parts(first, last)) as parts:
         for part in parts:
             data = bits.as_bytes(part)
             missing -= len(data)
@@ -129,39 +159,39 @@ def checked_parts(tensor: LogicalTensor, piece: Piece, start: int, stop: int) ->
                 break  # it would be written over the neighbour
             yield data
     if missing:
-        msg = f"the elements of {tensor.label} that are read when they are written are not those of the piece: they "
-        msg += f"do not end at {stop}"
+        msg = f"the elements of {tensor.label} that are read when they are written are not those of the piece at "
+        msg += f"{piece.start}: they do not end at its element {last}"
         raise CheckpointError(msg)
 
 
 def block_tables(tensors: Sequence[LogicalTensor], segments_by_rank: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Join the checksums of all ranks' segments to one per block of every tensor.
+    """Join the shares of all ranks to one checksum per block of every tensor.
 
     Shapes:
         result: per tensor uint32 [blocks]
 
     Raises:
-        CheckpointError: the bytes written do not cover a tensor exactly once.
+        CheckpointError: the bytes written are not as many as a block has.
     """
     rows = np.concatenate([np.empty((0, 4), np.int64), *segments_by_rank])
-    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    firsts = np.searchsorted(rows[:, 0], np.arange(len(tensors) + 1))
-    return [_join(tensor, rows[firsts[i] : firsts[i + 1]].tolist()) for i, tensor in enumerate(tensors)]
-
-
-def _join(tensor: LogicalTensor, segments: Sequence[Sequence[int]]) -> np.ndarray:
-    table = [0] * schema.block_count(tensor.size_bytes)
-    position = 0
-    for _, start, length, crc in segments:
-        if start != position:
-            break
-        block = start // schema.BLOCK_BYTES
-        table[block] = crc32c_combine(table[block], crc, length) if start % schema.BLOCK_BYTES else crc
-        position += length
-    if position != tensor.size_bytes:
-        msg = f"tensor {tensor.label}: the bytes written stop at {position} of {tensor.size_bytes}"
-        raise CheckpointError(msg)
-    return np.array(table, TABLE_DTYPE)
+    blocks_of = [schema.block_count(tensor.size_bytes) for tensor in tensors]
+    begins = np.concatenate([[0], np.cumsum(blocks_of)]).astype(np.int64)
+    at = begins[rows[:, 0]] + rows[:, 1]
+    written, crcs = np.zeros(begins[-1], np.int64), np.zeros(begins[-1], np.int64)
+    np.add.at(written, at, rows[:, 2])
+    np.bitwise_xor.at(crcs, at, rows[:, 3])
+    tables = []
+    for tensor, begin, end in zip(tensors, begins[:-1], begins[1:], strict=True):
+        expected = np.full(end - begin, schema.BLOCK_BYTES, np.int64)
+        expected[-1:] = tensor.size_bytes - schema.BLOCK_BYTES * (end - begin - 1)
+        wrong = np.flatnonzero(written[begin:end] != expected)
+        if len(wrong):
+            block = int(wrong[0])
+            msg = f"tensor {tensor.label}: {written[begin + block]} bytes of block {block} were written, "
+            msg += f"it has {expected[block]}"
+            raise CheckpointError(msg)
+        tables.append(crcs[begin:end].astype(TABLE_DTYPE))
+    return tables
 
 
 def write_tables(model: Path, places: Places, tables: Sequence[np.ndarray]) -> None:

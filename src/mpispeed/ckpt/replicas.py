@@ -11,7 +11,7 @@ import numpy as np
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt import payload, schema
 from mpispeed.ckpt.logical import LogicalTensor
-from mpispeed.ckpt.request import Request, together
+from mpispeed.ckpt.request import Ranks, Request, together
 from mpispeed.native.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 _SHOWN = 5
 
 
-def check_replicas(comm: Comm, request: Request) -> None:
-    """Compare what ranks hold of parameters of tp_kind "replicated", bit for bit, by checksums of blocks.
+def check_replicas(comm: Comm, request: Request, ranks: Ranks) -> None:
+    """Compare pieces that are replicas with those that are written, bit for bit, by checksums of parts.
 
-    Ranks that hold copies have to cut them alike.
+    Ranks that hold copies have to cut them alike. Copies of "averaged" parameters may differ and are not compared.
 
     Collective over: comm.
 
@@ -33,16 +33,19 @@ def check_replicas(comm: Comm, request: Request) -> None:
         SaveFailed: on every rank, if copies differ and `compare_replicas` is "fail".
     """
     mode = request.options.compare_replicas
-    names = {param.name for param in request.params if param.tp_kind == "replicated"}
-    wanted = [(i, tensor) for i, tensor in enumerate(request.tensors) if tensor.name in names]
-    if mode == "off" or not wanted or comm.size == 1:
+    if mode == "off" or not ranks.has_replicas:
         return
-    rows = np.empty((0, 4), np.int64)
+    averaged = {param.name for param in request.params if param.tp_kind == "averaged"}
+    copied = [(i, t) for i, t in enumerate(request.tensors) if t.name not in averaged]
+    everyone = comm.gather_objects({i for i, t in copied for piece in t.pieces if piece.is_replica})
+    wanted = set().union(*everyone)
+    rows = np.empty((0, 5), np.int64)
     with together(comm, "comparing copies"):
-        rows = _checksums(wanted)
-    everyone = comm.gather_objects(rows)
+        rows = _checksums([(i, t) for i, t in copied if i in wanted])
+    rows_by_rank = comm.gather_objects(rows)
+    problem = ""
     with together(comm, "comparing copies"):
-        problem = _first_differences(request.tensors, everyone)
+        problem = _problem(request.tensors, rows_by_rank)
         if problem and mode == "fail":
             raise CheckpointError(problem)
     if problem and comm.rank == 0:
@@ -50,31 +53,42 @@ def check_replicas(comm: Comm, request: Request) -> None:
 
 
 def _checksums(wanted: Sequence[tuple[int, LogicalTensor]]) -> np.ndarray:
+    """Rows (tensor, first element, one past the last, is a replica, checksum) of this rank's pieces, in parts."""
     rows = []
     for index, tensor in wanted:
         for piece in tensor.pieces:
-            step = max(1, schema.BLOCK_BYTES // tensor.itemsize)
-            for start in range(piece.start, piece.stop, step):
-                stop, crc = min(start + step, piece.stop), 0
-                for data in payload.checked_parts(tensor, piece, start, stop):
+            turn = piece.pattern.numel if piece.pattern else 1
+            step = max(1, schema.BLOCK_BYTES // tensor.itemsize // turn)
+            for turns in range(0, piece.count // turn, step):
+                first, last, crc = turns * turn, min((turns + step) * turn, piece.count), 0
+                for data in payload.checked_parts(tensor, piece, first, last):
                     crc = crc32c(data, crc)
-                rows.append((index, start, stop, crc))
-    return np.array(rows, np.int64).reshape(-1, 4)
+                start = piece.start + turns * (piece.pattern.period if piece.pattern else 1)
+                rows.append((index, start, last - first, int(piece.is_replica), crc))
+    return np.array(rows, np.int64).reshape(-1, 5)
 
 
-def _first_differences(tensors: Sequence[LogicalTensor], rows_by_rank: Sequence[np.ndarray]) -> str:
-    """What differs, with the tensors, the ranges and the ranks; empty if nothing does."""
-    seen: dict[tuple[int, int, int], tuple[int, int]] = {}
-    found: list[str] = []
+def _problem(tensors: Sequence[LogicalTensor], rows_by_rank: Sequence[np.ndarray]) -> str:
+    """What differs, with the tensors, the elements and the ranks; empty if nothing does."""
+    written: dict[tuple[int, int, int], tuple[int, int]] = {}
+    replicas: list[tuple[int, tuple[int, int, int], int]] = []
     for rank, rows in enumerate(rows_by_rank):
-        for index, start, stop, crc in rows.tolist():
-            first_rank, first_crc = seen.setdefault((index, start, stop), (rank, crc))
-            if crc != first_crc:
-                found.append(f"{tensors[index].label}[{start}:{stop}] of rank {first_rank} and rank {rank}")
+        for index, start, count, is_replica, crc in rows.tolist():
+            if is_replica:
+                replicas.append((rank, (index, start, count), crc))
+            else:
+                written[index, start, count] = rank, crc
+    found: list[str] = []
+    for rank, key, crc in replicas:
+        label = f"{tensors[key[0]].label}, {key[2]} elements from {key[1]} on"
+        if key not in written:
+            found.append(f"{label}: rank {rank} has a copy, but no rank writes just these")
+        elif crc != written[key][1]:
+            found.append(f"{label}: rank {written[key][0]} and rank {rank} differ")
     if not found:
         return ""
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
-        f"copies that have to be equal differ: {', '.join(found[:_SHOWN])}{more}; the parameter has run apart between "
-        'tensor-parallel ranks. compare_replicas="warn" saves that of the first rank'
+        f"copies that have to be equal are not: {'; '.join(found[:_SHOWN])}{more}. They have run apart between ranks, "
+        'for example of a tensor-parallel group. compare_replicas="warn" saves what is written and warns'
     )

@@ -107,10 +107,12 @@ class Ranks:
     Attributes:
         ranges: what each rank writes, as in `logical.local_ranges`.
         leaders: the first rank of each node.
+        has_replicas: some rank passed a piece that is only to be compared.
     """
 
     ranges: Sequence[np.ndarray]
     leaders: tuple[int, ...]
+    has_replicas: bool
 
 
 def prepare(
@@ -169,15 +171,18 @@ def compare(comm: Comm, request: Request) -> Ranks:
     mine += [tensor.identity() for tensor in request.tensors]
     mine += [("alias", *pair) for pair in sorted(request.aliases.items())]
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).digest()
-    everyone = comm.gather_objects((digest, socket.gethostname(), logical.local_ranges(request.tensors)))
-    if len({digest for digest, _, _ in everyone}) > 1:
+    has_replicas = any(piece.is_replica for tensor in request.tensors for piece in tensor.pieces)
+    own = logical.local_ranges(request.tensors)
+    everyone = comm.gather_objects((digest, socket.gethostname(), own, has_replicas))
+    if len({digest for digest, *_ in everyone}) > 1:
         difference = logical.first_difference(mine, comm.share(mine))
         comm.agree(not difference, f"ranks describe different checkpoints: {difference}", SaveFailed)
-    ranges = [own for _, _, own in everyone]
+    ranges = [held for _, _, held, _ in everyone]
     with together(comm, "checking the pieces"):
         logical.check_coverage(request.tensors, ranges)
-    hosts = [host for _, host, _ in everyone]
-    return Ranks(ranges, tuple(sorted({host: hosts.index(host) for host in hosts}.values())))
+    hosts = [host for _, host, _, _ in everyone]
+    leaders = tuple(sorted({host: hosts.index(host) for host in hosts}.values()))
+    return Ranks(ranges, leaders, any(flag for *_, flag in everyone))
 
 
 @contextlib.contextmanager

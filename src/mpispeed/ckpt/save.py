@@ -32,7 +32,7 @@ class SaveReport:
 
     Attributes:
         files: how many files hold elements.
-        is_direct: every rank wrote its own pieces.
+        is_direct: every rank wrote its own pieces, but for tensors that are cut too finely for that.
 
     Units:
         size_bytes: bytes of all files; seconds: wall time of this rank.
@@ -112,7 +112,7 @@ def carry_out(comm: Comm, request: Request) -> SaveReport:
     """
     started = time.monotonic()
     ranks = compare(comm, request)
-    check_replicas(comm, request)
+    check_replicas(comm, request, ranks)
     ticket = begin(comm, request, ranks)
     with discarded_on_failure(comm, ticket):
         is_direct = not request.options.is_node_local and probe.is_direct(comm, request, ranks, ticket.work)
@@ -145,12 +145,19 @@ def _write(
     comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks, writers: Sequence[int] | None
 ) -> np.ndarray:
     """Write all elements; gives what this rank wrote. Collective over: comm."""
+    tensors, size = request.tensors, request.options.window_bytes
     if writers is not None:
-        size = request.options.window_bytes
-        return windows.write_through(comm, ticket.work, request.tensors, places, ranks.ranges, writers, size)
+        streams = windows.streams_of(tensors, places, ranks.ranges)
+        return windows.write_through(comm, ticket.work, tensors, places, streams, writers, size)
+    fine = windows.finely_cut(tensors, ranks.ranges)
+    segments = np.empty((0, 4), np.int64)
     with together(comm, "writing the checkpoint"):
-        return payload.write_pieces(ticket.work, request.tensors, places)
-    return np.empty((0, 4), np.int64)  # not reached
+        segments = payload.write_pieces(ticket.work, tensors, places, set(fine.tolist()))
+    if not len(fine):
+        return segments
+    lanes, writers = windows.deal(tensors, places, fine, comm.size)
+    streams = windows.streams_of(tensors, places, ranks.ranges, lanes)
+    return np.concatenate([segments, windows.write_through(comm, ticket.work, tensors, places, streams, writers, size)])
 
 
 def _finish(

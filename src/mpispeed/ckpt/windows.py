@@ -1,14 +1,14 @@
-"""Aggregated writing: one rank per file writes it from front to back; the others bring it their pieces.
+"""Aggregated writing: one rank writes a file, or some tensors of it, from front to back; the others bring it theirs.
 
-All files advance together in windows. In each, a rank packs what it has of every file's window, one all-to-all brings
-it to the writers, and they put it at its place. Two-phase I/O: Thakur, Gropp and Lusk, "Data sieving and collective I/O
-in ROMIO", 1999.
+All streams advance together in windows. In each, a rank packs what it has of every stream's window, one all-to-all
+brings it to the writers, and they put it at its place. Two-phase I/O: Thakur, Gropp and Lusk, "Data sieving and
+collective I/O in ROMIO", 1999.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import payload, schema
+from mpispeed.ckpt import payload, ranges, schema
 from mpispeed.ckpt.logical import LogicalTensor, Piece
 from mpispeed.ckpt.model_file import Places
 from mpispeed.ckpt.request import together
@@ -25,55 +24,117 @@ from mpispeed.ckpt.request import together
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
 
+#: pieces of on average less than this are brought together before they are written
+_SHORT_BYTES = 64 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The elements of one file in the order in which they stand in it, without what lies between them.
+    """Elements that one rank writes into one file, in the order in which they stand there, without what lies between.
 
     Attributes:
         file: its number.
         tensors: their numbers, in order.
         begins: first byte of each in the stream, and the length of the stream.
-        rows: what ranks have of it, as rows (first byte, one past the last, rank, tensor), sorted.
+        rows: what ranks have of it, as rows of `ranges` in bytes of the stream; the tensors as places in `tensors`.
+        ranks: that have the rows.
 
     Shapes:
-        tensors: int64 [n]; begins: int64 [n + 1]; rows: int64 [pieces, 4]
+        tensors: int64 [n]; begins: int64 [n + 1]; rows: int64 [m, 5]; ranks: int64 [m]
     """
 
     file: int
     tensors: np.ndarray
     begins: np.ndarray
     rows: np.ndarray
+    ranks: np.ndarray
 
     def window(self, start: int, stop: int) -> np.ndarray:
-        """The rows that meet [start, stop), cut to it."""
-        if not len(self.rows):
-            return self.rows
-        first = int(np.searchsorted(self.rows[:, 1], start, side="right"))
-        last = int(np.searchsorted(self.rows[:, 0], stop, side="left"))
-        rows: np.ndarray = self.rows[first:last].copy()
-        np.clip(rows[:, :2], start, stop, out=rows[:, :2])
-        return rows
+        """What ranks have of [start, stop), sorted, as rows (first byte, one past the last, rank).
+
+        Shapes:
+            result: int64 [runs, 3]
+        """
+        which = self.rows[:, ranges.TENSOR]
+        low = np.searchsorted(which, np.searchsorted(self.begins, start, side="right") - 1)
+        high = np.searchsorted(which, np.searchsorted(self.begins, stop, side="left"))
+        rows = self.rows[low:high].copy()
+        rows[:, ranges.TENSOR] = self.ranks[low:high]
+        rows = ranges.meeting(rows, start, stop)
+        source, firsts, lasts = ranges.expanded(rows)
+        return np.stack([firsts.clip(start), lasts.clip(max=stop), rows[source, ranges.TENSOR]], axis=1)
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The tensors of [start, stop): (number, first byte, one past the last), counted from each one's own first."""
+        first = int(np.searchsorted(self.begins, start, side="right")) - 1
+        for place in range(first, len(self.tensors)):
+            begin, end = int(self.begins[place]), int(self.begins[place + 1])
+            if begin >= stop:
+                break
+            if max(begin, start) < min(end, stop):
+                yield int(self.tensors[place]), max(begin, start) - begin, min(end, stop) - begin
 
 
-def streams_of(tensors: Sequence[LogicalTensor], places: Places, ranges: Sequence[np.ndarray]) -> list[Stream]:
-    """The stream of every file; the pieces of all ranks cover each exactly once."""
-    counts = [len(table) for table in ranges]
-    ranks = np.repeat(np.arange(len(counts)), counts)
-    table = np.concatenate([np.empty((0, 3), np.int64), *ranges])
+def streams_of(
+    tensors: Sequence[LogicalTensor],
+    places: Places,
+    held: Sequence[np.ndarray],
+    lanes: Sequence[tuple[int, np.ndarray]] | None = None,
+) -> list[Stream]:
+    """The stream of every file, or of every one of `lanes`; the pieces of all ranks cover each exactly once.
+
+    Args:
+        tensors: whole tensors.
+        places: of the tensors.
+        held: what every rank has, as in `logical.local_ranges`.
+        lanes: of each stream the number of the file and the tensors, in the order in which they stand in it.
+    """
+    rows, ranks = ranges.joined(held)
     sizes = np.array([tensor.size_bytes for tensor in tensors], np.int64)
     items = np.array([tensor.itemsize for tensor in tensors], np.int64)
     found = []
-    for file, order in enumerate(places.streams()):
+    for file, order in enumerate(places.streams()) if lanes is None else lanes:
         begins = np.concatenate([[0], np.cumsum(sizes[order])]).astype(np.int64)
-        at = np.zeros(len(tensors), np.int64)
-        at[order] = begins[:-1]
-        mine = places.which[table[:, 0]] == file
-        which = table[mine, 0]
-        first, last = (at[which] + table[mine, side] * items[which] for side in (1, 2))
-        rows = np.stack([first, last, ranks[mine], which], axis=1)
-        found.append(Stream(file, order, begins, rows[np.argsort(rows[:, 0], kind="stable")]))
+        place = np.full(len(tensors), -1, np.int64)
+        place[order] = np.arange(len(order))
+        own = place[rows[:, ranges.TENSOR]] >= 0
+        which, scaled = rows[own, ranges.TENSOR], rows[own]
+        scaled[:, ranges.START : ranges.COUNT] *= items[which, None]
+        scaled[:, ranges.START : ranges.STRIDE] += begins[place[which], None]
+        scaled[:, ranges.TENSOR] = place[which]
+        sort = np.argsort(scaled[:, ranges.TENSOR], kind="stable")
+        found.append(Stream(file, order, begins, scaled[sort], ranks[own][sort]))
     return found
+
+
+def finely_cut(tensors: Sequence[LogicalTensor], held: Sequence[np.ndarray]) -> np.ndarray:
+    """Numbers of the tensors whose runs are too short to be written one by one.
+
+    Shapes:
+        result: int64 [tensors that are]
+    """
+    sizes = np.array([tensor.size_bytes for tensor in tensors], np.int64)
+    runs = ranges.run_counts(held, len(tensors))
+    return np.flatnonzero(runs > len(held) + sizes // _SHORT_BYTES)
+
+
+def deal(
+    tensors: Sequence[LogicalTensor], places: Places, chosen: np.ndarray, size: int
+) -> tuple[list[tuple[int, np.ndarray]], list[int]]:
+    """Deal tensors to ranks in about equal parts: lanes as for `streams_of`, and the rank that writes each."""
+    orders = [order[np.isin(order, chosen)] for order in places.streams()]
+    sizes = [np.array([tensors[which].size_bytes for which in order.tolist()], np.int64) for order in orders]
+    total, done = sum(int(one.sum()) for one in sizes), 0
+    lanes: list[tuple[int, np.ndarray]] = []
+    writers: list[int] = []
+    for file, (order, one) in enumerate(zip(orders, sizes, strict=True)):
+        middles = done + np.cumsum(one) - one // 2 - 1
+        done += int(one.sum())
+        owners = np.minimum(middles * size // max(total, 1), size - 1)
+        for owner in np.unique(owners).tolist():
+            lanes.append((file, order[owners == owner]))
+            writers.append(owner)
+    return lanes, writers
 
 
 def write_through(
@@ -81,13 +142,13 @@ def write_through(
     folder: Path,
     tensors: Sequence[LogicalTensor],
     places: Places,
-    ranges: Sequence[np.ndarray],
+    streams: Sequence[Stream],
     writers: Sequence[int],
     window_bytes: int,
 ) -> np.ndarray:
-    """Bring all elements to the writers, which write them and wait until they are on the disk.
+    """Bring the elements of streams to the writers, which write them and wait until they are on the disk.
 
-    A rank packs at most a quarter of `window_bytes` for all files together; a writer has as much again for what comes
+    A rank packs at most a quarter of `window_bytes` for all streams together; a writer has as much again for what comes
     and for the window itself, and the transport may need the rest.
 
     Args:
@@ -95,8 +156,8 @@ def write_through(
         folder: that the files are in.
         tensors: with this rank's pieces.
         places: of the tensors.
-        ranges: what every rank has, as in `logical.local_ranges`.
-        writers: the rank that writes each file.
+        streams: what is to be written.
+        writers: the rank that writes each stream.
         window_bytes: memory of a rank.
 
     Collective over: comm.
@@ -107,81 +168,83 @@ def write_through(
     Raises:
         SaveFailed: on every rank; names the first rank that could not read or write.
     """
-    streams = streams_of(tensors, places, ranges)
     length = max(schema.ALIGN_BYTES, window_bytes // 4 // len(streams) // schema.ALIGN_BYTES * schema.ALIGN_BYTES)
     end = max(int(stream.begins[-1]) for stream in streams)
+    own = _own_pieces(tensors)
     rows: list[tuple[int, int, int, int]] = []
     with payload.OpenFiles(folder, places.files) as files:
         for start in range(0, end, length):
-            cuts = [stream.window(start, start + length) for stream in streams]
             packed, sent = torch.empty(0, dtype=torch.uint8), [0] * comm.size
             with together(comm, "reading what is to be written"):
-                packed, sent = _pack(comm, tensors, streams, cuts, writers)
-            came = _counts(comm, cuts, writers)
-            arrived = torch.empty(sum(came), dtype=torch.uint8)
-            comm.all_to_all(arrived, packed, came, sent)
+                packed, sent = _pack(comm, tensors, own, streams, writers, start, start + length)
+            cuts = {
+                number: stream.window(start, start + length)
+                for number, (stream, writer) in enumerate(zip(streams, writers, strict=True))
+                if writer == comm.rank
+            }
+            came = sum((np.bincount(c[:, 2], c[:, 1] - c[:, 0], comm.size) for c in cuts.values()), np.zeros(comm.size))
+            counts = came.astype(np.int64).tolist()
+            arrived = torch.empty(sum(counts), dtype=torch.uint8)
+            comm.all_to_all(arrived, packed, counts, sent)
             with together(comm, "writing the checkpoint"):
-                for window in _unpack(comm, arrived, came, streams, cuts, writers, start):
+                for window in _unpack(arrived, counts, streams, cuts, start):
                     rows.extend(_write_window(files, folder, tensors, places, window))
         with together(comm, "writing the checkpoint"):
             files.sync()
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
+def _own_pieces(tensors: Sequence[LogicalTensor]) -> list[list[Piece]]:
+    return [sorted((p for p in t.pieces if p.count and not p.is_replica), key=lambda p: p.start) for t in tensors]
+
+
 def _pack(
     comm: Comm,
     tensors: Sequence[LogicalTensor],
+    own: Sequence[Sequence[Piece]],
     streams: Sequence[Stream],
-    cuts: Sequence[np.ndarray],
     writers: Sequence[int],
+    start: int,
+    stop: int,
 ) -> tuple[torch.Tensor, list[int]]:
-    """This rank's bytes of all windows, by writer, then file, then place; and how many go to each rank."""
+    """This rank's bytes of the windows [start, stop), by writer, then stream, then place; how many go to each rank."""
+    found: list[tuple[int, LogicalTensor, Piece, int, int]] = []
     sent = [0] * comm.size
-    order = sorted(range(len(streams)), key=lambda file: (writers[file], file))
-    for file in order:
-        own = cuts[file][cuts[file][:, 2] == comm.rank]
-        sent[writers[file]] += int((own[:, 1] - own[:, 0]).sum())
+    for number in sorted(range(len(streams)), key=lambda number: (writers[number], number)):
+        for which, low, high in streams[number].within(start, stop):
+            for piece in own[which]:
+                first, last = _held_bytes(piece, tensors[which].itemsize, low, high)
+                if first < last:
+                    found.append((which, tensors[which], piece, first, last))
+                    sent[writers[number]] += last - first
     packed = torch.empty(sum(sent), dtype=torch.uint8)
     target, done = packed.numpy().data, 0
-    for file in order:
-        for first, last, rank, which in cuts[file].tolist():
-            if rank == comm.rank:
-                for data in _bytes_of(tensors[which], streams[file], which, first, last):
-                    target[done : done + len(data)] = data
-                    done += len(data)
+    for _, tensor, piece, first, last in found:
+        for data in _bytes_of(tensor, piece, first, last):
+            target[done : done + len(data)] = data
+            done += len(data)
     return packed, sent
 
 
-def _bytes_of(tensor: LogicalTensor, stream: Stream, which: int, first: int, last: int) -> Iterator[memoryview]:
-    """The bytes [first, last) of a stream, which lie in one of this rank's pieces of `tensor`."""
-    begin = int(stream.begins[int(np.flatnonzero(stream.tensors == which)[0])])
-    low, high = first - begin, last - begin
-    # A window may end inside of an element: whole elements are read, and what belongs to its neighbour is left out.
-    start, stop = low // tensor.itemsize, -(-high // tensor.itemsize)
-    piece = _piece_with(tensor, start, stop)
+def _held_bytes(piece: Piece, itemsize: int, low: int, high: int) -> tuple[int, int]:
+    """Which bytes of its own a piece has of the bytes [low, high) of its tensor, which may end inside of an element."""
+    ends = []
+    for position in (low, high):
+        element, inside = divmod(position, itemsize)
+        before = piece.before(element)
+        has_element = inside > 0 and piece.before(element + 1) > before
+        ends.append(before * itemsize + (inside if has_element else 0))
+    return ends[0], ends[1]
+
+
+def _bytes_of(tensor: LogicalTensor, piece: Piece, first: int, last: int) -> Iterator[memoryview]:
+    """The bytes [first, last) of a piece; whole elements are read, and what belongs to its neighbours is left out."""
+    start, stop = first // tensor.itemsize, -(-last // tensor.itemsize)
     position = start * tensor.itemsize
     with contextlib.closing(payload.checked_parts(tensor, piece, start, stop)) as parts:
         for data in parts:
-            yield data[max(0, low - position) : high - position]
+            yield data[max(0, first - position) : last - position]
             position += len(data)
-
-
-def _piece_with(tensor: LogicalTensor, start: int, stop: int) -> Piece:
-    for piece in tensor.pieces:
-        if not piece.is_replica and piece.start <= start and stop <= piece.stop:
-            return piece
-    msg = f"no piece of {tensor.label} has the elements [{start}, {stop})"
-    raise CheckpointError(msg)
-
-
-def _counts(comm: Comm, cuts: Sequence[np.ndarray], writers: Sequence[int]) -> list[int]:
-    """How many bytes come from each rank."""
-    came = np.zeros(comm.size, np.int64)
-    for cut, writer in zip(cuts, writers, strict=True):
-        if writer == comm.rank:
-            np.add.at(came, cut[:, 2], cut[:, 1] - cut[:, 0])
-    counts: list[int] = came.tolist()
-    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,42 +255,29 @@ class _Window:
 
 
 def _unpack(
-    comm: Comm,
-    arrived: torch.Tensor,
-    came: Sequence[int],
-    streams: Sequence[Stream],
-    cuts: Sequence[np.ndarray],
-    writers: Sequence[int],
-    start: int,
+    arrived: torch.Tensor, came: Sequence[int], streams: Sequence[Stream], cuts: Mapping[int, np.ndarray], start: int
 ) -> Iterator[_Window]:
-    """The windows of the files that this rank writes, put together."""
+    """The windows of the streams that this rank writes, put together."""
     source = arrived.numpy().data
-    at = np.concatenate([[0], np.cumsum(came)]).tolist()
-    for stream, cut, writer in zip(streams, cuts, writers, strict=True):
-        if writer != comm.rank or not len(cut):
+    at = np.concatenate([[0], np.cumsum(came)]).astype(np.int64).tolist()
+    for number, cut in cuts.items():
+        if not len(cut):
             continue
         window = np.empty(int(cut[-1, 1]) - start, np.uint8).data
-        for first, last, rank, _ in cut.tolist():
+        for first, last, rank in cut.tolist():
             window[first - start : last - start] = source[at[rank] : at[rank] + last - first]
             at[rank] += last - first
-        yield _Window(stream, start, window)
+        yield _Window(streams[number], start, window)
 
 
 def _write_window(
     files: payload.OpenFiles, folder: Path, tensors: Sequence[LogicalTensor], places: Places, window: _Window
 ) -> Iterator[tuple[int, int, int, int]]:
     """Write a window tensor by tensor; rows as in `payload.write_pieces`."""
-    begins, stop = window.stream.begins, window.start + len(window.data)
-    first = int(np.searchsorted(begins, window.start, side="right")) - 1
-    for number in range(first, len(window.stream.tensors)):
-        low, high = max(int(begins[number]), window.start), min(int(begins[number + 1]), stop)
-        if low >= high:
-            break
-        which = int(window.stream.tensors[number])
-        tensor, position = tensors[which], low - int(begins[number])
-        run = window.data[low - window.start : high - window.start]
-        elements = position // tensor.itemsize, (position + len(run)) // tensor.itemsize
-        with payload.naming(tensor, *elements, folder / places.files[window.stream.file]):
-            handle = files.handle(window.stream.file)
-            for row in payload.write_run(handle, int(places.data[which]), position, run):
+    done, file = 0, window.stream.file
+    for which, low, high in window.stream.within(window.start, window.start + len(window.data)):
+        tensor, run = tensors[which], window.data[done : done + high - low]
+        with payload.naming(tensor, low // tensor.itemsize, high // tensor.itemsize, folder / places.files[file]):
+            for row in payload.write_run(files.handle(file), int(places.data[which]), tensor, low, run):
                 yield (which, *row)
+        done += high - low

@@ -163,7 +163,7 @@ def test_streams_cut_windows_of_every_length():
     sizes = [(5, torch.bool), (7, torch.float32), (3, torch.bfloat16)]
     tensors = [LogicalTensor(f"t{i}", "master", (n,), dtype) for i, (n, dtype) in enumerate(sizes)]
     places = model_file.Places(("f",), np.zeros(3, np.int64), np.array([100, 0, 500]), np.zeros(3, np.int64))
-    ranges = [np.array([[0, 0, 2], [1, 0, 7]]), np.array([[0, 2, 5], [2, 0, 3]])]
+    ranges = [np.array([[0, 0, 2, 0, 1], [1, 0, 7, 0, 1]]), np.array([[0, 2, 5, 0, 1], [2, 0, 3, 0, 1]])]
     (stream,) = streams_of(tensors, places, ranges)
     assert stream.tensors.tolist() == [1, 0, 2]
     assert stream.begins.tolist() == [0, 28, 33, 39]
@@ -171,7 +171,7 @@ def test_streams_cut_windows_of_every_length():
         covered = []
         for start in range(0, 39, length):
             rows = stream.window(start, min(start + length, 39))
-            covered += [(a, b, rank) for a, b, rank, _ in rows.tolist()]
+            covered += [(a, b, rank) for a, b, rank in rows.tolist()]
         assert [b for _, b, _ in covered][:-1] == [a for a, _, _ in covered][1:]
         owners = [rank for a, b, rank in covered for _ in range(a, b)]
         assert owners == [0] * 28 + [0] * 2 + [1] * 3 + [1] * 6
