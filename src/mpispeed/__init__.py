@@ -13,6 +13,12 @@ from mpispeed.base import late
 
 if TYPE_CHECKING:
     from mpispeed import comm, zero
+    from mpispeed.ckpt.fp32 import (
+        clone_tensors_for_torch_save,
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
     from mpispeed.data.loader import RepeatingLoader
     from mpispeed.engine import Engine, add_config_arguments, init_distributed, initialize
 
@@ -27,6 +33,10 @@ _HOME = {
     "comm": "mpispeed.comm",
     "RepeatingLoader": "mpispeed.data.loader",
     "zero": "mpispeed.zero",
+    "get_fp32_state_dict_from_zero_checkpoint": "mpispeed.ckpt.fp32",
+    "load_state_dict_from_zero_checkpoint": "mpispeed.ckpt.fp32",
+    "convert_zero_checkpoint_to_fp32_state_dict": "mpispeed.ckpt.fp32",
+    "clone_tensors_for_torch_save": "mpispeed.ckpt.fp32",
 }
 
 __all__ = [
@@ -34,9 +44,13 @@ __all__ = [
     "RepeatingLoader",
     "__version__",
     "add_config_arguments",
+    "clone_tensors_for_torch_save",
     "comm",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "initialize",
+    "load_state_dict_from_zero_checkpoint",
     "zero",
 ]
 

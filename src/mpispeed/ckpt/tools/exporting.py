@@ -131,14 +131,33 @@ def export(
         CorruptCheckpoint: elements are not those that were saved.
         OSError: the file system refuses.
     """
-    form = _chosen(output, to, dtype)
+    _chosen(output, to, dtype)
     weights = _weights(reader, dtype, exclude_frozen, _Renamer(prefix_map))
     overflows: dict[str, int] = {}
     elements = _Elements(reader, overflows)
+    files = write_files(output, weights, elements, to=to, shard_bytes=shard_bytes, overwrite=overwrite)
+    return ExportReport(files, sum(path.stat().st_size for path in files), len(weights), overflows)
+
+
+def write_files(
+    output: Path,
+    weights: Sequence[Weight],
+    elements: weight_files.Elements,
+    *,
+    to: str,
+    shard_bytes: int | None = None,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write weights, wherever their elements come from; arguments and errors as `export`.
+
+    Returns:
+        The files with weights, then the index if there is one.
+    """
+    form = _chosen(output, to, "keep")
     if is_one_file(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         target = _Target(output.parent, {output.name}, overwrite)
-        shards = {output.name: weights}
+        shards = {output.name: list(weights)}
     else:
         cut = _cut(weights, shard_bytes if form.has_shards else None)
         shards = dict(zip(form.names(len(cut)), cut, strict=True))
@@ -150,8 +169,7 @@ def export(
             form.write(target.temporary(name), own, elements)
         if len(shards) > 1:
             manifests.write_durably(target.temporary(form.index()), _index_text(shards))
-        files = target.publish()
-    return ExportReport(files, sum(path.stat().st_size for path in files), len(weights), overflows)
+        return target.publish()
 
 
 def _chosen(output: Path, to: str, dtype: str) -> _Format:

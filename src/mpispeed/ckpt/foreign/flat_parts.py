@@ -1,0 +1,168 @@
+"""Flat fp32 parts of data ranks, by parameter: groups cut as a whole, or every parameter cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpispeed.ckpt.foreign.faults import ForeignMismatch
+from mpispeed.ckpt.foreign.matching import number, plain_group
+from mpispeed.ckpt.foreign.values import Values, placed
+
+Shapes = Mapping[str, tuple[int, ...]]
+#: name, shape, parameter group, updates (None: not written), slots
+Cut = tuple[str, tuple[int, ...], int, int | None, dict[str, Values]]
+
+
+def cut_by_group(
+    folder: Path, shapes: Sequence[Shapes], optimizers: Sequence[Mapping[str, Any]]
+) -> tuple[Iterator[Cut], list[dict[str, Any]]]:
+    """Stages 1 and 2: each group is one flat tensor, padded and cut evenly; padding of the end may be missing.
+
+    Raises:
+        ForeignMismatch: sizes do not fit.
+    """
+    masters = [own["single_partition_of_fp32_groups"] for own in optimizers]
+    if any(len(own) != len(shapes) for own in masters):
+        counts = sorted({len(own) for own in masters})
+        msg = f"{folder}: {len(shapes)} lists of shapes, and flat parts of {counts} parameter groups"
+        raise ForeignMismatch(msg)
+    states, groups = _states_by_group(optimizers, len(shapes))
+    for index, own in enumerate(shapes):
+        _check_sum(folder, index, own, [parts[index].numel() for parts in masters])
+    return _groups(folder, shapes, masters, states, groups), [plain_group(group) for group in groups]
+
+
+def _check_sum(folder: Path, index: int, shapes: Shapes, held: Sequence[int]) -> None:
+    """As many elements as the shapes need, both rounded up as groups are padded."""
+    grain = 2 * len(held)
+    wanted, have = sum(map(math.prod, shapes.values())), sum(held)
+    if -(-wanted // grain) != -(-have // grain):
+        msg = f"{folder}: group {index} has {have} elements in its parts and {wanted} by its shapes; sizes do not fit"
+        raise ForeignMismatch(msg)
+
+
+def _groups(
+    folder: Path,
+    shapes: Sequence[Shapes],
+    masters: Sequence[Sequence[torch.Tensor]],
+    states: Sequence[Sequence[Mapping[str, Any]]],
+    groups: Sequence[Mapping[str, Any]],
+) -> Iterator[Cut]:
+    for index, own in enumerate(shapes):
+        stride = masters[0][index].numel()
+        parts: dict[str, list[torch.Tensor | None]] = {"master": [part[index].reshape(-1) for part in masters]}
+        parts |= _slots([by_group[index] for by_group in states], [part[index].numel() for part in masters])
+        step = _step([by_group[index] for by_group in states], groups[index])
+        at = 0
+        for name, shape in own.items():
+            numel = math.prod(shape)
+            slots = {
+                slot: placed(flat, stride, at, at + numel, f"{folder}: {slot} of {name!r}")
+                for slot, flat in parts.items()
+            }
+            yield name, shape, index, step, slots
+            at += numel
+
+
+def _states_by_group(
+    optimizers: Sequence[Mapping[str, Any]], count: int
+) -> tuple[list[list[Mapping[str, Any]]], list[Mapping[str, Any]]]:
+    """Rank -> group -> state of the group's flat part; and the groups."""
+    states: list[list[Mapping[str, Any]]] = []
+    empty: Mapping[str, Any] = {}
+    groups: list[Mapping[str, Any]] = [empty for _ in range(count)]
+    for own in optimizers:
+        base = own.get("base_optimizer_state")
+        if isinstance(base, Mapping) and "param_groups" in base:
+            ids = [group["params"][0] if group["params"] else None for group in base["param_groups"]]
+            states.append([base["state"].get(key, {}) for key in ids] + [{}] * (count - len(ids)))
+            groups = [*base["param_groups"], *groups[len(ids) :]]
+        elif isinstance(base, (list, tuple)):  # saved in a form that other numbers of ranks can load
+            states.append([*base, *[empty] * (count - len(base))])
+        else:
+            states.append([empty for _ in range(count)])
+    return states, groups[:count]
+
+
+def _slots(states: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> dict[str, list[torch.Tensor | None]]:
+    """Slot -> what each rank has of it: tensors with an element per element of the part, padded or not."""
+    names: dict[str, None] = {}
+    for state, length in zip(states, lengths, strict=True):
+        for slot, value in state.items():
+            if isinstance(value, torch.Tensor) and slot != "step" and value.dim() and value.numel() >= length > 0:
+                names[slot] = None
+    return {
+        slot: [v.reshape(-1) if isinstance(v := state.get(slot), torch.Tensor) else None for state in states]
+        for slot in names
+    }
+
+
+def _step(states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> int | None:
+    for state in states:
+        step = number(state.get("step"))
+        if step is not None:
+            return int(step)
+    step = number(group.get("step"))
+    return None if step is None else int(step)
+
+
+def cut_by_parameter(
+    folder: Path, shapes: Sequence[Shapes], optimizers: Sequence[Mapping[str, Any]]
+) -> tuple[Iterator[Cut], list[dict[str, Any]]]:
+    """Stage 3: each parameter is cut evenly, its end padded; a rank's parts lie in sub-groups, one after the other.
+
+    Raises:
+        ForeignMismatch: sizes do not fit.
+    """
+    ranks, every = len(optimizers), {name: shape for row in shapes for name, shape in row.items()}
+    lengths = [part.numel() for part in optimizers[0]["fp32_flat_groups"]]
+    for rank, own in enumerate(optimizers):
+        if [part.numel() for part in own["fp32_flat_groups"]] != lengths:
+            msg = f"{folder}: the sub-groups of rank {rank} and of rank 0 have other sizes; files are of two saves"
+            raise ForeignMismatch(msg)
+    needed = sum(-(-math.prod(shape) // ranks) for shape in every.values())
+    if needed != sum(lengths):
+        msg = f"{folder}: each rank holds {sum(lengths)} elements, the shapes need {needed}; sizes do not fit"
+        raise ForeignMismatch(msg)
+    inner = [own.get("optimizer_state_dict") or own.get("base_optimizer_state") or {} for own in optimizers]
+    groups = list(inner[0].get("param_groups") or [{}])
+    group_of = [
+        next((i for i, group in enumerate(groups) if sub in group.get("params", ())), 0) for sub in range(len(lengths))
+    ]
+    states = [own.get("state") or {} for own in inner]
+    made = _parameters(folder, every, optimizers, states, lengths, [(group_of[i], groups) for i in range(len(lengths))])
+    return made, [plain_group(group) for group in groups]
+
+
+def _parameters(
+    folder: Path,
+    shapes: Shapes,
+    optimizers: Sequence[Mapping[str, Any]],
+    states: Sequence[Mapping[Any, Any]],
+    lengths: Sequence[int],
+    group_of: Sequence[tuple[int, Sequence[Mapping[str, Any]]]],
+) -> Iterator[Cut]:
+    sub, at, parts, step = -1, 0, {}, None
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        chunk = -(-numel // len(optimizers))
+        while sub < 0 or (at == lengths[sub] and sub + 1 < len(lengths)):
+            sub, at = sub + 1, 0
+            own = [state.get(sub, {}) for state in states]
+            parts = {"master": [o["fp32_flat_groups"][sub].reshape(-1) for o in optimizers]}
+            parts |= _slots(own, [lengths[sub]] * len(own))
+            step = _step(own, group_of[sub][1][group_of[sub][0]])
+        if at + chunk > lengths[sub]:
+            msg = f"{folder}: {name!r} needs {chunk} elements of a sub-group that has {lengths[sub] - at} left"
+            raise ForeignMismatch(msg)
+        slots: dict[str, Values] = {}
+        for slot, flat in parts.items():
+            cut = [None if part is None else part[at : at + chunk] for part in flat]
+            slots[slot] = placed(cut, chunk, 0, numel, f"{folder}: {slot} of {name!r}")
+        yield name, shape, group_of[sub][0], step, slots
+        at += chunk

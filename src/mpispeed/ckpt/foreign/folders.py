@@ -1,0 +1,134 @@
+"""Where things are in a DeepSpeed checkpoint folder: tags, and the files of a tag by rank."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpispeed.ckpt.foreign.faults import ForeignIncomplete, ForeignMismatch, ForeignMissing, NoForeignTag
+
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_EXPERT = re.compile(r"(layer_.*expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt")
+
+
+@dataclass(slots=True)
+class RankFiles:
+    """The files of one tag.
+
+    Attributes:
+        folder: of the tag.
+        models: model-parallel rank -> data rank -> file with weights; only rank 0 unless weights are cut.
+        optimizers: model-parallel rank -> data rank -> file with optimizer state.
+        layers: (layer, tensor-parallel rank) -> file.
+    """
+
+    folder: Path
+    models: dict[int, dict[int, Path]] = field(default_factory=dict)
+    optimizers: dict[int, dict[int, Path]] = field(default_factory=dict)
+    layers: dict[tuple[int, int], Path] = field(default_factory=dict)
+
+
+def resolve(source: Path, tag: str | None, is_universal: bool = False) -> Path:
+    """The folder of a tag: the one asked for, the one `latest` names, or `source` itself if it is one.
+
+    Raises:
+        ForeignMissing: there is no such folder.
+        NoForeignTag: no tag was given, and there is neither `latest` nor a file of a checkpoint.
+    """
+    if not source.is_dir():
+        msg = f"the folder {source} does not exist"
+        raise ForeignMissing(msg)
+    if tag is None:
+        if is_tag_folder(source):
+            return source
+        tag = _latest(source, (LATEST_UNIVERSAL, LATEST) if is_universal else (LATEST, LATEST_UNIVERSAL))
+    path = source / tag
+    if Path(tag).is_absolute() or ".." in Path(tag).parts or not path.is_dir():
+        have = sorted(entry.name for entry in source.iterdir() if entry.is_dir())[:20]
+        msg = f"{source} has no folder {tag!r}; it has {', '.join(have) or 'none'}"
+        raise ForeignMissing(msg)
+    return path
+
+
+def _latest(source: Path, names: tuple[str, ...]) -> str:
+    for name in names:
+        path = source / name
+        if path.is_file():
+            with path.open(errors="replace") as file:
+                tag = file.read(4096).strip()
+            if tag:
+                return tag.splitlines()[0].strip()
+    msg = f"{source} has no file {LATEST!r} that names a tag; say which tag to take"
+    raise NoForeignTag(msg)
+
+
+def is_tag_folder(folder: Path) -> bool:
+    """True if files of a checkpoint lie in it."""
+    return is_universal(folder) or any(
+        pattern.fullmatch(path.name) for path in folder.iterdir() for pattern in (_MODEL, _OPTIMIZER, _LAYER)
+    )
+
+
+def is_universal(folder: Path) -> bool:
+    """True for a folder with one sub-folder per parameter."""
+    return (folder / "zero").is_dir()
+
+
+def list_files(folder: Path) -> RankFiles:
+    """The files of a tag by rank; ranks are sorted as numbers.
+
+    Raises:
+        ForeignMissing: there are none.
+        ForeignMismatch: there are two for a rank, or files of experts.
+        ForeignIncomplete: numbers are missing.
+    """
+    found = RankFiles(folder)
+    for path in sorted(folder.iterdir()):
+        if _EXPERT.fullmatch(path.name):
+            msg = f"{path} holds experts of a mixture; such checkpoints cannot be imported"
+            raise ForeignMismatch(msg)
+        if match := _MODEL.fullmatch(path.name):
+            _enter(found.models, int(match[2]), int(match[1] or 0), path)
+        elif match := _OPTIMIZER.fullmatch(path.name):
+            _enter(found.optimizers, int(match[2]), int(match[1]), path)
+        elif match := _LAYER.fullmatch(path.name):
+            found.layers[int(match[1]), int(match[2])] = path
+    _check_ranks(found)
+    found.models = {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(found.models.items())}
+    found.optimizers = {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(found.optimizers.items())}
+    return found
+
+
+def _check_ranks(found: RankFiles) -> None:
+    folder = found.folder
+    if not found.models:
+        msg = f"{folder} has no *mp_rank_*_model_states.pt; it is no DeepSpeed checkpoint, or its save was cut short"
+        raise ForeignMissing(msg)
+    for table in (found.models, found.optimizers):
+        if table:
+            _check_numbers(folder, list(table), "model-parallel rank")
+        for ranks in table.values():
+            _check_numbers(folder, list(ranks), "data-parallel rank")
+    if found.optimizers and found.optimizers.keys() != found.models.keys():
+        have = f"{sorted(found.models)} with weights and {sorted(found.optimizers)} with optimizer state"
+        msg = f"{folder} has model-parallel ranks {have}; files are missing"
+        raise ForeignIncomplete(msg)
+
+
+def _enter(table: dict[int, dict[int, Path]], mp: int, dp: int, path: Path) -> None:
+    ranks = table.setdefault(mp, {})
+    if dp in ranks:
+        msg = f"{ranks[dp]} and {path.name} are of the same rank; the folder holds two saves, remove one"
+        raise ForeignMismatch(msg)
+    ranks[dp] = path
+
+
+def _check_numbers(folder: Path, numbers: list[int], what: str) -> None:
+    missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
+    if missing:
+        msg = f"{folder} has no file of {what} {missing[0]}, but one of {max(numbers)}; files are missing"
+        raise ForeignIncomplete(msg)

@@ -1,0 +1,164 @@
+"""What a foreign checkpoint holds, before it is written as one of ours."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt.foreign.faults import ForeignMismatch
+from mpispeed.ckpt.foreign.values import Plain, Values
+
+MASTER, WEIGHT16 = "master", "weight16"
+#: names of buffers in files that do not say which of their tensors are buffers
+BUFFER_NAMES = r"(^|\.)(running_mean|running_var|num_batches_tracked)$"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How a foreign checkpoint is read.
+
+    Attributes:
+        form: "auto", "safetensors", "torch", "zero" or "universal".
+        weights_only: leave optimizer state and masters' companions aside.
+        frozen: regular expression of parameters that are not trained, where the files do not say it.
+        buffers: regular expression of buffers, where the files do not say it.
+        tp_patterns: (kind, regular expression) for merging slices of tensor parallelism.
+    """
+
+    form: str = "auto"
+    weights_only: bool = False
+    frozen: str = ""
+    buffers: str = BUFFER_NAMES
+    tp_patterns: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        for text in (self.frozen, self.buffers, *(pattern for _, pattern in self.tp_patterns)):
+            try:
+                re.compile(text)
+            except re.error as failure:
+                msg = f"{text!r} is no regular expression: {failure}"
+                raise CheckpointError(msg) from failure
+
+
+@dataclass(slots=True)
+class FoundParam:
+    """One parameter.
+
+    Attributes:
+        train_dtype: in which the model uses it.
+        slots: "master" or "weight16", and optimizer state.
+        is_frozen: it is not trained.
+        group: index of its parameter group, -1 for none.
+        step: updates it has received.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    train_dtype: torch.dtype
+    slots: dict[str, Values]
+    is_frozen: bool = False
+    group: int = -1
+    step: int = 0
+    tp_kind: str = "none"
+    tp_dim: int = -1
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def weight(self) -> Values:
+        """Its value, the master if there is one."""
+        return self.slots[MASTER] if MASTER in self.slots else self.slots[WEIGHT16]
+
+
+@dataclass(slots=True)
+class Found:
+    """A foreign checkpoint.
+
+    Attributes:
+        path: where it is.
+        form: which kind.
+        params: by name.
+        buffers: by name; shape and elements.
+        aliases: other name -> name of tied parameters.
+        groups: hyper-parameters of the parameter groups, without "params".
+        rule: name of the optimizer, "" for none.
+        counters: global_steps, global_samples, skipped_steps and loss_scaler.
+        lr_scheduler: state of the schedule.
+        client: what the user saved beside.
+        config_json: configuration of the run that saved.
+        layout: numbers about the ranks that saved.
+        left_out: what the files have and an import does not take, in words.
+    """
+
+    path: Path
+    form: str
+    params: dict[str, FoundParam] = field(default_factory=dict)
+    buffers: dict[str, tuple[tuple[int, ...], Values]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    rule: str = ""
+    counters: dict[str, Any] = field(default_factory=dict)
+    lr_scheduler: dict[str, Any] | None = None
+    client: dict[str, Any] = field(default_factory=dict)
+    config_json: str = "{}"
+    layout: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, param: FoundParam) -> None:
+        """Take a parameter.
+
+        Raises:
+            ForeignMismatch: one of that name is there.
+        """
+        if param.name in self.params or param.name in self.buffers:
+            msg = f"{self.path} has {param.name!r} twice"
+            raise ForeignMismatch(msg)
+        self.params[param.name] = param
+
+    def add_weight(self, name: str, tensor: torch.Tensor, *, is_frozen: bool) -> None:
+        """Take a parameter of which only the weight is known."""
+        is_wide = tensor.dtype in (torch.float32, torch.float64) and not is_frozen
+        slots: dict[str, Values] = {MASTER if is_wide else WEIGHT16: Plain(tensor)}
+        self.add(FoundParam(name, tuple(tensor.shape), tensor.dtype, slots, is_frozen))
+
+    def add_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a buffer."""
+        self.buffers[name] = (tuple(tensor.shape), Plain(tensor))
+
+
+def same_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same memory in the same shape."""
+    place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def take_state_dict(found: Found, state: Mapping[str, Any], options: ReadOptions, skip: frozenset[str]) -> None:
+    """Take the tensors of an ordinary state dict; what is one tensor under several names becomes an alias."""
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        if name in skip:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            found.left_out.append(f"{name} is no tensor")
+            continue
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            msg = f"{name!r} of {found.path} is {tensor.layout} or quantized; only dense tensors can be imported"
+            raise ForeignMismatch(msg)
+        key = same_tensor(tensor)
+        if tensor.numel() and key in seen:
+            found.aliases[name] = seen[key]
+        elif re.search(options.buffers, name) or not (tensor.is_floating_point() or tensor.is_complex()):
+            found.add_buffer(name, tensor)
+        else:
+            seen[key] = name
+            found.add_weight(name, tensor, is_frozen=bool(options.frozen and re.search(options.frozen, name)))
