@@ -1,17 +1,22 @@
-"""`mpispeed ckpt verify`. It needs neither torch nor MPI."""
+"""`mpispeed ckpt verify`, `diff` and `tree`. They need neither torch nor MPI."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from mpispeed.base.units import format_bytes
+from mpispeed.ckpt.tools import diff as comparing
+from mpispeed.ckpt.tools import tree as objects
 from mpispeed.ckpt.tools import verify as verifying
-from mpispeed.ckpt.tools.show import split_location
+from mpispeed.ckpt.tools.diff import Difference, Row
+from mpispeed.ckpt.tools.show import open_location, split_location
 from mpispeed.ckpt.tools.verify import Report
-from mpispeed.cli.ckpt_report import as_json_option, reported
+from mpispeed.cli.ckpt_report import as_json_option, print_table, reported
 
 _SHOWN = 50
 _EXIT_CODES = {"ok": 0, "incomplete": 4, "corrupt": 3}
@@ -67,3 +72,109 @@ def _amount(report: Report, quick: bool) -> str:
         return ""
     read = "no elements read" if quick else f"{format_bytes(report.size_bytes)} read"
     return f", {report.files} files, {report.tensors} tensors, {read}"
+
+
+def _tolerance(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not (value >= 0 and math.isfinite(value)):
+        msg = f"{value} is no tolerance; give a number of at least 0"
+        raise click.BadParameter(msg, context, parameter)
+    return value
+
+
+@click.command("diff")
+@click.argument("first", metavar="A[:TAG]")
+@click.argument("second", metavar="B[:TAG]")
+@click.option("--rtol", type=float, default=0.0, callback=_tolerance, help="Equal if apart by no more than this x |B|.")
+@click.option("--atol", type=float, default=0.0, callback=_tolerance, help="Equal if apart by no more than this.")
+@click.option(
+    "--slots", metavar="SLOT,...", multiple=True, help="Compare these slots only, such as master; repeatable."
+)
+@click.option("--state", "wants_state", is_flag=True, help="Compare state, configuration and attributes too.")
+@as_json_option
+def diff(
+    first: str, second: str, rtol: float, atol: float, slots: tuple[str, ...], wants_state: bool, as_json: bool
+) -> None:
+    """Tell in what two checkpoints differ; exit code 1 if they do.
+
+    Elements are compared by value: another dtype with the same values is no difference.
+    """
+    wanted = {slot for text in slots for slot in text.split(",") if slot}
+    with reported(as_json), open_location(first) as mine, open_location(second) as theirs:
+        known = {slot for reader in (mine, theirs) for _, slot in reader.index.tensors}
+        if wanted - known:
+            some = ", ".join(sorted(known))
+            msg = f"neither checkpoint has a slot {', '.join(sorted(wanted - known))}; they have {some}"
+            raise click.UsageError(msg)
+        found = comparing.diff(mine, theirs, rtol=rtol, atol=atol, slots=wanted, wants_state=wants_state)
+    if as_json:
+        click.echo(json.dumps(found.as_row(), indent=1))
+    else:
+        _print_difference(found)
+    if not found.is_equal:
+        click.get_current_context().exit(1)
+
+
+def _print_difference(found: Difference) -> None:
+    for sign, names in (("-", found.removed), ("+", found.added)):
+        for name in names:
+            click.echo(f"{sign} {name}")
+    table = [_cells(row) for row in found.rows if row.change != "equal" or row.dtypes[0] != row.dtypes[1]]
+    if table:
+        print_table(
+            ("name", "slot", "change", "equal", "max abs", "max rel", "max ulp", "nan", "dtype", "shape"), table
+        )
+    for path, mine, theirs in found.state:
+        click.echo(f"{path}: {mine} -> {theirs}")
+    if found.state_count > len(found.state):
+        click.echo(f"and {found.state_count - len(found.state)} more differences of the state")
+    same = sum(row.change == "equal" for row in found.rows)
+    click.echo(f"{same} of {len(found.rows)} tensors are equal")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    own = row.tally
+    values = ("-",) * 5
+    if own:
+        share = 100 * own.equal / max(1, own.numel)
+        # 100 % is said of all elements only
+        part = f"{share:.2f} %" if own.equal == own.numel or share < 99.995 else "<100 %"
+        ulp = "-" if own.max_ulp is None else str(own.max_ulp)
+        values = (part, f"{own.max_abs:.3g}", f"{own.max_rel:.3g}", ulp, str(own.nan))
+    dtypes, shapes = (
+        pair[0] if pair[0] == pair[1] else " -> ".join(pair)
+        for pair in (row.dtypes, tuple("x".join(map(str, shape)) or "scalar" for shape in row.shapes))
+    )
+    return (row.name, row.slot, row.change, *values, dtypes, shapes)
+
+
+@click.command("tree")
+@click.argument("location", metavar="DIR[:TAG]|FILE")
+@as_json_option
+def tree(location: str, as_json: bool) -> None:
+    """List the HDF5 objects of a checkpoint's files, or of one file; follows no link.
+
+    It checks nothing, so it also shows what a damaged or unfinished checkpoint has.
+    """
+    with reported(as_json):
+        rows = objects.rows(location)
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    file = ""
+    for row in rows:
+        if row["file"] != file:
+            file = row["file"]
+            click.echo(file)
+        click.echo(f"  {row['path']}  {_object_text(row)}")
+        for name, value in row["attributes"].items():
+            click.echo(f"    @{name} = {json.dumps(value)}")
+
+
+def _object_text(row: dict[str, Any]) -> str:
+    if row["target"] is not None:
+        return f"{row['kind']} {row['target']}" if row["kind"] == "same as" else f"{row['kind']} -> {row['target']}"
+    if row["kind"] != "dataset":
+        return str(row["kind"])
+    shape = "x".join(map(str, row["shape"])) if row["shape"] else "scalar"
+    place = "" if row["offset"] is None else f" at byte {row['offset']}"
+    return f"dataset {shape} {row['type']}{place}"

@@ -1,4 +1,4 @@
-"""`mpispeed ckpt export` and `reshape`. They need no MPI; torch only to write its own format."""
+"""`mpispeed ckpt export` and `reshape`. They need no MPI; export needs torch only to write its own format."""
 
 from __future__ import annotations
 

@@ -1,0 +1,290 @@
+"""`ckpt diff`: in what two checkpoints differ, tensor by tensor, in bounded memory. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpispeed.ckpt import digest, numbers, schema
+from mpispeed.ckpt.index import StoredTensor
+from mpispeed.ckpt.reader import Reader
+
+#: elements that are compared together
+_STEP = 128 << 10
+#: differences of the state that are listed; more are counted
+MOST_STATE = 1000
+
+
+@dataclass(slots=True)
+class Tally:
+    """How the elements of two tensors differ.
+
+    Attributes:
+        numel: elements compared.
+        equal: how many are equal by value or within the tolerances; not a number equals not a number.
+        max_abs: largest absolute difference.
+        max_rel: largest difference as a share of the larger of the two magnitudes.
+        max_ulp: largest number of steps between neighbouring numbers of the dtype; None where dtypes differ or are
+            not floating.
+        nan: elements that are a number on one side only; the three above leave them out.
+    """
+
+    numel: int = 0
+    equal: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulp: int | None = None
+    nan: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor that both checkpoints have.
+
+    Attributes:
+        change: "equal", "values" or "shape"; tensors of different shapes are not compared.
+    """
+
+    name: str
+    slot: str
+    change: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    tally: Tally | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        """It as JSON values."""
+        row: dict[str, Any] = {"name": self.name, "slot": self.slot, "change": self.change}
+        row |= {"shapes": [list(shape) for shape in self.shapes], "dtypes": list(self.dtypes)}
+        if self.tally:
+            own = self.tally
+            row |= {"numel": own.numel, "equal": own.equal, "max_abs": _finite(own.max_abs)}
+            row |= {"max_rel": _finite(own.max_rel), "max_ulp": own.max_ulp, "nan": own.nan}
+        return row
+
+
+@dataclass(slots=True)
+class Difference:
+    """What two checkpoints differ in.
+
+    Attributes:
+        added: tensors and aliases that only the second has; for a tensor "name/slot".
+        removed: those that only the first has.
+        rows: tensors that both have.
+        state: (path, value in the first, value in the second), if the state was compared.
+        state_count: how many there are; at most MOST_STATE are listed.
+    """
+
+    added: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    state: list[tuple[str, str, str]] = field(default_factory=list)
+    state_count: int = 0
+
+    @property
+    def is_equal(self) -> bool:
+        """True if nothing differs by more than the tolerances."""
+        is_same = all(row.change == "equal" for row in self.rows)
+        return is_same and not (self.added or self.removed or self.state_count)
+
+    def as_row(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "equal": self.is_equal,
+            "added": self.added,
+            "removed": self.removed,
+            "tensors": [row.as_row() for row in self.rows],
+            "state": [dict(zip(("path", "first", "second"), entry, strict=True)) for entry in self.state],
+            "state_count": self.state_count,
+        }
+
+
+def diff(
+    first: Reader,
+    second: Reader,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    slots: Collection[str] = (),
+    wants_state: bool = False,
+) -> Difference:
+    """Compare two checkpoints.
+
+    Elements are compared by value, whatever their dtypes; they are equal when they differ by at most
+    `atol + rtol * |second|`.
+
+    Args:
+        first: one checkpoint.
+        second: the other.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+        slots: compare these only; empty for all. Aliases are compared with all.
+        wants_state: compare the state, the configuration, the generators and the attributes of parameters too.
+
+    Raises:
+        CorruptCheckpoint: the bytes of one are not those that were saved.
+    """
+    made = Difference()
+    mine, theirs = (
+        {key: tensor for key, tensor in reader.index.tensors.items() if not slots or key[1] in slots}
+        for reader in (first, second)
+    )
+    made.added = [f"{name}/{slot}" for name, slot in sorted(theirs.keys() - mine.keys())]
+    made.removed = [f"{name}/{slot}" for name, slot in sorted(mine.keys() - theirs.keys())]
+    if not slots:
+        ours, others = (set(reader.aliases().items()) for reader in (first, second))
+        made.added += [f"alias {alias} of {name}" for alias, name in sorted(others - ours)]
+        made.removed += [f"alias {alias} of {name}" for alias, name in sorted(ours - others)]
+    for tensor in digest.in_order(mine.values()):
+        other = theirs.get((tensor.name, tensor.slot))
+        if other is not None:
+            made.rows.append(_row(first, tensor, second, other, rtol, atol))
+    if wants_state:
+        for entry in _state_differences(first, second):
+            made.state_count += 1
+            if len(made.state) < MOST_STATE:
+                made.state.append(entry)
+    return made
+
+
+def _row(first: Reader, mine: StoredTensor, second: Reader, theirs: StoredTensor, rtol: float, atol: float) -> Row:
+    shapes, dtypes = (mine.shape, theirs.shape), (mine.dtype, theirs.dtype)
+    if mine.shape != theirs.shape:
+        return Row(mine.name, mine.slot, "shape", shapes, dtypes)
+    tally = Tally(max_ulp=0 if mine.dtype == theirs.dtype and _has_steps(mine.dtype) else None)
+    for ours, others in _pairs(first, mine, second, theirs):
+        tally.numel += len(ours)
+        if mine.dtype == theirs.dtype and ours.tobytes() == others.tobytes():
+            tally.equal += len(ours)
+        else:
+            _add(tally, ours, others, dtypes, rtol, atol)
+    return Row(mine.name, mine.slot, "equal" if tally.equal == tally.numel else "values", shapes, dtypes, tally)
+
+
+def _pairs(
+    first: Reader, mine: StoredTensor, second: Reader, theirs: StoredTensor
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The same elements of both, as stored, a part at a time; each is of use until the next is asked for."""
+    step = schema.BLOCK_BYTES // max(mine.itemsize, theirs.itemsize)
+    buffers = [np.empty(min(step, mine.numel), schema.STORAGE[tensor.dtype]) for tensor in (mine, theirs)]
+    for start in range(0, mine.numel, step):
+        parts = [buffer[: mine.numel - start] for buffer in buffers]
+        for reader, tensor, part in zip((first, second), (mine, theirs), parts, strict=True):
+            reader.read_bytes(tensor, start * tensor.itemsize, part.data.cast("B"))
+        for at in range(0, len(parts[0]), _STEP):
+            yield parts[0][at : at + _STEP], parts[1][at : at + _STEP]
+
+
+def _add(tally: Tally, ours: np.ndarray, others: np.ndarray, dtypes: tuple[str, str], rtol: float, atol: float) -> None:
+    a, b = numbers.as_numbers(ours, dtypes[0]), numbers.as_numbers(others, dtypes[1])
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        nan_a, nan_b = _is_nan(a), _is_nan(b)
+        same = (a == b) | (nan_a & nan_b)
+        one_nan = nan_a != nan_b
+        tally.nan += int(np.count_nonzero(one_nan))
+        odd = ~(same | one_nan)
+        tally.equal += int(np.count_nonzero(same))
+        if not odd.any():
+            return
+        wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+        x, y = a[odd].astype(wide), b[odd].astype(wide)
+        gap = np.abs(x - y)  # 0 for integers above 2^53 that are neighbours: they are not equal all the same
+        tally.equal += int(np.count_nonzero(np.isfinite(gap) & (gap <= atol + rtol * np.abs(y)))) if rtol or atol else 0
+        larger = np.maximum(np.abs(x), np.abs(y))
+        share = np.where(np.isinf(gap), np.inf, gap / larger)
+        tally.max_abs = max(tally.max_abs, float(gap.max()))
+        tally.max_rel = max(tally.max_rel, float(np.nan_to_num(share, nan=0.0, posinf=np.inf).max()))
+    if tally.max_ulp is not None:
+        tally.max_ulp = max(tally.max_ulp, _steps(ours[odd], others[odd]))
+
+
+def _is_nan(values: np.ndarray) -> np.ndarray:
+    return np.isnan(values) if values.dtype.kind in "fc" else np.zeros(len(values), bool)
+
+
+def _has_steps(dtype: str) -> bool:
+    # e8m0 has powers of two only, and no sign
+    return numbers.is_float(dtype) and dtype != "float8_e8m0fnu"
+
+
+def _steps(ours: np.ndarray, others: np.ndarray) -> int:
+    """Largest number of representable numbers between two elements; none is a NaN. The zeros are one number."""
+    bits = ours.dtype.itemsize * 8
+    mask = np.uint64((1 << (bits - 1)) - 1)
+    raw = [part.view(f"u{bits // 8}").astype(np.uint64) for part in (ours, others)]
+    sizes, signs = [part & mask for part in raw], [part > mask for part in raw]
+    apart = np.maximum(*sizes) - np.minimum(*sizes)
+    return int(np.where(signs[0] == signs[1], apart, sizes[0] + sizes[1]).max())
+
+
+def _state_differences(first: Reader, second: Reader) -> Iterator[tuple[str, str, str]]:
+    yield from _compared("state", first.state(_described), second.state(_described))
+    yield from _compared("config", _parsed(first.config()), _parsed(second.config()))
+    kinds = sorted({*first.rng_kinds(), *second.rng_kinds()})
+    yield from _compared("rng", *({kind: reader.rng(kind) for kind in kinds} for reader in (first, second)))
+    for name in first.names():
+        if name in second.index.params:
+            infos = [dataclasses.asdict(reader.info(name)) for reader in (first, second)]
+            yield from _compared(f"params.{name}", *infos)
+
+
+def _described(array: np.ndarray, dtype: str) -> dict[str, Any]:
+    return {"dtype": dtype, "elements": array}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _compared(path: str, mine: Any, theirs: Any) -> Iterator[tuple[str, str, str]]:
+    """Leaves in which two trees differ; what is missing on one side is "(none)"."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in [*mine, *(key for key in theirs if key not in mine)]:
+            where = f"{path}.{key}"
+            if key not in mine or key not in theirs:
+                yield where, _short(mine.get(key, _NONE)), _short(theirs.get(key, _NONE))
+            else:
+                yield from _compared(where, mine[key], theirs[key])
+    elif isinstance(mine, (list, tuple)) and type(mine) is type(theirs) and len(mine) == len(theirs):
+        for number, (own, other) in enumerate(zip(mine, theirs, strict=True)):
+            yield from _compared(f"{path}[{number}]", own, other)
+    elif not _is_same(mine, theirs):
+        yield path, _short(mine), _short(theirs)
+
+
+_NONE = object()
+
+
+def _is_same(mine: Any, theirs: Any) -> bool:
+    if type(mine) is not type(theirs):
+        return False
+    if isinstance(mine, (np.ndarray, np.generic)):
+        is_alike = mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        return bool(is_alike and mine.tobytes() == theirs.tobytes())
+    if isinstance(mine, float) and math.isnan(mine):
+        return math.isnan(theirs)
+    return bool(mine == theirs)
+
+
+def _short(value: Any) -> str:
+    if value is _NONE:
+        return "(none)"
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype} {list(value.shape)}"
+    if isinstance(value, dict) and value.keys() == {"dtype", "elements"}:
+        return f"tensor {value['dtype']} {list(value['elements'].shape)}"
+    text = f"{len(value)} bytes {value[:8].hex()}" if isinstance(value, bytes) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
