@@ -314,7 +314,16 @@ class Reader:
             raise CheckpointError(msg)
         if file not in self._handles:
             self._handles[file] = blocks.open_plain(self.path / file)
+            if file == schema.MODEL_FILE:
+                self._check_uuid()
         return self._handles[file]
+
+    def _check_uuid(self) -> None:
+        """The tag is still what was found; asked once model.h5 is open, whose checksums tell of all other files."""
+        if manifests.read(self.path).uuid != self.manifest.uuid:
+            os.close(self._handles.pop(schema.MODEL_FILE))
+            msg = f"{self.path} was overwritten after it had been opened; open it again"
+            raise CheckpointError(msg)
 
     def _read_direct(self, tensor: StoredTensor, block: int, first: int, data: memoryview) -> None:
         place = tensor.offset + block * schema.BLOCK_BYTES + first
