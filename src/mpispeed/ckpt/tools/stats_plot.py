@@ -144,9 +144,10 @@ def _draw_map(band: Any, axes: Axes, drift: Mapping[str, Any], column: str) -> N
 
     labels, layers, rows = stats_drift.heat_map(drift, column)
     values = np.array([[math.nan if value is None else value for value in row] for row in rows])
-    top = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
-    top = top or 1.0
-    low = top / _COLOUR_RANGE
+    moved = values[values > 0]
+    top = float(moved.max()) if moved.size else 1.0
+    low = max(float(moved.min()), top / _COLOUR_RANGE) if moved.size else top / 10
+    low = low if low < top else top / 10
     clipped = np.ma.masked_invalid(np.maximum(values, low))
     axes.set_facecolor("0.85")  # nothing to compare
     image = axes.imshow(clipped, aspect="auto", interpolation="nearest", norm=LogNorm(low, top), cmap="viridis")
