@@ -9,7 +9,6 @@ import click
 
 from mpispeed.base.units import format_bytes, parse_count
 from mpispeed.ckpt.tools import exporting
-from mpispeed.ckpt.tools import reshape as reshaping
 from mpispeed.ckpt.tools.show import open_location
 from mpispeed.cli.ckpt_report import as_json_option, reported
 
@@ -102,6 +101,8 @@ def export(
 @as_json_option
 def reshape(location: str, folder: Path, files: int, force: bool, as_json: bool) -> None:
     """Copy a checkpoint to the folder DST, under its tag, with its elements in another number of files."""
+    from mpispeed.ckpt.tools import reshape as reshaping  # imports torch, which export can do without
+
     with reported(as_json), open_location(location) as reader:
         report = reshaping.reshape(reader, folder, files=files, overwrite=force)
     if as_json:
