@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mpispeed.ckpt import payload, ranges, schema
+from mpispeed.ckpt.disk import OpenFiles
 from mpispeed.ckpt.logical import LogicalTensor, Piece
 from mpispeed.ckpt.model_file import Places
 from mpispeed.ckpt.request import together
@@ -170,13 +171,13 @@ def write_through(
     """
     length = max(schema.ALIGN_BYTES, window_bytes // 4 // len(streams) // schema.ALIGN_BYTES * schema.ALIGN_BYTES)
     end = max(int(stream.begins[-1]) for stream in streams)
-    own = _own_pieces(tensors)
+    own, memory = _own_pieces(tensors), _Memory()
     rows: list[tuple[int, int, int, int]] = []
-    with payload.OpenFiles(folder, places.files) as files:
+    with OpenFiles(folder, places.files) as files:
         for start in range(0, end, length):
             packed, sent = torch.empty(0, dtype=torch.uint8), [0] * comm.size
             with together(comm, "reading what is to be written"):
-                packed, sent = _pack(comm, tensors, own, streams, writers, start, start + length)
+                packed, sent = _pack(memory, comm.size, tensors, own, streams, writers, start, start + length)
             cuts = {
                 number: stream.window(start, start + length)
                 for number, (stream, writer) in enumerate(zip(streams, writers, strict=True))
@@ -184,14 +185,28 @@ def write_through(
             }
             came = sum((np.bincount(c[:, 2], c[:, 1] - c[:, 0], comm.size) for c in cuts.values()), np.zeros(comm.size))
             counts = came.astype(np.int64).tolist()
-            arrived = torch.empty(sum(counts), dtype=torch.uint8)
+            arrived = memory.take("arrived", sum(counts))
             comm.all_to_all(arrived, packed, counts, sent)
             with together(comm, "writing the checkpoint"):
-                for window in _unpack(arrived, counts, streams, cuts, start):
-                    rows.extend(_write_window(files, folder, tensors, places, window))
+                for window in _unpack(memory, arrived, counts, streams, cuts, start):
+                    rows.extend(_write_window(files, tensors, places, window))
         with together(comm, "writing the checkpoint"):
             files.sync()
     return np.array(rows, np.int64).reshape(-1, 4)
+
+
+class _Memory:
+    """Memory that is used again in every window; new memory has to be mapped page by page, which takes longer."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def take(self, use: str, size: int) -> torch.Tensor:
+        """So many bytes, of use until the next are taken for the same."""
+        if use not in self._held or self._held[use].numel() < size:
+            self._held.pop(use, None)  # the old one goes first
+            self._held[use] = torch.empty(size, dtype=torch.uint8)
+        return self._held[use][:size]
 
 
 def _own_pieces(tensors: Sequence[LogicalTensor]) -> list[list[Piece]]:
@@ -199,7 +214,8 @@ def _own_pieces(tensors: Sequence[LogicalTensor]) -> list[list[Piece]]:
 
 
 def _pack(
-    comm: Comm,
+    memory: _Memory,
+    size: int,
     tensors: Sequence[LogicalTensor],
     own: Sequence[Sequence[Piece]],
     streams: Sequence[Stream],
@@ -209,7 +225,7 @@ def _pack(
 ) -> tuple[torch.Tensor, list[int]]:
     """This rank's bytes of the windows [start, stop), by writer, then stream, then place; how many go to each rank."""
     found: list[tuple[int, LogicalTensor, Piece, int, int]] = []
-    sent = [0] * comm.size
+    sent = [0] * size
     for number in sorted(range(len(streams)), key=lambda number: (writers[number], number)):
         for which, low, high in streams[number].within(start, stop):
             for piece in own[which]:
@@ -217,7 +233,7 @@ def _pack(
                 if first < last:
                     found.append((which, tensors[which], piece, first, last))
                     sent[writers[number]] += last - first
-    packed = torch.empty(sum(sent), dtype=torch.uint8)
+    packed = memory.take("packed", sum(sent))
     target, done = packed.numpy().data, 0
     for _, tensor, piece, first, last in found:
         for data in _bytes_of(tensor, piece, first, last):
@@ -255,15 +271,20 @@ class _Window:
 
 
 def _unpack(
-    arrived: torch.Tensor, came: Sequence[int], streams: Sequence[Stream], cuts: Mapping[int, np.ndarray], start: int
+    memory: _Memory,
+    arrived: torch.Tensor,
+    came: Sequence[int],
+    streams: Sequence[Stream],
+    cuts: Mapping[int, np.ndarray],
+    start: int,
 ) -> Iterator[_Window]:
-    """The windows of the streams that this rank writes, put together."""
+    """The windows of the streams that this rank writes, put together; each is of use until the next is asked for."""
     source = arrived.numpy().data
     at = np.concatenate([[0], np.cumsum(came)]).astype(np.int64).tolist()
     for number, cut in cuts.items():
         if not len(cut):
             continue
-        window = np.empty(int(cut[-1, 1]) - start, np.uint8).data
+        window = memory.take("window", int(cut[-1, 1]) - start).numpy().data
         for first, last, rank in cut.tolist():
             window[first - start : last - start] = source[at[rank] : at[rank] + last - first]
             at[rank] += last - first
@@ -271,13 +292,13 @@ def _unpack(
 
 
 def _write_window(
-    files: payload.OpenFiles, folder: Path, tensors: Sequence[LogicalTensor], places: Places, window: _Window
+    files: OpenFiles, tensors: Sequence[LogicalTensor], places: Places, window: _Window
 ) -> Iterator[tuple[int, int, int, int]]:
     """Write a window tensor by tensor; rows as in `payload.write_pieces`."""
-    done, file = 0, window.stream.file
+    done = 0
     for which, low, high in window.stream.within(window.start, window.start + len(window.data)):
-        tensor, run = tensors[which], window.data[done : done + high - low]
-        with payload.naming(tensor, low // tensor.itemsize, high // tensor.itemsize, folder / places.files[file]):
-            for row in payload.write_run(files.handle(file), int(places.data[which]), tensor, low, run):
-                yield (which, *row)
+        target = payload.Target(files, window.stream.file, int(places.data[which]), tensors[which])
+        for row in payload.write_run(target, low, window.data[done : done + high - low]):
+            yield (which, *row)
         done += high - low
+    files.settle()  # the memory of this window is used for the next

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import schema
+from mpispeed.ckpt import ranges, schema
 from mpispeed.ckpt.load import open_checkpoint
 from mpispeed.ckpt.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
+from mpispeed.ckpt.model_file import Places
 from mpispeed.ckpt.save import SaveOptions, save
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
+from mpispeed.ckpt.windows import deal, finely_cut
 from tests.unit.ckpt.sample import outcomes, same_bits
 
 CASES = [
@@ -153,6 +155,27 @@ def test_every_kind_round_trips_and_the_file_is_that_of_one_rank(tmp_path, writi
         options = {"writing": writing, "files": 1, "window_bytes": schema.BLOCK_BYTES}
         assert save_slices(tmp_path / str(size), CASES, size, **options).read_bytes() == expected
     check_slices(tmp_path / "3", CASES)
+
+
+@pytest.mark.parametrize("writing", ["direct", "aggregated"])
+def test_several_files(tmp_path, writing):
+    expected = save_slices(tmp_path / "1", CASES, 1, files=3).parent
+    found = save_slices(tmp_path / "2", CASES, 4, files=3, writing=writing).parent
+    names = [path.relative_to(expected) for path in [expected / "model.h5", *sorted(expected.glob("data/*"))]]
+    assert len(names) == 4
+    for name in names:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def test_finely_cut_tensors_are_dealt_to_all_ranks():
+    tensors = [LogicalTensor(f"w{i}", "master", (100, 10_000), torch.float32) for i in range(6)]
+    places = Places(("a", "b"), np.arange(6) % 2, np.arange(6) * 4_000_000, np.zeros(6, np.int64))
+    table = ranges.table((i, 0, 10, 10, 100_000) for i in range(5))
+    chosen = finely_cut(tensors, [table, ranges.table([(5, 0, 1_000_000, 0, 1)])])
+    assert chosen.tolist() == [0, 1, 2, 3, 4]
+    lanes, writers = deal(tensors, places, chosen, 3)
+    assert [(file, order.tolist()) for file, order in lanes] == [(0, [0, 2]), (0, [4]), (1, [1, 3])]
+    assert writers == [0, 1, 2]
 
 
 def check_slices(folder, infos, dtype=torch.float32, sizes=SIZES):
