@@ -20,8 +20,10 @@ from mpispeed.ckpt.load import open_checkpoint
 from mpispeed.ckpt.save import SaveOptions
 from tests.unit.ckpt.sample import saved
 
-SECONDS = 8
-"""For one attack on a machine with other work; a hang takes for ever."""
+CPU_SECONDS = 5
+"""For one attack; its own time, because the neighbours of a shared machine take what they want."""
+SECONDS = 60
+"""For one that waits for something."""
 MORE_BYTES = 400 << 20
 TENSORS = {
     ("a.weight", "master"): torch.arange(30000.0).reshape(100, 300),
@@ -78,7 +80,7 @@ def read_all(folder, tag=None):
 def refused(folder, outside=None, tag=None):
     """The message of the CheckpointError that reading raises: soon, in little memory, opening nothing in `outside`."""
     before = _memory()
-    began = time.monotonic()
+    began = time.process_time()
     with limited(SECONDS), opened_in(outside) as opened:
         try:
             read_all(folder, tag)
@@ -87,7 +89,7 @@ def refused(folder, outside=None, tag=None):
             message = str(failure)
         with contextlib.suppress(FileNotFoundError):
             tags.list_tags(Path(folder))
-    assert time.monotonic() - began < SECONDS
+    assert time.process_time() - began < CPU_SECONDS
     assert _memory(peak=True) - before < MORE_BYTES
     assert opened == []
     assert message, "it was read as if nothing were wrong"
