@@ -128,10 +128,11 @@ def read_plain(path: Path, limit_bytes: int) -> bytes:
         OSError: it cannot be read, is no ordinary file, or has more than `limit_bytes` bytes.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             msg = "it is no ordinary file"
             raise OSError(msg)
-        raw = file.read(limit_bytes + 1)
+        raw = file.read(min(status.st_size, limit_bytes) + 1)  # memory is set aside for all that is asked for
     if len(raw) > limit_bytes:
         msg = f"it has more than {limit_bytes} bytes"
         raise OSError(msg)
