@@ -20,6 +20,7 @@ import numpy as np
 from h5py import h5a, h5d, h5f, h5fd, h5g, h5i, h5l, h5o, h5p, h5s, h5t
 
 from mpispeed.ckpt import schema
+from mpispeed.native.block_file import reserve
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -84,13 +85,18 @@ class SparseImage(io.RawIOBase):
         """Nothing: the image is put on disk once, when it is complete."""
 
     def put(self, path: Path) -> None:
-        """Make the file, with holes where nothing was written.
+        """Make the file; where nothing was written space is reserved, or there are holes if it cannot be.
 
         Raises:
-            OSError: the file exists, or the file system refuses.
+            OSError: the file exists, there is no room for it, or the file system refuses.
         """
         with path.open("xb", buffering=0) as file:
-            os.truncate(file.fileno(), self._size)
+            try:
+                is_reserved = reserve(file.fileno(), self._size)
+            except OSError as failure:
+                raise OSError(failure.errno, failure.strerror, str(path)) from None
+            if not is_reserved:
+                os.truncate(file.fileno(), self._size)
             for page in sorted(self._pages):
                 part = memoryview(self._pages[page])[: self._size - page * _PAGE_BYTES]
                 write_at(file.fileno(), part, page * _PAGE_BYTES)

@@ -6,19 +6,25 @@ import contextlib
 import os
 import random
 from collections.abc import Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError, StoreError
 from mpispeed.ckpt import bits, blocks, schema
 from mpispeed.ckpt.blocks import TABLE_DTYPE, checksum_of
+from mpispeed.ckpt.disk import OpenFiles
 from mpispeed.ckpt.hdf5 import write_at
 from mpispeed.ckpt.index import read_index
-from mpispeed.ckpt.logical import LogicalTensor, Piece
+from mpispeed.ckpt.logical import Deferred, LogicalTensor, Piece
 from mpispeed.ckpt.manifest import FileRecord
 from mpispeed.ckpt.model_file import Places
 from mpispeed.native.checksum import crc32c, crc32c_combine
+
+if TYPE_CHECKING:
+    import torch
 
 #: share of the blocks that a sampled read-back checks
 _SAMPLE = 0.01
@@ -47,55 +53,24 @@ def write_pieces(
             for piece in () if index in spared else tensor.pieces:
                 if piece.is_replica or not piece.count:
                     continue
-                file, offset = int(places.which[index]), int(places.data[index])
-                with naming(tensor, piece.start, piece.stop, folder / places.files[file]):
-                    rows.extend((index, *row) for row in _write_piece(files.handle(file), offset, tensor, piece))
+                target = Target(files, int(places.which[index]), int(places.data[index]), tensor)
+                rows.extend((index, *row) for row in _write_piece(target, piece))
         files.sync()
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
-@contextlib.contextmanager
-def naming(tensor: LogicalTensor, start: int, stop: int, path: Path) -> Iterator[None]:
-    """Turn a failure of a disk into one that names the tensor, the range of elements and the file."""
-    try:
-        yield
-    except (OSError, StoreError) as failure:
-        msg = f"writing {tensor.label}[{start}:{stop}] to {path}: {failure}"
-        raise CheckpointError(msg) from failure
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor and where it goes: a file by its number, and the offset of its first byte there."""
+
+    files: OpenFiles
+    file: int
+    offset: int
+    tensor: LogicalTensor
 
 
-class OpenFiles:
-    """The files with elements, opened for writing when they are first written to. A context manager."""
-
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self._folder, self._names = folder, names
-        self._handles: dict[int, int] = {}
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            os.close(self._handles.popitem()[1])
-
-    def handle(self, file: int) -> int:
-        """The handle of a file by its number."""
-        if file not in self._handles:
-            self._handles[file] = os.open(self._folder / self._names[file], os.O_WRONLY | os.O_CLOEXEC)
-        return self._handles[file]
-
-    def sync(self) -> None:
-        """Wait until what was written is on the disk."""
-        for file, handle in self._handles.items():
-            try:
-                os.fsync(handle)
-            except OSError as failure:
-                msg = f"bringing {self._folder / self._names[file]} to the disk: {failure}"
-                raise CheckpointError(msg) from failure
-
-
-def _write_piece(handle: int, offset: int, tensor: LogicalTensor, piece: Piece) -> Iterator[tuple[int, int, int]]:
-    runs = piece.runs()
+def _write_piece(target: Target, piece: Piece) -> Iterator[tuple[int, int, int]]:
+    tensor, runs = target.tensor, piece.runs()
     position = left = 0
     with contextlib.closing(checked_parts(tensor, piece, 0, piece.count)) as parts:
         for data in parts:
@@ -105,30 +80,33 @@ def _write_piece(handle: int, offset: int, tensor: LogicalTensor, piece: Piece) 
                     first, count = next(runs)
                     position, left = first * tensor.itemsize, count * tensor.itemsize
                 part = data[done : done + left]
-                yield from write_run(handle, offset, tensor, position, part)
+                yield from write_run(target, position, part)
                 position, left, done = position + len(part), left - len(part), done + len(part)
+            if isinstance(piece.values, Deferred):
+                target.files.settle()  # the memory of this part is used for the next
 
 
-def write_run(
-    handle: int, offset: int, tensor: LogicalTensor, position: int, data: memoryview
-) -> Iterator[tuple[int, int, int]]:
-    """Write bytes of one tensor, block by block.
+def write_run(target: Target, position: int, data: memoryview) -> Iterator[tuple[int, int, int]]:
+    """Write bytes of one tensor, block by block; they must not change before `OpenFiles.settle`.
 
     Args:
-        handle: of the file.
-        offset: where the tensor begins in it.
-        tensor: that the bytes belong to.
+        target: the tensor.
         position: first byte, counted from the first element of the tensor.
         data: the bytes.
 
     Yields:
         As `share`.
+
+    Raises:
+        CheckpointError: the file system refuses; names the tensor and the range of elements.
     """
-    done = 0
+    tensor, done = target.tensor, 0
     while done < len(data):
         chunk = data[done : done + schema.BLOCK_BYTES - position % schema.BLOCK_BYTES]
+        first, last = position // tensor.itemsize, (position + len(chunk)) // tensor.itemsize
+        # While the disk is busy with this block and those before it, its checksum is made.
+        target.files.write(target.file, chunk, target.offset + position, f"{tensor.label}[{first}:{last}]")
         yield share(tensor, position, chunk)
-        write_at(handle, chunk, offset + position)
         position, done = position + len(chunk), done + len(chunk)
 
 
@@ -152,7 +130,7 @@ def checked_parts(tensor: LogicalTensor, piece: Piece, first: int, last: int) ->
     """
     missing = (last - first) * tensor.itemsize
     with contextlib.closing(piece.parts(first, last)) as parts:
-        for part in parts:
+        for part in _read(parts, tensor, first, last):
             data = bits.as_bytes(part)
             missing -= len(data)
             if missing < 0:
@@ -162,6 +140,16 @@ def checked_parts(tensor: LogicalTensor, piece: Piece, first: int, last: int) ->
         msg = f"the elements of {tensor.label} that are read when they are written are not those of the piece at "
         msg += f"{piece.start}: they do not end at its element {last}"
         raise CheckpointError(msg)
+
+
+def _read(
+    parts: Iterator[torch.Tensor], tensor: LogicalTensor, first: int, last: int
+) -> Generator[torch.Tensor, None, None]:
+    try:
+        yield from parts
+    except (OSError, StoreError) as failure:
+        msg = f"reading the elements of {tensor.label} to be written, values [{first}:{last}] of this rank's: {failure}"
+        raise CheckpointError(msg) from failure
 
 
 def block_tables(tensors: Sequence[LogicalTensor], segments_by_rank: Sequence[np.ndarray]) -> list[np.ndarray]:

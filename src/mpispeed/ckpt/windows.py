@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mpispeed.ckpt import payload, ranges, schema
+from mpispeed.ckpt.disk import OpenFiles
 from mpispeed.ckpt.logical import LogicalTensor, Piece
 from mpispeed.ckpt.model_file import Places
 from mpispeed.ckpt.request import together
@@ -172,7 +173,7 @@ def write_through(
     end = max(int(stream.begins[-1]) for stream in streams)
     own, memory = _own_pieces(tensors), _Memory()
     rows: list[tuple[int, int, int, int]] = []
-    with payload.OpenFiles(folder, places.files) as files:
+    with OpenFiles(folder, places.files) as files:
         for start in range(0, end, length):
             packed, sent = torch.empty(0, dtype=torch.uint8), [0] * comm.size
             with together(comm, "reading what is to be written"):
@@ -188,7 +189,7 @@ def write_through(
             comm.all_to_all(arrived, packed, counts, sent)
             with together(comm, "writing the checkpoint"):
                 for window in _unpack(memory, arrived, counts, streams, cuts, start):
-                    rows.extend(_write_window(files, folder, tensors, places, window))
+                    rows.extend(_write_window(files, tensors, places, window))
         with together(comm, "writing the checkpoint"):
             files.sync()
     return np.array(rows, np.int64).reshape(-1, 4)
@@ -291,13 +292,13 @@ def _unpack(
 
 
 def _write_window(
-    files: payload.OpenFiles, folder: Path, tensors: Sequence[LogicalTensor], places: Places, window: _Window
+    files: OpenFiles, tensors: Sequence[LogicalTensor], places: Places, window: _Window
 ) -> Iterator[tuple[int, int, int, int]]:
     """Write a window tensor by tensor; rows as in `payload.write_pieces`."""
-    done, file = 0, window.stream.file
+    done = 0
     for which, low, high in window.stream.within(window.start, window.start + len(window.data)):
-        tensor, run = tensors[which], window.data[done : done + high - low]
-        with payload.naming(tensor, low // tensor.itemsize, high // tensor.itemsize, folder / places.files[file]):
-            for row in payload.write_run(files.handle(file), int(places.data[which]), tensor, low, run):
-                yield (which, *row)
+        target = payload.Target(files, window.stream.file, int(places.data[which]), tensors[which])
+        for row in payload.write_run(target, low, window.data[done : done + high - low]):
+            yield (which, *row)
         done += high - low
+    files.settle()  # the memory of this window is used for the next

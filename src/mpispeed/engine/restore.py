@@ -261,11 +261,11 @@ def _read_module(parts: Parts, source: Checkpoint) -> None:
             values = torch.zeros(own.numel, dtype=cell.dtype)  # all of it but the padding comes from the checkpoint
         else:
             values = params.master(unit) if unit.is_trainable else params.rest(unit)
+        rounds = unit.is_trainable and not parts.plan.config.zero_optimization.load_from_fp32_weights
         for entry, common in ranges:
             out = values[common.shifted(-own.start).slice]
             source.read(entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
-            if unit.is_trainable and not parts.plan.config.zero_optimization.load_from_fp32_weights:
-                out.copy_(out.to(params.dtypes(unit)[0]))
+            out.copy_(out.to(params.dtypes(unit)[0]) if rounds else out)
         put = params.put_master if unit.is_trainable else params.put_rest
         put(unit, values)
     with torch.no_grad():

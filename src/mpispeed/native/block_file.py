@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
 import threading
 from collections import deque
+from functools import cache
 from typing import Any
 
 from mpispeed.native.block_probe import direct_file_refusal, probe
@@ -99,12 +101,10 @@ class BlockFile:
         if nbytes == 0:
             return True
         try:
-            os.posix_fallocate(handle, 0, nbytes)
+            if reserve(handle, nbytes):
+                return True
         except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise OSError(error.errno, f"{nbytes} bytes cannot be reserved: {error.strerror}", self.path) from None
-        else:
-            return True
+            raise OSError(error.errno, f"{nbytes} bytes cannot be reserved: {error.strerror}", self.path) from None
         if self.size() < nbytes:
             try:
                 os.ftruncate(handle, nbytes)
@@ -165,6 +165,31 @@ class BlockFile:
         if getattr(self, "_fd", -1) >= 0:
             with contextlib.suppress(OSError):
                 self.close()
+
+
+def reserve(handle: int, nbytes: int) -> bool:
+    """Reserve the first `nbytes` of an open file on the disk; False, and nothing done, where that is not possible.
+
+    Not `os.posix_fallocate`: where a file system cannot reserve, that writes a byte into every block.
+
+    Raises:
+        OSError: ENOSPC and others.
+    """
+    call = _libc().fallocate
+    while call(handle, 0, 0, nbytes):
+        code = ctypes.get_errno()
+        if code in _NO_FALLOCATE:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+    return library
 
 
 def settle(job: Any, pool: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.events import Event
-from mpispeed.ckpt import payload
+from mpispeed.ckpt import disk, payload
 from mpispeed.ckpt.load import open_checkpoint
 from tests.helpers.training import batches, config, make_engine, train_engine, weights
 
@@ -83,7 +83,7 @@ def test_a_failure_is_raised_by_the_next_call_on_every_rank(place, mpi_tmp_path,
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(payload, "write_at", full)
+        monkeypatch.setattr(disk, "write_at", full)
     engine.save_checkpoint(str(mpi_tmp_path), tag="bad")
     train_engine(engine, batches(2, BATCH))
     calls = {

@@ -11,6 +11,7 @@ from mpispeed.ckpt.load import open_checkpoint
 from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
 from mpispeed.ckpt.save import SaveOptions, save
 from mpispeed.ckpt.windows import streams_of
+from mpispeed.native import block_io
 from tests.unit.ckpt.sample import cut, outcomes, params_of, same_bits, save_by, tensors_of
 from tests.unit.ckpt.test_deferred import put_off
 
@@ -142,16 +143,7 @@ def test_a_failing_rank_in_a_window_fails_all(tmp_path, problem, monkeypatch):
                     options=options)  # fmt: skip
 
     if problem == "writing":
-        from mpispeed.ckpt import payload
-
-        real = payload.write_at
-
-        def full(handle, data, offset):
-            if offset > 4 << 20:
-                raise OSError(28, "No space left on device")
-            real(handle, data, offset)
-
-        monkeypatch.setattr(payload, "write_at", full)
+        block_io.inject("write", nth=5, errno=28)
     results = outcomes(3, work)
     texts = {str(result) for result in results}
     assert len(texts) == 1, texts

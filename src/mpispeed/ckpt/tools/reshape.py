@@ -12,9 +12,10 @@ import numpy as np
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
-from mpispeed.ckpt import digest, hdf5, model_file, payload, schema, tags
+from mpispeed.ckpt import digest, model_file, payload, schema, tags
 from mpispeed.ckpt import manifest as manifests
 from mpispeed.ckpt.blocks import plain_record
+from mpispeed.ckpt.disk import OpenFiles
 from mpispeed.ckpt.errors import CorruptCheckpoint
 from mpispeed.ckpt.logical import LogicalTensor
 from mpispeed.ckpt.manifest import FileRecord, Manifest
@@ -98,14 +99,15 @@ def _fill(reader: Reader, work: Path, files: int) -> tuple[Places, str]:
         files=files,
     )
     seen = digest.LogicalDigest()
-    with payload.OpenFiles(work, places.files) as targets:
+    with OpenFiles(work, places.files) as targets:
         for number, tensor in enumerate(stored):
             seen.begin(tensor)
             position = int(places.data[number])
             for part in reader.chunks(tensor):
                 data = part.data.cast("B")
                 seen.update(data)
-                hdf5.write_at(targets.handle(int(places.which[number])), data, position)
+                targets.write(int(places.which[number]), data, position, f"{tensor.name}/{tensor.slot}")
+                targets.settle()  # the memory of this part is used for the next
                 position += len(data)
         targets.sync()
     # the elements were compared with these checksums as they were read
