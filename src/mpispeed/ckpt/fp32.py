@@ -198,7 +198,7 @@ def _cloned(item: Any, device: torch.device, made: dict[int, torch.Tensor]) -> A
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None, excludes_frozen: bool) -> _Weights:
-    path = Path(checkpoint_dir)
+    path = Path(checkpoint_dir).absolute()
     if not path.is_dir():
         msg = f"the folder {path} does not exist"
         raise ForeignMissing(msg)
@@ -240,7 +240,7 @@ def _close_handles(handles: dict[str, int]) -> None:
 
 
 def _of_foreign(folder: Path, excludes_frozen: bool) -> _Weights:
-    found = open_foreign(folder, options=ReadOptions(weights_only=True))
+    found = open_foreign(folder.parent, folder.name, ReadOptions(weights_only=True))
     if not any("master" in param.slots for param in found.params.values()):
         msg = f"{folder} has no fp32 weights: no file with optimizer state is there"
         raise ForeignMissing(msg)

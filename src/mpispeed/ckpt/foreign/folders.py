@@ -11,7 +11,7 @@ from mpispeed.ckpt.foreign.faults import ForeignIncomplete, ForeignMismatch, For
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")  # without tensor parallelism no second number
 _EXPERT = re.compile(r"(layer_.*expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt")
 
 
@@ -96,7 +96,7 @@ def list_files(folder: Path) -> RankFiles:
         elif match := _OPTIMIZER.fullmatch(path.name):
             _enter(found.optimizers, int(match[2]), int(match[1]), path)
         elif match := _LAYER.fullmatch(path.name):
-            found.layers[int(match[1]), int(match[2])] = path
+            found.layers[int(match[1]), int(match[2] or 0)] = path
     _check_ranks(found)
     found.models = {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(found.models.items())}
     found.optimizers = {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(found.optimizers.items())}

@@ -32,7 +32,9 @@ _RECORDS = (
 )
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMBERS = re.compile(r"[<>|=]?[biufc]\d+")
-_GLOBAL = re.compile(r"(?:GLOBAL|global:?|class:?)\s+`?([A-Za-z_][\w]*(?:\.[\w]+)+|[A-Za-z_]\w*)")
+#: how torch tells what it refuses
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_REFUSALS = re.compile(r"(Trying to call|Can only|numpy data of|text in the encoding)[^\n]*")
 
 
 class Inert:
@@ -140,11 +142,11 @@ def read(path: Path) -> Any:
 
 
 def _refusal(path: Path, text: str) -> Exception:
-    named = _GLOBAL.search(text)
-    is_refused = named is not None or "allow" in text or "blocked" in text or "only" in text
-    if not is_refused:
-        return ForeignCorrupt(f"{path} cannot be read as a file of torch.save: {text.splitlines()[0]}")
-    what = named.group(1) if named else text.splitlines()[-1]
+    named, other = _GLOBAL.search(text), _REFUSALS.search(text)
+    if named is None and other is None:
+        problem = next((line for line in reversed(text.splitlines()) if line.startswith("Unsupported")), "no pickle")
+        return ForeignCorrupt(f"{path} cannot be read; it is damaged or no file of torch.save: {problem}")
+    what = named[1] if named else f"a kind that is refused ({other[0] if other else ''})"
     return RefusedPickle(
         f"{path} holds an object of {what}, which is not on the list of harmless classes; reading it could run code, "
         "so it was not read. Save the checkpoint without it, as plain tensors, numbers and texts"

@@ -47,7 +47,8 @@ def read(folder: Path, options: ReadOptions) -> Found:
     _take_optimizer(found, zero)
     is_sliced = len(models) > 1
     types = models[0].get("module") or {} if models else {}
-    for name in names:
+    # in the order of the model, as far as it is known
+    for name in [*shapes, *(name for name in names if name not in shapes)]:
         shape, group = shapes.get(name, (None, 0))
         param = _param(zero / name, name, None if is_sliced else shape, options)
         weight = types.get(name)
