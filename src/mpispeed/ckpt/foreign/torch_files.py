@@ -133,12 +133,13 @@ def read(path: Path) -> Any:
                 if "mmap can only be used" not in str(failure):
                     raise
                 content = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+            content = _tidy(content)
     except pickle.UnpicklingError as failure:
         raise _refusal(path, str(failure)) from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as failure:
         msg = f"{path} cannot be read; it is damaged or half-written: {type(failure).__name__}: {_first_line(failure)}"
         raise ForeignCorrupt(msg) from failure
-    return _tidy(content)
+    return content
 
 
 def _refusal(path: Path, text: str) -> Exception:
