@@ -4,8 +4,8 @@
 
 Starts jobs on FOLDER's file system: one of 2 ranks that saves with every contender in turns (`contenders.py`), then
 jobs of 1, 2 and 3 ranks in turns that load what it left (`loads.py`). Every contender writes the same number of bytes
-and brings them to the disk (fsync). "raw" is the limit: both ranks write their half of the same bytes into one file,
-with fsync and without anything else. "copy" is one copy of the same bytes in memory, the limit for the stall of an
+and brings them to the disk (fsync). "raw" is the limit: both ranks write their half of the same bytes into one file
+whose space is reserved, with fsync and without anything else, through the page cache and past it. "copy" is one copy of the same bytes in memory, the limit for the stall of an
 asynchronous save.
 """
 

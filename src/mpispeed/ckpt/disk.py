@@ -23,8 +23,8 @@ from mpispeed.native.block_file import BlockFile
 if TYPE_CHECKING:
     from mpispeed.native.block_io import BlockIO, Transfer
 
-#: writes under way at a time
-_DEPTH = 4
+#: blocks under way at a time, and requests that the system has of them
+_DEPTH = 8
 #: smaller ones are not worth a queue
 _LEAST_BYTES = 256 << 10
 

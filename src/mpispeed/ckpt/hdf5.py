@@ -30,6 +30,8 @@ _TRACKED = h5p.CRT_ORDER_TRACKED | h5p.CRT_ORDER_INDEXED
 _META_BLOCK_BYTES = 64 << 10
 #: classes of attributes beside text; truth values are enumerations
 _NUMBERS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeEnumID)
+#: types of datasets
+_STORED = frozenset(schema.STORAGE.values())
 #: granularity of files in memory
 _PAGE_BYTES = 64 << 10
 #: a parameter has fewer attributes than this; they stay in its header instead of a heap of their own
@@ -137,7 +139,10 @@ class Builder:
         self._links = h5p.create(h5p.LINK_CREATE)
         self._links.set_char_encoding(h5t.CSET_UTF8)
         self._scalar = h5s.create(h5s.SCALAR)
+        # Made once: what HDF5 costs here is the number of objects.
         self._types: dict[np.dtype, h5t.TypeID] = {}
+        self._texts: dict[int, h5t.TypeStringID] = {}
+        self._spaces: dict[tuple[int, ...], h5s.SpaceID] = {(): self._scalar}
         self.root = h5f.create(b"image", h5f.ACC_TRUNC, fcpl=creation, fapl=access)
 
     def __enter__(self) -> Builder:
@@ -154,10 +159,8 @@ class Builder:
 
     def dataset(self, parent: h5g.GroupID, name: str, shape: tuple[int, ...], dtype: str) -> int:
         """A new contiguous dataset of the dtype name `dtype`; returns its offset in the file, -1 when empty."""
-        space = h5s.create_simple(shape) if shape else self._scalar
-        made = h5d.create(
-            parent, name.encode(), self._type(schema.STORAGE[dtype]), space, dcpl=self._datasets, lcpl=self._links
-        )
+        kind, space = self._type(schema.STORAGE[dtype]), self._space(shape)
+        made = h5d.create(parent, name.encode(), kind, space, dcpl=self._datasets, lcpl=self._links)
         if dtype in schema.BIT_PATTERNS:
             self.attribute(made, "dtype", dtype)
         offset = made.get_offset()
@@ -171,18 +174,29 @@ class Builder:
         """A new attribute: text, bool, integer, float, or a row of integers."""
         if isinstance(value, str):
             text = value.encode()
-            kind = h5t.C_S1.copy()
-            kind.set_size(max(1, len(text)))
-            kind.set_strpad(h5t.STR_NULLPAD)
-            kind.set_cset(h5t.CSET_UTF8)
+            kind = self._text(max(1, len(text)))
             made = h5a.create(owner, name.encode(), kind, self._scalar)
             made.write(np.array(text, dtype=f"S{max(1, len(text))}"), mtype=kind)
             return
         array = np.array(value, dtype=np.int64) if isinstance(value, tuple) else np.array(value)
-        space = h5s.create_simple(array.shape) if array.shape else self._scalar
-        made = h5a.create(owner, name.encode(), self._type(array.dtype), space)
+        kind = self._type(array.dtype)
+        made = h5a.create(owner, name.encode(), kind, self._space(array.shape))
         if array.size:
-            made.write(array)
+            made.write(array, mtype=kind)
+
+    def _text(self, size: int) -> h5t.TypeStringID:
+        if size not in self._texts:
+            kind = h5t.C_S1.copy()
+            kind.set_size(size)
+            kind.set_strpad(h5t.STR_NULLPAD)
+            kind.set_cset(h5t.CSET_UTF8)
+            self._texts[size] = kind
+        return self._texts[size]
+
+    def _space(self, shape: tuple[int, ...]) -> h5s.SpaceID:
+        if shape not in self._spaces:
+            self._spaces[shape] = h5s.create_simple(shape)
+        return self._spaces[shape]
 
     def _type(self, dtype: np.dtype) -> h5t.TypeID:
         if dtype not in self._types:
@@ -205,22 +219,25 @@ def child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
         KeyError: there is nothing of that name.
         ValueError: it is a link elsewhere, stored elsewhere or larger than the file.
     """
-    where, raw = _path(parent, name), name.encode()
+    raw = name.encode()
     if "/" in name or name in ("", "."):
-        msg = f"{where}: {name!r} is a path and not a name"
+        msg = f"{_path(parent, name)}: {name!r} is a path and not a name"
         raise ValueError(msg)
     if not parent.links.exists(raw):
-        msg = f"there is no {where}"
+        msg = f"there is no {_path(parent, name)}"
         raise KeyError(msg)
     if parent.links.get_info(raw).type != h5l.TYPE_HARD:
-        msg = f"{where} is a soft or external link, which a checkpoint never has"
+        msg = f"{_path(parent, name)} is a soft or external link, which a checkpoint never has"
         raise ValueError(msg)
     found = h5o.open(parent, raw)
+    problem = ""
     if isinstance(found, h5d.DatasetID):
-        _check_own_bytes(found, where)
+        problem = _foreign_bytes(found)
     elif not isinstance(found, h5g.GroupID):
-        msg = f"{where} is neither a group nor a dataset"
-        raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
+        problem = "is neither a group nor a dataset"
+    if problem:
+        msg = f"{_path(parent, name)} {problem}, as nothing in a checkpoint is"
+        raise ValueError(msg)
     return found
 
 
@@ -272,25 +289,35 @@ def attributes(owner: h5i.ObjectID) -> dict[str, Any]:
     Raises:
         ValueError: one is of another type, or says that it is larger than the file.
     """
-    where = (h5i.get_name(owner) or b"?").decode(errors="replace")
     limit: int = h5i.get_file_id(owner).get_filesize()
     found: dict[str, Any] = {}
     for index in range(h5a.get_num_attrs(owner)):
         own = h5a.open(owner, index=index)
-        kind, name = own.get_type(), own.name.decode(errors="replace")
-        # text of variable length lies elsewhere and may be many times as large as the file once it is read
-        is_fixed_text = isinstance(kind, h5t.TypeStringID) and not kind.is_variable_str()
-        if not (is_fixed_text or isinstance(kind, _NUMBERS)) or own.get_space().get_simple_extent_type() == h5s.NULL:
-            msg = f"{where} has an attribute {name!r:.80} of a type that no attribute of a checkpoint is"
+        kind, space, name = own.get_type(), own.get_space(), own.name.decode(errors="replace")
+        dtype = _attribute_dtype(kind)
+        if dtype is None or space.get_simple_extent_type() == h5s.NULL:
+            msg = f"{_path(owner, '')} has an attribute {name!r:.80} of a type that no attribute of a checkpoint is"
             raise ValueError(msg)
-        if math.prod(own.shape) * kind.get_size() > limit:
-            msg = f"{where} says that its attribute {name!r:.80} is larger than the file"
+        shape = space.get_simple_extent_dims()
+        if math.prod(shape) * dtype.itemsize > limit:
+            msg = f"{_path(owner, '')} says that its attribute {name!r:.80} is larger than the file"
             raise ValueError(msg)
-        value = np.empty(own.shape, own.dtype)
+        value = np.empty(shape, dtype)
         if value.size:
-            own.read(value)
-        found[name] = value[()] if not own.shape else value
+            own.read(value, mtype=kind)
+        found[name] = value if shape else value[()]
     return found
+
+
+def _attribute_dtype(kind: h5t.TypeID) -> np.dtype | None:
+    """How numpy holds an attribute of this type as it is stored; None for types that no checkpoint has."""
+    # text of variable length lies elsewhere and may be many times as large as the file once it is read
+    if isinstance(kind, h5t.TypeStringID):
+        return None if kind.is_variable_str() else np.dtype(f"S{kind.get_size()}")
+    if isinstance(kind, _NUMBERS):
+        number: np.dtype = kind.dtype
+        return number
+    return None
 
 
 def _path(parent: h5g.GroupID, name: str) -> str:
@@ -298,21 +325,19 @@ def _path(parent: h5g.GroupID, name: str) -> str:
     return f"{inner.decode(errors='replace').rstrip('/')}/{name}"
 
 
-def _check_own_bytes(dataset: h5d.DatasetID, where: str) -> None:
-    """The elements lie plainly in this file, so reading them reads nothing else and needs no more memory."""
-    properties, problem = dataset.get_create_plist(), ""
+def _foreign_bytes(dataset: h5d.DatasetID) -> str:
+    """Why the elements do not lie plainly in this file, or need more memory than it has; "" if they do."""
+    properties, dtype = dataset.get_create_plist(), dataset.dtype
     limit: int = h5i.get_file_id(dataset).get_filesize()
     if properties.get_layout() not in (h5d.CONTIGUOUS, h5d.COMPACT):
-        problem = "is chunked or virtual"
-    elif properties.get_external_count():
-        problem = "has its elements in another file"
-    elif dataset.dtype not in schema.STORAGE.values():
-        problem = f"is of type {dataset.dtype}"
-    elif math.prod(dataset.shape) * dataset.dtype.itemsize > limit:
-        problem = f"says that it has more elements ({dataset.shape}) than its file of {limit} bytes can hold"
-    if problem:
-        msg = f"{where} {problem}, as no dataset of a checkpoint is"
-        raise ValueError(msg)
+        return "is chunked or virtual"
+    if properties.get_external_count():
+        return "has its elements in another file"
+    if dtype not in _STORED:
+        return f"is of type {dtype}"
+    if math.prod(dataset.shape) * dtype.itemsize > limit:
+        return f"says that it has more elements ({dataset.shape}) than its file of {limit} bytes can hold"
+    return ""
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,8 @@ def read_index(folder: Path, data_files: Collection[str] = ()) -> Index:
         CorruptCheckpoint: HDF5 cannot make sense of a file.
         CheckpointError: a file is not of this format, or of a newer major version.
     """
-    path = folder / schema.MODEL_FILE
     with contextlib.ExitStack() as stack:
-        stack.enter_context(translated(path))
-        file = stack.enter_context(hdf5.open_reading(path))
-        attributes = _root(file, schema.FORMAT, path)
-        others = {name: _open_data(stack, folder / name, attributes["tag"]) for name in data_files}
-        reader = _TensorReader(hdf5.child_group(file.id, schema.INTEGRITY), path.stat().st_size, others)
+        file, attributes, reader = _open(stack, folder, data_files)
         params: dict[str, ParamInfo] = {}
         home = hdf5.child_group(file.id, schema.PARAMS)
         for stored in hdf5.names(home):
@@ -123,6 +118,33 @@ def read_index(folder: Path, data_files: Collection[str] = ()) -> Index:
         aliases = _read_aliases(hdf5.child_group(file.id, schema.ALIASES), params)
         tag, step = hdf5.text(attributes["tag"]), _whole(attributes, "global_step")
         return Index(_version(attributes), tag, step, params, reader.found, aliases)
+
+
+def find_some(folder: Path, data_files: Collection[str], wanted: Iterable[tuple[str, str]]) -> list[StoredTensor]:
+    """Read the places of some tensors, by name and slot; arguments and errors as `read_index`."""
+    with contextlib.ExitStack() as stack:
+        file, _, reader = _open(stack, folder, data_files)
+        params, buffers = (hdf5.child_group(file.id, name) for name in (schema.PARAMS, schema.BUFFERS))
+        found = []
+        for name, slot in wanted:
+            if slot == schema.BUFFER_SLOT:
+                found.append(reader.read(name, slot, buffers, schema.escape(name)))
+            else:
+                home = hdf5.child_group(params, schema.escape(name))
+                found.append(reader.read(name, slot, home, schema.escape(slot)))
+        return found
+
+
+def _open(
+    stack: contextlib.ExitStack, folder: Path, data_files: Collection[str]
+) -> tuple[h5py.File, dict[str, Any], _TensorReader]:
+    """model.h5 and its attributes, and what finds tensors in it and the data files."""
+    path = folder / schema.MODEL_FILE
+    stack.enter_context(translated(path))
+    file = stack.enter_context(hdf5.open_reading(path))
+    attributes = _root(file, schema.FORMAT, path)
+    others = {name: _open_data(stack, folder / name, attributes["tag"]) for name in data_files}
+    return file, attributes, _TensorReader(hdf5.child_group(file.id, schema.INTEGRITY), path.stat().st_size, others)
 
 
 def _root(file: h5py.File, form: str, path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from mpispeed.ckpt import bits, blocks, schema
 from mpispeed.ckpt.blocks import TABLE_DTYPE, checksum_of
 from mpispeed.ckpt.disk import OpenFiles
 from mpispeed.ckpt.hdf5 import write_at
-from mpispeed.ckpt.index import read_index
+from mpispeed.ckpt.index import find_some
 from mpispeed.ckpt.logical import Deferred, LogicalTensor, Piece
 from mpispeed.ckpt.manifest import FileRecord
 from mpispeed.ckpt.model_file import Places
@@ -229,30 +229,35 @@ def _extend(crc: int, table: np.ndarray, size_bytes: int) -> int:
     return crc
 
 
-def read_back(folder: Path, data_files: Sequence[str], *, is_full: bool, seed: str) -> None:
-    """Read blocks of finished files and compare them with their checksums.
+def read_back(
+    folder: Path, data_files: Sequence[str], tensors: Sequence[LogicalTensor], *, is_full: bool, seed: str
+) -> None:
+    """Find tensors in finished files, read blocks of them and compare them with their checksums.
 
     Args:
         folder: that the files are in.
         data_files: files with elements besides model.h5.
+        tensors: what the files hold.
         is_full: True for all blocks, False for a sample of 1 % and at least one.
         seed: chooses the sample.
 
     Raises:
         CorruptCheckpoint: names the first block that differs.
     """
-    tensors = read_index(folder, data_files).tensors.values()
-    chosen = [(tensor, block) for tensor in tensors for block in range(schema.block_count(tensor.size_bytes))]
+    chosen = [(i, block) for i, tensor in enumerate(tensors) for block in range(schema.block_count(tensor.size_bytes))]
     if not is_full and chosen:
         sample = random.Random(seed).sample(range(len(chosen)), max(1, round(len(chosen) * _SAMPLE)))
         chosen = [chosen[i] for i in sorted(sample)]
+    wanted = sorted({(tensors[i].name, tensors[i].slot) for i, _ in chosen})
+    stored = {(tensor.name, tensor.slot): tensor for tensor in find_some(folder, data_files, wanted)}
     buffer = memoryview(bytearray(schema.BLOCK_BYTES))
     with contextlib.ExitStack() as stack:
         handles: dict[str, int] = {}
-        for name in {schema.MODEL_FILE, *(tensor.file for tensor, _ in chosen)}:
+        for name in {schema.MODEL_FILE, *(tensor.file for tensor in stored.values())}:
             handles[name] = blocks.open_plain(folder / name)
             stack.callback(os.close, handles[name])
-        for tensor, block in chosen:
+        for i, block in chosen:
+            tensor = stored[tensors[i].name, tensors[i].slot]
             data, path = buffer[: blocks.block_bytes(tensor, block)], folder / tensor.file
             if blocks.read_at(handles[tensor.file], data, tensor.offset + block * schema.BLOCK_BYTES) < len(data):
                 raise blocks.damaged(path, tensor, block, "is cut off")

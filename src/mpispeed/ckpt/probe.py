@@ -37,7 +37,7 @@ def is_direct(comm: Comm, request: Request, ranks: Ranks, work: Path) -> bool:
         SaveFailed: on every rank, if the folder cannot be reached from a node.
     """
     writing = request.options.writing
-    if writing != "auto" or len(ranks.leaders) == 1 or request.options.is_node_local:
+    if writing != "auto" or len(ranks.leaders) == 1:
         return writing != "aggregated"
     kind = ""
     with together(comm, "looking at the file system"):

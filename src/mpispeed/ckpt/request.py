@@ -45,7 +45,6 @@ class SaveOptions:
         files: how many files hold elements; 0 for one, or one per node where writing is aggregated.
         window_bytes: memory of a rank for aggregated writing.
         compare_replicas: what happens when copies that should be equal are not: "fail", "warn" or "off" (not compared).
-        is_node_local: the folder is another one on each node; each gets the files that its own ranks write.
         keep_last: after a save only so many of the newest tags stay; 0 keeps all.
         keep_every: tags whose step is a multiple stay in any case; 0 for none.
     """
@@ -58,7 +57,6 @@ class SaveOptions:
     files: int = 0
     window_bytes: int = WINDOW_BYTES
     compare_replicas: str = "fail"
-    is_node_local: bool = False
     keep_last: int = 0
     keep_every: int = 0
 

@@ -113,15 +113,14 @@ def carry_out(comm: Comm, request: Request) -> SaveReport:
     started = time.monotonic()
     ranks = compare(comm, request)
     check_replicas(comm, request, ranks)
-    ticket = begin(comm, request, ranks)
+    ticket = begin(comm, request)
     with discarded_on_failure(comm, ticket):
-        is_direct = not request.options.is_node_local and probe.is_direct(comm, request, ranks, ticket.work)
-        spread = 1 if is_direct else len(ranks.leaders)
-        files = spread if request.options.is_node_local else request.options.files or spread
+        is_direct = probe.is_direct(comm, request, ranks, ticket.work)
+        files = request.options.files or (1 if is_direct else len(ranks.leaders))
         places = lay_out(comm, request, ticket, files)
-        writers = _writers(comm.size, len(places.files), ranks)
-        segments = _write(comm, request, ticket, places, ranks, None if is_direct else writers)
-        size_bytes = _finish(comm, request, ticket, places, segments, writers)
+        writers = None if is_direct else _writers(comm.size, len(places.files), ranks)
+        segments = _write(comm, request, ticket, places, ranks, writers)
+        size_bytes = _finish(comm, request, ticket, places, segments)
     _publish(comm, request, ticket)
     return SaveReport(
         path=ticket.final,
@@ -135,7 +134,7 @@ def carry_out(comm: Comm, request: Request) -> SaveReport:
 
 
 def _writers(size: int, files: int, ranks: Ranks) -> list[int]:
-    """The rank that writes each file, where one does: one per node, or as far apart as can be."""
+    """The rank that writes each file: one per node, or as far apart as can be."""
     if files == len(ranks.leaders):
         return list(ranks.leaders)
     return [file * size // files for file in range(files)]
@@ -160,15 +159,13 @@ def _write(
     return np.concatenate([segments, windows.write_through(comm, ticket.work, tensors, places, streams, writers, size)])
 
 
-def _finish(
-    comm: Comm, request: Request, ticket: Ticket, places: Places, segments: np.ndarray, writers: Sequence[int]
-) -> int:
+def _finish(comm: Comm, request: Request, ticket: Ticket, places: Places, segments: np.ndarray) -> int:
     """Checksums, state.h5, read-back and manifest; gives the bytes of all files. Collective over: comm."""
     segments_by_rank = comm.gather_objects(segments)
     rng_by_rank = comm.gather_objects(request.rng)
     size_bytes = 0
     with together(comm, "finishing the checkpoint"):
-        if comm.rank in ticket.keepers:
+        if comm.rank == 0:
             tables = payload.block_tables(request.tensors, segments_by_rank)
             payload.write_tables(ticket.model, places, tables)
             state_path = ticket.work / schema.STATE_FILE
@@ -194,7 +191,8 @@ def _write_manifest(request: Request, ticket: Ticket, places: Places, tables: Se
     files = {name: payload.file_record(ticket.work / name, held) for name, held in sorted(contents.items())}
     if request.options.verify != "none":
         data_files = [name for name in files if name != schema.MODEL_FILE]
-        payload.read_back(ticket.work, data_files, is_full=request.options.verify == "full", seed=ticket.uuid)
+        is_full = request.options.verify == "full"
+        payload.read_back(ticket.work, data_files, request.tensors, is_full=is_full, seed=ticket.uuid)
     files[schema.STATE_FILE] = plain_record(ticket.work / schema.STATE_FILE)
     manifest = Manifest(
         tag=ticket.tag,
@@ -214,11 +212,11 @@ def _publish(comm: Comm, request: Request, ticket: Ticket) -> None:
     """Move the tag to its place, enter it as the latest, and let go of old ones. Collective over: comm."""
     options, folder = request.options, ticket.final.parent
     with discarded_on_failure(comm, ticket), together(comm, "publishing the checkpoint"):
-        if comm.rank in ticket.keepers:
+        if comm.rank == 0:
             tags.publish(ticket.work, ticket.final, ticket.uuid, overwrite=options.overwrite)
     with together(comm, f"checkpoint {ticket.tag!r} is saved, but not entered as the latest"):
-        if comm.rank in ticket.keepers and options.save_latest:
+        if comm.rank == 0 and options.save_latest:
             tags.write_latest(folder, ticket.tag, ticket.uuid)
     with together(comm, f"checkpoint {ticket.tag!r} is saved, but old ones could not be removed"):
-        if comm.rank in ticket.keepers and options.keep_last:
+        if comm.rank == 0 and options.keep_last:
             tags.retain(folder, options.keep_last, options.keep_every, spared=(ticket.tag,))

@@ -7,7 +7,7 @@ import datetime
 import shutil
 import uuid as uuids
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt import model_file, schema, tags
 from mpispeed.ckpt.model_file import Places
-from mpispeed.ckpt.request import Ranks, Request, together
+from mpispeed.ckpt.request import Request, together
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -30,7 +30,6 @@ class Ticket:
     """What rank 0 decides and shares before ranks write.
 
     Attributes:
-        keepers: ranks that have a folder of their own: rank 0, or the first rank of each node.
         work: where files are written.
         final: where the folder goes.
     """
@@ -40,8 +39,6 @@ class Ticket:
     work: Path
     final: Path
     created: str
-    keepers: tuple[int, ...] = (0,)
-    places: Places = field(default_factory=Places)
 
     @property
     def model(self) -> Path:
@@ -49,7 +46,7 @@ class Ticket:
         return self.work / schema.MODEL_FILE
 
 
-def begin(comm: Comm, request: Request, ranks: Ranks) -> Ticket:
+def begin(comm: Comm, request: Request) -> Ticket:
     """Make the work folder.
 
     Collective over: comm.
@@ -60,15 +57,15 @@ def begin(comm: Comm, request: Request, ranks: Ranks) -> Ticket:
     ticket: Ticket | None = None
     with together(comm, "starting the checkpoint"):
         if comm.rank == 0:
-            ticket = _ticket(request, ranks)
+            ticket = _ticket(request)
     shared: Ticket = comm.share(ticket)
     with discarded_on_failure(comm, shared):
         with together(comm, "starting the checkpoint"):
-            if comm.rank in shared.keepers:
+            if comm.rank == 0:
                 tags.refuse_taken(shared.final, overwrite=request.options.overwrite)
                 request.folder.mkdir(parents=True, exist_ok=True)
                 if request.options.check_free_space:
-                    _check_free_space(request, len(shared.keepers))
+                    _check_free_space(request)
                 shared.work.mkdir()
         with together(comm, "finding the folder of the checkpoint"):
             if not shared.work.is_dir():
@@ -87,7 +84,7 @@ def lay_out(comm: Comm, request: Request, ticket: Ticket, files: int) -> Places:
     """
     places = Places()
     with together(comm, "laying the checkpoint out"):
-        if comm.rank in ticket.keepers:
+        if comm.rank == 0:
             places = model_file.create(
                 ticket.work,
                 tag=ticket.tag,
@@ -108,12 +105,12 @@ def discarded_on_failure(comm: Comm, ticket: Ticket) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if comm.rank in ticket.keepers:
+        if comm.rank == 0:
             shutil.rmtree(ticket.work, ignore_errors=True)
         raise
 
 
-def _ticket(request: Request, ranks: Ranks) -> Ticket:
+def _ticket(request: Request) -> Ticket:
     tag, uuid = tags.check_tag(request.tag), uuids.uuid4().hex
     return Ticket(
         tag=tag,
@@ -121,12 +118,11 @@ def _ticket(request: Request, ranks: Ranks) -> Ticket:
         work=request.folder / f".{tag}.tmp-{uuid}",
         final=request.folder / tag,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        keepers=ranks.leaders if request.options.is_node_local else (0,),
     )
 
 
-def _check_free_space(request: Request, keepers: int) -> None:
-    elements = sum(tensor.size_bytes for tensor in request.tensors) // keepers
+def _check_free_space(request: Request) -> None:
+    elements = sum(tensor.size_bytes for tensor in request.tensors)
     needed = elements + len(request.tensors) * _METADATA_BYTES + request.state_bytes + _SLACK_BYTES
     free = shutil.disk_usage(request.folder).free
     if free < needed:

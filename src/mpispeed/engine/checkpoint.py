@@ -70,7 +70,6 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
             writing=options.writing,
             files=options.files,
             window_bytes=max(options.window_bytes, schema.BLOCK_BYTES),
-            is_node_local=options.use_node_local_storage,
             keep_last=options.keep_last,
             keep_every=options.keep_every,
         ),

@@ -31,18 +31,18 @@ def tensors_of(
         slots: names of the optimizer state of each parameter group.
         has_frozen: frozen parameters are wanted too.
     """
-    kept = _kept_slots(parts, windows)
+    kept, cuts = _kept_slots(parts, windows), _Cuts(parts)
     frozen = {unit.index: _rest(parts, unit) for unit in parts.table.frozen} if has_frozen else {}
     for name, param in parts.module.named_parameters():
         place, shape = parts.table.locate(param), tuple(param.shape)
         if place is not None and place.unit.is_trainable:
             dtype = parts.params.dtypes(place.unit)[1]
             for slot, cell in _trained(parts, place.unit, slots[place.entry.group]).items():
-                pieces = kept.get((name, slot), ()) if cell is None else _pieces(parts, place, cell)
+                pieces = kept.get((name, slot), ()) if cell is None else _pieces(parts, place, cell, cuts)
                 yield LogicalTensor(name, slot, shape, dtype, pieces)
         elif place is not None and place.unit.index in frozen:
             # Every rank writes of a frozen parameter that a unit holds what it holds.
-            pieces = _pieces(parts, place, frozen[place.unit.index])
+            pieces = _pieces(parts, place, frozen[place.unit.index], cuts)
             yield LogicalTensor(name, "weight16", shape, parts.params.dtypes(place.unit)[0], pieces)
         elif has_frozen:
             yield _by_rank_0(name, "weight16", param, parts.mesh.rank)
@@ -92,13 +92,27 @@ def _share(parts: Parts, unit: Unit) -> Span:
     return own_share(parts.mesh, parts.params.placement, unit.layout.padded, "data")
 
 
-def _pieces(parts: Parts, place: Place, cell: Cell) -> tuple[Piece, ...]:
+class _Cuts:
+    """(the range this rank writes, the range it holds) of each unit; asked for once per tensor, so kept."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._known: dict[int, tuple[Span, Span]] = {}
+
+    def of(self, unit: Unit) -> tuple[Span, Span]:
+        if unit.index not in self._known:
+            params = self._parts.params
+            held = params.span(unit) if unit.is_trainable else params.rest_span(unit)
+            self._known[unit.index] = _share(self._parts, unit), held
+        return self._known[unit.index]
+
+
+def _pieces(parts: Parts, place: Place, cell: Cell, cuts: _Cuts) -> tuple[Piece, ...]:
     """What this rank writes of a parameter; `cell` has the range of its unit that this rank holds."""
-    unit = place.unit
-    common = place.entry.span.intersect(_share(parts, unit))
+    share, held = cuts.of(place.unit)
+    common = place.entry.span.intersect(share)
     if not common.numel:
         return ()
-    held = parts.params.span(unit) if unit.is_trainable else parts.params.rest_span(unit)
     local = common.shifted(-held.start)
     values = _later(parts, cell, local) if cell.is_swapped else cell.get()[local.slice]
     return (Piece(common.start - place.entry.offset, values),)
