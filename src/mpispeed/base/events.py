@@ -25,7 +25,7 @@ class Event(enum.Enum):
     # files by this rank; announced on rank 0 where states are swapped
     SWAP = "swap"
     EVAL_END = "eval_end"  # global_step, samples, loss
-    SAVE_END = "save_end"  # path, tag, seconds, bytes
+    SAVE_END = "save_end"  # path, tag, seconds, stall_seconds (that training stood still), bytes; when it is complete
     LOAD_END = "load_end"  # path, tag, seconds
     CLOSE = "close"  # nothing
 

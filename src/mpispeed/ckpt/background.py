@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from mpispeed.base.errors import AgreementError, MpispeedError
+from mpispeed.ckpt import tree
 from mpispeed.ckpt.request import Request
 from mpispeed.ckpt.save import SaveReport, carry_out
 from mpispeed.ckpt.snapshot import Snapshot
@@ -58,10 +58,6 @@ class PatientComm:
         """As `Comm.all_to_all`. Collective over: the group."""
         self._ask(lambda comm: comm.all_to_all(out, x, out_counts, counts), "all_to_all")
 
-    def barrier(self) -> None:
-        """As `Comm.barrier`. Collective over: the group."""
-        self._ask(lambda comm: comm.barrier(), "barrier")
-
     def _ask(self, fn: Callable[[Comm], Any], verb: str) -> Any:
         found: list[Any] = []
         self._comm.start(lambda comm: found.append(fn(comm)), verb).wait()
@@ -76,24 +72,28 @@ class BackgroundSaver:
 
     def __init__(self, comm: Comm) -> None:
         """Args: `comm`: a group over all ranks that nothing else uses."""
+        comm.timeout_seconds = None  # ranks wait for the slowest disk, however long it takes
         self._comm = cast("Comm", PatientComm(comm))
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory that the copy takes."""
-        return self._snapshot.nbytes
+    def copy(self, request: Request) -> Request:
+        """The same with copies of everything that may change, in memory of this saver; local.
+
+        Raises:
+            MemoryError, RuntimeError: there is no memory for them.
+        """
+        # The state that is written is that of rank 0.
+        state = tree.copied(dict(request.state)) if self._comm.rank == 0 else {}
+        return replace(request, tensors=tuple(self._snapshot.take(request.tensors)), state=state)
 
     def start(self, request: Request) -> None:
-        """Copy what is to be saved and begin to write it.
+        """Begin to write what `copy` gave.
 
-        Collective over: all ranks; `wait` has been called before.
+        Collective over: all ranks; `wait` has been called before that.
         """
-        request = replace(request, tensors=tuple(self._snapshot.take(request.tensors)))
-        request = replace(request, state=copy.deepcopy(dict(request.state)))
         self._report, self._error = None, None
         self._thread = threading.Thread(target=self._run, args=(request,), name="mpispeed-save")
         self._thread.start()
@@ -123,5 +123,5 @@ class BackgroundSaver:
             self._report = carry_out(self._comm, request)
         except BaseException as error:
             self._error = error
-            if self._comm.rank == 0:
+            if self._comm.rank == 0 or not getattr(error, "is_collective", False):
                 log.error("checkpoint %r was not saved: %s", request.tag, error)  # noqa: TRY400 - raised by `wait`

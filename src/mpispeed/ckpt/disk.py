@@ -7,6 +7,7 @@ times as fast). What no aligned block covers goes through the page cache as alwa
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -112,7 +113,12 @@ class OpenFiles:
 
     def _open(self, file: int) -> BlockFile:
         if file not in self._files:
-            self._files[file] = BlockFile(self.path(file), direct=self._io is not None)
+            try:
+                self._files[file] = BlockFile(self.path(file), direct=self._io is not None)
+            except OSError as failure:
+                if self._io is None or failure.errno != errno.EINVAL:
+                    raise
+                self._files[file] = BlockFile(self.path(file), direct=False)  # the folder has O_DIRECT, this file not
         return self._files[file]
 
 

@@ -250,7 +250,7 @@ def read_back(
         chosen = [chosen[i] for i in sorted(sample)]
     wanted = sorted({(tensors[i].name, tensors[i].slot) for i, _ in chosen})
     stored = {(tensor.name, tensor.slot): tensor for tensor in find_some(folder, data_files, wanted)}
-    buffer = memoryview(bytearray(schema.BLOCK_BYTES))
+    buffer, tables = memoryview(bytearray(schema.BLOCK_BYTES)), {}
     with contextlib.ExitStack() as stack:
         handles: dict[str, int] = {}
         for name in {schema.MODEL_FILE, *(tensor.file for tensor in stored.values())}:
@@ -261,5 +261,6 @@ def read_back(
             data, path = buffer[: blocks.block_bytes(tensor, block)], folder / tensor.file
             if blocks.read_at(handles[tensor.file], data, tensor.offset + block * schema.BLOCK_BYTES) < len(data):
                 raise blocks.damaged(path, tensor, block, "is cut off")
-            table = blocks.read_table(handles[schema.MODEL_FILE], folder / schema.MODEL_FILE, tensor)
-            blocks.check_block(path, tensor, block, data, int(table[block]))
+            if i not in tables:
+                tables[i] = blocks.read_table(handles[schema.MODEL_FILE], folder / schema.MODEL_FILE, tensor)
+            blocks.check_block(path, tensor, block, data, int(tables[i][block]))

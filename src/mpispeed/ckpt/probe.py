@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: file systems whose nodes keep pages of their own: parts of one page from two nodes may be lost
-INCOHERENT_TYPES = frozenset({
-    "9p", "afs", "cifs", "coda", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "ncpfs", "nfs", "nfs4", "smb3",
-})  # fmt: skip
+INCOHERENT_TYPES = frozenset({"9p", "afs", "cifs", "coda", "ncpfs", "nfs", "nfs4", "smb3", "vboxsf", "virtiofs"})
+#: of those in user space, the ones that are made for it; others are not trusted
+COHERENT_FUSE = frozenset({"fuse.ceph", "fuse.glusterfs"})
 
 #: each node writes so much, unaligned, so that nodes share pages
 _SHARE_BYTES = 1000
@@ -42,7 +42,7 @@ def is_direct(comm: Comm, request: Request, ranks: Ranks, work: Path) -> bool:
     kind = ""
     with together(comm, "looking at the file system"):
         kind = mount_of(work).type if comm.rank in ranks.leaders else ""
-    incoherent = sorted(set(comm.gather_objects(kind)) & INCOHERENT_TYPES)
+    incoherent = sorted(filter(_is_incoherent, set(comm.gather_objects(kind))))
     if incoherent:
         _say(comm, f"{request.folder} is on {', '.join(incoherent)}")
         return False
@@ -50,6 +50,10 @@ def is_direct(comm: Comm, request: Request, ranks: Ranks, work: Path) -> bool:
     if not is_whole:
         _say(comm, f"a trial in {request.folder} lost what another node wrote")
     return is_whole
+
+
+def _is_incoherent(kind: str) -> bool:
+    return kind in INCOHERENT_TYPES or (kind.startswith("fuse") and kind not in COHERENT_FUSE)
 
 
 def _say(comm: Comm, why: str) -> None:

@@ -141,9 +141,10 @@ def prepare(
     with together(comm, "checking the state to save", UnsupportedValue):
         state_bytes = tree.check(dict(state or {}), "state")
     engine = (state or {}).get("engine", {})
+    where, name, options = comm.share((Path(folder).absolute(), str(tag), options or SaveOptions()))
     return Request(
-        folder=Path(folder).absolute(),
-        tag=str(tag),
+        folder=where,
+        tag=name,
         params=tuple(params),
         tensors=tuple(tensors),
         aliases=dict(aliases or {}),
@@ -151,7 +152,7 @@ def prepare(
         config_json=str(config_json),
         rng=generators,
         layout=dict(layout or {}),
-        options=options or SaveOptions(),
+        options=options,
         state_bytes=state_bytes,
         global_step=int(engine.get("global_steps", 0)) if isinstance(engine, Mapping) else 0,
     )
@@ -171,7 +172,7 @@ def compare(comm: Comm, request: Request) -> Ranks:
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).digest()
     has_replicas = any(piece.is_replica for tensor in request.tensors for piece in tensor.pieces)
     own = logical.local_ranges(request.tensors)
-    everyone = comm.gather_objects((digest, socket.gethostname(), own, has_replicas))
+    everyone = comm.gather_objects((digest, _node(), own, has_replicas))
     if len({digest for digest, *_ in everyone}) > 1:
         difference = logical.first_difference(mine, comm.share(mine))
         comm.agree(not difference, f"ranks describe different checkpoints: {difference}", SaveFailed)
@@ -197,6 +198,12 @@ def together(comm: Comm, doing: str, error: type[MpispeedError] = SaveFailed) ->
         comm.agree(False, f"{doing}: {text}", error)
         raise  # agree has raised already; this keeps the step from being taken as done
     comm.agree(True, "", error)
+
+
+def _node() -> tuple[str, str]:
+    """What tells this node from others; containers on several nodes may be of one name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname(), boot.read_text().strip() if boot.is_file() else ""
 
 
 def _check_state(state: Mapping[str, Any]) -> None:

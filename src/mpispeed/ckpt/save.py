@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt import manifest as manifests
 from mpispeed.ckpt import payload, probe, schema, state_file, tags, windows
 from mpispeed.ckpt.blocks import plain_record
@@ -22,6 +24,8 @@ from mpispeed.ckpt.work_folder import Ticket, begin, discarded_on_failure, lay_o
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
+
+log = logging.getLogger(__name__)
 
 __all__ = ["SaveOptions", "SaveReport", "carry_out", "prepare", "save"]
 
@@ -217,6 +221,11 @@ def _publish(comm: Comm, request: Request, ticket: Ticket) -> None:
     with together(comm, f"checkpoint {ticket.tag!r} is saved, but not entered as the latest"):
         if comm.rank == 0 and options.save_latest:
             tags.write_latest(folder, ticket.tag, ticket.uuid)
-    with together(comm, f"checkpoint {ticket.tag!r} is saved, but old ones could not be removed"):
-        if comm.rank == 0 and options.keep_last:
-            tags.retain(folder, options.keep_last, options.keep_every, spared=(ticket.tag,))
+    if comm.rank == 0 and options.keep_last:
+        try:
+            gone = tags.retain(folder, options.keep_last, options.keep_every, spared=(ticket.tag,))
+        except (OSError, CheckpointError) as failure:  # what was to be saved is saved
+            log.warning("old checkpoints in %s could not be removed: %s", folder, failure)
+        else:
+            if gone:
+                log.info("old checkpoints removed: %s", ", ".join(gone))

@@ -317,8 +317,12 @@ def refuse_taken(final: Path, *, overwrite: bool) -> None:
     """Complain if a tag exists and may not be replaced.
 
     Raises:
-        CheckpointError: it exists and `overwrite` is False.
+        CheckpointError: it exists and `overwrite` is False, or what is there is no checkpoint.
     """
+    is_own = not final.is_symlink() and final.is_dir() and (_looks_like_checkpoint(final) or not any(final.iterdir()))
+    if (final.exists() or final.is_symlink()) and not is_own:
+        msg = f"{final} is there and is no checkpoint; nothing replaces it: choose another tag or folder"
+        raise CheckpointError(msg)
     if final.exists() and not overwrite:
         msg = f"checkpoint tag {final.name!r} exists already in {final.parent}; choose another or pass overwrite=True"
         raise CheckpointError(msg)
@@ -327,24 +331,26 @@ def refuse_taken(final: Path, *, overwrite: bool) -> None:
 def retain(folder: Path, keep_last: int, keep_every: int = 0, *, spared: Iterable[str] = ()) -> list[str]:
     """Remove complete checkpoints that are neither new nor wanted; returns the tags that went.
 
-    The newest `keep_last` stay, those whose step is a multiple of `keep_every`, the one that `latest` names, and those
-    in `spared`.
+    The last `keep_last` that were saved stay, those whose step is a multiple of `keep_every`, the one that `latest`
+    names, copies under another name, and those in `spared`.
 
     Raises:
         OSError: the file system refuses.
     """
-    gone = [entry for entry in beyond(folder, keep_last, keep_every) if entry.tag not in spared]
+    gone = [entry for entry in beyond(list_tags(folder), keep_last, keep_every) if entry.tag not in spared]
     for entry in gone:
         remove(entry.path)
     return [entry.tag for entry in gone]
 
 
-def beyond(folder: Path, keep_last: int, keep_every: int = 0) -> list[TagEntry]:
-    """The complete checkpoints that `retain` would remove, oldest first."""
-    whole = [entry for entry in list_tags(folder) if entry.status == "ok"]
-    kept = {entry.tag for entry in whole[max(0, len(whole) - keep_last) :]}
-    kept |= {e.tag for e in whole if keep_every and e.manifest and e.manifest.global_step % keep_every == 0}
-    return [entry for entry in whole if entry.tag not in kept and not entry.is_latest]
+def beyond(entries: Iterable[TagEntry], keep_last: int, keep_every: int = 0) -> list[TagEntry]:
+    """Of complete checkpoints those that `retain` would remove, oldest first."""
+    # By when they were saved: a run that went back to an earlier step keeps what is new.
+    known = [(entry, entry.manifest) for entry in entries if entry.manifest and entry.status in ("ok", "recoverable")]
+    known = [(entry, manifest) for entry, manifest in known if entry.tag == manifest.tag]
+    known.sort(key=lambda pair: (pair[1].created, pair[1].global_step, pair[0].tag))
+    old = known[: max(0, len(known) - keep_last)]
+    return [e for e, m in old if not e.is_latest and not (keep_every and m.global_step % keep_every == 0)]
 
 
 def remove(path: Path) -> None:

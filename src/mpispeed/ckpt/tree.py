@@ -119,6 +119,20 @@ def _array_kind(value: Any, path: str) -> str:
     return ""
 
 
+def copied(value: Any) -> Any:
+    """A tree that nothing changes which changes `value`: containers, arrays and tensors are new ones."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(copied(item) for item in value)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value
+
+
 def write(parent: h5py.Group, name: str, value: Any) -> None:
     """Store `value` as `name` (escaped already) in `parent`: an attribute, a group or a dataset."""
     kind = kind_of(value, f"{parent.name}/{name}")

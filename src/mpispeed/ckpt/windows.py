@@ -176,16 +176,14 @@ def write_through(
     with OpenFiles(folder, places.files) as files:
         for start in range(0, end, length):
             packed, sent = torch.empty(0, dtype=torch.uint8), [0] * comm.size
+            arrived, counts, cuts = packed, sent, dict[int, np.ndarray]()
             with together(comm, "reading what is to be written"):
                 packed, sent = _pack(memory, comm.size, tensors, own, streams, writers, start, start + length)
-            cuts = {
-                number: stream.window(start, start + length)
-                for number, (stream, writer) in enumerate(zip(streams, writers, strict=True))
-                if writer == comm.rank
-            }
-            came = sum((np.bincount(c[:, 2], c[:, 1] - c[:, 0], comm.size) for c in cuts.values()), np.zeros(comm.size))
-            counts = came.astype(np.int64).tolist()
-            arrived = memory.take("arrived", sum(counts))
+                for number, (stream, writer) in enumerate(zip(streams, writers, strict=True)):
+                    if writer == comm.rank:
+                        cuts[number] = stream.window(start, start + length)
+                counts = _counts(cuts, comm.size)
+                arrived = memory.take("arrived", sum(counts))
             comm.all_to_all(arrived, packed, counts, sent)
             with together(comm, "writing the checkpoint"):
                 for window in _unpack(memory, arrived, counts, streams, cuts, start):
@@ -193,6 +191,13 @@ def write_through(
         with together(comm, "writing the checkpoint"):
             files.sync()
     return np.array(rows, np.int64).reshape(-1, 4)
+
+
+def _counts(cuts: Mapping[int, np.ndarray], size: int) -> list[int]:
+    """How many bytes come from each rank."""
+    came = sum((np.bincount(cut[:, 2], cut[:, 1] - cut[:, 0], size) for cut in cuts.values()), np.zeros(size))
+    counts: list[int] = np.asarray(came).astype(np.int64).tolist()
+    return counts
 
 
 class _Memory:

@@ -127,7 +127,9 @@ def _check_free_space(request: Request) -> None:
     free = shutil.disk_usage(request.folder).free
     if free < needed:
         have, want = format_bytes(free), format_bytes(needed)
-        msg = f"{request.folder} has {have} free, the checkpoint needs about {want}; make room"
+        left = len(list(request.folder.glob(".*.tmp-*")))
+        prune = f"; `mpispeed ckpt prune {request.folder}` removes what {left} unfinished saves left" if left else ""
+        msg = f"{request.folder} has {have} free, the checkpoint needs about {want}; make room{prune}"
         raise CheckpointError(msg)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.events import Event
 from mpispeed.base.log import once
 from mpispeed.ckpt.background import BackgroundSaver
+from mpispeed.ckpt.request import together
 from mpispeed.ckpt.save import carry_out, prepare
 from mpispeed.ckpt.snapshot import has_deferred
 from mpispeed.ckpt.tags import check_same_tag
@@ -73,7 +74,8 @@ class Checkpoints:
         Collective over: all ranks.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write; nothing is published then.
+            CheckpointError: on every rank, if any rank could not write; nothing is published then, unless the message
+                says that the checkpoint is saved, but could not be entered as the latest.
             TypeError: `client_state` holds an object that has no plain form (pickle is not used).
             ValueError: `client_state` has a key that belongs to the checkpoint.
         """
@@ -103,12 +105,16 @@ class Checkpoints:
         Collective over: all ranks.
 
         Raises:
-            CheckpointError: on every rank: it could not be written; what was saved before is untouched.
+            CheckpointError: on every rank: it could not be written, or not be entered as the latest, as the message
+                says; what was saved before is untouched.
         """
-        pending, self._pending = self._pending, None
-        if self._saver is None or pending is None:
+        saver, pending = self._saver, self._pending
+        if saver is None or pending is None:
             return
-        report = self._saver.wait()
+        try:
+            report = saver.wait()
+        finally:  # whoever is interrupted while waiting may wait again
+            self._pending = pending if saver.is_pending() else None
         if report is not None:
             seconds = time.perf_counter() - pending.started
             self._announce(report, min(seconds, report.seconds + pending.stall_seconds), pending.stall_seconds)
@@ -144,13 +150,13 @@ class Checkpoints:
 
     def _begins(self, request: Request, is_asked: bool | None) -> bool:
         """Hand the request to the background; False if it has to be written now. Collective over: all ranks."""
-        parts = self.parts
-        if not (parts.plan.config.checkpoint.async_save if is_asked is None else is_asked):
+        parts, comm = self.parts, self.parts.mesh.world.comm
+        if not comm.share(parts.plan.config.checkpoint.async_save if is_asked is None else is_asked):
             return False
         reason = ""
         if not parts.mesh.world.has_threads:
             reason = "this MPI was not started with THREAD_MULTIPLE"
-        elif any(parts.mesh.world.comm.gather_objects(has_deferred(request.tensors))):
+        elif any(comm.gather_objects(has_deferred(request.tensors))):
             reason = "states in swap files cannot be copied"
         if reason:
             level = logging.WARNING if parts.mesh.rank == 0 else logging.DEBUG
@@ -158,6 +164,8 @@ class Checkpoints:
             return False
         if self._saver is None:
             self._saver = BackgroundSaver(parts.mesh.lane(LANE)[parts.mesh.topology.names])
+        with together(comm, "copying the state, which asynchronous saves need host memory for"):
+            request = self._saver.copy(request)
         self._saver.start(request)
         return True
 

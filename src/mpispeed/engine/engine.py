@@ -264,11 +264,13 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
             CheckpointError: on every rank, if the checkpoint could not be written; alike.
         """
         if not self._is_closed:
-            self._is_closed = True
             try:
                 self.wait_checkpoint()
             finally:
-                self._take_apart()
+                if self._pending is None:  # interrupted while it waits: the save goes on, and needs the mesh
+                    self._is_closed = True
+                    self._take_apart()
+                    self._saver = None
 
     def _take_apart(self) -> None:
         if self.parts.optimization:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base import rng
-from mpispeed.base.errors import CheckpointError, ConfigError, MpispeedError
+from mpispeed.base.errors import CheckpointError, MpispeedError
 from mpispeed.base.events import Event
 from mpispeed.ckpt import schema
 from mpispeed.ckpt.errors import NoCheckpoint
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from mpispeed.store.table import Unit
 
 log = logging.getLogger(__name__)
-
-READ_ERRORS = (CheckpointError, ConfigError, OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError)
-"""What a damaged, unreadable or unfit checkpoint can raise on one rank; ranks agree on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,7 @@ def open_together(parts: Parts, folder: Path, tag: str | None) -> Opened | None:
             opened = find(folder, tag)
         except NoCheckpoint as missing:
             log.warning("no checkpoint in %s: nothing is loaded (%s)", folder, missing)
-        except READ_ERRORS as error:
+        except Exception as error:  # whatever a damaged file makes of it, all ranks have to hear of it
             problem = _text_of(error)
     comm.agree(not problem, problem, CheckpointError)
     shared: Opened | None = comm.share(opened)
@@ -173,7 +170,7 @@ def agreed(comm: Any) -> Iterator[None]:
     problem = ""
     try:
         yield
-    except READ_ERRORS as error:
+    except Exception as error:  # it may come from a schedule or an optimizer of the user's, too
         problem = _text_of(error)
     comm.agree(not problem, problem, CheckpointError)
 
@@ -229,7 +226,7 @@ def _check_names(parts: Parts, source: Checkpoint, strict: bool) -> None:
             if strict:
                 msg = text + "; load_module_strict=False loads what fits"
                 raise CheckpointError(msg)
-            log.warning("%s", text)
+            log.log(logging.WARNING if parts.mesh.rank == 0 else logging.DEBUG, "%s", text)
     shapes: dict[str, tuple[str, tuple[int, ...], torch.Tensor]]
     shapes = {name: ("parameter", source.info(name).shape, params[name]) for name in params.keys() & stored}
     for name in buffers.keys() & stored_buffers:

@@ -1,7 +1,7 @@
 """Saves in the background: the same bytes as a save that is waited for, failures that nobody misses."""
 
-import os
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.base.events import Event
 from mpispeed.ckpt import disk, payload
 from mpispeed.ckpt.load import open_checkpoint
+from mpispeed.ckpt.snapshot import Snapshot
 from tests.helpers.training import batches, config, make_engine, train_engine, weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -95,7 +96,7 @@ def test_a_failure_is_raised_by_the_next_call_on_every_rank(place, mpi_tmp_path,
     with pytest.raises(CheckpointError, match=rf"rank {comm.size - 1} of .*No space left"):
         calls[place]()
     comm.barrier()
-    assert sorted(os.listdir(mpi_tmp_path)) == ["good", "latest"]
+    assert sorted(path.name for path in mpi_tmp_path.iterdir()) == ["good", "latest"]
     monkeypatch.undo()
     if place != "destroy":
         engine.save_checkpoint(str(mpi_tmp_path), tag="next")
@@ -115,6 +116,67 @@ def test_bad_client_state_is_refused_at_once(mpi_tmp_path):
     engine.save_checkpoint(str(mpi_tmp_path))
     engine.destroy()
     assert open_checkpoint(mpi_tmp_path).tag == "global_step0"
+
+
+def test_a_slow_disk_of_one_rank_is_waited_for(mpi_tmp_path, monkeypatch, comm):
+    engine = make_engine(settings())
+    engine.mesh.world.comm.timeout_seconds, before = 1.0, engine.mesh.world.comm.timeout_seconds
+    try:
+        if comm.rank == comm.size - 1:
+            real = payload.write_pieces
+
+            def slow(*arguments):
+                time.sleep(3)
+                return real(*arguments)
+
+            monkeypatch.setattr(payload, "write_pieces", slow)
+        engine.save_checkpoint(str(mpi_tmp_path), tag="t")
+        engine.wait_checkpoint()
+    finally:
+        engine.mesh.world.comm.timeout_seconds = before
+    assert open_checkpoint(mpi_tmp_path).tag == "t"
+    engine.destroy()
+
+
+def test_whoever_is_interrupted_while_waiting_may_wait_again(mpi_tmp_path, monkeypatch):
+    engine = make_engine(settings())
+    gate, real = threading.Event(), payload.write_pieces
+    monkeypatch.setattr(payload, "write_pieces", lambda *arguments: gate.wait(60) and real(*arguments))
+    engine.save_checkpoint(str(mpi_tmp_path), tag="t")
+    join = threading.Thread.join
+
+    def interrupted(thread, *arguments):
+        if thread.name == "mpispeed-save":
+            raise KeyboardInterrupt
+        join(thread, *arguments)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    for call in (engine.wait_checkpoint, engine.destroy):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    monkeypatch.setattr(threading.Thread, "join", join)
+    gate.set()
+    engine.wait_checkpoint()
+    assert open_checkpoint(mpi_tmp_path).tag == "t"
+    train_engine(engine, batches(1, BATCH))  # it has not been taken apart
+    engine.destroy()
+
+
+def test_a_rank_without_memory_for_the_copy_fails_all(mpi_tmp_path, monkeypatch, comm):
+    engine = make_engine(settings())
+    if comm.rank == comm.size - 1:
+
+        def full(*_):
+            reason = "no memory for the copy"
+            raise MemoryError(reason)
+
+        monkeypatch.setattr(Snapshot, "take", full)
+    with pytest.raises(CheckpointError, match=r"copying the state.*no memory for the copy"):
+        engine.save_checkpoint(str(mpi_tmp_path))
+    monkeypatch.undo()
+    engine.save_checkpoint(str(mpi_tmp_path), client_state={"loss": (torch.ones(2, requires_grad=True) * 3).sum()})
+    engine.destroy()
+    assert open_checkpoint(mpi_tmp_path).state()["client"]["loss"] == 6
 
 
 def test_memory_of_the_copy_is_used_again(mpi_tmp_path):

@@ -48,7 +48,7 @@ def test_how_much_is_verified(mode, mpi_tmp_path):
         engine.mesh.world.comm.barrier()
         finds = mode == "full" or (mode == "touched" and is_read)
         if finds:
-            with pytest.raises(CheckpointError, match=rf"blocks\.1\.up\.weight/"):
+            with pytest.raises(CheckpointError, match=r"blocks\.1\.up\.weight/"):
                 engine.load_checkpoint(str(mpi_tmp_path), load_optimizer_states=False)
         else:
             engine.load_checkpoint(str(mpi_tmp_path), load_optimizer_states=False)

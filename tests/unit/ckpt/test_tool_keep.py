@@ -37,17 +37,23 @@ def age(path, seconds):
         os.utime(found, (then, then))
 
 
+@pytest.fixture(scope="module")
+def five(tmp_path_factory):
+    where = tmp_path_factory.mktemp("five")
+    save(where, 2, 3, 4, 10, 11)
+    tags.write_latest(where, "s2", ID)
+    return where
+
+
 @pytest.fixture
-def folder(tmp_path):
-    save(tmp_path, 2, 3, 4, 10, 11)
-    tags.write_latest(tmp_path, "s2", ID)
-    return tmp_path
+def folder(five, tmp_path):
+    return shutil.copytree(five, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize(("last", "every"), [(1, 0), (2, 0), (2, 3), (1, 2), (9, 0)])
 def test_what_stays_is_what_retention_keeps(folder, last, every):
     before = names(folder)
-    beyond = {entry.tag for entry in tags.beyond(folder, last, every)}
+    beyond = {entry.tag for entry in tags.beyond(tags.list_tags(folder), last, every)}
     planned = keep.prune(folder, keep_last=last, keep_every=every, dry_run=True)
     assert names(folder) == before
     assert {tag for tag, action in actions(planned).items() if action == "remove"} == beyond

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid as uuids
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,17 +77,10 @@ def _recoverable(entries: Iterable[TagEntry]) -> list[TagEntry]:
 
 
 def _unwanted(whole: Iterable[TagEntry], keep_last: int, keep_every: int) -> dict[Path, str]:
-    """Folder -> why, of complete checkpoints; the choice of `tags.beyond`, which knows nothing of recovered ones."""
+    """Folder -> why, of complete checkpoints."""
     if not keep_last:
         return {}
-    old = [entry for entry in sorted(whole, key=_age)[:-keep_last] if not entry.is_latest]
-    gone = [e for e in old if not (keep_every and e.manifest and e.manifest.global_step % keep_every == 0)]
-    return {entry.path: f"not among the newest {keep_last}" for entry in gone}
-
-
-def _age(entry: TagEntry) -> tuple[int, str, str]:
-    known = entry.manifest
-    return (known.global_step if known else 0, known.created if known else "", entry.tag)
+    return {entry.path: f"not among the last {keep_last}" for entry in tags.beyond(whole, keep_last, keep_every)}
 
 
 def _leftovers(entries: Iterable[TagEntry], newest_ns: int | None) -> dict[Path, str]:
@@ -106,7 +100,11 @@ def _newest_change(whole: Iterable[TagEntry]) -> int | None:
 
 
 def _last_change(path: Path) -> int:
-    return max(found.lstat().st_mtime_ns for found in (path, *path.rglob("*")))
+    changes = [path.lstat().st_mtime_ns]
+    for found in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # of a save that is under way
+            changes.append(found.lstat().st_mtime_ns)
+    return max(changes)
 
 
 def _why_kept(entry: TagEntry) -> str:
