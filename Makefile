@@ -9,12 +9,13 @@ IN_VENV := $(VENV)/bin
 SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on PATH; install Python 3.10 or newer, or name one with PYTHON=" >&2; exit 1; }; \
 	"$(PYTHON)" tools/setup_env.py --venv "$(VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)"
 
-.PHONY: help demo test soak lint build clean
+.PHONY: help demo test soak matrix lint build clean
 
 help:
 	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
-	@echo "make test    unit, property and rule tests, then the MPI tests on 1, 2, 3 and 4 ranks, then the package"
+	@echo "make test    unit, property and rule tests, then the MPI tests on 1, 2, 3 and 4 ranks, whole jobs, the package"
 	@echo "make soak    kill jobs a hundred times while they save; what was saved has to stay (about ten minutes)"
+	@echo "make matrix  save under every layout on 4 ranks, load under others on 1, 2, 3 and 8 ranks"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"
 	@echo "make build   the compiled modules in $(VENV) and a wheel in dist/"
 	@echo "make clean   remove what was built; $(VENV) stays"
@@ -37,6 +38,10 @@ test:
 soak:
 	$(SETUP) test
 	@$(IN_VENV)/python tools/soak.py
+
+matrix:
+	$(SETUP) test
+	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/jobs/test_reshard.py
 
 lint:
 	$(SETUP) lint

@@ -1,4 +1,4 @@
-"""`make test`: the plain tests, the MPI tests on 1, 2, 3 and 4 ranks, the package; then one total line."""
+"""`make test`: plain tests, MPI tests on 1, 2, 3 and 4 ranks, tests of whole jobs, the package; then one total line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = {
     "unit, property, rules": ["-m", "pytest", "-q", "-p", "no:cacheprovider"],
     "MPI": ["tests/run_mpi.py"],
+    "jobs": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/jobs"],
     "package": ["tools/check_package.py"],
 }
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)\b")

@@ -37,8 +37,7 @@ def test_debug_shows_the_traceback(job):
     assert "Traceback" in done.stderr
 
 
-@pytest.mark.parametrize("how", ["raise", "raise_all"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("ranks", "how"), [(1, "raise"), (3, "raise"), (3, "raise_all")])
 def test_a_raising_rank_ends_the_job_with_one_traceback(job, how, ranks):
     done = job(ranks, WORKER, how, limit_seconds=60)
     assert done.returncode not in (0, 2), done.stderr

@@ -115,6 +115,12 @@ def number_in(folder, tag):
         return checkpoint.global_step
 
 
+def numbers_in(folder):
+    """Which checkpoint each tag holds."""
+    whole = (entry.tag for entry in tags.list_tags(folder) if entry.status in ("ok", "recoverable"))
+    return {tag: number_in(folder, tag) for tag in whole}
+
+
 def kill_once(folder, first, is_over, pick):
     """Start a job, kill a random rank at a random moment of a random save; returns (job, what was done)."""
     job = Job(folder, first, SAVES, is_over)
@@ -136,8 +142,11 @@ def kill_once(folder, first, is_over, pick):
     )
 
 
-def check_after(folder, job, is_over):
-    """Everything but the save under way is as it was; that one is absent or whole. Returns its state."""
+def check_after(folder, job, is_over, held):
+    """Everything but the save under way is as it was; that one is absent or whole. Returns its state.
+
+    `held` is what tags held when the job began.
+    """
     under_way = job.begun[-1] if job.begun[-1] not in job.ended else None
     last = job.ended[-1]
     entries = tags.list_tags(folder)
@@ -152,13 +161,14 @@ def check_after(folder, job, is_over):
     state = "none under way"
     if under_way is not None:
         tag = worker.tag_of(under_way, is_over)
+        before = {**held, **{worker.tag_of(number, is_over): number for number in job.ended}}.get(tag)
         try:
             number = number_in(folder, tag)
         except CheckpointError:
             number = None
-            assert not is_over, f"{tag} was there before and is gone"
+            assert before is None, f"{tag} was there before and is gone"
         else:
-            assert number in ({under_way, under_way - worker.NAMES} if is_over else {under_way})
+            assert number in {under_way, before}
             assert content_problem(folder, number, is_over) == ""
         state = "absent" if number is None else "whole" if number == under_way else "as before"
     work = [path.name for path in folder.iterdir() if ".tmp-" in path.name and path.is_dir()]
@@ -182,9 +192,10 @@ def test_kills_at_random_moments(tmp_path, is_over):
     sys.stdout.write(f"seed {SEED}, {kills} kills\n")
     first, outcomes = 0, []
     for kill in range(kills):
+        held = numbers_in(tmp_path)
         job, what = kill_once(tmp_path, first, is_over, pick)
         sys.stdout.write(f"kill {kill}: {what}: ")
-        state = check_after(tmp_path, job, is_over)
+        state = check_after(tmp_path, job, is_over, held)
         sys.stdout.write(state + "\n")
         outcomes.append(state)
         # the first saves of the next job must succeed on top of what this one left; `kill_once` waits for them

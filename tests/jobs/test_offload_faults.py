@@ -1,5 +1,6 @@
 """Jobs whose disk fills up, or that are killed: a clear end, nothing left behind, and the checkpoint is good."""
 
+import functools
 import os
 import re
 import shutil
@@ -29,14 +30,16 @@ def losses_of(text):
     return re.findall(r"losses \[.*\]", text)
 
 
-@pytest.fixture
-def unlimited(job, tmp_path):
-    """Losses of a run in which nothing goes wrong."""
+@pytest.fixture(scope="module")
+def unlimited(job, tmp_path_factory):
+    """Losses of a run in which nothing goes wrong; one run serves all tests on so many ranks."""
 
+    @functools.cache
     def train(ranks):
-        done = job(ranks, WORKER, "train", tmp_path, tmp_path, limit_seconds=LIMIT_SECONDS)
+        folder = tmp_path_factory.mktemp("unlimited")
+        done = job(ranks, WORKER, "train", folder, folder, limit_seconds=LIMIT_SECONDS)
         assert done.returncode == 0, done.stderr
-        assert not list(tmp_path.rglob("*.swap"))
+        assert not list(folder.rglob("*.swap"))
         return losses_of(done.stdout)
 
     return train
@@ -88,8 +91,8 @@ def test_a_job_that_is_killed_leaves_files_to_the_next(ranks, job, unlimited, tm
 
 def test_a_file_system_in_memory_trains_with_one_warning(job, unlimited):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        done = job(2, WORKER, "train", folder, folder, limit_seconds=LIMIT_SECONDS)
+        done = job(3, WORKER, "train", folder, folder, limit_seconds=LIMIT_SECONDS)
         assert done.returncode == 0, done.stderr
         assert not list(Path(folder).iterdir())
     assert len(re.findall("WARNING.*host memory, which saves nothing", done.stderr)) == 1, done.stderr
-    assert losses_of(done.stdout) == unlimited(2)
+    assert losses_of(done.stdout) == unlimited(3)
