@@ -53,7 +53,7 @@ def test_slices_cover_the_tensor_once_and_cuts_of_them_concatenate(info, size, d
     assert (seen == (size if info.tp_kind in WHOLE_KINDS else 1)).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
 def test_what_slices_save_slices_of_another_size_load(size, other, is_direct, data):
     count = data.draw(st.integers(1, 3))

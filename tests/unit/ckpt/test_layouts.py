@@ -143,6 +143,7 @@ LAYOUTS = [
     Layout(dp=4, ep=2, stage=1),
     Layout(tp=2, dp=2, ep=2, stage=1),
     Layout(tp=2, pp=2, dp=2, stage=1),
+    Layout(tp=2, pp=2, dp=2, ep=2, stage=1),
 ]
 
 
@@ -161,9 +162,9 @@ def test_written_through_one_rank_too(tmp_path, reference, layout):
     assert save_as(tmp_path, layout, writing="aggregated") == reference
 
 
-@pytest.mark.parametrize("source", [Layout(tp=4), Layout(tp=2, pp=2, dp=2, ep=2, stage=1)], ids=str)
-def test_any_layout_loads_it(tmp_path, source):
-    save_as(tmp_path, source)
+def test_any_layout_loads_it(tmp_path):
+    """One source is enough: the files of all are the same."""
+    save_as(tmp_path, LAYOUTS[-1])
     for layout in [*LAYOUTS, Layout(dp=2, stage=1), Layout(dp=4, ep=1, stage=1), Layout(tp=3, dp=2, stage=1)]:
         check_as(tmp_path, layout)
 

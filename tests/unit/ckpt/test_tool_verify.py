@@ -78,7 +78,7 @@ def test_every_flipped_bit_is_found_and_placed(tmp_path, files):
     assert len(targets) == count
     for target in targets:
         size = target.stat().st_size
-        for number, place in enumerate(range(0, size, max(1, size // 14))):
+        for number, place in enumerate(range(0, size, max(1, size // 10))):
             flip(target, place, 1 << number % 8)
             report = verify(f"{tmp_path}:t")
             assert report.status == "corrupt", (target, place)
