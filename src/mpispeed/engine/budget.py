@@ -170,6 +170,18 @@ def _buffers(facts: Facts) -> Iterable[Held]:
         widest = max(dtype.itemsize for _, dtype in swap.cells.values())
         count = len(swap.window_kinds) * swap.in_flight
         yield Held("update buffers", Tier.HOST, count * swap.window_elements * widest)
+    # States in swap files cannot be copied: such checkpoints are waited for.
+    if facts.copies_checkpoint and not swap.file_bytes:
+        yield Held("checkpoint copy", Tier.HOST, sum(_saved_bytes(facts, unit) for unit in facts.table.all_units))
+
+
+def _saved_bytes(facts: Facts, unit: Unit) -> int:
+    """What a rank writes of a unit into a checkpoint: an equal part, whatever it holds."""
+    part = unit.layout.padded // facts.topology.group_size("data")
+    compute, master = facts.dtypes(unit)
+    if not unit.is_trainable:
+        return part * compute.itemsize
+    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4)
 
 
 def _outside_bytes(facts: Facts, *, is_cast: bool) -> int:

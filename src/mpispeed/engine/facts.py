@@ -55,6 +55,7 @@ class Facts:
         is_born_cut: the model is built cut already, layer by layer.
         slots: names of the optimizer's state tensors, where they are flat.
         offload: how states rest outside the device.
+        copies_checkpoint: checkpoints are copied and written while training goes on.
     """
 
     model: nn.Module
@@ -79,6 +80,7 @@ class Facts:
     is_born_cut: bool = False
     slots: tuple[str, ...] = ADAM_SLOTS
     offload: Offload = field(default_factory=Offload)
+    copies_checkpoint: bool = False
 
     def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
         """Compute and master dtype of a unit, as `ParamStore.dtypes`."""
@@ -224,6 +226,7 @@ def gather_facts(
         is_born_cut=is_born_cut,
         slots=names,
         offload=offload_of(zero),
+        copies_checkpoint=plan.config.checkpoint.async_save,
     )
 
 

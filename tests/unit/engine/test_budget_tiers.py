@@ -473,3 +473,14 @@ def test_a_limit_of_the_shell_is_found():
     rlimit, mapped = map(int, done.stdout.split())
     assert rlimit == size
     assert 0 < mapped < size
+
+
+def test_the_copy_of_an_asynchronous_save_is_counted():
+    for stage, ranks in ((1, 1), (2, 4), (3, 4)):
+        top = {"checkpoint": {"async_save": True}}
+        budgets = [predict(gather_facts(plan_of(stage, ranks, top=more), MODEL)) for more in ({}, top)]
+        assert budgets[0].bytes_of("checkpoint copy") == 0
+        assert budgets[1].bytes_of("checkpoint copy") == 12 * PSI // ranks
+        assert budgets[1].memory_bytes()["checkpoint copy"] == 12 * PSI // ranks
+    swapped = plan_of(2, 4, top={"checkpoint": {"async_save": True}}, offload_optimizer=FILES)
+    assert predict(gather_facts(swapped, MODEL)).bytes_of("checkpoint copy") == 0
