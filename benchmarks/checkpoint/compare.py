@@ -5,8 +5,8 @@
 Starts jobs on FOLDER's file system: one of 2 ranks that saves with every contender in turns (`contenders.py`), then
 jobs of 1, 2 and 3 ranks in turns that load what it left (`loads.py`). Every contender writes the same number of bytes
 and brings them to the disk (fsync). "raw" is the limit: both ranks write their half of the same bytes into one file
-whose space is reserved, with fsync and without anything else, through the page cache and past it. "copy" is one copy of the same bytes in memory, the limit for the stall of an
-asynchronous save.
+whose space is reserved, with fsync and without anything else, through the page cache and past it. "copy" is one copy
+of the same bytes in memory, the limit for the stall of an asynchronous save.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.path, prefix="mpispeed-bench-") as folder:
         saves = start(2, "contenders.py", folder, *size, "--rounds", str(options.rounds))
         loads: dict[str, list[float]] = {"1": [], "2": [], "3": []}
-        for _ in range(3):
+        for _ in range(2):
             for ranks in loads:
                 loads[ranks] += start(int(ranks), "loads.py", folder, *size)["seconds"]
     ratios = summary(saves, loads)
@@ -77,7 +77,8 @@ def main() -> None:
         print(f"{value:6.2f}  {name}")
     print(f"{saves['bytes'] / 1e6:.0f} MB of elements; files: {saves['files']}")
     results = {"saves": saves, "load_seconds": loads, "ratios": ratios}
-    peers.write_record(options.json, "checkpoint/compare", {**vars(options), "path": "a local disk", "json": None}, results)
+    shown = {name: getattr(options, name) for name in ("width", "layers", "rounds")}
+    peers.write_record(options.json, "checkpoint/compare", shown, results)
 
 
 if __name__ == "__main__":
