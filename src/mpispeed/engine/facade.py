@@ -79,7 +79,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         if hasattr(self, "loss_scaler"):
             msg = "parameter groups cannot be added to a running engine; pass all of them to mpispeed.initialize"
             raise UsageError(msg)
-        super().add_param_group(param_group)
+        # Torch's decorator imports its whole compiler, which takes seconds, only to keep it away from this function.
+        inherited = torch.optim.Optimizer.add_param_group
+        getattr(inherited, "__wrapped__", inherited)(self, param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take hyper-parameters of the groups; states of parameters come with `engine.load_checkpoint`.

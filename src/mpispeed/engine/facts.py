@@ -187,8 +187,7 @@ def gather_facts(
     Raises:
         ConfigError: the optimizer is unknown or refuses its settings.
     """
-    zero, states = plan.config.zero_optimization, plan.states
-    topology = plan.topology()
+    zero, states, topology = plan.config.zero_optimization, plan.states, plan.topology()
     group_of = _all_trainable(model) if group_of is None else group_of
     names, state_bytes = _slots(plan) if slots is None else (tuple(slots), 4 * len(slots))
     table = plan_units(
@@ -200,7 +199,7 @@ def gather_facts(
         takes_frozen=not states.param.is_whole,
     )
     mark_leaves_by_threshold(model, zero.module_granularity_threshold)
-    resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
+    resident = frozenset(choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold))
     is_cast = plan.config.fp16.enabled or plan.config.bf16.enabled
     is_wire_set = is_cast or plan.config.communication_data_type is not None
     return Facts(
@@ -217,7 +216,7 @@ def gather_facts(
         state_bytes=state_bytes,
         micro_steps=plan.batch.gradient_accumulation_steps,
         is_overlapped=plan.is_overlapped and topology.group_size("data") > 1,
-        resident=frozenset(resident),
+        resident=resident,
         limits=_limits(plan),
         codes_params=zero.zero_quantized_weights,
         codes_frozen=zero.zero_quantized_nontrainable_weights,
