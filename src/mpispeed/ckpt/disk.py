@@ -1,8 +1,8 @@
 """Files that elements are written to: past the page cache and several blocks at a time where that works.
 
 Ranks that write into one file through the page cache wait for each other, because file systems lock a file for every
-buffered write; writes with O_DIRECT into space that is reserved already do not (measured on ext4, two ranks: 2 to 4
-times as fast). What no aligned block covers goes through the page cache as always.
+buffered write; writes with O_DIRECT into space that is reserved already do not (measured on ext4, two ranks: 1.6 to
+5 times as fast). What no aligned block covers goes through the page cache as always.
 """
 
 from __future__ import annotations

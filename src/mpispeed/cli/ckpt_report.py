@@ -58,7 +58,8 @@ def reported(as_json: bool) -> Iterator[None]:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A rich table on a terminal, plain columns elsewhere."""
+    """A rich table on a terminal, plain columns elsewhere; control characters in names are spelled out."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         from rich.console import Console  # rich is slow to import and of use on terminals only
         from rich.table import Table
@@ -72,3 +73,8 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def printable(text: str) -> str:
+    """Text of a checkpoint with signs that could steer the terminal written as escapes."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)

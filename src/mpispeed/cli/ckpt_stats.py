@@ -14,7 +14,7 @@ import click
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.reader import open_reader
 from mpispeed.ckpt.tools import show, stats, stats_drift
-from mpispeed.cli.ckpt_report import as_json_option, print_table, reported
+from mpispeed.cli.ckpt_report import as_json_option, print_table, printable, reported
 
 _MOST_BINS = 2000
 #: so many tensors or fewer get their histogram bar by bin
@@ -74,7 +74,7 @@ def stats_command(
     if report["drift"]:
         _print_drift(report["drift"])
     for line in report["skipped"]:
-        click.echo(f"not compared: {_plain(line)}", err=True)
+        click.echo(f"not compared: {printable(line)}", err=True)
 
 
 def _report(
@@ -134,7 +134,7 @@ def _print_stats(report: Mapping[str, Any]) -> None:
         return
     table = [
         (
-            _plain(row["name"]),
+            printable(row["name"]),
             row["slot"],
             *_cells(row, _NUMBERS),
             _cell(row["update_ratio"]),
@@ -145,7 +145,7 @@ def _print_stats(report: Mapping[str, Any]) -> None:
     print_table(("name", "slot", *_NUMBERS, "update", "histogram (log)"), table)
     if len(layers) < len(rows):
         click.echo()
-        table = [(_plain(row["layer"]), row["slot"], str(row["tensors"]), *_cells(row, _NUMBERS)) for row in layers]
+        table = [(printable(row["layer"]), row["slot"], str(row["tensors"]), *_cells(row, _NUMBERS)) for row in layers]
         print_table(("layer", "slot", "tensors", *_NUMBERS), table)
     if len(rows) <= _FEW:
         for row in rows:
@@ -158,7 +158,7 @@ def _print_bars(row: Mapping[str, Any]) -> None:
     if histogram is None:
         return
     low, high, counts = float(histogram["low"]), float(histogram["high"]), histogram["counts"]
-    click.echo(f"\n{_plain(row['name'])} {row['slot']}: {low:.6g} to {high:.6g}")
+    click.echo(f"\n{printable(row['name'])} {row['slot']}: {low:.6g} to {high:.6g}")
     digits, bins = len(str(max(counts))), len(counts)
     for place, count in enumerate(counts):
         edge = low * (1 - place / bins) + high * (place / bins)
@@ -171,12 +171,13 @@ def _print_drift(drift: Mapping[str, Any]) -> None:
     several = drift["tags"][1:] or drift["tags"]
     shown = {row["tag"] for row in several}
     layers = [row for row in drift["layers"] if row["tag"] in shown]
-    table = [(row["tag"], str(row["step"]), _plain(row["layer"]), *_cells(row, _CHANGES)) for row in layers]
+    table = [(row["tag"], str(row["step"]), printable(row["layer"]), *_cells(row, _CHANGES)) for row in layers]
     print_table(("tag", "step", "layer", *_CHANGE_HEADS), table)
     click.echo()
     rows = [row for row in drift["params"] if row["tag"] in shown]
     table = [
-        (row["tag"], str(row["step"]), _plain(row["name"]), *_cells(row, _CHANGES), _plain(row["note"])) for row in rows
+        (row["tag"], str(row["step"]), printable(row["name"]), *_cells(row, _CHANGES), printable(row["note"]))
+        for row in rows
     ]
     print_table(("tag", "step", "name", *_CHANGE_HEADS, "note"), table)
 
@@ -201,8 +202,3 @@ def _sparks(histogram: Mapping[str, Any] | None) -> str:
     top = math.log1p(max(joined))
     last = len(_SPARKS) - 1
     return "".join(_SPARKS[round(last * math.log1p(count) / top)] if count else " " for count in joined)
-
-
-def _plain(text: str) -> str:
-    """Text of a checkpoint with signs that could steer the terminal written as escapes."""
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)

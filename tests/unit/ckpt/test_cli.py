@@ -168,3 +168,10 @@ def test_failures_are_json_too(tmp_path):
     assert "model.h5 is truncated" in error("show", tmp_path, code=3)
     (tmp_path / "t" / schema.MANIFEST_FILE).unlink()
     assert "never finished" in error("show", tmp_path, code=4)
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path):
+    saved(tmp_path, tensors={("odd\x1b[31m", "master"): torch.ones(2)})
+    shown = call("show", tmp_path).output
+    assert "\x1b" not in shown
+    assert "odd\\x1b[31m" in shown
