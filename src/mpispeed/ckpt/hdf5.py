@@ -102,7 +102,6 @@ class SparseImage(io.RawIOBase):
             for page in sorted(self._pages):
                 part = memoryview(self._pages[page])[: self._size - page * _PAGE_BYTES]
                 write_at(file.fileno(), part, page * _PAGE_BYTES)
-            os.fsync(file.fileno())  # others write the elements, perhaps on other nodes, and cannot do it
 
     def _cut(self, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
         done = 0

@@ -206,8 +206,11 @@ def _write_manifest(request: Request, ticket: Ticket, places: Places, tables: Se
         layout=dict(request.layout),
         files=files,
     )
-    for folder in {(ticket.work / name).parent for name in files} - {ticket.work}:
-        manifests.sync_folder(folder)
+    if len(places.files) > 1:
+        # What HDF5 made of them; who wrote the elements may be on another node and could not do it.
+        for name in places.files:
+            manifests.sync_file(ticket.work / name)
+        manifests.sync_folder(ticket.work / schema.DATA_FOLDER)
     manifests.write(ticket.work, manifest)
     return manifest.size_bytes
 
