@@ -224,11 +224,15 @@ def _publish(comm: Comm, request: Request, ticket: Ticket) -> None:
     with together(comm, f"checkpoint {ticket.tag!r} is saved, but not entered as the latest"):
         if comm.rank == 0 and options.save_latest:
             tags.write_latest(folder, ticket.tag, ticket.uuid)
-    if comm.rank == 0 and options.keep_last:
-        try:
-            gone = tags.retain(folder, options.keep_last, options.keep_every, spared=(ticket.tag,))
-        except (OSError, CheckpointError) as failure:  # what was to be saved is saved
-            log.warning("old checkpoints in %s could not be removed: %s", folder, failure)
-        else:
-            if gone:
-                log.info("old checkpoints removed: %s", ", ".join(gone))
+        if comm.rank == 0 and options.keep_last:
+            _retain(folder, ticket.tag, options)
+
+
+def _retain(folder: Path, tag: str, options: SaveOptions) -> None:
+    try:
+        gone = tags.retain(folder, options.keep_last, options.keep_every, spared=(tag,))
+    except (OSError, CheckpointError) as failure:  # what was to be saved is saved
+        log.warning("old checkpoints in %s could not be removed: %s", folder, failure)
+    else:
+        if gone:
+            log.info("old checkpoints removed: %s", ", ".join(gone))
