@@ -91,11 +91,11 @@ class Checkpoints:
         request = prepare(parts.mesh.world.comm, Path(save_dir), tag, **content)
         if self._begins(request, async_save):
             self._pending = _Pending(start, time.perf_counter() - start)
-            self._say("copied", tag, self._pending.stall_seconds, waited)
+            self._say(f"copied {tag}, which is written while training goes on,", self._pending.stall_seconds, waited)
             return True
         report = carry_out(parts.mesh.world.comm, request)
         stall = time.perf_counter() - start
-        self._say("saved", str(report.path), stall, waited)
+        self._say(f"saved {report.path}", stall, waited)
         self._announce(report, stall, stall)
         return True
 
@@ -169,10 +169,10 @@ class Checkpoints:
         self._saver.start(request)
         return True
 
-    def _say(self, what: str, which: str, stall: float, waited: float) -> None:
-        rest = f" ({waited:.3f} s of it for the save before)" if waited > stall / 100 else ""
-        if self.parts.mesh.rank == 0:
-            log.info("checkpoint %s: %s; training stood still for %.3f s%s", what, which, stall, rest)
+    def _say(self, what: str, stall: float, waited: float) -> None:
+        """Say what training stood still for."""
+        rest = f", {waited:.3f} s of it for the save before" if waited > stall / 100 else ""
+        log.info("%s in %.3f s%s", what, stall, rest)
 
     def _announce(self, report: SaveReport, seconds: float, stall_seconds: float) -> None:
         self.bus.announce(

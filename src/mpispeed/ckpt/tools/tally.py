@@ -92,7 +92,7 @@ class Tally:
 
     def _take_moments(self, kept: np.ndarray) -> None:
         low, high = kept.min().item(), kept.max().item()
-        self.low, self.high = (int(low), int(high)) if kept.dtype.kind in "bui" else (low, high)
+        self.low, self.high = (int(low), int(high)) if kept.dtype.kind in "biu" else (low, high)
         largest = max(abs(float(low)), abs(float(high)))
         if largest == 0:
             return
