@@ -93,7 +93,8 @@ def test_a_failure_is_raised_by_the_next_call_on_every_rank(place, mpi_tmp_path,
         "load": lambda: engine.load_checkpoint(str(mpi_tmp_path)),
         "destroy": engine.destroy,
     }
-    with pytest.raises(CheckpointError, match=rf"rank {comm.size - 1} of .*No space left"):
+    who = rf"rank {comm.size - 1} of .*" if comm.size > 1 else ""
+    with pytest.raises(CheckpointError, match=rf"{who}No space left"):
         calls[place]()
     comm.barrier()
     assert sorted(path.name for path in mpi_tmp_path.iterdir()) == ["good", "latest"]
