@@ -32,8 +32,25 @@ class UsageError(MpispeedError, RuntimeError, AssertionError):
     """The API was called in an order or with arguments that cannot work."""
 
 
+class ScheduleError(UsageError):
+    """A pipeline schedule does not hold; the message names stage, step and instruction.
+
+    Every rank plays the instructions of all stages, so all find the same.
+    """
+
+    is_collective = True
+
+
 class TopologyError(ConfigError):
     """Axis sizes and the number of ranks do not fit."""
+
+
+class UnknownAxis(TopologyError, AttributeError):
+    """A coordinate on an axis that there is not. Also the AttributeError DeepSpeed raises."""
+
+
+class StageError(TopologyError, RuntimeError):
+    """Layers, stages and the number of ranks do not fit. Also the RuntimeError DeepSpeed raises."""
 
 
 class CommError(MpispeedError, RuntimeError):
