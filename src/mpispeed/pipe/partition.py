@@ -1,0 +1,133 @@
+"""Which layers a stage gets, the same on all ranks, and what is wrong about it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from mpispeed.base import rng
+from mpispeed.base.errors import StageError
+from mpispeed.pipe.costs import cut_by_profile
+from mpispeed.pipe.cut import cut_by_method
+from mpispeed.pipe.layers import Layer, LayerSpec, name_of, shared_parameters
+
+if TYPE_CHECKING:
+    from mpispeed.mesh.comm import Comm
+
+T = TypeVar("T")
+
+
+def together(comm: Comm, act: Callable[[], T]) -> T:
+    """What `act` returns; if it fails on any rank, all ranks raise.
+
+    Collective over: this group.
+
+    Raises:
+        StageError: on all ranks, with the first failure's text and its rank.
+    """
+    failure: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:
+        failure = error
+    text = "" if failure is None else str(failure)
+    if failure is not None and not isinstance(failure, StageError):
+        text = f"{type(failure).__name__}: {text}"
+    try:
+        comm.agree(failure is None, text, StageError)
+    except StageError as error:
+        raise error from failure
+    return result
+
+
+def partition(
+    comm: Comm, layers: Sequence[Layer], method: str, num_stages: int, num_chunks: int, sample: Any = None
+) -> list[int]:
+    """Borders of all virtual stages, equal on all ranks.
+
+    Args:
+        comm: all ranks.
+        layers: all layers.
+        method: "uniform", "parameters", "best", "type:REGEX" or "profile".
+        num_stages: stages.
+        num_chunks: virtual stages per stage.
+        sample: for "profile", what the first layer gets; read on the first rank.
+
+    Returns:
+        num_stages * num_chunks + 1 borders.
+
+    Collective over: all ranks.
+
+    Raises:
+        StageError: the method does not work, or ranks have other layers than the first rank.
+    """
+    count = num_stages * num_chunks
+    is_profile = method.lower() == "profile"
+
+    def act() -> list[int] | None:
+        if not is_profile:
+            return cut_by_method(method, [layer.name for layer in layers], lambda: count_parameters(layers), count)
+        return cut_by_profile(layers, sample, num_stages, num_chunks) if comm.rank == 0 else None
+
+    own = together(comm, act)
+    rows = repr([(layer.name, layer.spreads, layer.tie.key if layer.tie else None) for layer in layers])
+    digest = hashlib.sha256(rows.encode()).digest()
+    borders, first = comm.share((own, digest))
+    is_equal = digest == first and own in (None, borders)
+    comm.agree(is_equal, "PipelineModule: other layers than on rank 0; give all ranks the same list", StageError)
+    return list(borders)
+
+
+def count_parameters(layers: Sequence[Layer]) -> list[int]:
+    """Trainable parameters of each layer; generators stay as they are. Specs are built without memory if possible."""
+    generators = rng.capture()
+    try:
+        return [_trainable(layer) for layer in layers]
+    finally:
+        rng.restore(generators)
+
+
+def _trainable(layer: Layer) -> int:
+    source = layer.source
+    if isinstance(source, LayerSpec):
+        try:
+            with torch.device("meta"):
+                source = source.build()
+        except Exception:  # a constructor that reads its values cannot run without memory
+            source = source.build()
+    if not isinstance(source, nn.Module):
+        return 0
+    return sum(param.numel() for param in source.parameters() if param.requires_grad)
+
+
+def check_shared(layers: Sequence[Layer], stage_of: Callable[[int], int]) -> None:
+    """Refuse modules that share a parameter and are on different stages: nothing would keep it equal.
+
+    Raises:
+        StageError: there are such modules.
+    """
+    for index, (first, name) in shared_parameters(layers).items():
+        if stage_of(index) != stage_of(first):
+            msg = (
+                f"layers {first} and {index} share the parameter {name!r} but are on the stages {stage_of(first)} and "
+                f"{stage_of(index)}; describe both as TiedLayerSpec with one key, so that its gradients are summed"
+            )
+            raise StageError(msg)
+
+
+def describe(layers: Sequence[Layer], parts: Sequence[int], num_stages: int) -> str:
+    """One line per virtual stage: its layers, and how many of a kind follow each other."""
+    lines = [f"{len(layers)} layers on {num_stages} stages"]
+    for part, (first, stop) in enumerate(itertools.pairwise(parts)):
+        names = [name_of(layer.source) for layer in layers[first:stop]]
+        runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+        shown = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs) or "nothing"
+        chunk = f" chunk {part // num_stages}" if len(parts) - 1 > num_stages else ""
+        lines.append(f"stage {part % num_stages}{chunk}: layers {first} to {stop - 1}: {shown}" if stop > first else
+                     f"stage {part % num_stages}{chunk}: no layers, hands its input on")  # fmt: skip
+    return "\n".join(lines)
