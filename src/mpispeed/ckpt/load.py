@@ -14,18 +14,8 @@ from mpispeed.ckpt.reader import Reader, find
 def open_checkpoint(folder: str | Path, tag: str | None = None) -> Checkpoint:
     """Open a committed checkpoint for reading.
 
-    Manifest, file sizes and the index of model.h5 are checked here; elements when they are read.
-
-    Args:
-        folder: folder of checkpoints, or with `tag` None also the folder of one tag.
-        tag: which one; None for the one that `latest` names.
-
-    Raises:
-        NoCheckpoint: no tag was given and there is no `latest`.
-        TagNotFound: there is no such tag.
-        IncompleteCheckpoint: the tag was never committed.
-        CorruptCheckpoint: a file is missing, of another size, or its index was altered.
-        CheckpointError: the format is newer.
+    Manifest, file sizes and the index of model.h5 are checked here; elements when they are read. Arguments and errors
+    as `reader.find`.
     """
     return Checkpoint(find(folder, tag))
 

@@ -78,6 +78,15 @@ def write(folder: Path, manifest: Manifest) -> None:
     if len(text) > _MANIFEST_BYTES:
         msg = f"the manifest of {manifest.tag!r} would have {len(text)} bytes, the limit is {_MANIFEST_BYTES}"
         raise CheckpointError(msg)
+    write_text(folder, text)
+
+
+def write_text(folder: Path, text: str) -> None:
+    """The same with the text of a manifest.
+
+    Raises:
+        OSError: the file system refuses.
+    """
     temporary = folder / f"{schema.MANIFEST_FILE}.tmp"
     write_durably(temporary, text)
     temporary.rename(folder / schema.MANIFEST_FILE)

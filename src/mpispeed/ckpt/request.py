@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError, MpispeedError
-from mpispeed.ckpt import logical, schema, state_file, tree
+from mpispeed.ckpt import homes, logical, schema, state_file, tree
 from mpispeed.ckpt.errors import SaveFailed, UnsupportedValue
 from mpispeed.ckpt.logical import LogicalTensor, ParamInfo
 
@@ -47,6 +46,8 @@ class SaveOptions:
         compare_replicas: what happens when copies that should be equal are not: "fail", "warn" or "off" (not compared).
         keep_last: after a save only so many of the newest tags stay; 0 keeps all.
         keep_every: tags whose step is a multiple stay in any case; 0 for none.
+        node_local: the folder is on a disk of each node, which gets a whole checkpoint of its own; ranks of a node that
+            pass different folders get one each.
     """
 
     overwrite: bool = False
@@ -59,6 +60,7 @@ class SaveOptions:
     compare_replicas: str = "fail"
     keep_last: int = 0
     keep_every: int = 0
+    node_local: bool = False
 
     def __post_init__(self) -> None:
         for name, words in _CHOICES.items():
@@ -78,7 +80,7 @@ class Request:
     """One checkpoint to write; the same on every rank but for the pieces, the generators and, perhaps, the state.
 
     Attributes:
-        folder: where checkpoints live.
+        folder: where checkpoints live; with node-local storage that of this rank.
         tag: its name.
         state_bytes: about the size of the state.
         global_step: from the state.
@@ -104,12 +106,14 @@ class Ranks:
 
     Attributes:
         ranges: what each rank writes, as in `logical.local_ranges`.
-        leaders: the first rank of each node.
+        leaders: the first rank of each node, or of each folder where a node has several.
+        neighbours: the ranks that have their folder on the node of rank 0 and share it.
         has_replicas: some rank passed a piece that is only to be compared.
     """
 
     ranges: Sequence[np.ndarray]
     leaders: tuple[int, ...]
+    neighbours: tuple[int, ...]
     has_replicas: bool
 
 
@@ -143,7 +147,7 @@ def prepare(
     engine = (state or {}).get("engine", {})
     where, name, options = comm.share((Path(folder).absolute(), str(tag), options or SaveOptions()))
     return Request(
-        folder=where,
+        folder=Path(folder).absolute() if options.node_local else where,
         tag=name,
         params=tuple(params),
         tensors=tuple(tensors),
@@ -172,16 +176,16 @@ def compare(comm: Comm, request: Request) -> Ranks:
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).digest()
     has_replicas = any(piece.is_replica for tensor in request.tensors for piece in tensor.pieces)
     own = logical.local_ranges(request.tensors)
-    everyone = comm.gather_objects((digest, _node(), own, has_replicas))
+    everyone = comm.gather_objects((digest, (homes.own_node(), str(request.folder)), own, has_replicas))
     if len({digest for digest, *_ in everyone}) > 1:
         difference = logical.first_difference(mine, comm.share(mine))
         comm.agree(not difference, f"ranks describe different checkpoints: {difference}", SaveFailed)
     ranges = [held for _, _, held, _ in everyone]
     with together(comm, "checking the pieces"):
         logical.check_coverage(request.tensors, ranges)
-    hosts = [host for _, host, _, _ in everyone]
-    leaders = tuple(sorted({host: hosts.index(host) for host in hosts}.values()))
-    return Ranks(ranges, leaders, any(flag for *_, flag in everyone))
+    leader_of = homes.leaders_of([home for _, home, _, _ in everyone])
+    neighbours = tuple(rank for rank, leader in enumerate(leader_of) if leader == 0)
+    return Ranks(ranges, tuple(sorted(set(leader_of))), neighbours, any(flag for *_, flag in everyone))
 
 
 @contextlib.contextmanager
@@ -198,12 +202,6 @@ def together(comm: Comm, doing: str, error: type[MpispeedError] = SaveFailed) ->
         comm.agree(False, f"{doing}: {text}", error)
         raise  # agree has raised already; this keeps the step from being taken as done
     comm.agree(True, "", error)
-
-
-def _node() -> tuple[str, str]:
-    """What tells this node from others; containers on several nodes may be of one name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname(), boot.read_text().strip() if boot.is_file() else ""
 
 
 def _check_state(state: Mapping[str, Any]) -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt import copies, payload, probe, schema, state_file, tags, windows
 from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt import payload, probe, schema, state_file, tags, windows
 from mpispeed.ckpt.blocks import plain_record
+from mpispeed.ckpt.errors import SaveFailed
 from mpispeed.ckpt.logical import LogicalTensor, ParamInfo
 from mpispeed.ckpt.manifest import Manifest
 from mpispeed.ckpt.model_file import Places
@@ -69,7 +70,8 @@ def save(
 
     Every rank passes the same `params` and the same names, slots, shapes and dtypes in `tensors`, in
     the same order, and only its own pieces. Folder, tag, state, config, layout and options are rank
-    0's. `state["engine"]["global_steps"]`, if there, becomes the step of the checkpoint.
+    0's; with `SaveOptions(node_local=True)` the folder is each rank's own.
+    `state["engine"]["global_steps"]`, if there, becomes the step of the checkpoint.
 
     Args:
         comm: all ranks that hold a part of the state.
@@ -117,14 +119,21 @@ def carry_out(comm: Comm, request: Request) -> SaveReport:
     started = time.monotonic()
     ranks = compare(comm, request)
     check_replicas(comm, request, ranks)
-    ticket = begin(comm, request)
-    with discarded_on_failure(comm, ticket):
-        is_direct = probe.is_direct(comm, request, ranks, ticket.work)
-        files = request.options.files or (1 if is_direct else len(ranks.leaders))
+    ticket = begin(comm, request, ranks)
+    with discarded_on_failure(ticket):
+        is_copied = len(ticket.keepers) > 1
+        is_direct = not is_copied and probe.is_direct(comm, request, ranks, ticket.work)
+        files = request.options.files or (1 if is_direct or is_copied else len(ranks.leaders))
         places = lay_out(comm, request, ticket, files)
-        writers = None if is_direct else _writers(comm.size, len(places.files), ranks)
-        segments = _write(comm, request, ticket, places, ranks, writers)
+        if is_direct:
+            segments = _write_direct(comm, request, ticket, places, ranks)
+        elif is_copied:
+            segments = _write_dealt(comm, request, ticket, places, ranks)
+        else:
+            segments = _write_files(comm, request, ticket, places, ranks)
         size_bytes = _finish(comm, request, ticket, places, segments)
+        if is_copied:
+            _copy(comm, request, ticket, places)
     _publish(comm, request, ticket)
     return SaveReport(
         path=ticket.final,
@@ -137,30 +146,47 @@ def carry_out(comm: Comm, request: Request) -> SaveReport:
     )
 
 
-def _writers(size: int, files: int, ranks: Ranks) -> list[int]:
-    """The rank that writes each file: one per node, or as far apart as can be."""
-    if files == len(ranks.leaders):
-        return list(ranks.leaders)
-    return [file * size // files for file in range(files)]
+def _write_files(comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
+    """One rank per file writes: one per node, or as far apart as can be. Collective over: comm."""
+    count, leaders = len(places.files), ranks.leaders
+    writers = leaders if count == len(leaders) else [file * comm.size // count for file in range(count)]
+    streams = windows.streams_of(request.tensors, places, ranks.ranges)
+    size = request.options.window_bytes
+    return windows.write_through(comm, ticket.work, request.tensors, places, streams, writers, size)
 
 
-def _write(
-    comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks, writers: Sequence[int] | None
-) -> np.ndarray:
-    """Write all elements; gives what this rank wrote. Collective over: comm."""
-    tensors, size = request.tensors, request.options.window_bytes
-    if writers is not None:
-        streams = windows.streams_of(tensors, places, ranks.ranges)
-        return windows.write_through(comm, ticket.work, tensors, places, streams, writers, size)
-    fine = windows.finely_cut(tensors, ranks.ranges)
+def _write_direct(comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
+    """Every rank writes its pieces, but for what is cut too finely. Collective over: comm."""
+    fine = windows.finely_cut(request.tensors, ranks.ranges)
     segments = np.empty((0, 4), np.int64)
     with together(comm, "writing the checkpoint"):
-        segments = payload.write_pieces(ticket.work, tensors, places, set(fine.tolist()))
-    if not len(fine):
-        return segments
-    lanes, writers = windows.deal(tensors, places, fine, comm.size)
+        segments = payload.write_pieces(ticket.work, request.tensors, places, set(fine.tolist()))
+    rest = _write_lanes(comm, request, ticket, places, ranks, fine, range(comm.size))
+    return np.concatenate([segments, rest])
+
+
+def _write_dealt(comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
+    """The ranks that see the folder write what the others send them. Collective over: comm."""
+    return _write_lanes(comm, request, ticket, places, ranks, np.arange(len(request.tensors)), ranks.neighbours)
+
+
+def _write_lanes(
+    comm: Comm,
+    request: Request,
+    ticket: Ticket,
+    places: Places,
+    ranks: Ranks,
+    chosen: np.ndarray,
+    writers: Sequence[int],
+) -> np.ndarray:
+    """Deal some tensors to ranks, which write them. Collective over: comm."""
+    tensors = request.tensors
+    lanes, owners = windows.deal(tensors, places, chosen, len(writers))
+    if not lanes:
+        return np.empty((0, 4), np.int64)
     streams = windows.streams_of(tensors, places, ranks.ranges, lanes)
-    return np.concatenate([segments, windows.write_through(comm, ticket.work, tensors, places, streams, writers, size)])
+    chosen_writers, size = [writers[owner] for owner in owners], request.options.window_bytes
+    return windows.write_through(comm, ticket.work, tensors, places, streams, chosen_writers, size)
 
 
 def _finish(comm: Comm, request: Request, ticket: Ticket, places: Places, segments: np.ndarray) -> int:
@@ -193,10 +219,7 @@ def _write_manifest(request: Request, ticket: Ticket, places: Places, tables: Se
         if tensor.size_bytes:
             contents.setdefault(places.files[which], []).append((int(offset), tensor.size_bytes, table))
     files = {name: payload.file_record(ticket.work / name, held) for name, held in sorted(contents.items())}
-    if request.options.verify != "none":
-        data_files = [name for name in files if name != schema.MODEL_FILE]
-        is_full = request.options.verify == "full"
-        payload.read_back(ticket.work, data_files, request.tensors, is_full=is_full, seed=ticket.uuid)
+    _read_back(request, ticket, places)
     files[schema.STATE_FILE] = plain_record(ticket.work / schema.STATE_FILE)
     manifest = Manifest(
         tag=ticket.tag,
@@ -215,16 +238,32 @@ def _write_manifest(request: Request, ticket: Ticket, places: Places, tables: Se
     return manifest.size_bytes
 
 
+def _read_back(request: Request, ticket: Ticket, places: Places) -> None:
+    if request.options.verify != "none":
+        data_files = [name for name in places.files if name != schema.MODEL_FILE]
+        is_full = request.options.verify == "full"
+        payload.read_back(ticket.work, data_files, request.tensors, is_full=is_full, seed=ticket.uuid)
+
+
+def _copy(comm: Comm, request: Request, ticket: Ticket, places: Places) -> None:
+    """Bring the checkpoint to the other disks. Collective over: comm."""
+    copies.copy(comm, ticket.work, ticket.keepers, SaveFailed)
+    with together(comm, "reading the copy of the checkpoint"):
+        if ticket.is_keeper and comm.rank:
+            _read_back(request, ticket, places)
+
+
 def _publish(comm: Comm, request: Request, ticket: Ticket) -> None:
     """Move the tag to its place, enter it as the latest, and let go of old ones. Collective over: comm."""
     options, folder = request.options, ticket.final.parent
-    with discarded_on_failure(comm, ticket), together(comm, "publishing the checkpoint"):
-        if comm.rank == 0:
+    where = " on every node (where that worked, it stays)" if len(ticket.keepers) > 1 else ""
+    with discarded_on_failure(ticket), together(comm, f"publishing the checkpoint{where}"):
+        if ticket.is_keeper:
             tags.publish(ticket.work, ticket.final, ticket.uuid, overwrite=options.overwrite)
     with together(comm, f"checkpoint {ticket.tag!r} is saved, but not entered as the latest"):
-        if comm.rank == 0 and options.save_latest:
+        if ticket.is_keeper and options.save_latest:
             tags.write_latest(folder, ticket.tag, ticket.uuid)
-        if comm.rank == 0 and options.keep_last:
+        if ticket.is_keeper and options.keep_last:
             _retain(folder, ticket.tag, options)
 
 

@@ -15,7 +15,7 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt import model_file, schema, tags
 from mpispeed.ckpt.model_file import Places
-from mpispeed.ckpt.request import Request, together
+from mpispeed.ckpt.request import Ranks, Request, together
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -25,20 +25,24 @@ _METADATA_BYTES = 4096
 _SLACK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ticket:
-    """What rank 0 decides and shares before ranks write.
+    """What rank 0 decides and shares before ranks write, and the places that follow from it.
 
     Attributes:
         work: where files are written.
         final: where the folder goes.
+        is_keeper: this rank made `work`, moves it to its place, and removes it if the save fails.
+        keepers: the ranks that did, rank 0 first; only that one, unless nodes have disks of their own.
     """
 
     tag: str
     uuid: str
+    created: str
     work: Path
     final: Path
-    created: str
+    is_keeper: bool = False
+    keepers: tuple[int, ...] = (0,)
 
     @property
     def model(self) -> Path:
@@ -46,32 +50,53 @@ class Ticket:
         return self.work / schema.MODEL_FILE
 
 
-def begin(comm: Comm, request: Request) -> Ticket:
-    """Make the work folder.
+def begin(comm: Comm, request: Request, ranks: Ranks) -> Ticket:
+    """Make the work folder, one on every disk.
 
     Collective over: comm.
 
     Raises:
         SaveFailed: on every rank: the tag is taken or no tag, or the folder cannot be made.
     """
-    ticket: Ticket | None = None
+    decided: tuple[str, str, str] | None = None
     with together(comm, "starting the checkpoint"):
         if comm.rank == 0:
-            ticket = _ticket(request)
-    shared: Ticket = comm.share(ticket)
-    with discarded_on_failure(comm, shared):
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            decided = (tags.check_tag(request.tag), uuids.uuid4().hex, now)
+    tag, uuid, created = comm.share(decided)
+    ticket = Ticket(tag, uuid, created, request.folder / f".{tag}.tmp-{uuid}", request.folder / tag)
+    is_local = request.options.node_local
+    with discarded_on_failure(ticket):
         with together(comm, "starting the checkpoint"):
             if comm.rank == 0:
-                tags.refuse_taken(shared.final, overwrite=request.options.overwrite)
-                request.folder.mkdir(parents=True, exist_ok=True)
-                if request.options.check_free_space:
-                    _check_free_space(request)
-                shared.work.mkdir()
+                _make(request, ticket)
+        with together(comm, "starting the checkpoint"):
+            # Nodes that share it after all find it made; of two that share another one the first to come makes it.
+            if is_local and comm.rank in ranks.leaders and not ticket.work.is_dir():
+                with contextlib.suppress(FileExistsError):
+                    _make(request, ticket)
         with together(comm, "finding the folder of the checkpoint"):
-            if not shared.work.is_dir():
-                msg = f"{shared.work} was made by rank 0 and is not here; save to a folder that all nodes share"
+            if not ticket.work.is_dir():
+                maker, wish = (
+                    "rank 0",
+                    "save to a folder that all nodes share, or set checkpoint.use_node_local_storage",
+                )
+                if is_local:
+                    maker, wish = "the first rank of this node", "all ranks of a node need the same folder"
+                msg = f"{ticket.work} was made by {maker} and is not here; {wish}"
                 raise CheckpointError(msg)
-    return shared
+        if is_local:
+            ticket.keepers = tuple(rank for rank, made in enumerate(comm.gather_objects(ticket.is_keeper)) if made)
+    return ticket
+
+
+def _make(request: Request, ticket: Ticket) -> None:
+    tags.refuse_taken(ticket.final, overwrite=request.options.overwrite)
+    request.folder.mkdir(parents=True, exist_ok=True)
+    if request.options.check_free_space:
+        _check_free_space(request)
+    ticket.work.mkdir()
+    ticket.is_keeper = True
 
 
 def lay_out(comm: Comm, request: Request, ticket: Ticket, files: int) -> Places:
@@ -100,25 +125,14 @@ def lay_out(comm: Comm, request: Request, ticket: Ticket, files: int) -> Places:
 
 
 @contextlib.contextmanager
-def discarded_on_failure(comm: Comm, ticket: Ticket) -> Iterator[None]:
+def discarded_on_failure(ticket: Ticket) -> Iterator[None]:
     """Remove the work folder if the body fails."""
     try:
         yield
     except BaseException:
-        if comm.rank == 0:
+        if ticket.is_keeper:
             shutil.rmtree(ticket.work, ignore_errors=True)
         raise
-
-
-def _ticket(request: Request) -> Ticket:
-    tag, uuid = tags.check_tag(request.tag), uuids.uuid4().hex
-    return Ticket(
-        tag=tag,
-        uuid=uuid,
-        work=request.folder / f".{tag}.tmp-{uuid}",
-        final=request.folder / tag,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    )
 
 
 def _check_free_space(request: Request) -> None:

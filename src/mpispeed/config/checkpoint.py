@@ -22,7 +22,10 @@ class Checkpoint(Section):
         "Warn", description="What happens when ranks save under different tags; any case."
     )
     load_universal: bool = Field(False, description="Accepted; every checkpoint loads at any number of ranks.")
-    use_node_local_storage: bool = Field(False, description="Each node writes to its own disk.")
+    use_node_local_storage: bool = Field(
+        False,
+        description="Every node keeps a whole checkpoint of its own in its folder, and gets one where it lacks it.",
+    )
     parallel_write: ParallelWrite = subsection(ParallelWrite, "Who writes.")
     async_save: bool = Field(
         False, description="Copy the state to host memory and go on; a thread writes the copy. Needs THREAD_MULTIPLE."

@@ -41,7 +41,6 @@ _SAMPLING = "data_efficiency.data_sampling"
 _COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                 "channel_pruning")  # fmt: skip
 UNAVAILABLE: tuple[Row, ...] = (
-    Row("checkpoint.use_node_local_storage", bool, "a checkpoint per node is not available; use a shared folder"),
     Row(
         "optimizer",
         lambda s: s is not None and (s.type or "").lower() in _LATER_OPTIMIZERS,

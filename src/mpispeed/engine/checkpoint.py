@@ -72,6 +72,7 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
             window_bytes=max(options.window_bytes, schema.BLOCK_BYTES),
             keep_last=options.keep_last,
             keep_every=options.keep_every,
+            node_local=options.use_node_local_storage,
         ),
     }
 

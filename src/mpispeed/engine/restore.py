@@ -17,6 +17,7 @@ from mpispeed.base.errors import CheckpointError, MpispeedError
 from mpispeed.base.events import Event
 from mpispeed.ckpt import schema
 from mpispeed.ckpt.errors import NoCheckpoint
+from mpispeed.ckpt.fetch import find_on_nodes
 from mpispeed.ckpt.load import Checkpoint
 from mpispeed.ckpt.reader import Opened, find
 from mpispeed.engine.checkpoint import names_by_group, windows_of
@@ -106,7 +107,9 @@ class Source(Checkpoint):
 
 
 def open_together(parts: Parts, folder: Path, tag: str | None) -> Opened | None:
-    """Rank 0 finds the checkpoint and checks its index for all; None, with a warning, if there is none.
+    """Find the checkpoint and check its index; None, with a warning, if there is none.
+
+    Rank 0 does it for all, unless every node has a copy of its own.
 
     Collective over: all ranks.
 
@@ -114,12 +117,18 @@ def open_together(parts: Parts, folder: Path, tag: str | None) -> Opened | None:
         CheckpointError: on every rank.
     """
     comm = parts.mesh.world.comm
+    if parts.plan.config.checkpoint.use_node_local_storage:
+        try:
+            return find_on_nodes(comm, folder, tag)
+        except NoCheckpoint as missing:
+            _say_missing(comm.rank, folder, missing)
+            return None
     opened, problem = None, ""
     if comm.rank == 0:
         try:
             opened = find(folder, tag)
         except NoCheckpoint as missing:
-            log.warning("no checkpoint in %s: nothing is loaded (%s)", folder, missing)
+            _say_missing(comm.rank, folder, missing)
         except Exception as error:  # whatever a damaged file makes of it, all ranks have to hear of it
             problem = _text_of(error)
     comm.agree(not problem, problem, CheckpointError)
@@ -127,9 +136,15 @@ def open_together(parts: Parts, folder: Path, tag: str | None) -> Opened | None:
     if shared is not None:
         with agreed(comm):
             if not (shared.path / schema.MODEL_FILE).is_file():
-                msg = f"{shared.path} is on rank 0 and not here; load from a folder that all nodes share"
+                msg = f"{shared.path} is on rank 0 and not here; load from a folder that all nodes share, or set "
+                msg += "checkpoint.use_node_local_storage"
                 raise CheckpointError(msg)
     return shared
+
+
+def _say_missing(rank: int, folder: Path, missing: NoCheckpoint) -> None:
+    if rank == 0:
+        log.warning("no checkpoint in %s: nothing is loaded (%s)", folder, missing)
 
 
 def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:

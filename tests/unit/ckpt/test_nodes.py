@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mpispeed.ckpt import probe, request
+from mpispeed.ckpt import homes, probe
 from mpispeed.ckpt.errors import SaveFailed
 from mpispeed.ckpt.load import open_checkpoint
 from mpispeed.ckpt.save import SaveOptions
@@ -15,7 +15,7 @@ from tests.unit.ckpt.sample import same_bits, save_by, tensors_of
 @pytest.fixture
 def nodes(monkeypatch):
     """Every thread, which is a rank, is a node of its own."""
-    monkeypatch.setattr(request, "_node", lambda: (threading.current_thread().name, ""))
+    monkeypatch.setattr(homes, "own_node", lambda: (threading.current_thread().name, ""))
 
 
 def check(folder, tensors):

@@ -225,7 +225,6 @@ ASKS = {
     "zero_optimization.zero_hpz_partition_size": {"zero_optimization": {"zero_hpz_partition_size": 4}},
     "zero_optimization.ignore_unused_parameters": {"zero_optimization": {"ignore_unused_parameters": False}},
     "zero_optimization.load_from_fp32_weights": {"zero_optimization": {"load_from_fp32_weights": False}},
-    "checkpoint.use_node_local_storage": {"checkpoint": {"use_node_local_storage": True}},
     "zero_optimization.zeropp_loco_param": {"zero_optimization": {"zeropp_loco_param": {}}},
     "zero_optimization.mics_shard_size": {"zero_optimization": {"mics_shard_size": 2}},
     "optimizer": {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 4}}},
