@@ -1,5 +1,7 @@
 """`mpispeed plan`: memory and traffic of a configuration before anything starts, and whether this machine will do.
 
+With `--schedule` it draws a pipeline schedule instead.
+
 Exit codes: 0 it fits, 1 it does not fit, 2 the question is wrong.
 """
 
@@ -16,6 +18,7 @@ import click
 
 from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.base.units import format_bytes, format_count, parse_count
+from mpispeed.cli.plan_schedule import refuse_unused, schedule_options, show
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,32 +45,46 @@ class _Count(click.ParamType):
 
 
 @click.command()
-@click.argument("file", metavar="CONFIG")
+@click.argument("file", metavar="[CONFIG]", required=False)
 @click.option("--model", "target", metavar="MODULE:CALLABLE", help="What builds the model; it is not allocated.")
 @click.option("--model-args", default="{}", metavar="JSON", help="Its arguments: an object, or a list.")
 @click.option("--params", type=_Count(), help="Instead of --model: parameters of the model, such as 7e9.")
 @click.option("--largest-layer", type=_Count(), help="With --params: parameters of the largest layer.")
-@click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Ranks in all.")
+@click.option("-n", "--ranks", type=click.IntRange(min=1), help="Ranks in all.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes they run on.")
 @click.option("--zero-init", is_flag=True, help="The model is built inside of mpispeed.zero.Init.")
 @click.option("--activations", type=_Count(), default=0, help="Bytes each rank needs besides, such as activations.")
 @click.option("--memory", type=_Count(), help="Bytes of a node to compare with; default: what this machine has left.")
+@schedule_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
-    file: str,
+    file: str | None,
     target: str | None,
     model_args: str,
     params: int | None,
     largest_layer: int | None,
-    ranks: int,
+    ranks: int | None,
     nodes: int,
     zero_init: bool,
     activations: int,
     memory: int | None,
+    schedule: str | None,
     as_json: bool,
+    **drawing: Any,
 ) -> None:
-    """Say what CONFIG needs on every rank and sends in every step, and whether it fits: GO or NO-GO."""
+    """Say what CONFIG needs on every rank and sends in every step, and whether it fits: GO or NO-GO.
+
+    With --schedule, without CONFIG: draw a pipeline schedule, prove it and show its bubble.
+    """
+    if schedule is not None:
+        _refuse_both(file, ranks)
+        show(schedule, drawing, as_json=as_json)
+        return
+    if file is None or ranks is None:
+        msg = "give CONFIG and -n, the number of ranks; or --schedule, for a pipeline"
+        raise click.UsageError(msg)
     try:
+        refuse_unused(drawing)
         if nodes > ranks:
             msg = f"--nodes {nodes} is more than the {ranks} ranks of -n; every node runs at least one rank"
             raise ConfigError(msg)
@@ -97,6 +114,12 @@ def _answer(
     verdict = judge(setup, model, dtype, limits)
     write = _as_json if as_json else _as_text
     return write(setup, resolved, budget, verdict, model), verdict.is_go
+
+
+def _refuse_both(file: str | None, ranks: int | None) -> None:
+    if file is not None or ranks is not None:
+        msg = "--schedule draws a pipeline by itself; leave out CONFIG and -n"
+        raise click.UsageError(msg)
 
 
 # -- input -----------------------------------------------------------------------------------------------------------
