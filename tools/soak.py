@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = 2
-"""New tags, and tags that are overwritten."""
+KINDS = 3
+"""New tags, tags that are overwritten, and a folder for every node."""
 
 
 def main() -> int:
     """Run it; the exit code is that of pytest."""
     parser = argparse.ArgumentParser(description="Kill jobs while they save, again and again.")
-    parser.add_argument("--kills", type=int, default=100, help="of both kinds together")
+    parser.add_argument("--kills", type=int, default=100, help="of all kinds together")
     parser.add_argument("--seed", type=int, default=None, help="repeats a run; without it a new one is chosen")
     options = parser.parse_args()
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed

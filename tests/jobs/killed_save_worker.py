@@ -1,4 +1,7 @@
-"""Saves known state again and again until it is killed; argv: folder, first number, how many saves, overwrite or new.
+"""Saves known state again and again until it is killed; argv: folder, first number, how many saves, kind.
+
+The kinds: "new" tags, tags that are saved again ("overwrite"), and new tags where every rank is a node with a folder of
+its own ("nodes").
 
 Content, name and way of writing of a checkpoint follow from its number alone. Rank 0 says when each save begins and
 ends and how long it took; other ranks say which process they are.
@@ -32,11 +35,19 @@ def tag_of(number: int, is_over: bool) -> str:
     return f"over{number % NAMES}" if is_over else f"step{number}"
 
 
-def options_of(number: int, is_over: bool) -> SaveOptions:
+def folder_of(folder: Path, rank: int, kind: str) -> Path:
+    """Where a rank saves."""
+    return folder / f"node{rank}" if kind == "nodes" else folder
+
+
+def options_of(number: int, kind: str) -> SaveOptions:
     """All four ways of writing, in turn."""
     writing = "direct" if number % 2 else "aggregated"
     files = 3 if number // 2 % 2 else 1
-    return SaveOptions(writing=writing, files=files, overwrite=is_over, window_bytes=4 << 20, verify="none")
+    is_over, is_local = kind == "overwrite", kind == "nodes"
+    return SaveOptions(
+        writing=writing, files=files, overwrite=is_over, window_bytes=4 << 20, verify="none", node_local=is_local
+    )
 
 
 def pieces_of(number: int, rank: int, size: int) -> list[LogicalTensor]:
@@ -57,7 +68,7 @@ def say(text: str) -> None:
     os.write(1, (text + "\n").encode())
 
 
-def main(folder: Path, first: int, count: int, is_over: bool) -> None:
+def main(folder: Path, first: int, count: int, kind: str) -> None:
     """Save `count` times."""
     from mpispeed.mesh import start
 
@@ -72,17 +83,17 @@ def main(folder: Path, first: int, count: int, is_over: bool) -> None:
             say(f"begin {number}")
         save(
             comm,
-            folder,
-            tag_of(number, is_over),
+            folder_of(folder, comm.rank, kind),
+            tag_of(number, kind == "overwrite"),
             params=params,
             tensors=pieces,
             state={"engine": {"global_steps": number}, "client": {"number": number}},
             rng={"cpu": bytes([number % 256, comm.rank])},
-            options=options_of(number, is_over),
+            options=options_of(number, kind),
         )
         if comm.rank == 0:
             say(f"end {number} {time.monotonic() - began:.4f}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "overwrite")
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -20,8 +20,11 @@ import torch
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt import tags
+from mpispeed.ckpt.errors import TagNotFound
+from mpispeed.ckpt.fetch import find_on_nodes
 from mpispeed.ckpt.load import open_checkpoint
 from mpispeed.launch.mpirun import find_mpirun
+from mpispeed.mesh import sim
 from tests.jobs import killed_save_worker as worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +41,10 @@ _TOLD = re.compile(r"(process \d+ \d+|begin \d+|end \d+ [\d.]+)$")
 class Job:
     """The worker on three ranks, as `mpirun` starts it."""
 
-    def __init__(self, folder, first, count, is_over):
+    def __init__(self, folder, first, count, kind):
         mpirun = find_mpirun().path
         script = ROOT / "tests" / "jobs" / "killed_save_worker.py"
-        argv = [mpirun, "-n", str(RANKS), sys.executable, script, folder, first, count,
-                "overwrite" if is_over else "new"]  # fmt: skip
+        argv = [mpirun, "-n", str(RANKS), sys.executable, script, folder, first, count, kind]
         paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
         # ranks share two cores with each other and with whoever else is there
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
@@ -121,9 +123,9 @@ def numbers_in(folder):
     return {tag: number_in(folder, tag) for tag in whole}
 
 
-def kill_once(folder, first, is_over, pick):
+def kill_once(folder, first, kind, pick):
     """Start a job, kill a random rank at a random moment of a random save; returns (job, what was done)."""
-    job = Job(folder, first, SAVES, is_over)
+    job = Job(folder, first, SAVES, kind)
     try:
         calm = pick.randint(1, 4)
         job.read_until(lambda: len(job.begun) > calm and len(job.pids) == RANKS)
@@ -193,7 +195,7 @@ def test_kills_at_random_moments(tmp_path, is_over):
     first, outcomes = 0, []
     for kill in range(kills):
         held = numbers_in(tmp_path)
-        job, what = kill_once(tmp_path, first, is_over, pick)
+        job, what = kill_once(tmp_path, first, "overwrite" if is_over else "new", pick)
         sys.stdout.write(f"kill {kill}: {what}: ")
         state = check_after(tmp_path, job, is_over, held)
         sys.stdout.write(state + "\n")
@@ -204,7 +206,7 @@ def test_kills_at_random_moments(tmp_path, is_over):
         first += (job.begun[-1] - first) % worker.NAMES if is_over else 0
         if kill % 5 == 4:
             clear_old(tmp_path)
-    last = Job(tmp_path, first, 1, is_over)
+    last = Job(tmp_path, first, 1, "overwrite" if is_over else "new")
     try:
         assert last.finish() == 0
     finally:
@@ -212,3 +214,63 @@ def test_kills_at_random_moments(tmp_path, is_over):
     assert content_problem(tmp_path, first, is_over) == ""
     assert tags.read_latest(tmp_path) == worker.tag_of(first, is_over)
     assert any("whole" in state or "absent" in state or "before" in state for state in outcomes), "no kill hit a save"
+
+
+def found_on_nodes(nodes, tag):
+    """What a job with the same nodes finds; None where they have nothing."""
+
+    def find(world):
+        try:
+            return find_on_nodes(world.comm, nodes[world.rank], tag)
+        except TagNotFound:
+            return None
+
+    return sim.run(len(nodes), find)
+
+
+def check_nodes(nodes, job):
+    """Each node has the last complete save; the one under way is on none or, after a load, whole on all."""
+    last = job.ended[-1]
+    under_way = job.begun[-1] if job.begun[-1] not in job.ended else None
+    for node in nodes:
+        assert {entry.status for entry in tags.list_tags(node)} <= {"ok", "partial"}
+        assert content_problem(node, last, is_over=False) == ""
+    had = [under_way is not None and (node / worker.tag_of(under_way, is_over=False)).exists() for node in nodes]
+    newest = found_on_nodes(nodes, None)
+    assert len({opened.manifest.uuid for opened in newest}) == 1
+    assert newest[0].manifest.global_step in {last, under_way}
+    if under_way is None:
+        return "none under way"
+    found = found_on_nodes(nodes, worker.tag_of(under_way, is_over=False))
+    if not any(had):
+        assert found == [None] * len(nodes)
+        return "absent"
+    for opened, node in zip(found, nodes, strict=True):
+        assert opened.path.parent == node
+        assert content_problem(node, under_way, is_over=False) == ""
+    return f"whole, at first on {sum(had)} of {len(nodes)} nodes"
+
+
+def test_kills_where_every_node_has_its_own_disk(tmp_path):
+    pick = random.Random(SEED + 2)
+    kills = KILLS if "MPISPEED_SOAK_KILLS" in os.environ else KILLS // 3
+    nodes = [worker.folder_of(tmp_path, rank, "nodes") for rank in range(RANKS)]
+    first = 0
+    for kill in range(kills):
+        job, what = kill_once(tmp_path, first, "nodes", pick)
+        sys.stdout.write(f"kill {kill}: {what}: ")
+        sys.stdout.write(check_nodes(nodes, job) + "\n")
+        assert job.ended[0] == first
+        first = job.begun[-1] + 1
+        for node in nodes:
+            clear_old(node)
+        if kill % 3 == 2:
+            shutil.rmtree(nodes[pick.randrange(RANKS)])
+            assert all(opened is not None for opened in found_on_nodes(nodes, None))
+    last = Job(tmp_path, first, 1, "nodes")
+    try:
+        assert last.finish() == 0
+    finally:
+        last.end()
+    for node in nodes:
+        assert content_problem(node, first, is_over=False) == ""
