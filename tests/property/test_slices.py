@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpispeed.base.shares import share
 from mpispeed.ckpt import ranges
 from mpispeed.ckpt.load import open_checkpoint
 from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
@@ -28,7 +29,19 @@ def infos(draw, name="w"):
     parts = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4)) if kind == "sub" else ()
     shape[dim] = sum(parts) if kind == "sub" else draw(st.integers(0, 11))
     vocab = shape[0] if kind == "vocab" else -1
-    return ParamInfo(name, tuple(shape), tp_kind=kind, tp_dim=dim, tp_sub_sizes=tuple(parts), vocab_size=vocab)
+    grains = () if kind == "vocab" or draw(st.booleans()) else [draw(st.integers(1, 4)) for _ in parts or (0,)]
+    cut = {"tp_kind": kind, "tp_dim": dim, "tp_sub_sizes": tuple(parts), "tp_grains": tuple(grains)}
+    return ParamInfo(name, tuple(shape), vocab_size=vocab, **cut)
+
+
+@given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 9))
+def test_shares_are_whole_grains_in_order(length, size, grain):
+    shares = [share(length, rank, size, grain) for rank in range(size)]
+    assert [start for start, _ in shares] + [length] == [0, *(stop for _, stop in shares)]
+    counts = [stop - start for start, stop in shares]
+    assert all(stop % grain == 0 for _, stop in shares if stop < length)
+    grains = [-(-count // grain) for count in counts]
+    assert grains == [len(part) for part in np.array_split(np.empty(-(-length // grain)), size)]
 
 
 @given(infos(), st.integers(1, 5), st.data())

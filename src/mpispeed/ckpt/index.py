@@ -196,6 +196,7 @@ def _read_param(name: str, group: h5g.GroupID) -> ParamInfo:
         tp_kind=hdf5.text(values["tp_kind"]),
         tp_dim=_whole(values, "tp_dim"),
         tp_sub_sizes=_row(values, "tp_sub_sizes"),
+        tp_grains=_row(values, "tp_grains"),
         vocab_size=_whole(values, "vocab_size"),
         pp_kind=hdf5.text(values["pp_kind"]),
         pp_layer=_whole(values, "pp_layer"),

@@ -203,6 +203,8 @@ class ParamInfo:
         tp_kind: how tensor parallelism cuts it: none, column, row, replicated, averaged, sub or vocab.
         tp_dim: the dim that is cut, -1 for none.
         tp_sub_sizes: sizes of the parts along `tp_dim` that are cut separately.
+        tp_grains: one for each part (one where there are no sub sizes): cuts fall on multiples of it, as on whole
+            heads; empty for 1 everywhere.
         vocab_size: rows without padding, -1 when it is no vocabulary table.
         pp_kind: "owned" by one pipeline stage or "replicated".
         pp_layer: global index of its pipeline layer, -1 for none.
@@ -220,6 +222,7 @@ class ParamInfo:
     tp_kind: str = "none"
     tp_dim: int = -1
     tp_sub_sizes: tuple[int, ...] = ()
+    tp_grains: tuple[int, ...] = ()
     vocab_size: int = -1
     pp_kind: str = "owned"
     pp_layer: int = -1
@@ -239,8 +242,16 @@ class ParamInfo:
     def identity(self) -> tuple[object, ...]:
         """What all ranks have to agree on."""
         own = (self.name, self.shape, str(self.train_dtype), self.kind, self.param_group, self.step)
-        parallel = (self.tp_kind, self.tp_dim, self.tp_sub_sizes, self.vocab_size, self.pp_kind, self.pp_layer)
-        return (*own, *parallel, self.expert, self.is_sparse, tuple(sorted(self.scalars.items())))
+        cut = (self.tp_kind, self.tp_dim, self.tp_sub_sizes, self.tp_grains, self.vocab_size)
+        return (
+            *own,
+            *cut,
+            self.pp_kind,
+            self.pp_layer,
+            self.expert,
+            self.is_sparse,
+            tuple(sorted(self.scalars.items())),
+        )
 
 
 def check_names(params: Sequence[ParamInfo], tensors: Sequence[LogicalTensor]) -> None:

@@ -196,6 +196,7 @@ def _param_attributes(build: hdf5.Builder, group: h5g.GroupID, param: ParamInfo)
         "tp_kind": param.tp_kind,
         "tp_dim": param.tp_dim,
         "tp_sub_sizes": tuple(param.tp_sub_sizes),
+        "tp_grains": tuple(param.tp_grains),
         "vocab_size": param.vocab_size,
         "pp_kind": param.pp_kind,
         "pp_layer": param.pp_layer,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.base.shares import share
 from mpispeed.ckpt import bits, schema
 from mpispeed.ckpt.logical import Deferred, ParamInfo, Pattern, Piece
 
@@ -51,8 +52,8 @@ class Block:
 class TensorSlice:
     """The slice of a parameter that one rank of a tensor-parallel group holds.
 
-    What does not divide evenly is cut as `numpy.array_split` does: contiguous parts, the first ones one longer. A
-    vocabulary table is padded instead: all ranks hold equally many rows, and those behind `vocab_size` are no part of
+    What does not divide evenly is cut as `numpy.array_split` does: contiguous parts, the first ones one longer. With
+    grains, whole grains are dealt so, and the last one is short where the length is no multiple. A vocabulary table is padded instead: all ranks hold equally many rows, and those behind `vocab_size` are no part of
     the whole tensor. Of kind "sub", each of the parts in `tp_sub_sizes` is cut by itself, and a slice has its share of
     each, one behind the other: query, key and value in one tensor, for example.
 
@@ -294,11 +295,14 @@ def _cuts(info: ParamInfo, dim: int, rank: int, size: int) -> Iterator[tuple[int
     if sum(parts) != info.shape[dim] or min(parts, default=0) < 0:
         msg = f"{info.name}: the tp_sub_sizes {parts} do not add up to the {info.shape[dim]} of dim {dim}"
         raise CheckpointError(msg)
+    grains = info.tp_grains or (1,) * len(parts)
+    if len(grains) != len(parts) or min(grains) < 1:
+        msg = f"{info.name}: the tp_grains {grains} are not one positive number for each of its parts {parts}"
+        raise CheckpointError(msg)
     begin = 0
-    for part in parts:
-        share, longer = divmod(part, size)
-        start = begin + rank * share + min(rank, longer)
-        yield start, start + share + (rank < longer)
+    for part, grain in zip(parts, grains, strict=True):
+        start, stop = share(part, rank, size, grain)
+        yield begin + start, begin + stop
         begin += part
 
 

@@ -92,7 +92,7 @@ MODELS = {
     "version empty": attribute("/", "version", h5py.Empty("i8")),
     **{
         f"{name} {value}": attribute("params/b.weight", name, value)
-        for name in ("step", "param_group", "tp_dim", "tp_sub_sizes", "expert", "train_dtype", "kind", "sparse")
+        for name in ("step", "param_group", "tp_dim", "tp_sub_sizes", "tp_grains", "expert", "train_dtype", "kind", "sparse")
         for value in (h5py.Empty("f8"), "text of variable length", np.void(b"opaque"), np.zeros((), COMPOUND))
     },
     "huge text": attribute("params/b.weight", "kind", "x" * (8 << 20), TEXT),

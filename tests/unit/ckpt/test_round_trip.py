@@ -68,6 +68,7 @@ def test_all_attributes_of_a_parameter_come_back(tmp_path):
         tp_kind="sub",
         tp_dim=1,
         tp_sub_sizes=(2, 4),
+        tp_grains=(1, 2),
         vocab_size=3,
         pp_kind="replicated",
         pp_layer=5,

@@ -36,6 +36,13 @@ CASES = [
     ParamInfo("qkv", (24, 5), tp_kind="sub", tp_dim=0, tp_sub_sizes=(16, 4, 4)),
     ParamInfo("qkv as columns", (5, 24), tp_kind="sub", tp_dim=1, tp_sub_sizes=(16, 4, 4)),
     ParamInfo("odd parts as columns", (4, 11), tp_kind="sub", tp_dim=1, tp_sub_sizes=(7, 1, 0, 3)),
+    ParamInfo("heads", (12, 5), tp_kind="column", tp_grains=(4,)),
+    ParamInfo("heads with a rest", (14, 2), tp_kind="column", tp_grains=(4,)),
+    ParamInfo("row of heads", (3, 12), tp_kind="row", tp_grains=(4,)),
+    ParamInfo("grouped queries", (24, 3), tp_kind="sub", tp_dim=0, tp_sub_sizes=(16, 4, 4), tp_grains=(8, 2, 2)),
+    ParamInfo(
+        "grouped queries as columns", (3, 24), tp_kind="sub", tp_dim=1, tp_sub_sizes=(16, 4, 4), tp_grains=(8, 2, 2)
+    ),
     ParamInfo("gate and up", (12, 2), tp_kind="sub", tp_sub_sizes=(6, 6)),
     ParamInfo("vocab", (13, 3), tp_kind="vocab", vocab_size=13),
     ParamInfo("tiny vocab", (1, 3), tp_kind="vocab", vocab_size=1),
@@ -58,7 +65,15 @@ def cut_by_torch(info, whole, rank, size):
         padded[: whole.shape[0]] = whole
         return padded[rank * rows : (rank + 1) * rows]
     parts = whole.split(info.tp_sub_sizes, dim) if info.tp_kind == "sub" else [whole]
-    return torch.cat([torch.tensor_split(part, size, dim)[rank] for part in parts], dim).contiguous()
+    grains = info.tp_grains or (1,) * len(parts)
+    return torch.cat([of_grains(part, grain, dim, rank, size) for part, grain in zip(parts, grains, strict=True)], dim)
+
+
+def of_grains(part, grain, dim, rank, size):
+    """The grains that `numpy.array_split` gives to a rank."""
+    pieces = part.split(grain, dim)
+    chosen = np.array_split(np.arange(len(pieces)), size)[rank] if part.shape[dim] else []
+    return torch.cat([pieces[i] for i in chosen] or [part.narrow(dim, 0, 0)], dim).contiguous()
 
 
 def save_slices(folder, infos, size, dtype=torch.float32, *, cut=lambda local, rank: [(0, local)], **options):
@@ -129,6 +144,8 @@ def test_padding_of_a_vocabulary():
         (ParamInfo("w", (), tp_kind="column"), "has no dim 0"),
         (ParamInfo("w", (9,), tp_kind="sub", tp_sub_sizes=(4, 4)), r"\(4, 4\) do not add up to the 9"),
         (ParamInfo("w", (8,), tp_kind="sub", tp_sub_sizes=(9, -1)), "do not add up"),
+        (ParamInfo("w", (8,), tp_kind="column", tp_grains=(0,)), r"tp_grains \(0,\) are not one positive"),
+        (ParamInfo("w", (8,), tp_kind="sub", tp_sub_sizes=(4, 4), tp_grains=(2,)), r"\(2,\) are not one .* \(4, 4\)"),
         (ParamInfo("w", (8, 2), tp_kind="vocab", vocab_size=7), "the rows without padding"),
         (ParamInfo("w", (8, 2), tp_kind="vocab", tp_dim=1), "along dim 0"),
     ],
