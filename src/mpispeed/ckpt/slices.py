@@ -53,9 +53,10 @@ class TensorSlice:
     """The slice of a parameter that one rank of a tensor-parallel group holds.
 
     What does not divide evenly is cut as `numpy.array_split` does: contiguous parts, the first ones one longer. With
-    grains, whole grains are dealt so, and the last one is short where the length is no multiple. A vocabulary table is padded instead: all ranks hold equally many rows, and those behind `vocab_size` are no part of
-    the whole tensor. Of kind "sub", each of the parts in `tp_sub_sizes` is cut by itself, and a slice has its share of
-    each, one behind the other: query, key and value in one tensor, for example.
+    grains, whole grains are dealt so, and the last one is short where the length is no multiple. A vocabulary table
+    is padded instead: all ranks hold equally many rows, and those behind `vocab_size` are no part of the whole tensor.
+    Of kind "sub", each of the parts in `tp_sub_sizes` is cut by itself, and a slice has its share of each, one behind
+    the other: query, key and value in one tensor, for example.
 
     Args:
         info: the parameter; kind and dim of the cut are taken from it.

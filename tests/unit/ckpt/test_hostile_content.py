@@ -79,6 +79,7 @@ def group_of(name):
 
 
 COMPOUND = np.dtype([("a", "<f4"), ("b", "<i8")])
+ATTRIBUTES = ("step", "param_group", "tp_dim", "tp_sub_sizes", "tp_grains", "expert", "train_dtype", "kind", "sparse")
 MODELS = {
     **{
         f"shape {value}": attribute("params/b.weight", "shape", value)
@@ -92,7 +93,7 @@ MODELS = {
     "version empty": attribute("/", "version", h5py.Empty("i8")),
     **{
         f"{name} {value}": attribute("params/b.weight", name, value)
-        for name in ("step", "param_group", "tp_dim", "tp_sub_sizes", "tp_grains", "expert", "train_dtype", "kind", "sparse")
+        for name in ATTRIBUTES
         for value in (h5py.Empty("f8"), "text of variable length", np.void(b"opaque"), np.zeros((), COMPOUND))
     },
     "huge text": attribute("params/b.weight", "kind", "x" * (8 << 20), TEXT),
