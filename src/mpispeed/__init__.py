@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base import late
 
 if TYPE_CHECKING:
-    from mpispeed import comm, zero
+    from mpispeed import checkpointing, comm, zero
     from mpispeed.ckpt.fp32 import (
         clone_tensors_for_torch_save,
         convert_zero_checkpoint_to_fp32_state_dict,
@@ -30,6 +30,7 @@ _HOME = {
     "init_distributed": "mpispeed.engine",
     "add_config_arguments": "mpispeed.engine",
     "Engine": "mpispeed.engine",
+    "checkpointing": "mpispeed.checkpointing",
     "comm": "mpispeed.comm",
     "RepeatingLoader": "mpispeed.data.loader",
     "zero": "mpispeed.zero",
@@ -44,6 +45,7 @@ __all__ = [
     "RepeatingLoader",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "clone_tensors_for_torch_save",
     "comm",
     "convert_zero_checkpoint_to_fp32_state_dict",

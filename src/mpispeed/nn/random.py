@@ -78,7 +78,7 @@ class RNGStatesTracker:
             UsageError: (a RuntimeError) the seed or the name is taken.
         """
         if seed in self._seeds:
-            msg = f"seed {seed} already exists in the tracker: equal seeds make equal numbers; choose another for {name!r}"
+            msg = f"seed {seed} already exists in the tracker and gives the same numbers; choose another for {name!r}"
             raise UsageError(msg)
         if name in self._states:
             msg = f"stream {name!r} already exists in the tracker; choose another name, or reset() it first"
@@ -98,8 +98,8 @@ class RNGStatesTracker:
         if name not in self._states:
             known = ", ".join(map(repr, self._states)) or "none"
             msg = (
-                f"stream {name!r} is not added to the tracker, which has {known}; call model_parallel_manual_seed(seed) "
-                "after checkpointing.configure, or add(name, seed)"
+                f"stream {name!r} is not added to the tracker, which has {known}; call "
+                "model_parallel_manual_seed(seed) after checkpointing.configure, or add(name, seed)"
             )
             raise UsageError(msg)
         with self._aside():
