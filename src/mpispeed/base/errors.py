@@ -79,3 +79,7 @@ class CheckpointError(MpispeedError, RuntimeError):
 
 class NativeMissing(MpispeedError, ImportError):
     """Compiled code that is needed is not there; the message gives the reason."""
+
+
+class PipelineError(UsageError):
+    """A call that makes no sense for a pipeline, whose batches run as a whole."""

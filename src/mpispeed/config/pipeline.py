@@ -18,6 +18,14 @@ class Pipeline(Section):
     activation_checkpoint_interval: Natural = Field(0, description="Layers per recomputed block; 0 is off.")
     pipe_partitioned: bool = Field(True, description="Cut activations over the slices of a layer when sending.")
     grad_partitioned: bool = Field(True, description="Cut gradients over the slices of a layer when sending.")
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] | None = Field(
+        None, description='Order of the passes; null or "auto" is 1f1b, or interleaved where ranks have several chunks.'
+    )
+    per_micro_batch: bool = Field(
+        False,
+        description="Stages 2 and 3: sum gradients, and gather parameters, for every micro-batch: less memory, more "
+        "traffic. False: once in a step.",
+    )
     use_reentrant: bool = Field(True, description="Accepted; recomputation is always non-reentrant.")
 
 

@@ -15,10 +15,16 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.config.load import LoadedConfig, parse, read_source, validate
 from mpispeed.config.unavailable import require_available
 from mpispeed.engine.assemble import assemble
+from mpispeed.engine.axes import choose_axes
 from mpispeed.engine.engine import Engine
+from mpispeed.engine.pipeline import PipelineEngine
 from mpispeed.engine.placements import ranks_per_node
 from mpispeed.engine.plan import Plan, make_plan
+from mpispeed.engine.slicing import slice_layers
+from mpispeed.mesh.mesh import Mesh
+from mpispeed.mesh.topology import Topology
 from mpispeed.mesh.world import start
+from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -87,7 +93,8 @@ def initialize(
         training_data: a data set (map style or iterable) from which `engine.training_dataloader` is made.
         lr_scheduler: a scheduler, or a callable that makes one of the optimizer; overrides the JSON.
         distributed_port: accepted; no effect.
-        mpu: must be None.
+        mpu: knows the ranks' places (Megatron style: get_data_parallel_group and so on); for models that cut their
+            layers themselves. With the config's `tensor_parallel` or a PipelineModule leave it out.
         dist_init_required: accepted; no effect.
         collate_fn: makes a batch of a list of samples; torch's by default.
         config: path, mapping, or base64 text; instead of `args.deepspeed_config`.
@@ -105,17 +112,18 @@ def initialize(
     if model is None:
         msg = "mpispeed.initialize: model is None; pass the torch module to train"
         raise ConfigError(msg)
-    if mpu is not None or mesh_param is not None:
-        msg = "mpispeed.initialize: mpu and mesh_param are not supported yet; all ranks are data parallel"
+    if mesh_param is not None:
+        msg = "mpispeed.initialize: mesh_param is not supported; sequence parallelism is not there yet, leave it out"
         raise ConfigError(msg)
     world = init_distributed()
     source = _shared_source(world, args, config if config is not None else config_params)
-    loaded, plan = _resolve(world, source, model)
+    loaded, plan = _resolve(world, source, model, mpu)
     _adopt_local_rank(args, world)
-    parts = assemble(
-        plan, loaded, world, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn=collate_fn
-    )
-    engine = Engine(parts)
+    mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
+    slice_layers(plan, mesh, model)
+    given = optimizer, model_parameters, training_data, lr_scheduler
+    parts = assemble(plan, loaded, mesh, model, *given, collate_fn=collate_fn)
+    engine = PipelineEngine(parts, model) if isinstance(model, PipelineModule) else Engine(parts)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -155,25 +163,29 @@ def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -
     return (text, name) if text is not None else (content, where)
 
 
-def _resolve(world: World, source: tuple[Any, str], model: nn.Module) -> tuple[LoadedConfig, Plan]:
+def _resolve(world: World, source: tuple[Any, str], model: nn.Module, mpu: Any) -> tuple[LoadedConfig, Plan]:
     """Validate and plan; every rank comes to the same plan, or all raise.
 
     Collective over: all ranks.
     """
     content, where = source
-    problem, digest, resolved = "", "", None
+    problem, digest, resolved, stage = "", "", None, 0
     node = ranks_per_node(world)
     try:
         loaded = parse(content, where) if isinstance(content, str) else validate(content, where)
         require_available(loaded.config, loaded.where)
-        resolved = loaded, make_plan(loaded.config, world.size, _floating_dtype(model), ranks_per_node=node)
+        axes = choose_axes(loaded.config, world, model, mpu)
+        dtype = _floating_dtype(model)
+        resolved = loaded, make_plan(loaded.config, world.size, dtype, ranks_per_node=node, axes=axes)
+        stage = Topology(axes).coords(world.rank)["pipe"]
         shapes = [(name, tuple(param.shape), param.dtype) for name, param in model.named_parameters()]
         digest = resolved[1].digest() + hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
     except ConfigError as error:
         problem = str(error)
-    outcomes = world.comm.gather_objects((problem, digest))
+    outcomes = world.comm.gather_objects((problem, digest, stage))
     _raise_first([outcome[0] for outcome in outcomes])
-    odd = [rank for rank, outcome in enumerate(outcomes) if outcome[1] != outcomes[0][1]]
+    first: dict[int, str] = {}  # stages of a pipeline have other parameters
+    odd = [rank for rank, (_, found, at) in enumerate(outcomes) if first.setdefault(at, found) != found]
     if odd or resolved is None:
         msg = (
             f"ranks {odd[:8]} have another plan than rank 0: the config or the model that is passed in code differs "

@@ -20,8 +20,8 @@ from mpispeed.engine.parts import Counters, Optimization, Parts
 from mpispeed.engine.reducing import choose_reducer
 from mpispeed.engine.reports import observe
 from mpispeed.engine.sharding import Sharding, shard
+from mpispeed.engine.sharing import Sharing, kinds_of
 from mpispeed.engine.swapping import check_rule
-from mpispeed.mesh.mesh import Mesh
 from mpispeed.optim.choice import build
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Rule
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from mpispeed.config.load import LoadedConfig
     from mpispeed.engine.plan import Plan
-    from mpispeed.mesh.world import World
+    from mpispeed.mesh.mesh import Mesh
     from mpispeed.zero.params import ParamStore
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad", "Lion")
 def assemble(
     plan: Plan,
     loaded: LoadedConfig,
-    world: World,
+    mesh: Mesh,
     model: nn.Module,
     optimizer: Any,
     model_parameters: Iterable[Any] | None,
@@ -68,10 +68,11 @@ def assemble(
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     _refuse_foreign_params(model, groups)
     scaler = make_scaler(plan)
-    mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
     check_rule(plan, rule, rule.name if rule is not None else "")
     slots = rule.state_names if rule is not None else ()
-    require_host_budget(world.comm, plan, model, group_of=group_of, slots=slots)
+    require_host_budget(mesh.world.comm, plan, model, group_of=group_of, slots=slots)
+    sharing, kinds = Sharing.of(mesh, model), kinds_of(model, mesh["model"].size)
+    sharing.equalise([*model.parameters()], kinds)
     sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots)
     table, params = sharding.table, sharding.params
     broadcast_rest(model, table, mesh, _cast_to(plan))
@@ -81,14 +82,16 @@ def assemble(
     if rule is not None:
         optimization, walker = _optimize(plan, mesh, model, sharding, scaler, rule, groups, basic)
         scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
-        parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, walker, scheduler)
+        parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, walker, scheduler, sharing)
         if basic is not None and isinstance(rule, Foreign):
             optimization.unguard = rule.guard(optimization.grads.clear)
     bus = Bus()
     loader = None
     if training_data is not None:
         loader = make_loader(plan, mesh, training_data, collate_fn)
-    parts = Parts(plan, mesh, model, sharding, bus, scaler, counters, optimization, scheduler, loader, parts_of_step)
+    parts = Parts(
+        plan, mesh, model, sharding, bus, scaler, counters, optimization, scheduler, loader, parts_of_step, sharing
+    )
     try:
         _watch(parts, loaded)
     except BaseException:
@@ -297,13 +300,15 @@ def step_parts(
     optimization: Optimization,
     walker: Walker,
     scheduler: Any | None,
+    sharing: Sharing,
 ) -> Sequence[step.StepPart]:
     """The step in order; see `engine/step.py`."""
     grads = optimization.grads
     parts: list[step.StepPart] = [
         step.CheckParams(params),
         step.FinishReduce(grads),
-        step.MeasureNorm(mesh, grads),
+        step.SumShared(grads, sharing),
+        step.MeasureNorm(mesh, grads, sharing),
         step.AdjustScale(scaler, mesh, counters, grads),
         step.ScaleAndClip(plan.gradient_clipping),
         step.Update(mesh, optimization.rule, walker, optimization.groups, optimization.facade),

@@ -117,9 +117,10 @@ def predict(facts: Facts) -> Budget:
     held.append(Held("gradient buckets", device, outcome.scratch_bytes - outcome.gathered_bytes))
     gathers = [Sent("parameters", verb, axes, count) for (verb, axes), count in sorted(outcome.gathers.items())]
     sent = [*sent_gradients(facts), *gathers, *sent_updates(facts)]
-    ranks = facts.topology.group_size("data")
+    ranks = facts.topology.size
     if facts.table.units:
-        sent.append(Sent("gradient norm", "all_gather", ("data",), NORM_BYTES * (ranks - 1)))
+        axes = ("data",) if ranks == facts.topology.group_size("data") else facts.topology.names
+        sent.append(Sent("gradient norm", "all_gather", axes, NORM_BYTES * (ranks - 1)))
     return Budget(
         held=tuple(row for row in held if row.bytes),
         sent=tuple(row for row in _summed(sent) if row.bytes),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mpispeed.engine.offload import Cells, Offload, leading_units, make_swap_plan, offload_of
+from mpispeed.engine.sharing import kinds_of
 from mpispeed.mesh.topology import Topology
 from mpispeed.optim.choice import build
 from mpispeed.optim.rule import KeepsState, Window
@@ -197,6 +198,7 @@ def gather_facts(
         plan.bucket_elements,
         merge_elements=zero.param_persistence_threshold,
         takes_frozen=not states.param.is_whole,
+        kind_of=kinds_of(model, topology.group_size("model")),
     )
     mark_leaves_by_threshold(model, zero.module_granularity_threshold)
     resident = frozenset(choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold))

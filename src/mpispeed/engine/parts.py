@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpispeed.base.events import Bus
     from mpispeed.engine.plan import Plan
     from mpispeed.engine.sharding import Sharding
+    from mpispeed.engine.sharing import Sharing
     from mpispeed.engine.step import StepPart
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
@@ -85,6 +86,7 @@ class Parts:
     scheduler: Any | None
     loader: Any | None
     step_parts: Sequence[StepPart]
+    sharing: Sharing
 
     @property
     def table(self) -> Table:

@@ -70,7 +70,7 @@ class Placing:
         return Topology(sizes, {**dict(topology.aliases), ACROSS: across})
 
 
-def place(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:
+def place(zero: ZeroOptimization, data: int, ranks_per_node: int, *, sums_late: bool = False) -> Placing:
     """Placements for the settings.
 
     Args:
@@ -78,6 +78,8 @@ def place(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:
         data: size of the data axis.
         ranks_per_node: ranks that share a node, equal on all nodes; 0 if they are not. Only settings that tell nodes
             apart look at it.
+        sums_late: gradients rest whole until the last micro-batch, whatever the stage: a pipeline then sums over ranks
+            once in a step, and not once for each micro-batch.
 
     Raises:
         ConfigError: sizes that do not divide each other, or settings that exclude each other.
@@ -88,23 +90,23 @@ def place(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:
         msg = f"{_Z}.{key} {value} divides cut parameters and needs {_Z}.stage 3, found {zero.stage}; remove the key"
         raise ConfigError(msg)
     if shard > 0:
-        return _on_tiers(_place_in_groups(zero, data, ranks_per_node), zero)
+        return _on_tiers(_place_in_groups(zero, data, ranks_per_node), zero, sums_late=sums_late)
     if zero.mics_hierarchical_params_gather:
         msg = (
             f"{_Z}.mics_hierarchical_params_gather needs {_Z}.mics_shard_size, found {shard}; set that to the ranks of "
             "a shard group, or remove the key"
         )
         raise ConfigError(msg)
-    return _on_tiers(_place_over_all(zero, data, ranks_per_node), zero)
+    return _on_tiers(_place_over_all(zero, data, ranks_per_node), zero, sums_late=sums_late)
 
 
-def _on_tiers(placing: Placing, zero: ZeroOptimization) -> Placing:
+def _on_tiers(placing: Placing, zero: ZeroOptimization, *, sums_late: bool) -> Placing:
     """The same cuts on the tiers of `offload_param` and `offload_optimizer`.
 
     Gradients go where the optimizer runs, unless they rest whole: then every backward pass adds to all of them.
     Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
     """
-    states = placing.states
+    states = replace(placing.states, grad=WHOLE) if sums_late else placing.states
     param = _TIERS[zero.offload_param.device] if zero.offload_param is not None else Tier.DEVICE
     master = _TIERS[zero.offload_optimizer.device] if zero.offload_optimizer is not None else Tier.DEVICE
     grad = Tier.DEVICE if states.grad.is_whole else master

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from mpispeed.engine.placements import Placing, States, place
 from mpispeed.precision.policy import Policy, resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mpispeed.config.root import Config
     from mpispeed.mesh.topology import Topology
 
@@ -119,14 +122,24 @@ class Plan:
         ]
 
 
-def make_plan(config: Config, world_size: int, model_dtype: torch.dtype, *, ranks_per_node: int | None = None) -> Plan:
+def make_plan(
+    config: Config,
+    world_size: int,
+    model_dtype: torch.dtype,
+    *,
+    ranks_per_node: int | None = None,
+    axes: Mapping[str, int] | None = None,
+) -> Plan:
     """Resolve `config` for `world_size` ranks, of which neighbours share nodes; None: all share one.
+
+    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel.
 
     Raises:
         ConfigError: settings that cannot hold together, with the keys, the values and the cure.
         TopologyError: axis sizes that do not multiply to the number of ranks.
     """
-    data = _data_size(config, world_size)
+    axes = dict(axes) if axes is not None else {"pipe": 1, "data": world_size, "model": 1}
+    data = _data_size(config, axes)
     triple = resolve_batch(
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, data
     )
@@ -142,10 +155,15 @@ def make_plan(config: Config, world_size: int, model_dtype: torch.dtype, *, rank
     return Plan(
         config=config,
         world_size=world_size,
-        axes={"pipe": 1, "data": data, "model": 1},
+        axes=axes,
         batch=Batch(*triple, data),
         stage=zero.stage,
-        placing=place(zero, data, world_size if ranks_per_node is None else ranks_per_node),
+        placing=place(
+            zero,
+            data,
+            _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node),
+            sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
+        ),
         policy=policy,
         gradient_clipping=config.gradient_clipping,
         is_prescaled=config.prescale_gradients,
@@ -163,12 +181,22 @@ def make_plan(config: Config, world_size: int, model_dtype: torch.dtype, *, rank
     )
 
 
-def _data_size(config: Config, world_size: int) -> int:
-    wanted = config.data_parallel_size
-    if wanted is not None and wanted != world_size:
+def _data_size(config: Config, axes: Mapping[str, int]) -> int:
+    wanted, data, world = config.data_parallel_size, axes["data"], math.prod(axes.values())
+    if wanted is not None and wanted != data:
+        cut = f" at {axes['pipe']} pipeline stages x {axes['model']} slices" if data != world else ""
         msg = (
-            f"data_parallel_size {wanted} does not fit {world_size} ranks; start {wanted} ranks "
+            f"data_parallel_size {wanted} does not fit {world} ranks{cut}; start {world // data * wanted} ranks "
             "or remove the key, the size then follows the ranks"
         )
         raise TopologyError(msg)
-    return world_size
+    return data
+
+
+def _data_per_node(axes: Mapping[str, int], ranks_per_node: int) -> int:
+    """Neighbours on the data axis that share a node; 0 if their number is not the same everywhere."""
+    names = list(axes)
+    inner = math.prod(axes[name] for name in names[names.index("data") + 1 :])
+    if ranks_per_node % inner:
+        return 0
+    return min(ranks_per_node // inner, axes["data"])

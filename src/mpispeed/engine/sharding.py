@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import StoreError
+from mpispeed.engine.sharing import kinds_of
 from mpispeed.engine.swapping import is_swapping, open_tiers, plan_swap
 from mpispeed.mesh.watch import Watch
 from mpispeed.store.move import widen
@@ -127,6 +128,7 @@ def _take_over(
         plan.bucket_elements,
         merge_elements=zero.param_persistence_threshold,
         takes_frozen=is_cut,
+        kind_of=kinds_of(model, mesh["model"].size),
     )
     resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
     tiers = open_tiers(plan, mesh, plan_swap(plan, mesh, table, resident, compute, slots))

@@ -18,6 +18,7 @@ from mpispeed.zero.params import find_unbound
 
 if TYPE_CHECKING:
     from mpispeed.engine.parts import Counters
+    from mpispeed.engine.sharing import Sharing
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
     from mpispeed.precision.scaler import LossScale
@@ -60,6 +61,17 @@ class FinishReduce:
         self._grads.finish()
 
 
+class SumShared:
+    """Add up gradients of weights that several stages or slices have in common, over these."""
+
+    def __init__(self, grads: GradStore, sharing: Sharing) -> None:
+        self._grads, self._sharing = grads, sharing
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Collective over: the ranks that share them."""
+        self._sharing.sum(self._grads)
+
+
 class CheckParams:
     """Refuse a step whose result the model would not see."""
 
@@ -85,12 +97,13 @@ class CheckParams:
 class MeasureNorm:
     """Global norm and finite check in one pass; all ranks come to the same verdict."""
 
-    def __init__(self, mesh: Mesh, grads: GradStore) -> None:
-        self._mesh, self._grads = mesh, grads
+    def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing) -> None:
+        self._mesh, self._grads, self._sharing = mesh, grads, sharing
 
     def __call__(self, ctx: StepContext) -> None:
-        """Collective over: the data axis."""
-        total = global_square_sum(self._mesh, self._grads, threads=ctx.threads)
+        """Collective over: all ranks."""
+        counts = self._sharing.is_counted
+        total = global_square_sum(self._mesh, self._grads, threads=ctx.threads, counts=counts)
         ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
         ctx.skip = not math.isfinite(total)
 
@@ -134,7 +147,7 @@ class Update:
         self._mesh, self._rule, self._walker, self._groups, self._optimizer = mesh, rule, walker, groups, optimizer
 
     def __call__(self, ctx: StepContext) -> None:
-        """Local; collective over the data axis where states may be swapped.
+        """Local; collective over all ranks where states may be swapped.
 
         Raises:
             StoreError: on every rank, if a swap file of one cannot be read or written.
@@ -155,7 +168,7 @@ class Update:
             self._rule.update(windows, grad_scale=ctx.multiplier, threads=ctx.threads)
 
     def _update_together(self, ctx: StepContext) -> None:
-        """What fails on one rank ends the step on all of them. Collective over: the data axis."""
+        """What fails on one rank ends the step on all of them. Collective over: all ranks."""
         failure: Exception | None = None
         try:
             self._update(ctx)
@@ -163,7 +176,7 @@ class Update:
             failure = error
         problem = "" if failure is None else str(failure) or type(failure).__name__
         try:
-            self._mesh["data"].agree(failure is None, problem, StoreError)
+            self._mesh[self._mesh.topology.names].agree(failure is None, problem, StoreError)
         except StoreError as told:
             if failure is None or isinstance(failure, StoreError):
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,8 @@ from mpispeed.store.layout import Entry, FlatLayout
 class Unit:
     """Parameters that are fetched, reduced and published together: one flat buffer per kind of state.
 
-    `dtype` is that of the parameters as the model was given; it may differ from the compute dtype.
+    `dtype` is that of the parameters as the model was given; it may differ from the compute dtype. `kind` is what its
+    parameters have in common beside, for who planned the units.
     """
 
     index: int
@@ -25,6 +26,7 @@ class Unit:
     params: tuple[nn.Parameter, ...]  # in the order of layout.entries
     dtype: torch.dtype
     is_trainable: bool = True
+    kind: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ import torch
 from mpispeed.base.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.store.table import Unit
     from mpispeed.zero.grads import GradStore
 
 _SLOTS = 64
@@ -41,23 +42,26 @@ def compress(values: Iterable[float]) -> list[float]:
     return partials
 
 
-def global_square_sum(mesh: Mesh, grads: GradStore, *, threads: int) -> float:
+def global_square_sum(
+    mesh: Mesh, grads: GradStore, *, threads: int, counts: Callable[[Unit], bool] = lambda _: True
+) -> float:
     """Sum of squares of all averaged gradients, correctly rounded; inf or NaN if any gradient is.
 
     Each rank sums fixed blocks of a part that is its alone in fp64; the block sums are added exactly, so neither the
-    cut nor the number of ranks changes a bit.
+    cut over the data axis nor the number of its ranks changes a bit. `counts` says of a unit whether it is counted
+    here: of parameters that several ranks of another axis have alike, one counts them.
 
-    Collective over: the data axis.
+    Collective over: all ranks.
     """
     partials: list[float] = []
-    for unit in grads.table.units:
+    for unit in filter(counts, grads.table.units):
         partials = compress(partials + grads.square_sums(unit, threads=threads))
     if len(partials) > _SLOTS:
         msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {_SLOTS} that are exchanged"
         raise StoreError(msg)
     own = torch.zeros(_SLOTS, dtype=torch.float64)
     own[: len(partials)] = torch.tensor(partials, dtype=torch.float64)
-    comm = mesh["data"]
+    comm = mesh[mesh.topology.names]
     everyone = torch.empty(_SLOTS * comm.size, dtype=torch.float64)
     comm.all_gather(everyone, own)
     if not bool(torch.isfinite(everyone).all()):

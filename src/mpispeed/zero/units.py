@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ def plan_units(
     *,
     merge_elements: int = 0,
     takes_frozen: bool = False,
+    kind_of: Mapping[int, Hashable] | None = None,
 ) -> Table:
     """Deal the parameters of `model` to units.
 
@@ -35,21 +36,26 @@ def plan_units(
         limit_elements: largest unit of several parameters.
         merge_elements: neighbouring runs with at most so many elements together become one unit.
         takes_frozen: make units of frozen parameters too.
+        kind_of: what a unit's parameters have in common, by `id` of the parameter; None where it is not given. The
+            parameters of a block that are of one kind follow each other.
     """
+    kinds = kind_of or {}
     blocks = block_names(model)
     named = list(model.named_parameters())
     trained = [(name, param) for name, param in named if id(param) in group_of]
     frozen = [(name, param) for name, param in named if id(param) not in group_of] if takes_frozen else []
     units: list[Unit] = []
     for items, is_trainable in ((trained, True), (frozen, False)):
-        for part in _merged(_runs(items, blocks, limit_elements), min(merge_elements, limit_elements)):
+        runs = _runs(items, blocks, limit_elements, kinds)
+        for part in _merged(runs, min(merge_elements, limit_elements), kinds):
             tensors = [(name, tuple(param.shape), group_of.get(id(param), 0)) for name, param in part]
             layout = FlatLayout(tensors, parts)
             by_name = dict(part)
             params = tuple(by_name[entry.name] for entry in layout.entries)
             title = _block_of(part[0][0], blocks)
             name = title if title in blocks else part[0][0]
-            units.append(Unit(len(units), name, layout, params, part[0][1].dtype, is_trainable))
+            kind = kinds.get(id(params[0]))
+            units.append(Unit(len(units), name, layout, params, part[0][1].dtype, is_trainable, kind))
     count = sum(unit.is_trainable for unit in units)
     return Table(tuple(units[:count]), aliases=tied_names(model), frozen=tuple(units[count:]))
 
@@ -115,23 +121,29 @@ def _block_of(name: str, blocks: set[str]) -> str:
 Named = tuple[str, nn.Parameter]
 
 
-def _runs(items: list[Named], blocks: set[str], limit: int) -> Iterator[list[Named]]:
-    """Neighbours of one block and dtype, cut so that each run keeps to `limit`."""
+def _runs(items: list[Named], blocks: set[str], limit: int, kinds: Mapping[int, Hashable]) -> Iterator[list[Named]]:
+    """Neighbours of one block, dtype and kind, cut so that each run keeps to `limit`."""
+    for _, block in itertools.groupby(items, key=lambda item: _block_of(item[0], blocks)):
+        sorts: dict[tuple[torch.dtype, Hashable], list[Named]] = {}
+        if kinds:
+            for item in block:
+                sorts.setdefault((item[1].dtype, kinds.get(id(item[1]))), []).append(item)
+            runs: Iterable[Iterable[Named]] = sorts.values()
+        else:
+            runs = (run for _, run in itertools.groupby(block, key=lambda item: item[1].dtype))
+        for run in runs:
+            yield from _split(run, limit)
 
-    def kind(item: Named) -> tuple[str, torch.dtype]:
-        return _block_of(item[0], blocks), item[1].dtype
 
-    for _, run in itertools.groupby(items, key=kind):
-        yield from _split(run, limit)
-
-
-def _merged(runs: Iterable[list[Named]], limit: int) -> Iterator[list[Named]]:
-    """Neighbouring runs of one dtype put together while they keep to `limit`."""
+def _merged(runs: Iterable[list[Named]], limit: int, kinds: Mapping[int, Hashable]) -> Iterator[list[Named]]:
+    """Neighbouring runs of one dtype and kind put together while they keep to `limit`."""
     kept: list[Named] = []
     filled = 0
     for run in runs:
         size = sum(param.numel() for _, param in run)
-        if kept and filled + size <= limit and run[0][1].dtype == kept[0][1].dtype:
+        first, known = run[0][1], kept[0][1] if kept else None
+        is_alike = known is not None and first.dtype == known.dtype and kinds.get(id(first)) == kinds.get(id(known))
+        if is_alike and filled + size <= limit:
             kept, filled = kept + run, filled + size
             continue
         if kept:

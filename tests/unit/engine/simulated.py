@@ -10,6 +10,7 @@ from mpispeed.engine.assemble import assemble
 from mpispeed.engine.engine import Engine
 from mpispeed.engine.placements import ranks_per_node
 from mpispeed.engine.plan import make_plan
+from mpispeed.mesh.mesh import Mesh
 
 
 def engine_on(world: Any, config: dict[str, Any], model: nn.Module, **more: Any) -> Engine:
@@ -17,4 +18,5 @@ def engine_on(world: Any, config: dict[str, Any], model: nn.Module, **more: Any)
     loaded = validate(config, "test")
     plan = make_plan(loaded.config, world.size, torch.float32, ranks_per_node=ranks_per_node(world))
     arguments = {"optimizer": None, "model_parameters": None, "training_data": None, "lr_scheduler": None, **more}
-    return Engine(assemble(plan, loaded, world, model, **arguments, collate_fn=None))
+    mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
+    return Engine(assemble(plan, loaded, mesh, model, **arguments, collate_fn=None))

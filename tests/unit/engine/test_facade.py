@@ -179,8 +179,8 @@ def test_where_the_config_comes_from():
 def test_what_initialize_refuses_before_anything_else():
     with pytest.raises(AssertionError, match="model is None"):
         mpispeed.initialize(config=settings())
-    for more in ({"mpu": object()}, {"mesh_param": (1, 1)}):
-        with pytest.raises(AssertionError, match="not supported"):
+    for more, words in (({"mpu": object()}, "has no method"), ({"mesh_param": (1, 1)}, "not supported")):
+        with pytest.raises(AssertionError, match=words):
             mpispeed.initialize(model=Net(), config=settings(), **more)
 
 

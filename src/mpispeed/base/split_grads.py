@@ -1,0 +1,183 @@
+"""Backward in two passes: gradients of inputs at once, gradients of weights later, in the order they were put off.
+
+Linear layers and convolutions are run here as autograd functions of their own, which compute both gradients with the
+operations that torch uses, so that nothing but the time changes. What is not run here stays in the first pass.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Deliver = Callable[[torch.Tensor, torch.Tensor], None]
+"""Takes a parameter and its gradient."""
+
+Compute = Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
+
+
+class Backlog:
+    """Weight gradients that were put off, by whoever owes them, in the order they were put off."""
+
+    def __init__(self) -> None:
+        self._todo: deque[Compute] = deque()
+
+    def __len__(self) -> int:
+        return len(self._todo)
+
+    def add(self, compute: Compute) -> None:
+        """Put off what gives pairs of a parameter and its gradient."""
+        self._todo.append(compute)
+
+    def work_off(self, deliver: Deliver) -> None:
+        """Compute all of it and hand it on."""
+        with torch.no_grad():
+            while self._todo:
+                for param, grad in self._todo.popleft()():
+                    deliver(param, grad)
+
+
+# A plain global and no context variable: autograd runs backward functions of a device on threads of its own.
+_collecting: Backlog | None = None
+
+
+@contextmanager
+def put_off(backlog: Backlog) -> Iterator[None]:
+    """Backward passes inside put weight gradients of split layers into `backlog`."""
+    global _collecting
+    outer, _collecting = _collecting, backlog
+    try:
+        yield
+    finally:
+        _collecting = outer
+
+
+def _owed(ctx: Any, grads: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[Any, Any]:
+    """The gradients of weight and bias; None for both if they are put off."""
+    weight, bias = ctx.weight, ctx.bias
+    wanted = [param for param in (weight, bias) if param is not None and param.requires_grad]
+    if not wanted:
+        return None, None
+    if _collecting is None or not all(param.is_leaf for param in wanted):
+        of_weight, of_bias = grads()
+        return of_weight if weight.requires_grad else None, of_bias
+
+    def compute() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs = zip((weight, bias), grads(), strict=True)
+        return [(param, grad) for param, grad in pairs if grad is not None and param.requires_grad]
+
+    _collecting.add(compute)
+    return None, None
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear`; of `is_transposed` weights [in, out] as transformers' Conv1D has them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, is_transposed: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.bias, ctx.is_transposed = weight, bias, is_transposed
+        return F.linear(x, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[Any, ...]:
+        (grad,) = outputs
+        x, weight = ctx.saved_tensors
+        is_transposed, has_bias = ctx.is_transposed, ctx.bias is not None and ctx.bias.requires_grad
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            of_input = grad.matmul(weight.t() if is_transposed else weight)
+
+        def grads() -> tuple[torch.Tensor, torch.Tensor | None]:
+            rows, values = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+            of_weight = values.t().mm(rows) if is_transposed else rows.t().mm(values)
+            return of_weight, rows.sum(0) if has_bias else None
+
+        return of_input, *_owed(ctx, grads), None
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution of one to three dims without padding modes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, settings: tuple[Any, ...]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.bias, ctx.settings = weight, bias, settings
+        return torch.convolution(x, weight, bias, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[Any, ...]:
+        (grad,) = outputs
+        x, weight = ctx.saved_tensors
+        sizes, has_bias = [weight.shape[0]], ctx.bias is not None and ctx.bias.requires_grad
+
+        def run(mask: list[bool]) -> tuple[Any, Any, Any]:
+            found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *ctx.settings, mask)
+            return found[0], found[1], found[2]
+
+        def grads() -> tuple[torch.Tensor, torch.Tensor | None]:
+            _, of_weight, of_bias = run([False, True, has_bias])
+            return of_weight, of_bias if has_bias else None
+
+        of_input = run([True, False, False])[0] if ctx.needs_input_grad[0] else None
+        return of_input, *_owed(ctx, grads), None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` whose weight gradient can be put off. Shapes: x [..., in], weight [out, in], bias [out]."""
+    result: torch.Tensor = _Linear.apply(x, weight, bias, False)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _linear_of(module: Any, x: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
+    result: torch.Tensor = _Linear.apply(x, module.weight, module.bias, is_transposed)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _convolution_of(module: Any, x: torch.Tensor) -> torch.Tensor:
+    settings = (
+        list(module.stride), list(module.padding), list(module.dilation), False, [0] * len(module.stride), module.groups
+    )  # fmt: skip
+    result: torch.Tensor = _Convolution.apply(x, module.weight, module.bias, settings)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _replacement(module: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """What runs `module` here, or None for modules of another kind (subclasses with a forward of their own too)."""
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return functools.partial(_linear_of, module, is_transposed=False)
+    if forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
+        if module.padding_mode == "zeros" and not isinstance(module.padding, str):
+            return functools.partial(_convolution_of, module)
+        return None
+    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    return functools.partial(_linear_of, module, is_transposed=True) if is_conv1d else None
+
+
+def split(model: nn.Module) -> Callable[[], None]:
+    """Run linear layers and convolutions of `model` here from now on; gives what ends that.
+
+    Layers that call `base.split_grads.linear` themselves need nothing.
+    """
+    changed = []
+    for module in model.modules():
+        replacement = _replacement(module)
+        if replacement is not None and "forward" not in vars(module):
+            module.forward = replacement
+            changed.append(module)
+
+    def undo() -> None:
+        for module in changed:
+            vars(module).pop("forward", None)
+        changed.clear()
+
+    return undo

@@ -1,0 +1,221 @@
+"""What the executor of a pipeline asks of an engine: data, passes through the model, sums, losses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base.errors import UsageError
+from mpispeed.base.events import Event
+from mpispeed.engine.backward import scale_loss
+from mpispeed.pipe import instructions as do
+from mpispeed.pipe.run import require_scalar
+from mpispeed.precision.cast import cast_inputs
+
+if TYPE_CHECKING:
+    from mpispeed.base.split_grads import Backlog
+    from mpispeed.engine.parts import Parts
+    from mpispeed.pipe.module import PipelineModule
+    from mpispeed.pipe.schedule import PipeSchedule
+
+
+class StageDuties:
+    """One stage's part of training and evaluating. See `pipe.run.Duties`.
+
+    Attributes:
+        data: where batches come from, on first and last stages.
+        batch_fn: changes every batch.
+        mean_loss: of the last training batch, over micro-batches and data ranks; on every rank.
+        extra_losses: what the module reported beside it; alike.
+        last_outputs: of the last micro-batch that was evaluated, on the last stage.
+        is_at_boundary: gradients are being summed, or the update runs.
+    """
+
+    def __init__(self, parts: Parts, model: PipelineModule, finish: Callable[[float], None]) -> None:
+        """Args: `finish` runs the update, given the mean loss."""
+        self._parts, self._model, self._finish = parts, model, finish
+        self.data: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self.mean_loss, self.extra_losses, self.last_outputs = 0.0, dict[str, float](), None
+        self.is_at_boundary = False
+        self._feed: Iterator[Any] | None = None
+        self._is_training = self._computes_loss = True
+        self._sums_in_backward = False
+        self._micro_batches, self._taken = 1, 0
+        self._losses: list[torch.Tensor] = []
+        self._extras: dict[str, float] = {}
+        self._held = ExitStack()
+
+    # -- before and after a batch ------------------------------------------------------------------------------------
+
+    def begin_training(self, feed: Iterator[Any] | None, schedule: PipeSchedule, micro_batches: int) -> None:
+        """Prepare for one global batch."""
+        self._feed, self._micro_batches, self._taken = feed, micro_batches, 0
+        self._is_training = self._computes_loss = True
+        self._losses, self._extras = [], {}
+        # What a weight pass brings later is summed with the rest, after the last pass.
+        has_passes = any(isinstance(one, do.BackwardWeight) for step in schedule.steps() for one in step)
+        self._sums_in_backward = not has_passes
+
+    def begin_evaluation(self, feed: Iterator[Any], *, computes_loss: bool) -> None:
+        """Prepare for one global batch without gradients."""
+        self._feed, self._taken = feed, 0
+        self._is_training, self._computes_loss = False, computes_loss
+        self.last_outputs = None
+
+    @contextmanager
+    def gathered(self, *, is_held: bool) -> Iterator[None]:
+        """The time of a batch, in which parameters that rest cut are gathered once; not if not `is_held`.
+
+        Collective over: the axes by which parameters rest cut.
+        """
+        with ExitStack() as self._held:
+            if is_held:
+                self._held.enter_context(self._parts.params.whole(self._parts.table.all_units))
+            yield
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def load(self) -> tuple[Any, Any]:
+        """The next pair of inputs and labels."""
+        if self._feed is None:
+            msg = "this stage loads micro-batches and got no data iterator; pass one on first and last stages"
+            raise UsageError(msg)
+        try:
+            batch = next(self._feed)
+        except StopIteration:
+            msg = (
+                f"the data iterator ended after {self._taken} micro-batches of a global batch; wrap the loader in "
+                "mpispeed.data.RepeatingLoader, or give as many micro-batches as gradient_accumulation_steps"
+            )
+            raise UsageError(msg) from None
+        self._taken += 1
+        if self.batch_fn is not None:
+            batch = self.batch_fn(batch)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            found = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+            msg = f"a pipeline's batch is a pair (inputs, labels), each a tensor or a tuple of tensors; found {found}"
+            raise UsageError(msg)
+        inputs, labels = batch
+        if self._parts.plan.casts_inputs:
+            inputs = cast_inputs((inputs,), self._parts.plan.policy.compute)[0]
+        return inputs, labels
+
+    def forward(self, chunk: int, inputs: Any) -> Any:
+        """Run the layers of a chunk."""
+        counters, bus = self._parts.counters, self._parts.bus
+        bus.announce(
+            Event.BATCH_START,
+            micro_step=counters.micro_steps,
+            global_step=counters.global_steps,
+            is_training=self._is_training,
+        )
+        start = time.perf_counter()
+        with self._parts.sharding.unwinding():
+            outputs = self._model.chunk(chunk)(inputs)
+        bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
+        return outputs
+
+    def loss(self, outputs: Any, labels: Any) -> Any:
+        """The loss of a micro-batch; what the last layer gave where there is no loss function or none is wanted."""
+        if not self._is_training:
+            self.last_outputs = outputs
+        if self._computes_loss and self._model.loss_fn is not None:
+            with self._parts.sharding.unwinding():
+                outputs = self._model.loss_fn(outputs, labels)
+        if self._is_training:
+            self._losses.append(require_scalar(outputs).detach())
+            for name, value in (self._model.get_additional_losses() or {}).items():
+                self._extras[name] = self._extras.get(name, 0.0) + float(value)
+        return outputs
+
+    def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, *, is_last: bool) -> None:
+        """Go back through a chunk."""
+        parts, start = self._parts, time.perf_counter()
+        self._begin_backward(reduces=is_last and self._sums_in_backward)
+        with parts.sharding.unwinding():
+            if grads is not None:
+                if tensors:
+                    torch.autograd.backward(tensors, list(grads))
+            else:
+                loss, scale = scale_loss(require_scalar(tensors[0]), self._micro_batches), parts.scaler.scale
+                (loss.float() * scale if scale != 1.0 else loss).backward()
+        parts.end_backward()
+        parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
+
+    def deliver(self, backlog: Backlog) -> None:
+        """The weight gradients that a backward pass put off."""
+        start = time.perf_counter()
+        self._begin_backward(reduces=False)
+        backlog.work_off(self._land)
+        self._parts.end_backward()
+        self._parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
+
+    def _begin_backward(self, *, reduces: bool) -> None:
+        if self._parts.optimization is not None:
+            self._parts.optimization.grads.begin_backward(reduces=reduces)
+
+    def _land(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        place, optimization = self._parts.table.find(param), self._parts.optimization
+        if place is None or optimization is None:
+            return
+        optimization.grads.land(place.unit, place.entry, grad)
+        if self._parts.sharding.frames is not None and optimization.grads.has_landed(place.unit):
+            self._parts.sharding.frames.landed(place.unit)
+
+    # -- the end of a batch ------------------------------------------------------------------------------------------
+
+    def reduce_tied(self) -> None:
+        """Nothing yet: after the sums over data only a rank's own part of a tied weight is left to sum."""
+        self.is_at_boundary = True
+
+    def reduce(self) -> None:
+        """Sum over the data axis what is not summed yet. Collective over: the data axis."""
+        self.is_at_boundary = True
+        if self._parts.optimization is not None:
+            self._parts.optimization.grads.finish()
+
+    def step(self) -> None:
+        """Losses to every rank, then the update. Collective over: all ranks."""
+        self.is_at_boundary = True
+        self._held.close()
+        try:
+            self.mean_loss, self.extra_losses = self._aggregate()
+            self._finish(self.mean_loss)
+        finally:
+            self.is_at_boundary = False
+
+    def _aggregate(self) -> tuple[float, dict[str, float]]:
+        """Means over micro-batches and data ranks, from the last stage. Collective over: all ranks."""
+        mesh = self._parts.mesh
+        pipe = mesh["pipe"]
+        found: tuple[float, dict[str, float]] = 0.0, {}
+        if mesh.index("pipe") == pipe.size - 1:
+            names = sorted(self._extras)
+            sums = [sum(float(loss) for loss in self._losses), *(self._extras[name] for name in names)]
+            means = torch.tensor(sums, dtype=torch.float64) / self._micro_batches
+            mesh["data"].all_reduce(means, "avg")
+            found = float(means[0]), dict(zip(names, means[1:].tolist(), strict=True))
+        shared: tuple[float, dict[str, float]] = pipe.share(found, pipe.size - 1)
+        return shared
+
+    def evaluated(self, results: Sequence[Any], reduce_output: str | None, *, is_shared: bool) -> Any:
+        """What `eval_batch` returns. Collective over: all ranks."""
+        mesh = self._parts.mesh
+        pipe, result = mesh["pipe"], None
+        if mesh.index("pipe") == pipe.size - 1:
+            result = list(results) if reduce_output is None else self._mean(results)
+        return pipe.share(result, pipe.size - 1) if is_shared and pipe.size > 1 else result
+
+    def _mean(self, results: Sequence[Any]) -> Any:
+        """Mean over micro-batches and data ranks, of tensors or of lists of them. Collective over: the data axis."""
+        if isinstance(results[0], list | tuple):
+            return type(results[0])(self._mean(column) for column in zip(*results, strict=True))
+        total = torch.stack([value.to(torch.promote_types(value.dtype, torch.float32)) for value in results]).mean(0)
+        total = total.contiguous()
+        self._parts.mesh["data"].all_reduce(total, "avg")
+        return total
