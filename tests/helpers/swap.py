@@ -10,10 +10,9 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
-
 from mpispeed.store.owner import OWNER_FILE, Identity, boot_id
 from mpispeed.store.swap import parent_name, run_name
+from tests.helpers.system import with_own_mounts
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -40,10 +39,8 @@ def python(code, *arguments, prefix=()):
 
 def python_on_tmpfs(code, size, folder):
     """Run `code` with `folder` as a memory file system of `size` that nobody else sees."""
-    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
-        pytest.skip("this system lets a user make no mount namespace (unshare -rm): no small file system to fill")
     mount = f'mount -t tmpfs -o size={size} tmpfs "$0" && exec "$@"'
-    return python(code, folder, prefix=("unshare", "-rm", "sh", "-c", mount, str(folder)))
+    return python(code, folder, prefix=(*with_own_mounts(), "sh", "-c", mount, str(folder)))
 
 
 @contextlib.contextmanager

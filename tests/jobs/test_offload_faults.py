@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.system import with_own_mounts
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("offload_worker.py")
@@ -47,12 +48,10 @@ def unlimited(job, tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_disk_that_fills_up_in_a_step(ranks, unlimited, tmp_path):
-    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
-        pytest.skip("this system lets a user make no mount namespace (unshare -rm): no small file system to fill")
     folder, saves = tmp_path / "disk", tmp_path / "saves"
     folder.mkdir()
     env = {"RANKS": str(ranks), "PYTHON": sys.executable, "WORKER": str(WORKER), "PYTHONPATH": str(ROOT)}
-    argv = ["unshare", "-rm", "sh", "-c", ON_TMPFS, "sh", str(folder), str(saves)]
+    argv = [*with_own_mounts(), "sh", "-c", ON_TMPFS, "sh", str(folder), str(saves)]
     process = subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},

@@ -46,6 +46,7 @@ from mpispeed.ckpt.errors import CorruptCheckpoint, NoCheckpoint, TagNotFound, U
 from mpispeed.ckpt.load import open_checkpoint
 from mpispeed.ckpt.save import SaveOptions
 from mpispeed.ckpt.tools.verify import verify
+from tests.helpers.system import with_own_mounts
 from tests.unit.ckpt.attacks import SECONDS, TENSORS, limited, read_all, records, sign
 from tests.unit.ckpt.sample import same_bits, save_by, saved
 
@@ -314,12 +315,10 @@ print("done")
 
 
 def test_16_a_read_only_file_system(folder):
-    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
-        pytest.skip("this system lets a user make no mount namespace (unshare -rm): no file system to lock")
     paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": paths}
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", READ_ONLY, "sh", str(folder)],
+        [*with_own_mounts(), "sh", "-c", READ_ONLY, "sh", str(folder)],
         capture_output=True, text=True, env=env, timeout=100, check=False,
     )  # fmt: skip
     assert done.stdout == "done\n", done.stderr

@@ -21,6 +21,7 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.native import block_io, block_probe
 from mpispeed.native.block_io import BlockFile, BlockIO, Options, aligned, probe
 from tests.helpers.files import FOLDERS, buffer_at, bytes_of, fresh_folder, noise, open_descriptors
+from tests.helpers.system import cannot, with_own_mounts
 
 BACKENDS = [name for name in ("threads", "queue", "uring") if name == "threads" or not block_probe.kernel_refusal(name)]
 SIZE = 1 << 18
@@ -62,7 +63,9 @@ def test_some_folder_has_direct_files():
 
 
 def test_kernel_queue_is_tested_where_the_kernel_has_it():
-    assert "queue" in BACKENDS or block_probe.kernel_refusal("queue")
+    """Where it has not, the tests of this file run with threads alone."""
+    if "queue" not in BACKENDS:
+        cannot(block_probe.kernel_refusal("queue"))
 
 
 STEPS = st.lists(
@@ -359,10 +362,7 @@ for number, backend in enumerate(sys.argv[1:]):
             print(errno.errorcode[error.errno], error.filename)
         f.truncate(0)
 """
-    can = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
-    if can.returncode:
-        pytest.skip(f"no mount namespace for this user: {can.stderr.decode().strip()}")
-    words = ["unshare", "-rm", sys.executable, "-c", code, *BACKENDS]
+    words = [*with_own_mounts(), sys.executable, "-c", code, *BACKENDS]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     expected = [f"ENOSPC /mnt/{number}" for number in range(len(BACKENDS)) for _ in range(2)]
     assert done.stdout.splitlines() == expected, done.stderr
@@ -484,7 +484,7 @@ def test_refused_queues_are_explained(monkeypatch):
 def test_more_queues_than_the_system_grants(folder):
     """fs.aio-max-nr is used up: auto goes on with threads."""
     if "queue" not in BACKENDS:
-        pytest.skip(block_probe.kernel_refusal("queue"))
+        cannot(block_probe.kernel_refusal("queue"))
     limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     file, content = filled(folder)
     with file, BlockIO(Options(queue_depth=limit + 1)) as io:
