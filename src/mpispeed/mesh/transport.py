@@ -23,8 +23,6 @@ Pairs = Sequence[tuple[torch.Tensor, int]]
 class Fast(abc.ABC):
     """A shortcut for ranks that share memory, with the same bits as the ordered path."""
 
-    min_bytes: int
-
     @abc.abstractmethod
     def all_reduce(self, x: torch.Tensor, scale: float) -> None:
         """Sum in place."""

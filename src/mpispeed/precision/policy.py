@@ -30,11 +30,6 @@ class Policy:
     master: torch.dtype  # the copy that the optimizer updates
     communicate: torch.dtype  # gradients on their way to other ranks
 
-    @property
-    def has_low_precision(self) -> bool:
-        """True when parameters are computed with in another dtype than that of their masters."""
-        return self.compute != self.master
-
 
 def parse_dtype(value: str | torch.dtype, setting: str) -> torch.dtype:
     """The torch dtype for a name such as "fp16", "bfloat16" or "torch.float32"; case does not matter.

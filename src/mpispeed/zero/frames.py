@@ -347,7 +347,3 @@ def _changed(saved: _Kept) -> str:
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
         f"shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {saved.version} instead"
     )
-
-
-Landed = Callable[["Unit"], None]
-"""What is told that all gradients of a unit have arrived."""

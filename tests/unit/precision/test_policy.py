@@ -60,9 +60,7 @@ def test_integer_models_are_refused() -> None:
         resolve(model_dtype=torch.int32)
 
 
-def test_policy_is_frozen_and_tells_low_precision() -> None:
+def test_policy_is_frozen() -> None:
     policy = resolve(bf16_enabled=True)
-    assert policy.has_low_precision
-    assert not resolve().has_low_precision
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.compute = F32  # type: ignore[misc]
