@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import mpispeed
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "step"))
 
-class Stack(nn.Module):
-    """Linear layers without biases."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Mean square of the output. Shapes: x [rows, width]."""
-        for layer in self.layers:
-            x = x + layer(x).tanh() / len(self.layers)
-        return x.square().mean()
+from stack import Stack
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from typing import Any
 
 import peers
 import torch
-from torch import nn
+from stack import Stack
 
 from mpispeed.native.block_io import BlockFile, BlockIO, aligned
 
@@ -30,20 +30,6 @@ CONTENDERS = {
     "all": (True, True, False),
     "all, pipelined": (True, True, True),
 }
-
-
-class Stack(nn.Module):
-    """Wide linear layers that return their loss."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Mean square of the output. Shapes: x [rows, width]."""
-        for layer in self.layers:
-            x = x + layer(x).tanh() / len(self.layers)
-        return x.float().square().mean()
 
 
 def settings_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
