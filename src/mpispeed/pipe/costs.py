@@ -99,11 +99,15 @@ def _measure_layer(layer: Layer, x: Any) -> tuple[Cost, Any]:
         given = pytree.tree_map(_fresh, x)
         return call(source, given, spreads=layer.spreads) if forward is None else _tied(forward, source, given, layer)
 
-    out, activation_bytes = _saved_bytes(run, params)
-    _backward(out)
-    seconds = [_timed(run) for _ in range(REPEATS)]
-    for param, grad in zip(params, kept, strict=True):
-        param.grad = grad
+    try:
+        for param in params:
+            param.grad = None
+        out, activation_bytes = _saved_bytes(run, params)
+        _backward(out)  # the first run is slower
+        seconds = [_timed(run) for _ in range(REPEATS)]
+    finally:
+        for param, grad in zip(params, kept, strict=True):
+            param.grad = grad
     state_bytes = sum(param.nbytes * (STATES if param.requires_grad else 1) for param in params)
     return Cost(statistics.median(seconds), state_bytes, activation_bytes), pytree.tree_map(_detached, out)
 

@@ -79,8 +79,11 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, spreads_inputs=spreads_inputs, **module_kwargs)
-        if not isinstance(key, str) or not key or "." in key:
-            msg = f"TiedLayerSpec: the key {key!r} has to be a text without dots: parameters are named after it"
+        if not isinstance(key, str) or not key or "." in key or hasattr(nn.ModuleDict, key):
+            msg = (
+                f"TiedLayerSpec: the key {key!r} has to be a text without dots, and no method of nn.ModuleDict: "
+                "parameters are named after it"
+            )
             raise StageError(msg)
         self.key, self.forward_fn = key, forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
