@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from mpispeed.base.errors import ConfigError
@@ -28,20 +29,9 @@ class InterleavedSchedule(OrderedSchedule):
             raise ConfigError(msg)
         super().__init__(micro_batches, stages, stage_id, chunks)
 
-    def passes(self, stage: int) -> Iterator[Pass]:
+    def passes(self, stage: int) -> tuple[Pass, ...]:
         """The passes of one stage."""
-        width = self.stages * self.num_chunks
-        total = -(-self.micro_batches // self.stages) * width
-        warm_up = min(2 * (self.stages - stage - 1) + width - self.stages, total)
-        for turn in range(total + warm_up):
-            if turn < total:
-                chunk, batch = chunk_and_batch(turn, self.stages, self.num_chunks)
-                if batch < self.micro_batches:
-                    yield Pass(ForwardPass, chunk, batch)
-            if turn >= warm_up:
-                chunk, batch = chunk_and_batch(turn - warm_up, self.stages, self.num_chunks)
-                if batch < self.micro_batches:
-                    yield Pass(BackwardPass, self.num_chunks - 1 - chunk, batch)
+        return _passes(self.micro_batches, self.stages, self.num_chunks, stage)
 
 
 class InterleavedForward(OrderedSchedule):
@@ -58,3 +48,22 @@ class InterleavedForward(OrderedSchedule):
 def chunk_and_batch(turn: int, stages: int, chunks: int) -> tuple[int, int]:
     """Chunk and micro-batch of a forward pass by its number, for any number of micro-batches."""
     return turn // stages % chunks, turn // (stages * chunks) * stages + turn % stages
+
+
+@functools.lru_cache(maxsize=64)
+def _passes(micro_batches: int, stages: int, chunks: int, stage: int) -> tuple[Pass, ...]:
+    """The passes of a stage; kept, because every stage's schedule asks for those of all."""
+    width = stages * chunks
+    total = -(-micro_batches // stages) * width
+    warm_up = min(2 * (stages - stage - 1) + width - stages, total)
+    found = []
+    for turn in range(total + warm_up):
+        if turn < total:
+            chunk, batch = chunk_and_batch(turn, stages, chunks)
+            if batch < micro_batches:
+                found.append(Pass(ForwardPass, chunk, batch))
+        if turn >= warm_up:
+            chunk, batch = chunk_and_batch(turn - warm_up, stages, chunks)
+            if batch < micro_batches:
+                found.append(Pass(BackwardPass, chunks - 1 - chunk, batch))
+    return tuple(found)
