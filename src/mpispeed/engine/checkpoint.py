@@ -13,7 +13,10 @@ from mpispeed.ckpt.errors import ReservedKey
 from mpispeed.ckpt.logical import ParamInfo
 from mpispeed.ckpt.request import SaveOptions
 from mpispeed.engine.pieces import tensors_of
+from mpispeed.engine.whole import Whole
+from mpispeed.nn.random import get_rng_tracker
 from mpispeed.optim.rule import KeepsState
+from mpispeed.pipe.module import PipelineModule
 from mpispeed.zero.units import tied_names
 from mpispeed.zero.walk import Walker
 
@@ -51,17 +54,19 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
     taken = sorted(RESERVED.intersection(client_state))
     problem = f"client_state has the keys {', '.join(taken)}, which the checkpoint itself uses; rename them"
     comm.agree(not taken, problem, ReservedKey)
-    windows = windows_of(parts)
+    windows, whole = windows_of(parts), Whole.of(parts)
     slots = _slots(parts, windows)
-    infos = _param_infos(parts, settings)
+    infos = whole.infos(_param_infos(parts, settings))
     saved = {info.name for info in infos}
+    has_frozen = not settings.exclude_frozen_parameters
+    aliases = whole.over_stages(tied_names(parts.module).items())
     return {
         "params": infos,
-        "tensors": list(tensors_of(parts, windows, slots, has_frozen=not settings.exclude_frozen_parameters)),
-        "aliases": {alias: name for alias, name in tied_names(parts.module).items() if name in saved},
-        "state": _state(parts, windows, slots, client_state),
+        "tensors": whole.tensors(tensors_of(parts, whole, windows, slots, has_frozen=has_frozen)),
+        "aliases": {alias: name for alias, name in aliases if name in saved},
+        "state": _state(parts, whole, windows, slots, client_state),
         "config_json": parts.plan.config.model_dump_json(),
-        "rng": rng.capture(),
+        "rng": {**rng.capture(), **slice_streams()},
         "layout": {**parts.plan.axes, "stage": parts.plan.stage, "world_size": parts.plan.world_size},
         "options": SaveOptions(
             overwrite=settings.overwrite,
@@ -140,7 +145,12 @@ def _scalars(parts: Parts, windows: list[Window]) -> dict[str, Any]:
     for groups in parts.mesh.world.comm.gather_objects(own):
         for group, values in groups.items():
             merged.setdefault(group, values)
-    return {"by_group": merged, "by_window": rule.scalars() if parts.params.placement.is_whole else {}}
+    return {"by_group": merged, "by_window": rule.scalars() if has_windows_alike(parts) else {}}
+
+
+def has_windows_alike(parts: Parts) -> bool:
+    """True if windows are whole and the same on every rank, so that numbers can be kept by window."""
+    return parts.params.placement.is_whole and parts.mesh["pipe", "model"].size == 1
 
 
 def _number(value: Any) -> Any:
@@ -149,7 +159,10 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _state(parts: Parts, windows: list[Window], slots: list[list[str]], client_state: dict[str, Any]) -> dict[str, Any]:
+def _state(
+    parts: Parts, whole: Whole, windows: list[Window], slots: list[list[str]], client_state: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything that is no tensor. Collective over: all ranks."""
     counters = parts.counters
     state: dict[str, Any] = {
         "engine": {
@@ -163,7 +176,7 @@ def _state(parts: Parts, windows: list[Window], slots: list[list[str]], client_s
     }
     optimization = parts.optimization
     if optimization is not None:
-        members = names_by_group(parts)
+        members = whole.names_by_group(names_by_group(parts))
         state["optimizer"] = {
             "name": optimization.rule.name,
             "slots": sorted(set().union(*slots)),
@@ -173,6 +186,8 @@ def _state(parts: Parts, windows: list[Window], slots: list[list[str]], client_s
                 for index, group in enumerate(optimization.groups)
             ],
         }
+    if isinstance(parts.module, PipelineModule):
+        state["pipeline"] = {"micro_offset": parts.module.micro_offset}
     if parts.scheduler is not None:
         state["lr_scheduler"] = _plain_scheduler(parts.scheduler.state_dict())
     if parts.loader is not None:
@@ -188,6 +203,12 @@ def names_by_group(parts: Parts) -> list[list[str]]:
     for param, place in parts.table.places():
         members[place.entry.group].append(names[id(param)])
     return members
+
+
+def slice_streams() -> dict[str, bytes]:
+    """States of the streams of random numbers that differ between the slices of a layer, by kind of generator."""
+    states = get_rng_tracker().get_states().items()
+    return {f"{name}.{kind}": bytes(value.numpy()) for name, state in states for kind, value in state.items()}
 
 
 def _plain_scheduler(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,47 +7,50 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.ckpt.logical import Deferred, LogicalTensor, Piece
+from mpispeed.ckpt.logical import Deferred, LogicalTensor
 from mpispeed.optim.rule import KeepsState
 from mpispeed.store.cell import STEP, MemoryCell
 from mpispeed.store.layout import Span
 from mpispeed.store.move import own_share
 
 if TYPE_CHECKING:
+    from mpispeed.ckpt.logical import Piece
     from mpispeed.engine.parts import Parts
+    from mpispeed.engine.whole import Whole
     from mpispeed.optim.rule import Window
     from mpispeed.store.cell import Cell, Loan
     from mpispeed.store.table import Place, Unit
 
 
 def tensors_of(
-    parts: Parts, windows: Sequence[Window], slots: Sequence[Sequence[str]], *, has_frozen: bool
+    parts: Parts, whole: Whole, windows: Sequence[Window], slots: Sequence[Sequence[str]], *, has_frozen: bool
 ) -> Iterator[LogicalTensor]:
-    """Every tensor of the checkpoint, in the same order on every rank. Nothing is read from swap files yet.
+    """Every tensor of this stage, in the same order on all its ranks. Nothing is read from swap files yet.
 
     Args:
         parts: of the engine.
+        whole: what this rank has of the whole model.
         windows: of the next update, for rules that keep their state themselves.
         slots: names of the optimizer state of each parameter group.
         has_frozen: frozen parameters are wanted too.
     """
-    kept, cuts = _kept_slots(parts, windows), _Cuts(parts)
+    kept, cuts = _kept_slots(parts, whole, windows), _Cuts(parts)
     frozen = {unit.index: _rest(parts, unit) for unit in parts.table.frozen} if has_frozen else {}
     for name, param in parts.module.named_parameters():
-        place, shape = parts.table.locate(param), tuple(param.shape)
+        place, shape = parts.table.locate(param), whole.shape(name, param)
         if place is not None and place.unit.is_trainable:
             dtype = parts.params.dtypes(place.unit)[1]
             for slot, cell in _trained(parts, place.unit, slots[place.entry.group]).items():
-                pieces = kept.get((name, slot), ()) if cell is None else _pieces(parts, place, cell, cuts)
+                pieces = kept.get((name, slot), ()) if cell is None else _pieces(parts, whole, place, cell, cuts)
                 yield LogicalTensor(name, slot, shape, dtype, pieces)
         elif place is not None and place.unit.index in frozen:
             # Every rank writes of a frozen parameter that a unit holds what it holds.
-            pieces = _pieces(parts, place, frozen[place.unit.index], cuts)
+            pieces = _pieces(parts, whole, place, frozen[place.unit.index], cuts)
             yield LogicalTensor(name, "weight16", shape, parts.params.dtypes(place.unit)[0], pieces)
         elif has_frozen:
-            yield _by_rank_0(name, "weight16", param, parts.mesh.rank)
+            yield whole.outside(name, "weight16", param)
     for name, buffer in persistent_buffers(parts.module):
-        yield _by_rank_0(name, "buffer", buffer, parts.mesh.rank)
+        yield whole.outside(name, "buffer", buffer)
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,7 +67,7 @@ def _trained(parts: Parts, unit: Unit, slots: Sequence[str]) -> Mapping[str, Cel
     return {"master": parts.params.master_cell(unit), **{slot: cells.get(slot) for slot in slots}}
 
 
-def _kept_slots(parts: Parts, windows: Sequence[Window]) -> dict[tuple[str, str], list[Piece]]:
+def _kept_slots(parts: Parts, whole: Whole, windows: Sequence[Window]) -> dict[tuple[str, str], list[Piece]]:
     """(parameter, slot) -> this rank's pieces, of a rule that keeps its state itself."""
     found: dict[tuple[str, str], list[Piece]] = {}
     rule = parts.optimization.rule if parts.optimization else None
@@ -76,8 +79,8 @@ def _kept_slots(parts: Parts, windows: Sequence[Window]) -> dict[tuple[str, str]
         for slot, tensor in rule.slots(window.key).items():
             for entry, common in unit.layout.overlaps(span.intersect(_share(parts, unit))):
                 local = common.shifted(-span.start).slice
-                piece = Piece(common.start - entry.offset, tensor.reshape(-1)[local])
-                found.setdefault((entry.name, slot), []).append(piece)
+                pieces = whole.pieces(unit, entry.name, common.start - entry.offset, tensor.reshape(-1)[local])
+                found.setdefault((entry.name, slot), []).extend(pieces)
     return found
 
 
@@ -107,7 +110,7 @@ class _Cuts:
         return self._known[unit.index]
 
 
-def _pieces(parts: Parts, place: Place, cell: Cell, cuts: _Cuts) -> tuple[Piece, ...]:
+def _pieces(parts: Parts, whole: Whole, place: Place, cell: Cell, cuts: _Cuts) -> tuple[Piece, ...]:
     """What this rank writes of a parameter; `cell` has the range of its unit that this rank holds."""
     share, held = cuts.of(place.unit)
     common = place.entry.span.intersect(share)
@@ -115,7 +118,7 @@ def _pieces(parts: Parts, place: Place, cell: Cell, cuts: _Cuts) -> tuple[Piece,
         return ()
     local = common.shifted(-held.start)
     values = _later(parts, cell, local) if cell.is_swapped else cell.get()[local.slice]
-    return (Piece(common.start - place.entry.offset, values),)
+    return whole.pieces(place.unit, place.entry.name, common.start - place.entry.offset, values)
 
 
 def _later(parts: Parts, cell: Cell, span: Span) -> Deferred:
@@ -157,8 +160,3 @@ def read_parts(cell: Cell, span: Span, length: int) -> Iterator[torch.Tensor]:
             raise
         finally:
             loan.give_back(changed=False)
-
-
-def _by_rank_0(name: str, slot: str, tensor: torch.Tensor, rank: int) -> LogicalTensor:
-    pieces = (Piece(0, tensor.detach().contiguous().reshape(-1)),) if rank == 0 else ()
-    return LogicalTensor(name, slot, tuple(tensor.shape), tensor.dtype, pieces)

@@ -20,10 +20,13 @@ from mpispeed.ckpt.errors import NoCheckpoint
 from mpispeed.ckpt.fetch import find_on_nodes
 from mpispeed.ckpt.load import Checkpoint
 from mpispeed.ckpt.reader import Opened, find
-from mpispeed.engine.checkpoint import names_by_group, windows_of
+from mpispeed.engine.checkpoint import has_windows_alike, names_by_group, slice_streams, windows_of
 from mpispeed.engine.pieces import persistent_buffers
 from mpispeed.engine.weights import NAMES_SHOWN, load_by
+from mpispeed.engine.whole import Whole, named
+from mpispeed.nn.random import get_rng_tracker, reseed_slices
 from mpispeed.optim.rule import KeepsState
+from mpispeed.pipe.module import PipelineModule
 from mpispeed.store.layout import Span
 
 if TYPE_CHECKING:
@@ -154,6 +157,8 @@ def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], sett
         # An update counter that belongs to other state would spoil Adam's bias correction.
         seen = _updates_of_state(parts, source, state) if settings.optimizer_states else 0
         parts.counters.updates_before_state = parts.counters.update_count - seen
+    if isinstance(parts.module, PipelineModule):
+        parts.module.micro_offset = int(state.get("pipeline", {}).get("micro_offset", 0))
     if settings.lr_scheduler_states and parts.scheduler is not None and "lr_scheduler" in state:
         parts.scheduler.load_state_dict(state["lr_scheduler"])
     if settings.data_state and parts.loader is not None and "data_sampler" in state:
@@ -171,12 +176,31 @@ def _updates_of_state(parts: Parts, source: Checkpoint, state: dict[str, Any]) -
 
 
 def _take_generators(parts: Parts, source: Checkpoint) -> None:
-    """Exact states on as many ranks as saved; else fresh ones, seeded by the saved step and this rank."""
-    rank, size = parts.mesh.rank, parts.mesh.size
-    if source.rng_ranks == size:
-        rng.restore(source.rng_of(rank))
+    """Exact states at the layout that saved; else fresh ones, seeded by the saved step and this rank's place.
+
+    Ranks that differ by their slice alone draw from equal default streams.
+    """
+    mesh = parts.mesh
+    is_alike = all(source.layout.get(axis, size) == size for axis, size in parts.plan.axes.items())
+    if source.rng_ranks == mesh.size and is_alike:
+        states = source.rng_of(mesh.rank)
+        rng.restore(states)
+        _take_streams(states)
     elif source.rng_ranks:
-        rng.seed_all(parts.plan.config.seed, source.global_step, rank)
+        rng.seed_all(parts.plan.config.seed, source.global_step, mesh.index(("pipe", "data")))
+        if slice_streams():
+            reseed_slices(parts.plan.config.seed + source.global_step, mesh.index("model"))
+
+
+def _take_streams(states: Mapping[str, bytes]) -> None:
+    """Streams that differ between the slices of a layer."""
+    tracker = get_rng_tracker()
+    streams = tracker.get_states()
+    for name, state in streams.items():
+        for kind in state:
+            if f"{name}.{kind}" in states:
+                state[kind] = torch.frombuffer(bytearray(states[f"{name}.{kind}"]), dtype=torch.uint8)
+    tracker.set_states(streams)
 
 
 @contextmanager
@@ -196,23 +220,40 @@ def _text_of(error: BaseException) -> str:
 
 def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
     """Weights, masters and optimizer state; every rank reads only its own ranges."""
-    comm = parts.mesh.world.comm
+    comm, whole_model = parts.mesh.world.comm, Whole.of(parts)
     if settings.custom_load_fn is not None:
         with agreed(comm):
+            _refuse_function(parts)
             whole = _whole_state(source)
         problem = load_by(parts, settings.custom_load_fn, whole)
         comm.agree(not problem, problem, CheckpointError)
+    names, buffer_names = _names_of_all(parts, whole_model)
+    members = whole_model.names_by_group(names_by_group(parts))
     with agreed(comm):
         if settings.custom_load_fn is None:
-            _check_names(parts, source, settings.strict)
-            _read_module(parts, source)
+            _check_names(parts, source, names, buffer_names, settings.strict)
+            _check_shapes(parts, source, whole_model)
+            _read_module(parts, source, whole_model)
         if not settings.module_only:
             _forget_states(parts)
             if settings.optimizer_states:
                 saved = state.get("optimizer", {})
-                _take_groups(parts, source, saved)
-                _read_slots(parts, source, saved)
+                _take_groups(parts, source, saved, members)
+                _read_slots(parts, source, saved, whole_model)
     parts.params.refresh()
+
+
+def _names_of_all(parts: Parts, whole: Whole) -> tuple[set[str], set[str]]:
+    """Names of the parameters and buffers of all stages. Collective over: the pipe axis."""
+    params = whole.over_stages(named(parts.module.named_parameters()))
+    buffers = whole.over_stages(named(persistent_buffers(parts.module)))
+    return {name for name, _ in params}, {name for name, _ in buffers}
+
+
+def _refuse_function(parts: Parts) -> None:
+    if parts.mesh["pipe", "model"].size > 1:
+        msg = "custom_load_fn writes into a whole model, and this one is cut over stages or slices; leave it out"
+        raise CheckpointError(msg)
 
 
 def _forget_states(parts: Parts) -> None:
@@ -224,15 +265,13 @@ def _forget_states(parts: Parts) -> None:
         parts.optimization.rule.forget()
 
 
-def _check_names(parts: Parts, source: Checkpoint, strict: bool) -> None:
-    buffers = dict(persistent_buffers(parts.module))
-    params = dict(parts.module.named_parameters())
+def _check_names(parts: Parts, source: Checkpoint, params: set[str], buffers: set[str], strict: bool) -> None:
     stored, stored_buffers = set(source.names()), set(source.buffers())
     for what, names in (
-        ("lacks parameters of the model", sorted(params.keys() - stored)),
-        ("has parameters the model lacks", sorted(stored - params.keys())),
-        ("lacks buffers of the model", sorted(buffers.keys() - stored_buffers)),
-        ("has buffers the model lacks", sorted(stored_buffers - buffers.keys())),
+        ("lacks parameters of the model", sorted(params - stored)),
+        ("has parameters the model lacks", sorted(stored - params)),
+        ("lacks buffers of the model", sorted(buffers - stored_buffers)),
+        ("has buffers the model lacks", sorted(stored_buffers - buffers)),
     ):
         if names:
             rest = len(names) - NAMES_SHOWN
@@ -242,15 +281,21 @@ def _check_names(parts: Parts, source: Checkpoint, strict: bool) -> None:
                 msg = text + "; load_module_strict=False loads what fits"
                 raise CheckpointError(msg)
             log.log(logging.WARNING if parts.mesh.rank == 0 else logging.DEBUG, "%s", text)
+
+
+def _check_shapes(parts: Parts, source: Checkpoint, whole: Whole) -> None:
+    """What is in both has one shape."""
+    stored, stored_buffers = set(source.names()), set(source.buffers())
+    params, buffers = dict(parts.module.named_parameters()), dict(persistent_buffers(parts.module))
     shapes: dict[str, tuple[str, tuple[int, ...], torch.Tensor]]
     shapes = {name: ("parameter", source.info(name).shape, params[name]) for name in params.keys() & stored}
     for name in buffers.keys() & stored_buffers:
         shapes[name] = ("buffer", source.stored(name, "buffer").shape, buffers[name])
     for name, (kind, shape, tensor) in sorted(shapes.items()):
-        if tuple(shape) != tuple(tensor.shape):
+        if tuple(shape) != whole.shape(name, tensor):
             msg = (
-                f"{kind} {name} has shape {tuple(shape)} in {source.path} and {tuple(tensor.shape)} in the model; "
-                "build the model as it was when saved"
+                f"{kind} {name} has shape {tuple(shape)} in {source.path} and {whole.shape(name, tensor)} in the "
+                "model; build the model as it was when saved"
             )
             raise CheckpointError(msg)
 
@@ -260,7 +305,7 @@ def _weight_slot(source: Checkpoint, name: str) -> str:
     return "master" if "master" in slots else "weight16"
 
 
-def _read_module(parts: Parts, source: Checkpoint) -> None:
+def _read_module(parts: Parts, source: Checkpoint, whole: Whole) -> None:
     stored, stored_buffers, params = set(source.names()), set(source.buffers()), parts.params
     for unit in parts.table.all_units:
         own, cell = params.span(unit), params.master_cell(unit)
@@ -276,17 +321,17 @@ def _read_module(parts: Parts, source: Checkpoint) -> None:
         rounds = unit.is_trainable and not parts.plan.config.zero_optimization.load_from_fp32_weights
         for entry, common in ranges:
             out = values[common.shifted(-own.start).slice]
-            source.read(entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
+            whole.read(source, entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
             out.copy_(out.to(params.dtypes(unit)[0]) if rounds else out)
         put = params.put_master if unit.is_trainable else params.put_rest
         put(unit, values)
     with torch.no_grad():
         for name, param in parts.module.named_parameters():
             if parts.table.locate(param) is None and name in stored:
-                source.read(name, _weight_slot(source, name), 0, param.data.view(-1))
+                whole.read(source, name, _weight_slot(source, name), 0, param.data.view(-1))
         for name, buffer in persistent_buffers(parts.module):
             if name in stored_buffers:
-                source.read(name, "buffer", 0, buffer.view(-1))
+                whole.read(source, name, "buffer", 0, buffer.view(-1))
 
 
 def _whole_state(source: Checkpoint) -> dict[str, torch.Tensor]:
@@ -296,26 +341,26 @@ def _whole_state(source: Checkpoint) -> dict[str, torch.Tensor]:
     return state | {alias: state[name] for alias, name in source.aliases().items() if name in state}
 
 
-def _take_groups(parts: Parts, source: Checkpoint, saved: dict[str, Any]) -> None:
+def _take_groups(parts: Parts, source: Checkpoint, saved: dict[str, Any], members: Sequence[Sequence[str]]) -> None:
     """Hyper-parameters of the groups."""
     if not saved or parts.optimization is None:
         return
     is_same_rule = saved["name"] == parts.optimization.rule.name
-    for group, stored in _matched(parts, source, saved["param_groups"]):
+    for group, stored in _matched(parts, source, saved["param_groups"], members):
         for key, value in stored.items():
             if key != "params" and (is_same_rule or key in group):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    if parts.params.placement.is_whole or not isinstance(parts.optimization.rule, KeepsState):
+    if has_windows_alike(parts) or not isinstance(parts.optimization.rule, KeepsState):
         parts.optimization.rule.load_scalars(saved["scalars"]["by_window"])
 
 
 def _matched(
-    parts: Parts, source: Checkpoint, stored: Sequence[dict[str, Any]]
+    parts: Parts, source: Checkpoint, stored: Sequence[dict[str, Any]], members: Sequence[Sequence[str]]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Each group with the one saved: that of the same parameters; if there is not one for each, by order."""
     groups = parts.optimization.groups if parts.optimization else []
     by_names = {frozenset(group["params"]): group for group in stored}
-    found = [by_names.get(frozenset(names)) for names in names_by_group(parts)]
+    found = [by_names.get(frozenset(names)) for names in members]
     if len(by_names) == len(stored) and all(group is not None for group in found):
         yield from ((own, group) for own, group in zip(groups, found, strict=True) if group is not None)
         return
@@ -330,7 +375,7 @@ def _matched(
     yield from zip(groups, stored, strict=True)
 
 
-def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any]) -> None:
+def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: Whole) -> None:
     """Optimizer slots by name; a parameter without them in the file starts afresh, with a warning."""
     optimization = parts.optimization
     if optimization is None:
@@ -342,23 +387,23 @@ def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any]) -> None
         for window in windows_of(parts):
             slots = {slot: torch.zeros_like(window.master) for slot in saved.get("slots", ())}
             span = Span(window.key[2], window.key[2] + window.master.numel())
-            fresh |= _fill_slots(source, parts.table.units[window.key[0]], span, slots, stored)
+            fresh |= _fill_slots(source, whole, parts.table.units[window.key[0]], span, slots, stored)
             if slots:
                 scalars = saved["scalars"]
-                is_by_window = parts.params.placement.is_whole and scalars["by_window"]
+                is_by_window = has_windows_alike(parts) and scalars["by_window"]
                 rule.restore(window, slots, {} if is_by_window else scalars["by_group"].get(str(window.key[1]), {}))
     else:
         for unit in parts.table.units:
             for slot, cell in optimization.states.cells(unit).items():
                 values = cell.get()  # was cleared: nothing is read from a swap file
-                fresh |= _fill_slots(source, unit, parts.params.span(unit), {slot: values}, stored)
+                fresh |= _fill_slots(source, whole, unit, parts.params.span(unit), {slot: values}, stored)
                 cell.put(values)
     if fresh:
         log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
 
 
 def _fill_slots(
-    source: Checkpoint, unit: Unit, span: Span, slots: Mapping[str, torch.Tensor], stored: set[str]
+    source: Checkpoint, whole: Whole, unit: Unit, span: Span, slots: Mapping[str, torch.Tensor], stored: set[str]
 ) -> set[str]:
     """Read every slot over the range `span` of a unit; gives the parameters that the file has no such slot of."""
     fresh: set[str] = set()
@@ -366,7 +411,7 @@ def _fill_slots(
         for entry, common in unit.layout.overlaps(span):
             if entry.name in stored and slot in source.slots(entry.name):
                 out = tensor[common.shifted(-span.start).slice]
-                source.read(entry.name, slot, common.start - entry.offset, out)
+                whole.read(source, entry.name, slot, common.start - entry.offset, out)
             else:
                 fresh.add(entry.name)
     return fresh
