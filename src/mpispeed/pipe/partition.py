@@ -7,14 +7,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import nn
-
-from mpispeed.base import rng
 from mpispeed.base.errors import StageError
 from mpispeed.pipe.costs import cut_by_profile
+from mpispeed.pipe.counting import count_parameters
 from mpispeed.pipe.cut import cut_by_method
-from mpispeed.pipe.layers import Layer, LayerSpec, name_of, shared_parameters
+from mpispeed.pipe.layers import Layer, name_of, shared_parameters
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -81,28 +78,6 @@ def partition(
     is_equal = digest == first and own in (None, borders)
     comm.agree(is_equal, "PipelineModule: other layers than on rank 0; give all ranks the same list", StageError)
     return list(borders)
-
-
-def count_parameters(layers: Sequence[Layer]) -> list[int]:
-    """Trainable parameters of each layer; generators stay as they are. Specs are built without memory if possible."""
-    generators = rng.capture()
-    try:
-        return [_trainable(layer) for layer in layers]
-    finally:
-        rng.restore(generators)
-
-
-def _trainable(layer: Layer) -> int:
-    source = layer.source
-    if isinstance(source, LayerSpec):
-        try:
-            with torch.device("meta"):
-                source = source.build()
-        except Exception:  # a constructor that reads its values cannot run without memory
-            source = source.build()
-    if not isinstance(source, nn.Module):
-        return 0
-    return sum(param.numel() for param in source.parameters() if param.requires_grad)
 
 
 def check_shared(layers: Sequence[Layer], stage_of: Callable[[int], int]) -> None:

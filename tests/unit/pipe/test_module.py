@@ -1,5 +1,8 @@
 """Pipeline modules on simulated ranks: who has which layers, names, sizes, what is refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +85,21 @@ def test_a_layer_that_cannot_be_built_without_memory_is_counted_all_the_same():
             return x
 
     assert staged([LayerSpec(Reads, width) for width in (9, 1, 1, 7)], lambda module: module.parts) == [[0, 1, 4]] * 2
+
+
+IMPORTS = """
+import sys
+from torch import nn
+from mpispeed.pipe.counting import count_parameters
+from mpispeed.pipe.layers import LayerSpec, read_layers
+specs = [LayerSpec(nn.Embedding, 8, 4), LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.TransformerEncoderLayer, 8, 2)]
+sys.exit(not (count_parameters(read_layers(specs))[:2] == [32, 20] and "torch._dynamo" not in sys.modules))
+"""
+
+
+def test_counting_does_not_import_the_compiler_of_torch():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_frozen_parameters_do_not_count():
@@ -207,17 +225,21 @@ def test_replaced_modules_are_run():
     assert staged(specs(1), use, stages=1) == [True]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_layers_are_compiled_one_by_one():
-    def use(module):
-        calls = []
-        x = torch.ones(1, 4)
-        expected = module(x)
-        module.compile(backend=lambda graph, _: calls.append(1) or graph.forward)
-        assert torch.allclose(module(x), expected)
-        return len(calls)
+    class Compiled(Block):
+        def compile(self, *args, **kwargs):
+            self.compiled = (args, kwargs)
 
-    assert staged(specs(2), use, stages=1) == [2]
+    def use(module):
+        module.compile(dynamic=True)
+        return [getattr(layer, "compiled", None) for _, layer in sorted(module.named_children())]
+
+    settings = {"partition_method": "uniform", "num_chunks": 2}
+    layers = [TiedLayerSpec("t", Compiled, 0), *[LayerSpec(Compiled, number) for number in range(3)]]
+    done = ((), {"dynamic": True})
+    assert staged(layers, use, **settings) == [[done, None], [done, done, None]]
+    (whole,) = staged(layers, lambda module: module.compile() or module.tied_modules["t"].compiled, stages=1)
+    assert whole == ((), {})
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------
