@@ -1,17 +1,22 @@
 """Runs the MPI tests: each group of files on 1, 2, 3 and 4 ranks, with a time limit and joined verdicts.
 
-    python tests/run_mpi.py                      everything
-    python tests/run_mpi.py -n 2,3 mesh -k sum   one group, some sizes, some tests
+    python tests/run_mpi.py                                everything
+    python tests/run_mpi.py -n 2,3 mesh -k sum             one group, some sizes, some tests
+    python tests/run_mpi.py -n 4 zero --durations 20       and which of them took longest
+    python tests/run_mpi.py -n 3 --record a/3.json mesh    for a verdict over several calls:
+    python tests/run_mpi.py --joined a
 
 A group is a folder of tests/mpi, or the files that lie directly in it. This parent does not import MPI: a process
 that has joined one world cannot start others. Ranks share one start-up per group and size, because importing torch
-takes longer than most tests.
+takes longer than most tests. The marker `ranks` names the sizes a test runs on where that is not all of them; each
+group has to have tests on every size, and each test a size it runs on.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
@@ -21,12 +26,13 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mpispeed.launch import plan_launch
 
 TESTS = Path(__file__).resolve().parent / "mpi"
+SIZES = [1, 2, 3, 4]
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 STACK_SECONDS = 2.0
 SHOWN_LINES = 100
@@ -46,6 +52,7 @@ class Outcome:
     failed: set[str] = field(default_factory=set)
     reports: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (test, text of the failure) -> ranks
     skipped: set[str] = field(default_factory=set)
+    times: dict[str, float] = field(default_factory=dict)  # test -> seconds on the slowest rank
     broken: str = ""
     seconds: float = 0.0
 
@@ -53,6 +60,17 @@ class Outcome:
     def has_failed(self) -> bool:
         """True if a test failed or the start itself did not end well."""
         return bool(self.failed or self.broken)
+
+    def record(self) -> str:
+        """JSON of what a verdict over several calls needs."""
+        kept = {**asdict(self), "reports": {}, "times": {}}
+        return json.dumps({name: sorted(value) if isinstance(value, set) else value for name, value in kept.items()})
+
+    @classmethod
+    def from_record(cls, text: str) -> Outcome:
+        """What `record` wrote."""
+        kept = json.loads(text)
+        return cls(**{name: set(value) if isinstance(value, list) else value for name, value in kept.items()})
 
     def line(self) -> str:
         """One closing line."""
@@ -62,20 +80,21 @@ class Outcome:
 
 
 def groups_of(folder: Path) -> dict[str, list[Path]]:
-    """Group name -> what pytest is given."""
+    """Group name -> what pytest is given; a new folder is a group by itself."""
     found = {path.name: [path] for path in sorted(folder.iterdir()) if path.is_dir() and any(path.rglob("test_*.py"))}
     files = sorted(folder.glob("test_*.py"))
     return {**({"top": files} if files else {}), **found}
 
 
-def read_results(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(test, outcome, text of the failure) of every test in a rank's junit file."""
+def read_results(path: Path) -> Iterator[tuple[str, str, str, float]]:
+    """(test, outcome, text of the failure, seconds) of every test in a rank's junit file."""
     for case in ElementTree.parse(path).iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
         texts = [child.text or child.get("message", "") for child in case if child.tag != "properties"]
         texts = [text for text in texts if CAPTURE_TITLE.sub("", text).strip()]
-        yield f"{case.get('classname')}::{case.get('name')}", outcome, "\n".join(texts) if outcome == "failed" else ""
+        name = f"{case.get('classname')}::{case.get('name')}"
+        yield name, outcome, "\n".join(texts) if outcome == "failed" else "", float(case.get("time", 0))
 
 
 def ranks_below(pid: int) -> list[int]:
@@ -153,8 +172,9 @@ def collect(outcome: Outcome, folder: Path, code: int | None) -> None:
         if not path.exists():
             continue
         reported += 1
-        for test, verdict, text in read_results(path):
+        for test, verdict, text, seconds in read_results(path):
             getattr(outcome, verdict).add(test)
+            outcome.times[test] = max(outcome.times.get(test, 0.0), seconds)
             if text and DISAGREE not in text:
                 outcome.reports.setdefault((test, text), []).append(rank)
     outcome.passed -= outcome.failed
@@ -204,33 +224,58 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Runs the MPI tests.")
     parser.add_argument("groups", nargs="*", help="folders of tests/mpi, or top; all by default")
-    parser.add_argument("-n", "--ranks", default="1,2,3,4", help="numbers of ranks, by default 1,2,3,4")
+    parser.add_argument("-n", "--ranks", default=",".join(map(str, SIZES)), help="numbers of ranks, by default 1,2,3,4")
     parser.add_argument("-k", "--keyword", default="", help="only tests that match, as in pytest")
     parser.add_argument("--mpi", default="auto", choices=("auto", "site"), help="as in mpispeed run")
     parser.add_argument("--seconds", type=float, default=600, help="limit of one group on one number of ranks")
     parser.add_argument("--test-seconds", type=float, default=120, help="limit of one test")
+    parser.add_argument("--durations", type=int, default=0, metavar="N", help="show the N slowest tests of each start")
+    parser.add_argument("--record", type=Path, help="file for the outcome of one group on one number of ranks")
+    parser.add_argument("--joined", type=Path, metavar="FOLDER", help="run nothing, judge what --record left there")
     return parser.parse_args(arguments)
 
 
-def conclude(outcomes: list[Outcome], is_filtered: bool) -> int:
-    """Print the total; a test that ran at no size is a failure, since it proves nothing."""
+def incomplete(outcomes: list[Outcome]) -> list[str]:
+    """What a whole run lacks: a test that ran at no size proves nothing, nor does a group that has none at a size."""
     ran = {test for outcome in outcomes for test in outcome.passed | outcome.failed}
-    never = sorted({test for outcome in outcomes for test in outcome.skipped} - ran)
+    never = {test for outcome in outcomes for test in outcome.skipped} - ran
+    held = {(outcome.group, outcome.ranks) for outcome in outcomes if outcome.passed or outcome.has_failed}
+    empty = [(name, ranks) for name in groups_of(TESTS) for ranks in SIZES if (name, ranks) not in held]
+    lacks = [f"ran at no number of ranks: {test}" for test in sorted(never)]
+    return lacks + [f"no test of group {name} ran on {ranks} ranks" for name, ranks in empty]
+
+
+def conclude(outcomes: list[Outcome], is_filtered: bool) -> int:
+    """Print the total."""
     passed = sum(len(outcome.passed) for outcome in outcomes)
     failed = sum(len(outcome.failed) + bool(outcome.broken) for outcome in outcomes)
     print()
     for outcome in outcomes:
         for test in sorted(outcome.failed):
             print(f"FAILED on {outcome.ranks} ranks: {test}")
-    if not is_filtered:
-        failed += len(never)
-        for test in never:
-            print(f"FAILED: ran at no number of ranks: {test}")
-    if not ran:
-        print("FAILED: no MPI test ran at all")
-        failed += 1
+    lacks = [] if is_filtered else incomplete(outcomes)
+    if not passed and not failed:
+        lacks.append("no MPI test ran at all")
+    for text in lacks:
+        print(f"FAILED: {text}")
+    failed += len(lacks)
     print(f"{passed} passed, {failed} failed")
     return int(failed > 0)
+
+
+def judge(folder: Path) -> int:
+    """Whether the recorded calls make a whole run together; their failures were told before."""
+    lacks = incomplete([Outcome.from_record(path.read_text()) for path in sorted(folder.glob("*.json"))])
+    for text in lacks:
+        print(f"FAILED: {text}")
+    print(f"{int(not lacks)} passed, {len(lacks)} failed")
+    return int(bool(lacks))
+
+
+def slowest(outcome: Outcome, count: int) -> str:
+    """Lines of the tests that took longest."""
+    times = sorted(outcome.times.items(), key=lambda item: -item[1])[:count]
+    return "".join(f"\n    {seconds:7.2f} s  {test}" for test, seconds in times)
 
 
 def main() -> int:
@@ -238,6 +283,8 @@ def main() -> int:
     if sys.argv[1:2] == ["--as-rank"]:
         become_rank(Path(sys.argv[2]), sys.argv[3:])
     options = parse(sys.argv[1:])
+    if options.joined:
+        return judge(options.joined)
     known = groups_of(TESTS)
     unknown = [name for name in options.groups if name not in known]
     if unknown:
@@ -249,8 +296,10 @@ def main() -> int:
         for ranks in sizes:
             outcome = run_group(name, known[name], ranks, options)
             outcomes.append(outcome)
-            print(outcome.line(), flush=True)
-    return conclude(outcomes, is_filtered=bool(options.keyword) or sizes != [1, 2, 3, 4])
+            print(outcome.line() + slowest(outcome, options.durations), flush=True)
+    if options.record:
+        options.record.write_text(outcomes[0].record())
+    return conclude(outcomes, is_filtered=bool(options.keyword or options.groups) or sizes != SIZES)
 
 
 if __name__ == "__main__":

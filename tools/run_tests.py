@@ -1,57 +1,277 @@
-"""`make test`: plain tests, MPI tests on 1, 2, 3 and 4 ranks, tests of whole jobs, the package; then one total line."""
+"""`make test`: plain tests, MPI tests on 1, 2, 3 and 4 ranks, tests of whole jobs, the package; then one total line.
+
+    python tools/run_tests.py                    everything
+    python tools/run_tests.py --cores 1 rules    some parts, one piece after the other
+
+The parts are cut into pieces of one process each. Pieces run side by side as far as the cores go; what a piece prints
+is shown when it has ended, so that no two mix.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import os
 import re
+import resource
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = {
-    "unit, property, rules": ["-m", "pytest", "-q", "-p", "no:cacheprovider"],
-    "MPI": ["tests/run_mpi.py"],
-    "jobs": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/jobs"],
-    "package": ["tools/check_package.py"],
-}
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3")
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)\b")
+KINDS = ("passed", "failed", "skipped")
+RANKS = (1, 2, 3, 4)
+MOST_CORES = 4
+"""Taken without being asked: a container may own fewer cores than it sees."""
+
+LIMIT_SECONDS = 1500
+"""Of one piece; MPI groups and jobs have their own, shorter ones."""
+
+BEAT_SECONDS = 60
+POLL_SECONDS = 0.1
+END_SECONDS = 10
 
 
-def run_part(name: str, words: list[str]) -> tuple[dict[str, int], bool]:
-    """Run one part, show its output as it comes; returns the counts of its last line and whether it failed."""
-    print(f"=== {name}", flush=True)
-    began = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    last = ""
-    for line in process.stdout or ():
-        sys.stdout.write(line)
-        sys.stdout.flush()
-        last = line if line.strip() else last
-    has_failed = process.wait() != 0
-    print(f"=== {name}: {time.monotonic() - began:.0f} s", flush=True)
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    for number, kind in COUNT.findall(last):
-        counts["failed" if kind.startswith("error") else kind] += int(number)
-    if has_failed and not counts["failed"]:
-        counts["failed"] = 1  # it ended before it could count
-    return counts, has_failed
+@dataclass(frozen=True)
+class Piece:
+    """One process: the part it belongs to, its name, the words after `python`, and how many cores it keeps busy."""
+
+    part: str
+    name: str
+    words: tuple[str, ...]
+    cores: int = 1
+
+
+@dataclass
+class Result:
+    """How a piece ended: its counts by kind, how long it took, and the time on cores of it and its children."""
+
+    piece: Piece
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+# -- what there is to run --------------------------------------------------------------------------------------------
+
+
+def folders_with_tests(folder: Path) -> list[Path]:
+    """Folders directly below that hold tests, in order."""
+    return sorted(path for path in folder.iterdir() if path.is_dir() and any(path.rglob("test_*.py")))
+
+
+def size_of(path: Path) -> int:
+    """How much test code there is; stands for how long it runs."""
+    return sum(file.stat().st_size for file in path.rglob("test_*.py"))
+
+
+def plain_pieces() -> Iterator[Piece]:
+    """Unit tests by folder, the largest first, since a long one that comes last keeps a core waiting."""
+    unit = ROOT / "tests" / "unit"
+    for path in sorted(folders_with_tests(unit), key=size_of, reverse=True):
+        yield Piece("unit", f"unit/{path.name}", (*PYTEST, str(path)))
+    if files := sorted(unit.glob("test_*.py")):
+        yield Piece("unit", "unit/*", (*PYTEST, *map(str, files)))
+    yield Piece("property", "property", (*PYTEST, "tests/property"))
+    yield Piece("rules", "rules", (*PYTEST, "tests/rules"))
+
+
+def mpi_pieces(records: Path) -> Iterator[Piece]:
+    """A group on a number of ranks each; one rank first, because two of these run at a time."""
+    mpi = ROOT / "tests" / "mpi"
+    names = [path.name for path in sorted(folders_with_tests(mpi), key=size_of, reverse=True)]
+    names += ["top"] if any(mpi.glob("test_*.py")) else []
+    for ranks in RANKS:
+        for name in names:
+            record = records / f"{name}-{ranks}.json"
+            words = ("tests/run_mpi.py", "-n", str(ranks), "--record", str(record), "--durations", "3", name)
+            yield Piece("MPI", f"MPI {name} on {ranks}", words, ranks)
+
+
+def all_pieces(records: Path) -> list[Piece]:
+    """Everything, in the order in which it is begun: what takes one core first."""
+    package = Piece("package", "package", ("tools/check_package.py",))
+    jobs = [
+        Piece("jobs", f"jobs/{path.name}", (*PYTEST, str(path)), 2)
+        for path in sorted((ROOT / "tests" / "jobs").glob("test_*.py"))
+    ]
+    pieces = [package, *plain_pieces(), *mpi_pieces(records), *jobs]
+    return sorted(pieces, key=lambda piece: piece.cores)  # stable
+
+
+# -- running it ------------------------------------------------------------------------------------------------------
+
+
+def cpu_of_children() -> float:
+    """Seconds on cores of all children that have been waited for, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+class Running:
+    """A piece that has been started; its output goes to a file of its own."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.began = time.monotonic()
+        self.is_late = False
+        self.cpu_seconds = 0.0
+        self.output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the result
+        self.process = subprocess.Popen(
+            [sys.executable, *piece.words],
+            cwd=ROOT,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # so that a late one goes with all its children
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Since its start."""
+        return time.monotonic() - self.began
+
+    def has_ended(self, limit_seconds: float) -> bool:
+        """True when the process has ended; one that is late is ended, and pytest writes its stacks at SIGABRT."""
+        before = cpu_of_children()
+        if self.seconds > limit_seconds and self.process.poll() is None:
+            self.is_late = True
+            self.end(signal.SIGABRT)
+        if self.process.poll() is None:
+            return False
+        self.cpu_seconds = cpu_of_children() - before  # only this one was waited for in between
+        return True
+
+    def end(self, first: signal.Signals) -> None:
+        """Tell the process, wait a little, then end its whole group."""
+        self.process.send_signal(first)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def result(self) -> tuple[Result, str]:
+        """The counts of its last line, and all it printed."""
+        self.output.seek(0)
+        text = self.output.read()
+        self.output.close()
+        result = Result(self.piece, seconds=self.seconds, cpu_seconds=self.cpu_seconds)
+        last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+        for number, kind in COUNT.findall(last):
+            result.counts["failed" if kind.startswith("error") else kind] += int(number)
+        code = self.process.returncode
+        if code != 0 and not result.counts["failed"]:
+            result.counts["failed"] = 1  # it ended before it could count
+        if self.is_late:
+            text += f"FAILED: {self.piece.name} still ran after {self.seconds:.0f} s\n"
+        elif code == 0 and not any(result.counts.values()):
+            result.counts["failed"] = 1
+            text += f"FAILED: {self.piece.name} ended without a count of tests\n"
+        return result, text
+
+
+def run_all(
+    pieces: list[Piece],
+    cores: int,
+    *,
+    show: Callable[[str], None],
+    beat_seconds: float = BEAT_SECONDS,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> list[Result]:
+    """Run the pieces, each as soon as its cores are free, also after a failure; shows every output in one go."""
+    waiting, running, results = list(pieces), [], []
+    began = beaten = time.monotonic()
+    try:
+        while waiting or running:
+            free = cores - sum(min(one.piece.cores, cores) for one in running)
+            fitting = next((piece for piece in waiting if min(piece.cores, cores) <= free), None)
+            if fitting is not None:
+                waiting.remove(fitting)
+                running.append(Running(fitting))
+                continue
+            for one in [one for one in running if one.has_ended(limit_seconds)]:
+                running.remove(one)
+                result, text = one.result()
+                results.append(result)
+                took = f"{result.seconds:.0f} s, {result.cpu_seconds:.0f} s on cores"
+                show(f"=== {one.piece.name}\n{text}=== {one.piece.name}: {took}")
+            if time.monotonic() - beaten >= beat_seconds:
+                beaten = time.monotonic()
+                names = ", ".join(f"{one.piece.name} ({one.seconds:.0f} s)" for one in running)
+                failed = sum(result.counts["failed"] for result in results)
+                done = f"{len(results)} of {len(pieces)} done, {failed} failed"
+                show(f"... {beaten - began:.0f} s: {done}; running: {names}")
+            time.sleep(POLL_SECONDS)
+    finally:
+        for one in running:
+            one.end(signal.SIGINT)
+    return results
+
+
+# -- telling it ------------------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """Print at once."""
+    print(text, flush=True)
+
+
+def summary(results: list[Result], seconds: float) -> str:
+    """What each part took, and the total as the last line."""
+    lines = []
+    for part in dict.fromkeys(result.piece.part for result in results):
+        own = [result for result in results if result.piece.part == part]
+        counts = ", ".join(f"{sum(result.counts[kind] for result in own)} {kind}" for kind in KINDS)
+        took, used = sum(result.seconds for result in own), sum(result.cpu_seconds for result in own)
+        lines.append(f"{part:10} {counts}; {len(own)} processes, {took:.0f} s, {used:.0f} s on cores")
+    total = {kind: sum(result.counts[kind] for result in results) for kind in KINDS}
+    skipped = f", {total['skipped']} skipped" if total["skipped"] else ""
+    lines.append(f"all parts  {seconds:.0f} s")
+    lines.append(f"{total['passed']} passed, {total['failed']} failed{skipped}")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Runs the tests.")
+    parser.add_argument("parts", nargs="*", help="unit, property, rules, MPI, jobs, package; all by default")
+    cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
+    parser.add_argument("--cores", type=int, default=cores, help=f"how many to keep busy, here by default {cores}")
+    options = parser.parse_args()
+    if options.cores < 1:
+        parser.error(f"--cores {options.cores}: at least one core is needed")
+    return options
 
 
 def main() -> int:
     """Run all parts, also after a failure, so that one call shows everything."""
-    results = [run_part(name, words) for name, words in PARTS.items()]
-    total = {kind: sum(counts[kind] for counts, _ in results) for kind in ("passed", "failed", "skipped")}
-    skipped = f", {total['skipped']} skipped" if total["skipped"] else ""
-    print(f"{total['passed']} passed, {total['failed']} failed{skipped}", flush=True)
-    return int(any(has_failed for _, has_failed in results))
+    options = parse()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: pieces are in sessions of their own
+        signal.signal(number, lambda *_: sys.exit("stopped"))
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mpispeed-records-") as folder:
+        pieces = all_pieces(Path(folder))
+        known = list(dict.fromkeys(piece.part for piece in pieces))
+        if unknown := [part for part in options.parts if part not in known]:
+            print(f"no part {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
+            return 2
+        wanted = [piece for piece in pieces if piece.part in (options.parts or known)]
+        say(f"{len(wanted)} pieces on {options.cores} cores")
+        results = run_all(wanted, options.cores, show=say)
+        if any(piece.part == "MPI" for piece in wanted):
+            # what only all numbers of ranks together can tell
+            joined = Piece("MPI", "MPI on all numbers of ranks", ("tests/run_mpi.py", "--joined", folder))
+            results += run_all([joined], 1, show=say)
+    say(summary(results, time.monotonic() - began))
+    return int(any(result.counts["failed"] for result in results))
 
 
 if __name__ == "__main__":

@@ -141,17 +141,17 @@ def cross_lane(world):
 def slow_rank(world, caplog):
     """A rank that sleeps is waited for, with correct data and one warning for the node."""
     begin, mesh, done = time.monotonic(), new_mesh(world), []
-    watch = Watch(mesh, first_look_seconds=1.0, warning_seconds=3.0)
+    watch = Watch(mesh, first_look_seconds=0.5, warning_seconds=2.0)
     lane = mesh.lane("params")
     with caplog.at_level(logging.WARNING, logger="mpispeed.mesh.watch"):
         if world.rank == world.size - 1:
-            time.sleep(8)
+            time.sleep(5)
         work = fetch(lane, "embed", done, rank=world.rank)
         watch.wait(work, lambda: "the embedding")
     assert done == [("embed", list(range(world.size)))]
-    assert 7.5 < time.monotonic() - begin < LIMIT_SECONDS
+    assert 4.5 < time.monotonic() - begin < LIMIT_SECONDS
     seen = [r.getMessage() for r in caplog.records if "has been waiting" in r.getMessage()]
-    text = "rank 0 has been waiting 3 s for the embedding in lane 'params', which is at operation 1"
+    text = "rank 0 has been waiting 2 s for the embedding in lane 'params', which is at operation 1"
     if world.rank == 0:
         assert len(seen) == 1
         assert seen[0].startswith(text)
@@ -167,10 +167,10 @@ def stale_round(world):
     watch = Watch(mesh, first_look_seconds=0.5)
     lanes = mesh.lane("params"), mesh.lane("grads")
     if world.rank > 0:
-        time.sleep(3)  # rank 0 joins a round meanwhile
+        time.sleep(2)  # rank 0 joins a round meanwhile
     watch.wait(fetch(lanes[0], "embed", done, rank=world.rank), lambda: "the embedding")
     # All ranks wait at last, all for the same: the round of rank 0 completes, and no error may come of it.
-    slow = lanes[1]["data"].start(lambda _: time.sleep(4), "slow")
+    slow = lanes[1]["data"].start(lambda _: time.sleep(2), "slow")
     watch.wait(slow, lambda: "a slow operation")
     lane = lanes[0] if world.rank == 0 else lanes[1]
     work = fetch(lane, "head", done, rank=world.rank)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+SIZES = (1, 2, 3, 4)
 TEST_SECONDS = float(os.environ.get("MPISPEED_TEST_SECONDS", "120"))
 STACK_SECONDS = 2.0
 OUTCOMES = ("passed", "skipped", "failed")
@@ -27,6 +28,9 @@ def _is_mpi_run(config):
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "ranks(n, ...): where the number of ranks changes nothing in what is shown, those that it runs on"
+    )
     if _is_mpi_run(config):
         config.stash[STACKS] = _open_stacks_file()
         faulthandler.register(signal.SIGUSR1, file=config.stash[STACKS], all_threads=True)
@@ -38,6 +42,28 @@ def pytest_unconfigure(config):
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Barrier()
+
+
+def pytest_collection_modifyitems(config, items):
+    """The closest marker `ranks` counts; the runner sees to it that each test runs somewhere."""
+    from_world = None
+    for item in items:
+        mark = item.get_closest_marker("ranks")
+        if mark is None:
+            continue
+        if not mark.args or not set(mark.args) <= set(SIZES):
+            msg = f"{item.nodeid}: ranks{mark.args} names other numbers of ranks than those of {SIZES}"
+            raise pytest.UsageError(msg)
+        if _is_mpi_run(config):
+            from_world = _world_size() if from_world is None else from_world
+            if from_world not in mark.args:
+                item.add_marker(pytest.mark.skip(reason=f"runs on {', '.join(map(str, mark.args))} ranks"))
+
+
+def _world_size():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from tests.helpers.small import (
     weights,
 )
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}}}
 

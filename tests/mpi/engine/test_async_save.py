@@ -13,7 +13,7 @@ from mpispeed.ckpt.load import open_checkpoint
 from mpispeed.ckpt.snapshot import Snapshot
 from tests.helpers.training import batches, config, make_engine, train_engine, weights
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 BATCH = 36
 
 

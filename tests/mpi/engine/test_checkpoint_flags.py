@@ -21,7 +21,7 @@ from tests.helpers.small import (
 )
 from tests.helpers.training import TinyLM, zero
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}}}
 

@@ -10,7 +10,7 @@ from mpispeed.ckpt import tags
 from mpispeed.ckpt.load import open_checkpoint
 from tests.helpers.training import TinyLM, batches, config, make_engine, train_engine, weights
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 BATCH = 36
 
 

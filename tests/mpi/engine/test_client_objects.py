@@ -7,7 +7,7 @@ from torch import nn
 from mpispeed.base.errors import ConfigError, UsageError
 from tests.helpers.small import ADAM, Net, check_equal, own_part, samples, settings, start, train, train_plain, weights
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 

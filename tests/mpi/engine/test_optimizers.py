@@ -20,7 +20,7 @@ from tests.helpers.small import (
     weights,
 )
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 CLASSES = {
@@ -42,6 +42,7 @@ def groups_of(model):
     ]
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @STAGES
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_client_optimizers_with_groups(name, stage):

@@ -14,7 +14,7 @@ from mpispeed.ckpt.load import Checkpoint
 from mpispeed.engine import restore
 from tests.helpers.small import ADAM, WIDTH, Net, check_same_bits, samples, settings, start, train, weights
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 UNTESTED = {"zero_allow_untested_optimizer": True}
 
 

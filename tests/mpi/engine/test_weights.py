@@ -12,7 +12,7 @@ from mpispeed.zero.params import ParamStore
 from tests.helpers.small import ADAM, check_same_bits, samples, settings, start, train, weights
 from tests.helpers.training import TinyLM, zero
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 TOKENS = torch.arange(36).view(4, 9) % 61
 
@@ -291,6 +291,7 @@ def test_save_load_save_writes_the_same_bytes(stage, dtype, mpi_tmp_path):
     engine.destroy()
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_every_stage_writes_the_same_bytes(mpi_tmp_path):
     for stage in (0, 1, 2, 3):
         engine = start(

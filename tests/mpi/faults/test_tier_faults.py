@@ -15,6 +15,8 @@ from mpispeed.engine import swapping
 from mpispeed.native.block_io import inject
 from tests.helpers.training import batches, config, make_engine, train_engine, weights, zero
 
+pytestmark = pytest.mark.ranks(1, 3)
+
 PROMPT_SECONDS = 30
 BATCH = 24
 
@@ -162,6 +164,7 @@ def test_all_ranks_hear_of_a_failure(place, stage, pipeline, disk, comm):
     assert all(torch.isfinite(values).all() for values in weights(engine).values())
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
 def test_gradients_that_cannot_be_read_back(disk, comm):
     engine = make_engine(settings(2, disk, accumulation=2))
@@ -179,6 +182,7 @@ def test_gradients_that_cannot_be_read_back(disk, comm):
     check_gone(comm, disk)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
 def test_after_a_failure_nothing_wrong_is_computed(disk, comm):
     """Several ranks fail again at once, because their lane is broken; one alone may read again."""

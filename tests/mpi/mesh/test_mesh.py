@@ -51,15 +51,15 @@ def test_groups_are_those_of_the_topology(world):
         mesh.close()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_lanes_run_independently(world):
     """One lane waits inside an operation until the other has done its own: a single queue would never end."""
     mesh = Mesh(Topology({"data": world.size}), world)
     gate = threading.Event()
     slow = mesh.lane("first")["data"].start(lambda _: gate.wait(20))
     fast = mesh.lane("second")["data"].start(lambda comm: (comm.barrier(), gate.set()))
-    if world.size > 1:
-        fast.wait(20)
-        slow.wait(20)
+    fast.wait(20)
+    slow.wait(20)
     mesh.close()
     assert gate.is_set()
 

@@ -15,7 +15,7 @@ from mpispeed.native import block_io
 from mpispeed.store.cell import SwapCell
 from tests.helpers.training import TinyLM, batches, config, train_engine, weights, zero
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 
 BATCH = 12
 COMBOS = [("none", "nvme"), ("cpu", "nvme"), ("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme")]
@@ -60,8 +60,8 @@ def is_last(engine):
 # -- save and load -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("combo", COMBOS, ids="-".join)
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(("combo", "dtype"), [(ALL, "fp32"), *((combo, "bf16") for combo in COMBOS)])
 def test_steps_after_a_load_are_those_after_the_save(combo, dtype, disk, mpi_tmp_path):
     data = batches(4, BATCH)
     first = make(disk, combo, dtype)

@@ -16,6 +16,8 @@ from mpispeed.native import block_io
 from mpispeed.zero import GatheredParameters, OffloadStateTypeEnum, safe_get_full_fp32_param
 from tests.helpers.training import TinyLM, batches, config, make_engine, train_engine, weights, zero
 
+pytestmark = pytest.mark.ranks(1, 3)
+
 KINDS = list(OffloadStateTypeEnum)
 
 
@@ -79,6 +81,7 @@ CASES += [(stage, "bf16", [kind]) for stage in (1, 3) for kind in KINDS]
 CASES += [(3, "fp32", ["optim_states", "hp_params"])]
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize(("stage", "dtype", "include"), CASES)
 def test_training_goes_on_with_the_same_bits(stage, dtype, include, disk):

@@ -24,6 +24,8 @@ from mpispeed.zero import birth, birth_disk
 from tests.helpers.training import TinyLM, batches, config, train_engine, weights
 from tests.helpers.training import zero as section
 
+pytestmark = pytest.mark.ranks(1, 3)
+
 
 @pytest.fixture
 def disk():
@@ -77,6 +79,7 @@ class Wide(nn.Module):
             nn.init.normal_(module.weight, std=0.01)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

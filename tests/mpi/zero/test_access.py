@@ -9,6 +9,8 @@ from mpispeed.base.errors import UsageError
 from tests.helpers.training import TinyLM, batches, config, train_engine, weights
 from tests.helpers.training import zero as section
 
+pytestmark = pytest.mark.ranks(1, 3)
+
 SLOTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {
     "fp32": {},

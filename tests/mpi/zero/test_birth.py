@@ -16,6 +16,8 @@ from mpispeed.zero import birth, guard
 from tests.helpers.training import TinyLM, batches, config, train_engine, weights
 from tests.helpers.training import zero as section
 
+pytestmark = pytest.mark.ranks(1, 3)
+
 
 def rank_and_size():
     world = mpispeed.init_distributed()
@@ -73,6 +75,7 @@ class Gpt(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
 def test_a_model_initialised_as_nanogpt_is_has_the_same_values():
     expected = Gpt()
@@ -83,6 +86,7 @@ def test_a_model_initialised_as_nanogpt_is_has_the_same_values():
     check_same(whole(model), dict(expected.named_parameters()))
 
 
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.mpi(min_size=2)
 def test_values_are_those_of_the_first_rank():
     rank, _ = rank_and_size()
@@ -91,6 +95,7 @@ def test_values_are_those_of_the_first_rank():
     check_same(whole(model), dict(Gpt(seed=1).named_parameters()))
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

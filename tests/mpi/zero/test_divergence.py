@@ -48,6 +48,7 @@ def train(engine, chosen):
         engine.step()
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("zero", "first_rank", "others"),

@@ -13,6 +13,8 @@ from mpispeed.zero import guard
 from tests.helpers.training import TinyLM, batches, config, make_engine, train_engine, weights, whole_weights
 from tests.helpers.training import zero as section
 
+pytestmark = pytest.mark.ranks(1, 3)
+
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
@@ -304,6 +306,7 @@ def test_two_engines_do_not_disturb_each_other():
     second.destroy()
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_does_something_else_is_found_out():
     engine = engine_of()

@@ -10,7 +10,7 @@ from mpispeed.base.errors import AgreementError, UsageError
 from mpispeed.zero import GatheredParameters
 from tests.helpers.shapes import WIDTH, batches, check_all_cut, config, one_step, start
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(3)]
 
 
 class Plain(nn.Module):

@@ -25,7 +25,7 @@ from tests.helpers.shapes import (
 )
 from tests.mpi.zero.test_shapes import Block, Plain
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3)]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.helpers.shapes import (
 from tests.helpers.small import check_same_bits, weights
 from tests.mpi.zero.test_shapes import Plain
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3)]
 
 
 def test_two_engines_in_turn():

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations, parametrize
 from tests.helpers.shapes import WIDTH, check_like_whole, config, difference, one_step, run
 from tests.mpi.zero.test_shapes import Plain
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3)]
 
 
 class Recurrent(nn.Module):
@@ -273,6 +273,7 @@ def compiled_in_place(backend):
     return model
 
 
+@pytest.mark.ranks(2)
 @marked
 @pytest.mark.parametrize("make", [compiled_blocks, compiled_in_place])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -280,6 +281,7 @@ def test_blocks_compiled_before(make, backend):
     check_like_whole(lambda: make(backend))
 
 
+@pytest.mark.ranks(2)
 @marked
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -301,11 +303,13 @@ def test_compiled_after_initialize(whole, backend):
     assert graphs[-1] == graphs[-4]
 
 
+@pytest.mark.ranks(2)
 @marked
 def test_compiled_blocks_in_evaluation_then_training():
     check_like_whole(lambda: compiled_in_place("aot_eager"), with_evaluation)
 
 
+@pytest.mark.ranks(2)
 @marked
 def test_blocks_compiled_to_machine_code():
     def make():

@@ -20,7 +20,7 @@ from tests.helpers.shapes import (
 )
 from tests.mpi.zero.test_shapes import Plain
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3)]
 
 
 # -- frozen ----------------------------------------------------------------------------------------------------------

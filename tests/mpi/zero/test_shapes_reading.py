@@ -13,7 +13,7 @@ from mpispeed.base.errors import UsageError
 from tests.helpers.shapes import WIDTH, batches, built, check_all_cut, config, one_step, start
 from tests.mpi.zero.test_shapes import Plain
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2)]
 
 
 @pytest.fixture(params=["before the first step", "after a step"])

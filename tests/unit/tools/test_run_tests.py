@@ -1,0 +1,136 @@
+"""What `make test` is made of: pieces side by side within the cores, whole outputs, counts that miss nothing."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def load(path):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+run_tests = load(ROOT / "tools" / "run_tests.py")
+run_mpi = load(ROOT / "tests" / "run_mpi.py")
+
+SPAN = """
+import sys, time
+print("first", sys.argv[1], flush=True)
+with open(sys.argv[2], "a") as log: log.write(f"begin {sys.argv[1]}\\n")
+time.sleep(float(sys.argv[3]))
+with open(sys.argv[2], "a") as log: log.write(f"end {sys.argv[1]}\\n")
+print("second", sys.argv[1])
+print("1 passed in 0.1 s")
+"""
+
+
+def piece(name, code, *words, cores=1):
+    return run_tests.Piece("part", name, ("-c", code, *map(str, words)), cores)
+
+
+def run(pieces, cores, **more):
+    shown = []
+    return run_tests.run_all(pieces, cores, show=shown.append, **more), shown
+
+
+def most_at_once(log, cores_of):
+    busy = most = 0
+    for line in log.read_text().splitlines():
+        what, name = line.split()
+        busy += cores_of[name] if what == "begin" else -cores_of[name]
+        most = max(most, busy)
+    return most
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_pieces_run_within_the_cores_and_do_not_mix(cores, tmp_path):
+    log = tmp_path / "log"
+    sizes = {"a": 1, "b": 1, "c": 2, "d": 4, "e": 1}
+    pieces = [piece(name, SPAN, name, log, 0.3, cores=size) for name, size in sizes.items()]
+    results, shown = run(pieces, cores)
+    assert sorted(result.piece.name for result in results) == sorted(sizes)
+    assert most_at_once(log, {name: min(size, cores) for name, size in sizes.items()}) == cores
+    for text in shown:
+        (name,) = set(re.findall(r"(?:first|second) (\w)", text))
+        assert text.startswith(f"=== {name}\nfirst {name}\nsecond {name}\n1 passed")
+    assert run_tests.summary(results, 3.0).splitlines()[-1] == "5 passed, 0 failed"
+
+
+@pytest.mark.parametrize(
+    ("code", "counts"),
+    [
+        ("print('3 passed, 2 failed, 1 error, 4 skipped in 2 s'); raise SystemExit(1)", (3, 3, 4)),
+        ("print('7 passed, 1 warning in 2 s')", (7, 0, 0)),
+        ("print('7 passed in 2 s'); raise SystemExit(3)", (7, 1, 0)),  # an end that its count does not explain
+        ("raise SystemExit(1)", (0, 1, 0)),
+        ("import os; os.abort()", (0, 1, 0)),
+        ("print('no tests ran in 0.01 s')", (0, 1, 0)),
+    ],
+)
+def test_counts_come_from_the_last_line_and_no_failure_is_lost(code, counts):
+    (result,), _ = run([piece("one", code)], 1)
+    assert tuple(result.counts.values()) == counts
+
+
+def test_a_late_piece_is_ended_with_its_children_and_shows_its_stacks(tmp_path):
+    test = tmp_path / "test_waits.py"
+    test.write_text(
+        "import subprocess, sys, time\n"
+        "def test_waits():\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"    open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+        "    time.sleep(60)\n"
+    )
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(test))
+    (result,), shown = run([run_tests.Piece("part", "late", words)], 1, limit_seconds=10, beat_seconds=3)
+    assert result.counts["failed"] == 1
+    assert "test_waits.py" in shown[-1]
+    assert re.search(r"FAILED: late still ran after 1\d s", shown[-1])
+    assert re.fullmatch(r"\.\.\. \d+ s: 0 of 1 done, 0 failed; running: late \(\d s\)", shown[0])
+    child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_every_test_file_is_in_one_piece(tmp_path):
+    pieces = run_tests.all_pieces(tmp_path)
+    assert len({one.name for one in pieces}) == len(pieces)
+    named = [ROOT / word for one in pieces for word in one.words if word.startswith((str(ROOT), "tests/"))]
+    in_pieces = [file for path in named for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+    mpi = ROOT / "tests" / "mpi"
+    groups = run_mpi.groups_of(mpi)
+    in_pieces += [file for paths in groups.values() for path in paths for file in path.rglob("test_*.py")]
+    found = sorted(file for file in in_pieces if file.name.startswith("test_"))
+    assert found == sorted((ROOT / "tests").rglob("test_*.py"))
+    starts = {(one.words[-1], int(one.words[2])) for one in pieces if one.part == "MPI"}
+    assert starts == {(name, ranks) for name in groups for ranks in (1, 2, 3, 4)}
+
+
+def record(folder, group, ranks, *, passed=(), skipped=(), broken=""):
+    outcome = run_mpi.Outcome(group, ranks, passed=set(passed), skipped=set(skipped), broken=broken)
+    (folder / f"{group}-{ranks}.json").write_text(outcome.record())
+
+
+def test_a_test_that_ran_nowhere_and_a_size_without_tests_fail_the_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_mpi, "groups_of", lambda folder: {"zero": [folder], "pipe": [folder]})
+    for ranks in (1, 2, 3, 4):
+        record(tmp_path, "zero", ranks, passed=["a"], skipped=["b"] if ranks == 1 else ["b", "c"])
+        record(tmp_path, "pipe", ranks, passed=["c"] if ranks > 1 else [], skipped=["b"])
+    record(tmp_path, "zero", 3, passed=["a", "b"])
+    assert run_mpi.judge(tmp_path) == 1
+    assert capsys.readouterr().out == "FAILED: no test of group pipe ran on 1 ranks\n0 passed, 1 failed\n"
+    record(tmp_path, "zero", 3, passed=["a"], skipped=["b"])
+    record(tmp_path, "pipe", 1, broken="no end after 600 s")  # told when it happened
+    assert run_mpi.judge(tmp_path) == 1
+    assert capsys.readouterr().out == "FAILED: ran at no number of ranks: b\n0 passed, 1 failed\n"
+    record(tmp_path, "zero", 3, passed=["a", "b"])
+    assert run_mpi.judge(tmp_path) == 0
+    assert capsys.readouterr().out == "1 passed, 0 failed\n"
