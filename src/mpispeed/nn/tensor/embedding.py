@@ -16,9 +16,9 @@ from torch.nn import functional
 from mpispeed.base.errors import UsageError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor import regions
-from mpispeed.nn.tensor.cuts import TensorCut, marks_of, vocab_rows
 from mpispeed.nn.tensor.entry import Entry
 from mpispeed.nn.tensor.linear import CutLayer, whole_linear
+from mpispeed.nn.tensor.tensor_cut import TensorCut, marks_of, vocab_rows
 
 
 class VocabEmbedding(CutLayer):

@@ -43,13 +43,22 @@ class Entry:
 
     def __init__(self, comm: Comm, sequence: SequenceCut | None = None, users: int = 1) -> None:
         self.comm, self.sequence, self.users = comm, sequence, users
+        self.is_crossed = False
         self._kept: _Kept | None = None
+
+    @classmethod
+    def crossed(cls, comm: Comm) -> Entry:
+        """For layers of a module that has brought its input over the border already."""
+        made = cls(comm)
+        made.is_crossed = True
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         sequence = self.sequence
         if sequence is not None:
             sequence = memo.setdefault(id(sequence), SequenceCut(sequence.dim, sequence.is_on))
         made = memo[id(self)] = Entry(self.comm, sequence, self.users)
+        made.is_crossed = self.is_crossed
         return made
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +68,7 @@ class Entry:
         """
         has_grad = torch.is_grad_enabled() and x.requires_grad
         is_cut = self.sequence is not None and self.sequence.is_on
-        if self.comm.size == 1 or not (is_cut or has_grad):
+        if self.comm.size == 1 or self.is_crossed or not (is_cut or has_grad):
             return x
         key = None if x.is_inference() or self.users == 1 else (x._version, torch.is_grad_enabled(), is_cut)
         kept = self._kept

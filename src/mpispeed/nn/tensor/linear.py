@@ -19,8 +19,8 @@ from torch.nn import functional
 from mpispeed.base.errors import UsageError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor import regions
-from mpispeed.nn.tensor.cuts import TensorCut, marks_of
 from mpispeed.nn.tensor.entry import Entry, SequenceCut
+from mpispeed.nn.tensor.tensor_cut import TensorCut, marks_of
 
 Layer = TypeVar("Layer", bound="CutLayer")
 

@@ -11,7 +11,7 @@ import torch
 
 from mpispeed.base.errors import UsageError
 from mpispeed.mesh.comm import Comm
-from mpispeed.nn.tensor.cuts import vocab_rows
+from mpispeed.nn.tensor.tensor_cut import vocab_rows
 
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -1,0 +1,114 @@
+"""Replaces the layers of one site in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from mpispeed.base.shares import share
+from mpispeed.mesh.comm import Comm
+from mpispeed.nn.tensor.dropout import Region, SplitDropout, give_own_stream, has_dropout
+from mpispeed.nn.tensor.entry import Entry, SequenceCut
+from mpispeed.nn.tensor.linear import ColumnLinear, RowLinear
+from mpispeed.nn.tensor.sites import Column, Site, join, known_shape
+from mpispeed.nn.tensor.tensor_cut import marks_of
+
+
+def apply_site(model: nn.Module, site: Site, comm: Comm, sequence: SequenceCut | None = None) -> None:
+    """Cut the layers of a site, adjust what its module knows of heads, and give its dropouts their streams.
+
+    Local: only the layers' own forward communicates.
+
+    Args:
+        model: changed in place.
+        site: with paths in it.
+        comm: the slicing group.
+        sequence: given where activations are cut by sequence between sites.
+    """
+    region = Region()
+    is_attention = site.groups > 0
+    # With a cut sequence, attention has to see whole sequences, not only its layers: it is entered as a whole.
+    entry = Entry(comm, sequence, len(site.columns))
+    is_entered_whole = is_attention and sequence is not None
+    for column in site.columns:
+        layer = _column(model, column, site, comm, Entry.crossed(comm) if is_entered_whole else entry)
+        _replace(model, column.path, layer)
+    holder: Any = model.get_submodule(site.holder)
+    if is_entered_whole:
+        holder.register_forward_pre_hook(WholeSequence(entry), with_kwargs=True)
+    if site.row:
+        old: Any = model.get_submodule(site.row)
+        widths = known_shape(model, site.row)
+        bias = getattr(old, "bias", None) is not None
+        options = {"grain": site.grain, "whole": old, "sequence": sequence, "bias": bias}
+        row = RowLinear(widths.inputs, widths.outputs, comm, transposed=widths.is_transposed, **options)
+        _replace(model, site.row, row)
+    groups = share(site.groups, comm.rank, comm.size)
+    for name, value in site.attributes:
+        setattr(holder, name, (groups[1] - groups[0]) * value)
+    for name in site.partial:
+        owner, _, own = join(site.scope, name).rpartition(".")
+        marks_of(model.get_submodule(owner)).partial.add(own)
+    if sequence is None and site.row:
+        _streams(model, site, comm, holder, region)
+
+
+def _column(model: nn.Module, column: Column, site: Site, comm: Comm, entry: Entry) -> ColumnLinear:
+    old: Any = model.get_submodule(column.path)
+    widths = known_shape(model, column.path)
+    return ColumnLinear(
+        widths.inputs,
+        widths.outputs,
+        comm,
+        bias=getattr(old, "bias", None) is not None,
+        sub_sizes=column.sub_sizes,
+        grains=column.grains,
+        gather_output=not site.row,
+        transposed=widths.is_transposed,
+        whole=old,
+        entry=entry,
+    )
+
+
+def _streams(model: nn.Module, site: Site, comm: Comm, holder: nn.Module, region: Region) -> None:
+    """Dropouts between column- and row-cut layers get masks of their own on every rank."""
+    is_own = site.row.rpartition(".")[0] != site.holder or bool(site.after) or not _dropouts(holder)
+    if site.groups and is_own:
+        if has_dropout(holder, site.after):
+            give_own_stream(holder, comm.rank, site.after)
+        return
+    scope = model.get_submodule(site.scope)
+    drops = _dropouts(scope)
+    if not drops:
+        return
+    for column in site.columns:
+        model.get_submodule(column.path).register_forward_hook(region.enter)
+    model.get_submodule(site.row).register_forward_pre_hook(region.leave)
+    scope.register_forward_pre_hook(region.leave)
+    for path, dropout in drops.items():
+        _replace(scope, path, SplitDropout(dropout, region, comm.rank))
+
+
+def _dropouts(module: nn.Module) -> dict[str, nn.Dropout]:
+    return {path: part for path, part in module.named_modules() if type(part) is nn.Dropout and part.p > 0}
+
+
+def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    parent: Any = model.get_submodule(owner)
+    layer.train(parent._modules[name].training)
+    parent._modules[name] = layer
+
+
+class WholeSequence:
+    """A hook before a module: hidden states that are cut by sequence are gathered."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Arguments with whole hidden states: the first one, or that of this name."""
+        if args:
+            return (self.entry(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.entry(kwargs["hidden_states"])}

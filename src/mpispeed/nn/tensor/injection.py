@@ -1,0 +1,212 @@
+"""Cuts an existing model over a slicing group, in place.
+
+Rank 0 of the group decides what is cut, by a table of known models, a user's table, or a rule; all ranks do the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.mesh.comm import Comm
+from mpispeed.nn.tensor.apply import apply_site
+from mpispeed.nn.tensor.entry import SequenceCut
+from mpispeed.nn.tensor.linear import CutLayer
+from mpispeed.nn.tensor.policy import chosen_sites, known_sites
+from mpispeed.nn.tensor.rule import ruled_sites
+from mpispeed.nn.tensor.sequence import blocks_of, cut_sequence, uncut_layers
+from mpispeed.nn.tensor.sites import Site, child
+from mpispeed.nn.tensor.vocabulary import cut_vocab, retie, together, vocab_paths
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was done to a model.
+
+    Attributes:
+        cut: path of each layer that is cut -> "column", "row" or "vocab", and how it was found.
+        whole: path of each linear layer and embedding that stays whole -> why, if there is a reason.
+        ranks: of the slicing group.
+        elements: of all parameters before.
+        local_elements: of those that this rank has.
+    """
+
+    cut: dict[str, str]
+    whole: dict[str, str]
+    ranks: int
+    elements: int
+    local_elements: int
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.cut)} layers cut over {self.ranks} ranks, {len(self.whole)} whole; "]
+        lines[0] += f"{self.local_elements} of {self.elements} parameters on this rank"
+        lines += [f"  {path}: {how}" for path, how in self.cut.items()]
+        lines += [f"  {path}: whole{f' ({why})' if why else ''}" for path, why in self.whole.items()]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class _Plan:
+    sites: list[Site] = field(default_factory=list)
+    vocab: list[str] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+    blocks: str = ""
+
+
+def inject(
+    model: nn.Module,
+    comm: Comm,
+    policy: Mapping[str, str] | None = None,
+    *,
+    vocab: bool = False,
+    sequence_parallel: bool = False,
+    grain: int = 1,
+) -> Report:
+    """Replace layers of a model by layers that are cut over `comm`; everything else stays as it is.
+
+    Attention is cut in whole heads, with grouped queries in whole groups; the numbers of heads that its module keeps
+    become those of this rank. Parameters, buffers and the state of torch's default generator become those of rank 0.
+    Losses and gradients are those of the unsplit model up to rounding, with two exceptions that the caller sees to:
+    gradients that `partial_gradients` lists have to be summed over `comm`, and generators of the group have to stay
+    equal where the model has dropout.
+
+    Args:
+        model: with whole parameters in host memory, the same on all ranks; changed in place.
+        comm: the slicing group.
+        policy: a table for layers, see `chosen_sites`; nothing else is cut then. None: GPT-2, LLaMA, Mistral, Qwen2,
+            BERT and OPT by a table of this package, other modules by a rule.
+        vocab: cut the embedding of tokens and the layer to logits by vocabulary. Logits are still returned whole.
+        sequence_parallel: cut the sequence between attention and MLP, in training. Its length has to be a multiple of
+            the number of ranks, and every linear layer of a block has to be cut.
+        grain: widths that are no heads are cut at multiples of it, as kernels may like.
+
+    Collective over: `comm`.
+
+    Raises:
+        ConfigError: nothing can be cut, attention has fewer heads than ranks, or the policy does not fit.
+        UsageError: the model was injected before, or is not the same on all ranks. All errors are raised on all ranks.
+    """
+    _check_equal(model, comm)
+    plan = _planned(model, comm, policy, (vocab, sequence_parallel, grain))
+    _share_values(model, comm)
+    elements = _elements(model)
+    sequence = SequenceCut(is_on=False) if sequence_parallel else None
+    before = {path: module for path, module in model.named_modules()}
+    for site in plan.sites:
+        apply_site(model, site, comm, sequence)
+    for path in plan.vocab:
+        cut_vocab(model, path, comm)
+    retie(model, before)
+    if sequence is not None:
+        cut_sequence(model, plan.blocks, comm, sequence)
+    how = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
+    how |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
+    how |= dict.fromkeys(plan.vocab, "vocab")
+    cut = {path: how[path] for path in before if path in how}
+    whole = dict.fromkeys(uncut_layers(model), "")
+    return Report(cut, whole | plan.whole, comm.size, elements, _elements(model))
+
+
+def _check_equal(model: nn.Module, comm: Comm) -> None:
+    text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in _tensors(model).items())
+    digests = comm.gather_objects(hashlib.sha256(text.encode()).hexdigest())
+    msg = ""
+    if len(set(digests)) > 1:
+        msg = f"the ranks of {comm} have different models; all have to build the same, with whole parameters"
+    elif any(isinstance(module, CutLayer) for module in model.modules()):
+        msg = "the model has layers that are cut already; inject it once, before mpispeed.initialize"
+    elif any(tensor.device.type == "meta" for tensor in _tensors(model).values()):
+        msg = "the model has parameters on the meta device; give them values before they are cut"
+    if msg:
+        raise _alike(UsageError(msg))
+
+
+def _planned(model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, options: tuple[bool, bool, int]) -> _Plan:
+    """Rank 0's plan or its error, on all ranks."""
+    found: Any = None
+    if comm.rank == 0:
+        try:
+            found = _plan(model, comm.size, policy, options)
+        except ConfigError as problem:
+            found = str(problem)
+        except Exception as problem:
+            found = f"the model cannot be examined: {type(problem).__name__}: {problem}"
+    found = comm.share(found)
+    if isinstance(found, str):
+        raise _alike(ConfigError(found))
+    return found
+
+
+def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options: tuple[bool, bool, int]) -> _Plan:
+    vocab, is_sequence_cut, grain = options
+    if grain < 1:
+        msg = f"grain={grain}; slices are multiples of at least one element"
+        raise ConfigError(msg)
+    plan = _Plan()
+    if policy is not None:
+        chosen = chosen_sites(model, policy, size, grain)
+        plan.sites, plan.vocab = chosen.sites, chosen.vocab
+        plan.whole = dict.fromkeys(chosen.whole, "policy")
+    else:
+        plan.sites = list(known_sites(model, size, grain))
+        taken = {path for site in plan.sites for path in (site.row, *(column.path for column in site.columns))}
+        ruled = ruled_sites(model, size, grain, taken)
+        plan.sites += ruled.sites
+        plan.whole = ruled.whole
+    if vocab:
+        plan.vocab += [path for path in vocab_paths(model) if path not in plan.vocab]
+    _leave_shared(model, plan)
+    plan.vocab, odd = together(model, plan.vocab)
+    plan.whole |= odd
+    if not plan.sites and not plan.vocab:
+        reasons = "; ".join(f"{path}: {why}" for path, why in list(plan.whole.items())[:5])
+        msg = f"no layer of {type(model).__name__} can be cut{f' ({reasons})' if reasons else ''}; name layers in a "
+        msg += 'policy, e.g. {"mlp.fc1": "column", "mlp.fc2": "row"}, or turn tensor parallelism off'
+        raise ConfigError(msg)
+    plan.blocks = blocks_of(model, plan.sites) if is_sequence_cut else ""
+    return plan
+
+
+def _leave_shared(model: nn.Module, plan: _Plan) -> None:
+    """Sites whose weights other modules use too stay whole: they cannot be cut for one of them."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners[id(param)] = owners.get(id(param), 0) + 1
+    for site in list(plan.sites):
+        for path in (site.row, *(column.path for column in site.columns)):
+            layer: Any = child(model, path)
+            if path and owners[id(layer.weight)] > 1:
+                plan.whole[site.scope] = f"{path} shares its weight with another module"
+                plan.sites.remove(site)
+                break
+
+
+def _share_values(model: nn.Module, comm: Comm) -> None:
+    """All ranks get rank 0's parameters, buffers and generator."""
+    with torch.no_grad():
+        for tensor in _tensors(model).values():
+            values = tensor.detach().contiguous()
+            comm.broadcast(values)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)
+    torch.set_rng_state(comm.share(torch.get_rng_state()))
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _elements(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+def _alike(error: Any) -> Any:
+    error.is_collective = True
+    return error

@@ -1,0 +1,94 @@
+"""Which embeddings and layers to logits are cut by vocabulary, and what shares their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.mesh.comm import Comm
+from mpispeed.nn.tensor.embedding import VocabEmbedding, VocabLinear
+from mpispeed.nn.tensor.sites import shape_of
+from mpispeed.nn.tensor.tensor_cut import cuts, marks_of
+
+
+def vocab_paths(model: Any) -> list[str]:
+    """The embedding of tokens and the layer to logits, as models of `transformers` tell.
+
+    Raises:
+        ConfigError: the model does not tell.
+    """
+    tables = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    paths = [path for path, module in model.named_modules() if any(module is table for table in tables)]
+    if not paths:
+        msg = f"vocab: {type(model).__name__} does not tell its embedding of tokens (get_input_embeddings); name the "
+        msg += 'layers in a policy, e.g. {"embed": "vocab", "head": "vocab"}'
+        raise ConfigError(msg)
+    return paths
+
+
+def together(model: nn.Module, paths: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Layers with one table are cut together, and not at all if one of them is no plain layer.
+
+    Returns:
+        (paths of layers to cut, path -> why it stays whole)
+    """
+    chosen: list[str] = []
+    whole: dict[str, str] = {}
+    for table in {id(model.get_submodule(path)._parameters.get("weight")): None for path in paths}:
+        users = [path for path, module in model.named_modules() if id(module._parameters.get("weight")) == table]
+        odd = next((path for path in users if not _can_be_cut(model.get_submodule(path))), None)
+        if odd is None:
+            chosen += users
+        else:
+            kind = type(model.get_submodule(odd)).__name__
+            whole |= {path: f"the table belongs to {odd} ({kind}), which is no plain layer" for path in users}
+    return chosen, whole
+
+
+def _can_be_cut(module: nn.Module) -> bool:
+    """True for an embedding or a linear layer that can be cut by vocabulary."""
+    if type(module) is nn.Embedding:
+        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    return type(module) is nn.Linear and shape_of(module) is not None
+
+
+def cut_vocab(model: nn.Module, path: str, comm: Comm) -> None:
+    """Replace the layer at a path by its cut form. Local."""
+    old: Any = model.get_submodule(path)
+    owner, _, name = path.rpartition(".")
+    parent: Any = model.get_submodule(owner)
+    if isinstance(old, nn.Embedding):
+        made: nn.Module = VocabEmbedding(old.num_embeddings, old.embedding_dim, comm, whole=old)
+    else:
+        made = VocabLinear(old.in_features, old.out_features, comm, bias=old.bias is not None, whole=old)
+    made.train(old.training)
+    parent._modules[name] = made
+
+
+def retie(model: nn.Module, before: Mapping[str, nn.Module]) -> None:
+    """What shared a layer or a parameter before, shares it afterwards: an embedding with the layer to logits."""
+    after = dict(model.named_modules())
+    layers = {id(old): after[path] for path, old in before.items() if path in after and after[path] is not old}
+    for module in after.values():
+        for name, part in module._modules.items():
+            if id(part) in layers:
+                module._modules[name] = layers[id(part)]
+    replaced: dict[int, tuple[nn.Parameter, Any]] = {}
+    known = cuts(model)
+    for path, module in model.named_modules():
+        old = before.get(path)
+        for name, param in module.named_parameters(recurse=False):
+            was = None if old is None else old._parameters.get(name)
+            if was is not None and was is not param:
+                replaced.setdefault(id(was), (param, known[f"{path}.{name}"]))
+    for path, module in model.named_modules():
+        for name in list(module._parameters):
+            old = before.get(path)
+            was = None if old is None else old._parameters.get(name)
+            if id(was) in replaced:
+                param, cut = replaced[id(was)]
+                module._parameters[name] = param
+                marks_of(module).cuts[name] = cut
