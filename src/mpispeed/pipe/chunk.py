@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from mpispeed.pipe.layers import Function, Layer, call
+from mpispeed.pipe.layers import Function, Layer, LayerSpec, call
 
 if TYPE_CHECKING:
     from mpispeed.pipe.module import PipelineModule
@@ -45,7 +45,7 @@ class Step:
         """The step that runs a layer."""
         if layer.tie is not None:
             return cls(layer.index, layer.name, f"tied_modules.{layer.tie.key}", layer.tie.forward_fn, layer.spreads)
-        if isinstance(layer.source, nn.Module) or not callable(layer.source):  # a spec cannot be called
+        if isinstance(layer.source, nn.Module | LayerSpec):
             return cls(layer.index, layer.name, str(layer.index), None, layer.spreads)
         return cls(layer.index, layer.name, "", layer.source, layer.spreads)
 

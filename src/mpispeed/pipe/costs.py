@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from mpispeed.base import rng
 from mpispeed.base.errors import StageError
 from mpispeed.pipe.cut import partition_bottleneck
-from mpispeed.pipe.layers import Layer, LayerSpec, call
+from mpispeed.pipe.layers import Layer, LayerSpec, call, made
 
 REPEATS = 3
 SLACK = 0.05
@@ -90,7 +90,7 @@ def measure(layers: Sequence[Layer], sample: Any) -> list[Cost]:
 
 
 def _measure_layer(layer: Layer, x: Any) -> tuple[Cost, Any]:
-    source: Any = layer.source.build() if isinstance(layer.source, LayerSpec) else layer.source
+    source: Any = made(layer) if isinstance(layer.source, LayerSpec) else layer.source
     params = list(source.parameters()) if isinstance(source, nn.Module) else []
     kept = [param.grad for param in params]
     forward = layer.tie.forward_fn if layer.tie is not None else None

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mpispeed.base import rng
-from mpispeed.pipe.layers import Layer, LayerSpec
+from mpispeed.pipe.layers import Layer, LayerSpec, made
 
 FILLING = frozenset({"normal_", "uniform_", "random_", "bernoulli_"})
 DRAWING = frozenset({"randn", "rand"})
@@ -35,7 +35,7 @@ def _trainable(layer: Layer) -> int:
             with torch.device("meta"), _Unfilled():
                 source = source.build()
         except Exception:  # a constructor that reads its values cannot run without memory
-            source = layer.source.build()
+            source = made(layer)
     if not isinstance(source, nn.Module):
         return 0
     return sum(param.numel() for param in source.parameters() if param.requires_grad)

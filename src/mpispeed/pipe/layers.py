@@ -126,6 +126,19 @@ class Layer:
         return self.source if isinstance(self.source, TiedLayerSpec) else None
 
 
+def made(layer: Layer) -> nn.Module:
+    """Build what a spec describes.
+
+    Raises:
+        StageError: its constructor fails.
+    """
+    try:
+        return layer.source.build()
+    except Exception as error:
+        msg = f"layer {layer.index} ({layer.name}) cannot be built: {type(error).__name__}: {error}"
+        raise StageError(msg) from error
+
+
 def name_of(source: Any) -> str:
     """Class name of what a spec builds and of a module, the name of a function."""
     if isinstance(source, LayerSpec):
@@ -147,6 +160,9 @@ def read_layers(layers: Iterable[Any]) -> list[Layer]:
         StageError: there is no layer; something is no layer; uses of one key differ in their type.
     """
     found: list[Layer] = []
+    if not isinstance(layers, Iterable):
+        msg = f"the layers are a {type(layers).__name__}; pass a list of layers, or an nn.Sequential"
+        raise StageError(msg)
     for index, given in enumerate(layers):
         source, spreads = (given.layer, True) if isinstance(given, Spread) else (given, False)
         if isinstance(source, LayerSpec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from mpispeed.base.errors import StageError, TopologyError, UsageError
 from mpispeed.mesh.world import start
 from mpispeed.pipe.chunk import Chunk, recompute
 from mpispeed.pipe.grid import PipelineParallelGrid
-from mpispeed.pipe.layers import Layer, LayerSpec, first_uses, read_layers
+from mpispeed.pipe.layers import Layer, LayerSpec, first_uses, made, read_layers
 from mpispeed.pipe.partition import check_shared, describe, partition, together
 from mpispeed.pipe.process_topology import PipeDataParallelTopology
 from mpispeed.pipe.tied import Tied, attrs_of, make_equal, sum_gradients, weight_of
@@ -77,7 +78,7 @@ class PipelineModule(nn.Module):
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] = recompute,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
         checkpointable_layers: list[str] | None = None,
         dynamic_shape: bool = False,
         *,
@@ -90,7 +91,7 @@ class PipelineModule(nn.Module):
         self.seed_layers, self.base_seed = bool(seed_layers), base_seed
         self.seed_fn: Callable[[int], Any] = seed_fn or _seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
-        self.activation_checkpoint_func = activation_checkpoint_func
+        self.activation_checkpoint_func = activation_checkpoint_func or recompute
         self.checkpointable_layers = checkpointable_layers
         self.dynamic_shape = dynamic_shape
         self.num_chunks, self.partition_method = num_chunks, partition_method
@@ -111,7 +112,8 @@ class PipelineModule(nn.Module):
         self._place_loss(loss_fn)
         self._chunks = [self._chunk_of(index, found) for index in range(num_chunks)]
         if comm.rank == 0:
-            log.info("%s", describe(found, self.parts, self.num_stages))
+            is_empty = any(first == stop for first, stop in itertools.pairwise(self.parts))
+            log.log(logging.WARNING if is_empty else logging.INFO, describe(found, self.parts, self.num_stages))
 
     # -- where layers are ------------------------------------------------------------------------------------
 
@@ -273,10 +275,10 @@ class PipelineModule(nn.Module):
             self.add_module(str(layer.index), self._made(layer))
 
     def _made(self, layer: Layer) -> nn.Module:
-        """Build what a spec describes."""
+        """Build what a spec describes, with the seed of its layer."""
         if self.seed_layers:
             self.seed_fn(self.base_seed + layer.index)
-        return layer.source.build()
+        return made(layer)
 
     def _tie(self) -> None:
         """Make groups of the stages that share weights, and equal weights on them. Collective over: the pipeline."""

@@ -45,6 +45,7 @@ def test_tied_specs():
         (lambda: TiedLayerSpec("pop", nn.Linear, 1, 1), "no method of nn.ModuleDict"),
         (lambda: TiedLayerSpec(3, nn.Linear, 1, 1), "without dots"),
         (lambda: read_layers([]), "is empty"),
+        (lambda: read_layers(nn.Linear(1, 1)), "the layers are a Linear; pass a list"),
         (lambda: read_layers([nn.Identity(), nn.ReLU]), "layer 1 is the class ReLU"),
         (lambda: read_layers([3]), "layer 0 is 3"),
         (

@@ -1,7 +1,9 @@
 """Pipeline modules on simulated ranks: who has which layers, names, sizes, what is refused."""
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -164,6 +166,38 @@ def test_more_stages_than_layers():
     assert [part[2] for part in found] == [False, False, True, True]
 
 
+def test_modules_of_other_stages_are_let_go():
+    def fn(world):
+        grid = PipelineParallelGrid(PipeDataParallelTopology(2, 1), world)
+        layers = [Block(number) for number in range(4)]
+        seen = [(number, weakref.ref(block)) for number, block in enumerate(layers)]
+        module = PipelineModule(layers, grid=grid)
+        layers.clear()
+        gc.collect()
+        return [number for number, block in seen if block() is not None], len(list(module.parameters()))
+
+    assert sim.run(2, fn) == [([0, 1], 4), ([2, 3], 4)]
+
+
+def test_a_stage_without_layers_is_warned_of(caplog):
+    staged(specs(1), names)
+    (record,) = [record for record in caplog.records if record.name == "mpispeed.pipe.module"]
+    assert record.levelname == "WARNING"
+    assert "stage 0: layers 0 to 0: Block\nstage 1: no layers, hands its input on" in record.getMessage()
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        staged(specs(5), names, num_chunks=2, partition_method="uniform")
+    (record,) = [record for record in caplog.records if record.name == "mpispeed.pipe.module"]
+    assert record.levelname == "INFO"
+    assert record.getMessage().splitlines() == [
+        "5 layers on 2 stages",
+        "stage 0 chunk 0: layers 0 to 1: 2 x Block",
+        "stage 1 chunk 0: layers 2 to 2: Block",
+        "stage 0 chunk 1: layers 3 to 3: Block",
+        "stage 1 chunk 1: layers 4 to 4: Block",
+    ]
+
+
 def test_layers_of_a_stage_and_of_parameters():
     def use(module):
         for layer in (-1, 3):
@@ -294,11 +328,14 @@ def test_a_layer_that_fails_on_one_stage_fails_on_all():
 
     def fn(world):
         grid = PipelineParallelGrid(PipeDataParallelTopology(2, 1), world)
-        with pytest.raises(StageError, match="rank 1 of 2: MemoryError: 3") as raised:
+        with pytest.raises(
+            StageError, match=r"rank 1 of 2: layer 3 \(Broken\) cannot be built: MemoryError: 3"
+        ) as raised:
             PipelineModule([LayerSpec(Broken, number) for number in range(4)], grid=grid, partition_method="uniform")
-        return type(raised.value.__cause__)
+        cause = raised.value.__cause__
+        return cause and type(cause.__cause__)
 
-    assert sim.run(2, fn) == [type(None), MemoryError]
+    assert sim.run(2, fn) == [None, MemoryError]
 
 
 def test_ranks_with_other_layers_are_told():
