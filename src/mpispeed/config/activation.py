@@ -15,6 +15,8 @@ class ActivationCheckpointing(Section):
     contiguous_memory_optimization: bool = Field(
         False, description="Keep them in one buffer; needs partition_activations and number_checkpoints."
     )
-    number_checkpoints: Positive | None = Field(None, description="Kept activations per forward pass.")
+    number_checkpoints: Positive | None = Field(
+        None, description="Recomputed blocks whose backward is still to come, at most; the slots of the one buffer."
+    )
     synchronize_checkpoint_boundary: bool = Field(False, description="Synchronize the device at each block.")
     profile: bool = Field(False, description="Time forward and backward of each block.")

@@ -56,7 +56,6 @@ NO_EFFECT: dict[str, str] = {
     "aio.use_gds": "files are read into host memory, not into that of a GPU",
     "checkpoint.load_universal": "every checkpoint loads at any number of ranks",
     "checkpoint.parallel_write.pipeline_stage": _PIPE,
-    "activation_checkpointing.number_checkpoints": "recomputed blocks are chosen in the model's code",
     "pipeline.partition": _PIPE,
     "pipeline.seed_layers": _PIPE,
     "pipeline.activation_checkpoint_interval": _PIPE,

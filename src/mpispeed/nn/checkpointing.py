@@ -164,6 +164,11 @@ def configure(
     _process.is_configured = True
 
 
+def current() -> Checkpointer:
+    """What `checkpoint` uses now."""
+    return _process.current
+
+
 def is_configured() -> bool:
     """Whether `configure` was called."""
     return _process.is_configured

@@ -232,7 +232,6 @@ ASKS = {
         "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     },
-    "activation_checkpointing": {"activation_checkpointing": {"cpu_checkpointing": True}},
     "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
     "curriculum_learning": {"curriculum_learning": CURRICULUM},
     "data_efficiency.data_sampling.curriculum_learning": {

@@ -37,7 +37,7 @@ READ = {
     "zero_optimization.zeropp_loco_param.err_beta", "zero_optimization.zeropp_loco_param.reset_T",
     "zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device", "host_memory_limit",
 }  # fmt: skip
-READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula")
+READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula", "activation_checkpointing")
 REFUSED = {row.path for row in UNAVAILABLE} | {"zero_optimization.legacy_stage1"}
 
 
