@@ -1,4 +1,7 @@
-"""ZeRO stages are known to config and plan: the engine may show one, but not decide by it; no other floor has one."""
+"""ZeRO stages are known to config and plan: the engine may show one, but not decide by it; no other floor has one.
+
+A pipeline has stages too. Its floor is free to say so; elsewhere they are called in ways that name no stage of ZeRO.
+"""
 
 import ast
 import io
@@ -10,11 +13,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "mpispeed"
+PIPELINE = ("pipe/", "cli/plan_schedule.py")
 # queries.py is the table of getters by which users of DeepSpeed ask for their stage.
-DECIDE = ("config/", "engine/placements.py", "engine/plan.py", "engine/queries.py")
+DECIDE = (*PIPELINE, "config/", "engine/placements.py", "engine/plan.py", "engine/queries.py")
 # ckpt/foreign reads files of DeepSpeed, which have the word in names of classes and entries.
 SHOW = (*DECIDE, "engine/", "cli/", "ckpt/foreign/")
-STAGE = re.compile(r"stage(?!d|_in)", re.IGNORECASE)
+# Those of a pipeline: stages, num_stages, stage_id, is_first_stage, is_last_stage, StageError.
+STAGE = re.compile(r"(?<!first_)(?<!last_)stage(?!d|_in|s\b|_id\b|error\b)", re.IGNORECASE)
 
 
 def docstring_lines(text):
@@ -82,6 +87,7 @@ def test_only_the_plan_decides_by_stage():
 def test_the_check_sees_names_and_strings_but_not_prose():
     text = '"""Stage 1."""\nx = 1  # stage\nzero_stage = {"stage": x}\n'
     assert [token for _, token in uses_of_the_word(text)] == ["zero_stage", '"stage"']
+    assert not list(uses_of_the_word("num_stages = grid.stages(stage_id, grid.is_last_stage)\n"))
 
 
 @pytest.mark.parametrize(

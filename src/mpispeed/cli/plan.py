@@ -81,7 +81,7 @@ def plan(
         show(schedule, drawing, as_json=as_json)
         return
     if file is None or ranks is None:
-        msg = "give CONFIG and -n, the number of ranks; or --schedule, for a pipeline"
+        msg = "give CONFIG and the number of ranks, -n or --ranks; or --schedule, for a pipeline"
         raise click.UsageError(msg)
     try:
         refuse_unused(drawing)

@@ -12,9 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpispeed.pipe.check import Proof
     from mpispeed.pipe.chunk import Chunk
     from mpispeed.pipe.cut import partition_balanced, partition_bottleneck, partition_uniform
     from mpispeed.pipe.grid import PipelineParallelGrid
+    from mpispeed.pipe.instructions import PipeInstruction
     from mpispeed.pipe.layers import LayerSpec, TiedLayerSpec, spread
     from mpispeed.pipe.module import PipelineModule
     from mpispeed.pipe.process_topology import (
@@ -22,39 +24,77 @@ if TYPE_CHECKING:
         PipeModelDataParallelTopology,
         ProcessTopology,
     )
+    from mpispeed.pipe.schedule import (
+        DataParallelSchedule,
+        GPipeSchedule,
+        InferenceSchedule,
+        InterleavedSchedule,
+        OrderedSchedule,
+        Pass,
+        PipeSchedule,
+        TrainSchedule,
+        ZeroBubbleSchedule,
+    )
     from mpispeed.pipe.tied import Tied
+    from mpispeed.pipe.timeline import expected_bubble, times
 
 __all__ = [
     "Chunk",
+    "DataParallelSchedule",
+    "GPipeSchedule",
+    "InferenceSchedule",
+    "InterleavedSchedule",
     "LayerSpec",
+    "OrderedSchedule",
+    "Pass",
     "PipeDataParallelTopology",
+    "PipeInstruction",
     "PipeModelDataParallelTopology",
+    "PipeSchedule",
     "PipelineModule",
     "PipelineParallelGrid",
     "ProcessTopology",
+    "Proof",
     "Tied",
     "TiedLayerSpec",
+    "TrainSchedule",
+    "ZeroBubbleSchedule",
+    "expected_bubble",
     "partition_balanced",
     "partition_bottleneck",
     "partition_uniform",
     "spread",
+    "times",
 ]
 
 # public name -> module of this package
 _HOME = {
     "Chunk": "chunk",
+    "DataParallelSchedule": "schedule",
+    "GPipeSchedule": "schedule",
+    "InferenceSchedule": "schedule",
+    "InterleavedSchedule": "schedule",
     "LayerSpec": "layers",
+    "OrderedSchedule": "schedule",
+    "Pass": "schedule",
     "PipeDataParallelTopology": "process_topology",
+    "PipeInstruction": "instructions",
     "PipeModelDataParallelTopology": "process_topology",
+    "PipeSchedule": "schedule",
     "PipelineModule": "module",
     "PipelineParallelGrid": "grid",
     "ProcessTopology": "process_topology",
+    "Proof": "check",
     "Tied": "tied",
     "TiedLayerSpec": "layers",
+    "TrainSchedule": "schedule",
+    "ZeroBubbleSchedule": "schedule",
+    "expected_bubble": "timeline",
     "partition_balanced": "cut",
     "partition_bottleneck": "cut",
     "partition_uniform": "cut",
     "spread": "layers",
+    "times": "timeline",
 }
 
 

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.registry import Registry
 from mpispeed.pipe.instructions import (
+    BackwardInput,
     BackwardPass,
+    BackwardWeight,
+    BufferOpInstruction,
     ForwardPass,
     LoadMicroBatch,
     OptimizerStep,
@@ -22,6 +25,36 @@ from mpispeed.pipe.instructions import (
 from mpispeed.pipe.interleaved import InterleavedForward, InterleavedSchedule
 from mpispeed.pipe.schedule_base import OrderedSchedule, Pass, PipeSchedule
 from mpispeed.pipe.zero_bubble import ZeroBubbleSchedule
+
+# Scripts for DeepSpeed take the instructions from here.
+__all__ = [
+    "CHUNKED",
+    "SCHEDULES",
+    "BackwardInput",
+    "BackwardPass",
+    "BackwardWeight",
+    "BufferOpInstruction",
+    "DataParallelSchedule",
+    "ForwardPass",
+    "GPipeSchedule",
+    "InferenceSchedule",
+    "InterleavedSchedule",
+    "LoadMicroBatch",
+    "OptimizerStep",
+    "OrderedSchedule",
+    "Pass",
+    "PipeInstruction",
+    "PipeSchedule",
+    "RecvActivation",
+    "RecvGrad",
+    "ReduceGrads",
+    "ReduceTiedGrads",
+    "SendActivation",
+    "SendGrad",
+    "TrainSchedule",
+    "ZeroBubbleSchedule",
+    "build",
+]
 
 #: name in the configuration -> class
 SCHEDULES: Registry[Callable[..., PipeSchedule]] = Registry("pipeline schedule", ignore_case=True)
