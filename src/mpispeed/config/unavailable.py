@@ -50,14 +50,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row("amp", _is_on, "Apex amp is not available; use fp16 or bf16"),
     Row("flops_profiler", _is_on, "counting floating-point operations is not available; set enabled to false"),
     Row("autotuning", _is_on, "autotuning is not available; set enabled to false"),
-    Row(
-        "activation_checkpointing",
-        _any_of(
-            "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-            "synchronize_checkpoint_boundary", "profile",
-        ),
-        "options of activation checkpointing are not available; use torch.utils.checkpoint without them",
-    ),
     Row("sparse_attention", lambda s: s is not None, "sparse attention is not available; remove the section"),
     Row("data_efficiency", _is_on, "data efficiency is not available; set enabled to false"),
     Row(f"{_SAMPLING}.curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
