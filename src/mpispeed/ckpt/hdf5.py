@@ -8,6 +8,7 @@ in a training run that goes on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
@@ -219,6 +220,13 @@ def child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
         KeyError: there is nothing of that name.
         ValueError: it is a link elsewhere, stored elsewhere or larger than the file.
     """
+    found = _child(parent, name)
+    if isinstance(found, h5d.DatasetID):
+        check_bytes(parent, name, found)
+    return found
+
+
+def _child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
     raw = name.encode()
     if "/" in name or name in ("", "."):
         msg = f"{_path(parent, name)}: {name!r} is a path and not a name"
@@ -230,14 +238,9 @@ def child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
         msg = f"{_path(parent, name)} is a soft or external link, which a checkpoint never has"
         raise ValueError(msg)
     found = h5o.open(parent, raw)
-    problem = ""
-    if isinstance(found, h5d.DatasetID):
-        problem = _foreign_bytes(found)
-    elif not isinstance(found, h5g.GroupID):
-        problem = "is neither a group nor a dataset"
-    if problem:
-        msg = f"{_path(parent, name)} {problem}, as nothing in a checkpoint is"
-        raise ValueError(msg)
+    if not isinstance(found, (h5g.GroupID, h5d.DatasetID)):
+        msg = f"{_path(parent, name)} is neither a group nor a dataset, as nothing in a checkpoint is"
+        raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
     return found
 
 
@@ -255,6 +258,16 @@ def child_group(parent: h5g.GroupID, name: str) -> h5g.GroupID:
     return found
 
 
+def child_place(parent: h5g.GroupID, name: str) -> h5d.DatasetID:
+    """The same without a look at where the elements are: for who reads them at their offset, and not by HDF5.
+
+    Raises:
+        KeyError: there is nothing of that name.
+        ValueError: it is no dataset of this file.
+    """
+    return _as_dataset(parent, name, _child(parent, name))
+
+
 def child_dataset(parent: h5g.GroupID, name: str) -> h5d.DatasetID:
     """The dataset `name` of `parent`.
 
@@ -262,11 +275,26 @@ def child_dataset(parent: h5g.GroupID, name: str) -> h5d.DatasetID:
         KeyError: there is nothing of that name.
         ValueError: it is no dataset of this file.
     """
-    found = child(parent, name)
+    return _as_dataset(parent, name, child(parent, name))
+
+
+def _as_dataset(parent: h5g.GroupID, name: str, found: h5g.GroupID | h5d.DatasetID) -> h5d.DatasetID:
     if not isinstance(found, h5d.DatasetID):
         msg = f"{_path(parent, name)} is no dataset"
         raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
     return found
+
+
+def check_bytes(parent: h5g.GroupID, name: str, dataset: h5d.DatasetID) -> None:
+    """The elements of the dataset `name` of `parent` lie plainly in this file, and need no more memory than it has.
+
+    Raises:
+        ValueError: they do not.
+    """
+    problem = _foreign_bytes(dataset)
+    if problem:
+        msg = f"{_path(parent, name)} {problem}, as nothing in a checkpoint is"
+        raise ValueError(msg)
 
 
 def external_target(parent: h5g.GroupID, name: str) -> tuple[str, str] | None:
@@ -313,11 +341,16 @@ def _attribute_dtype(kind: h5t.TypeID) -> np.dtype | None:
     """How numpy holds an attribute of this type as it is stored; None for types that no checkpoint has."""
     # text of variable length lies elsewhere and may be many times as large as the file once it is read
     if isinstance(kind, h5t.TypeStringID):
-        return None if kind.is_variable_str() else np.dtype(f"S{kind.get_size()}")
+        return None if kind.is_variable_str() else _text_dtype(kind.get_size())
     if isinstance(kind, _NUMBERS):
         number: np.dtype = kind.dtype
         return number
     return None
+
+
+@functools.cache
+def _text_dtype(size: int) -> np.dtype:
+    return np.dtype(f"S{size}")
 
 
 def _path(parent: h5g.GroupID, name: str) -> str:

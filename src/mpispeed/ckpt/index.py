@@ -24,6 +24,8 @@ from mpispeed.ckpt.logical import ParamInfo
 _SHOWN_SIGNS = 600
 #: slots that stand for the parameter itself
 _WHOLE_SLOTS = (schema.MASTER_SLOT, "weight16")
+#: types of datasets
+_STORED = frozenset(schema.STORAGE.values())
 #: HDF5 knows no more
 _MAX_DIMS = 32
 
@@ -270,14 +272,13 @@ class _TensorReader:
     def __init__(self, sums: h5g.GroupID, model_bytes: int, others: Mapping[str, tuple[h5py.File, int]]) -> None:
         self._sums, self._model_bytes, self._others = sums, model_bytes, others
         self.found: dict[tuple[str, str], StoredTensor] = {}
+        self._last: tuple[str, h5g.GroupID] | None = None
 
     def read(self, name: str, slot: str, home: h5g.GroupID, link: str) -> StoredTensor:
         """Add and return the tensor that `link` of the group `home` is, or leads to."""
         target = hdf5.external_target(home, link)
         file, size = schema.MODEL_FILE, self._model_bytes
-        if target is None:
-            dataset = hdf5.child_dataset(home, link)
-        else:
+        if target is not None:
             file, path = target
             if file not in self._others or path != schema.dataset_path(name, slot):
                 msg = f"{schema.dataset_path(name, slot)} is a link to {path} in {file!r}, which is no place for it"
@@ -287,21 +288,27 @@ class _TensorReader:
             parent: h5g.GroupID = other.id
             for part in groups:
                 parent = hdf5.child_group(parent, part)
-            dataset = hdf5.child_dataset(parent, last)
-        table = hdf5.child_dataset(hdf5.child_group(self._sums, schema.escape(name)), schema.escape(slot))
-        offset, table_offset = dataset.get_offset(), table.get_offset()
+            home, link = parent, last
+        dataset, offset = _placed(home, link)
+        table, table_offset = _placed(self._sums_of(name), schema.escape(slot))
         stored = StoredTensor(
             name=name,
             slot=slot,
-            shape=tuple(dataset.shape),
+            shape=dataset.shape,
             dtype=_stored_dtype(dataset),
-            offset=-1 if offset is None else int(offset),
-            table_offset=-1 if table_offset is None else int(table_offset),
+            offset=offset,
+            table_offset=table_offset,
             file=file,
         )
         self._check_place(stored, table, size)
         self.found[name, slot] = stored
         return stored
+
+    def _sums_of(self, name: str) -> h5g.GroupID:
+        """The tables of checksums of a parameter or buffer; those of its slots are asked for one after the other."""
+        if self._last is None or self._last[0] != name:
+            self._last = (name, hdf5.child_group(self._sums, schema.escape(name)))
+        return self._last[1]
 
     def check_apart(self) -> None:
         """No two tensors or tables of checksums share bytes."""
@@ -328,6 +335,16 @@ class _TensorReader:
         if not (has_table and ends_inside and table_inside):
             msg = f"{stored.name}/{stored.slot} or its checksums have no place in the file"
             raise ValueError(msg)
+
+
+def _placed(home: h5g.GroupID, link: str) -> tuple[h5d.DatasetID, int]:
+    """A dataset and the offset of its elements, by which alone they are read; -1 for none."""
+    dataset = hdf5.child_place(home, link)
+    offset = dataset.get_offset()
+    # without an offset there are none, or they do not lie in one piece of this file
+    if offset is None or dataset.dtype not in _STORED:
+        hdf5.check_bytes(home, link, dataset)
+    return dataset, -1 if offset is None else int(offset)
 
 
 def _stored_dtype(dataset: h5d.DatasetID) -> str:
