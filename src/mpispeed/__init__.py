@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base import late
 
 if TYPE_CHECKING:
-    from mpispeed import checkpointing, comm, zero
+    from mpispeed import checkpointing, comm, pipe, zero
     from mpispeed.ckpt.fp32 import (
         clone_tensors_for_torch_save,
         convert_zero_checkpoint_to_fp32_state_dict,
@@ -33,6 +33,7 @@ _HOME = {
     "checkpointing": "mpispeed.checkpointing",
     "comm": "mpispeed.comm",
     "RepeatingLoader": "mpispeed.data.loader",
+    "pipe": "mpispeed.pipe",
     "zero": "mpispeed.zero",
     "get_fp32_state_dict_from_zero_checkpoint": "mpispeed.ckpt.fp32",
     "load_state_dict_from_zero_checkpoint": "mpispeed.ckpt.fp32",
@@ -53,6 +54,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "load_state_dict_from_zero_checkpoint",
+    "pipe",
     "zero",
 ]
 
