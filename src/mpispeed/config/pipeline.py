@@ -45,5 +45,7 @@ class TensorParallel(Section):
     dtype: Literal["fp16", "bf16", "fp32", "int8"] = Field("fp16", description="Format of the cut layers.")
     tensor_parallel: TensorSlices = subsection(TensorSlices, "Slices of one layer; also read as tp.")
     injection_policy_tuple: Any = Field(None, description="Which layers are cut; only from Python.")
+    vocab_parallel: bool = Field(False, description="Cut the embedding of tokens and the head by vocabulary too.")
+    sequence_parallel: bool = Field(False, description="Cut the sequence between attention and MLP while training.")
     keep_module_on_host: bool = Field(False, description="Leave the modules in host memory while they are cut.")
     replace_with_kernel_inject: bool = Field(False, description="Replace modules by fused ones; also kernel_inject.")

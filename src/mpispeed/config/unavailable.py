@@ -73,9 +73,6 @@ UNAVAILABLE: tuple[Row, ...] = (
         _any_of("quantized_initialization", "post_init_quant"),
         "quantized weights are not available; remove the section",
     ),
-    Row("pipeline.stages", _more_than_one, "pipelines are not available; use 1 stage"),
-    Row("tensor_parallel.autotp_size", _more_than_one, "tensor parallelism is not available; use 0"),
-    Row("tensor_parallel.tensor_parallel.tp_size", _more_than_one, "tensor parallelism is not available; use 1"),
     Row("sequence_parallel_size", _more_than_one, "sequence parallelism is not available; use 1"),
 )  # fmt: skip
 

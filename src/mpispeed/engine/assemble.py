@@ -17,6 +17,7 @@ from mpispeed.engine import step
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.engine.host_budget import require_host_budget
 from mpispeed.engine.parts import Counters, Optimization, Parts
+from mpispeed.engine.recomputing import configure_recomputation
 from mpispeed.engine.reducing import choose_reducer
 from mpispeed.engine.reports import observe
 from mpispeed.engine.sharding import Sharding, shard
@@ -75,6 +76,7 @@ def assemble(
     sharing.equalise([*model.parameters()], kinds)
     sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots)
     table, params = sharding.table, sharding.params
+    configure_recomputation(plan, mesh, model)
     broadcast_rest(model, table, mesh, _cast_to(plan))
     counters = Counters()
     optimization, scheduler = None, None

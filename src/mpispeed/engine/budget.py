@@ -32,6 +32,7 @@ from mpispeed.mesh.dtypes import HALF_FLOATS
 from mpispeed.store.placement import Tier
 from mpispeed.store.tiers import GRAD, MASTER, PARAM
 from mpispeed.zero.accumulators import WRITES_BEHIND
+from mpispeed.zero.fetch import Limits
 from mpispeed.zero.leaf import is_leaf
 from mpispeed.zero.users import find_users
 
@@ -109,11 +110,14 @@ def predict(facts: Facts) -> Budget:
         ConfigError: a part of a unit is longer than the buffers between files and memory.
     """
     users = find_users(facts.model, facts.table, needs=lambda unit: not facts.is_resident(unit), is_whole=is_leaf)
-    outcome = _rehearse(facts, users)
-    prompt = _rehearse(replace(facts, is_overlapped=False), users) if facts.is_overlapped else outcome
+    played = facts
+    if facts.gathers_once:  # each unit is fetched once and stays
+        played = replace(facts, micro_steps=1, limits=Limits(ahead=0, live=1 << 60, reuse=1 << 60))
+    outcome = _rehearse(played, users)
+    prompt = _rehearse(replace(played, is_overlapped=False), users) if facts.is_overlapped else outcome
     held = [*_held_at_rest(facts), *_buffers(facts)]
     device = Tier.DEVICE
-    held.append(Held("gathered parameters", device, outcome.gathered_bytes))
+    held.append(Held("gathered parameters", device, max(outcome.gathered_bytes, _held_bytes(facts))))
     held.append(Held("gradient buckets", device, outcome.scratch_bytes - outcome.gathered_bytes))
     gathers = [Sent("parameters", verb, axes, count) for (verb, axes), count in sorted(outcome.gathers.items())]
     sent = [*sent_gradients(facts), *gathers, *sent_updates(facts)]
@@ -129,6 +133,14 @@ def predict(facts: Facts) -> Budget:
         moved=tuple(moved(facts, _fetches(facts, outcome))),
         file_bytes=sum(facts.swap.file_bytes.values()),
     )
+
+
+def _held_bytes(facts: Facts) -> int:
+    """Parameters that are gathered at once for the time of a step."""
+    if not facts.gathers_once:
+        return 0
+    cut = [unit for unit in facts.table.all_units if not facts.is_resident(unit)]
+    return sum(unit.layout.padded * facts.dtypes(unit)[0].itemsize for unit in cut)
 
 
 def _fetches(facts: Facts, outcome: Outcome) -> Mapping[int, int]:

@@ -57,6 +57,7 @@ class Facts:
         slots: names of the optimizer's state tensors, where they are flat.
         offload: how states rest outside the device.
         copies_checkpoint: checkpoints are copied and written while training goes on.
+        gathers_once: parameters that rest cut are gathered once for all micro-batches of a step.
     """
 
     model: nn.Module
@@ -82,6 +83,7 @@ class Facts:
     slots: tuple[str, ...] = ADAM_SLOTS
     offload: Offload = field(default_factory=Offload)
     copies_checkpoint: bool = False
+    gathers_once: bool = False
 
     def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
         """Compute and master dtype of a unit, as `ParamStore.dtypes`."""
@@ -228,6 +230,7 @@ def gather_facts(
         slots=names,
         offload=offload_of(zero),
         copies_checkpoint=plan.config.checkpoint.async_save,
+        gathers_once=plan.gathers_once,
     )
 
 

@@ -89,6 +89,12 @@ class Plan:
         """Where each kind of model state rests."""
         return self.placing.states
 
+    @property
+    def gathers_once(self) -> bool:
+        """True if parameters that rest cut are whole for the time of a step, as in pipelines."""
+        is_asked = self.axes["pipe"] > 1 and not self.config.pipeline.per_micro_batch
+        return is_asked and not self.states.param.is_whole
+
     def topology(self) -> Topology:
         """`axes`, divided as the placements need it."""
         return self.placing.topology(self.axes)

@@ -46,7 +46,7 @@ def kinds_of(model: nn.Module, slices: int) -> dict[int, Kind]:
             tied = model.tied(key)
             if len(tied.stages) > 1:
                 ties.update((id(param), key) for _, param in tied.params)
-    cut = set(cuts(model)) if slices > 1 else set[str]()
+    cut = {name for name, found in cuts(model).items() if found.kind != "replicated"} if slices > 1 else set[str]()
     partial = set(partial_gradients(model)) if slices > 1 else set[str]()
     found: dict[int, Kind] = {}
     for name, param in model.named_parameters():

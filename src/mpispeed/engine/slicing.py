@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from mpispeed.engine.sharing import broadcast
+from mpispeed.base.errors import ConfigError
 from mpispeed.nn import random
-from mpispeed.nn.tensor import cuts
+from mpispeed.nn.tensor import cuts, inject
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,27 +19,39 @@ log = logging.getLogger(__name__)
 
 
 def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
-    """Replace layers by slices of them where the config asks for it and the model has none of its own.
+    """Replace layers by slices of them, unless the model has cut layers of its own.
 
-    All slices are cut from the weights of the first rank of the slicing group.
+    A stage of a pipeline on which nothing can be cut stays whole, if there is another one where something can.
 
     Collective over: all ranks.
 
     Raises:
-        ConfigError: on every rank of the group, if no layer of the model can be cut.
+        ConfigError: on every rank, if no layer of the model can be cut.
     """
-    comm = mesh["model"]
+    comm, pipe = mesh["model"], mesh["pipe"]
     if comm.size == 1:
         return
     tracker = random.get_rng_tracker()
     if random.MODEL_PARALLEL not in tracker.get_states():  # the default stream stays as the script has seeded it
         tracker.add(random.MODEL_PARALLEL, plan.config.seed + random.SLICE_OFFSET + comm.rank)
-    if cuts(model):
-        return
-    for tensor in (*model.parameters(), *model.buffers()):
-        broadcast(comm, tensor)
-    from mpispeed.nn.tensor.inject import inject
-
-    report = inject(model, comm, plan.config.tensor_parallel.injection_policy_tuple)
+    problem, section = "", plan.config.tensor_parallel
+    if not cuts(model):
+        try:
+            report = inject(
+                model,
+                comm,
+                section.injection_policy_tuple,
+                vocab=section.vocab_parallel,
+                sequence_parallel=section.sequence_parallel,
+                grain=section.tensor_parallel.tp_grain_size,
+            )
+            log.info("%s", report) if mesh.rank == 0 else log.debug("%s", report)
+        except ConfigError as error:
+            problem = str(error)
+    problems = pipe.gather_objects(problem)
+    if all(problems):
+        raise ConfigError(problems[0])
     if mesh.rank == 0:
-        log.info("%s", report)
+        for stage, text in enumerate(problems):
+            if text:
+                log.info("stage %d has no slices: %s", stage, text)

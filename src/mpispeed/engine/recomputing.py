@@ -1,0 +1,45 @@
+"""Activation checkpointing as the config asks for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpispeed.nn import checkpointing
+from mpispeed.pipe.chunk import recompute
+from mpispeed.pipe.module import PipelineModule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpispeed.engine.plan import Plan
+    from mpispeed.mesh.mesh import Mesh
+
+_made: checkpointing.Checkpointer | None = None
+"""What an engine has configured: the next engine may do it again, a script's own configuration stays."""
+
+
+def configure_recomputation(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
+    """Set the options of `mpispeed.checkpointing`, unless the script has set its own; pipelines use it from then on.
+
+    Raises:
+        ConfigError: options do not fit together.
+    """
+    global _made
+    section, comm = plan.config.activation_checkpointing, mesh["model"]
+    is_own = checkpointing.is_configured() and checkpointing.current() is not _made
+    is_asked = section != type(section).model_validate({}) or comm.size > 1
+    if not is_own and (is_asked or _made is not None):
+        checkpointing.configure(
+            comm if comm.size > 1 else None,
+            partition_activations=section.partition_activations,
+            contiguous_checkpointing=section.contiguous_memory_optimization,
+            num_checkpoints=section.number_checkpoints,
+            checkpoint_in_cpu=section.cpu_checkpointing,
+            synchronize=section.synchronize_checkpoint_boundary,
+            profile=section.profile,
+        )
+        _made = checkpointing.current()
+    if not isinstance(model, PipelineModule) or model.activation_checkpoint_func is not recompute:
+        return
+    if checkpointing.is_configured():
+        vars(model)["activation_checkpoint_func"] = checkpointing.checkpoint
