@@ -96,14 +96,14 @@ def mpi_pieces(records: Path) -> Iterator[Piece]:
 
 
 def all_pieces(records: Path) -> list[Piece]:
-    """Everything, in the order in which it is begun: what takes one core first."""
+    """Everything, in the order in which it is begun: what takes one core first.
+
+    Jobs have several ranks, but are mostly starts of processes one after the other.
+    """
+    files = sorted((ROOT / "tests" / "jobs").rglob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
+    jobs = [Piece("jobs", f"jobs/{path.stem}", (*PYTEST, str(path))) for path in files]
     package = Piece("package", "package", ("tools/check_package.py",))
-    jobs = [
-        Piece("jobs", f"jobs/{path.name}", (*PYTEST, str(path)), 2)
-        for path in sorted((ROOT / "tests" / "jobs").glob("test_*.py"))
-    ]
-    pieces = [package, *plain_pieces(), *mpi_pieces(records), *jobs]
-    return sorted(pieces, key=lambda piece: piece.cores)  # stable
+    return sorted([*jobs, package, *plain_pieces(), *mpi_pieces(records)], key=lambda piece: piece.cores)  # stable
 
 
 # -- running it ------------------------------------------------------------------------------------------------------

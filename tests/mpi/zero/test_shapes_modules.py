@@ -275,16 +275,14 @@ def compiled_in_place(backend):
 
 @pytest.mark.ranks(2)
 @marked
-@pytest.mark.parametrize("make", [compiled_blocks, compiled_in_place])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("make", "backend"), [(compiled_blocks, "aot_eager"), (compiled_in_place, "eager")])
 def test_blocks_compiled_before(make, backend):
     check_like_whole(lambda: make(backend))
 
 
 @pytest.mark.ranks(2)
 @marked
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("whole", "backend"), [(False, "aot_eager"), (True, "eager")])
 def test_compiled_after_initialize(whole, backend):
     graphs = []
 
