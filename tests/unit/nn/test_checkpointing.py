@@ -1,7 +1,5 @@
 """Checkpointed calls compute what the calls themselves compute, whatever goes in and comes out."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
@@ -253,72 +251,6 @@ def test_what_is_inside_is_kept_by_the_outer_call(form):
     out = form(lambda a: form(layer, layer(a)), x)
     assert checkpointing.kept_bytes() == x.nbytes
     out.sum().backward()
-
-
-def test_several_micro_batches_before_any_backward(form):
-    layers = [block(seed) for seed in range(3)]
-
-    def run(call, order):
-        torch.manual_seed(7)
-        for layer in layers:
-            layer.zero_grad(set_to_none=True)
-        batches = [tensor(4, 8, seed=seed) for seed in range(4)]
-        outs = []
-        for x in batches:
-            for layer in layers:
-                x = call(layer, x)
-            outs.append(x.square().sum())
-        for index in order:
-            outs[index].backward()
-        return [x.grad for x in batches] + [p.grad for layer in layers for p in layer.parameters()]
-
-    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
-        assert_same(run(form, order), run(lambda fn, x: fn(x), order))
-
-
-class _Later(torch.autograd.Function):
-    """A linear layer that puts its weight gradient off."""
-
-    queue: ClassVar = []
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        _Later.queue.append((ctx.weight, lambda: grad.t() @ x))
-        return grad @ weight, None
-
-
-@pytest.mark.parametrize("options", [{}, {"partition_activations": True, "contiguous_checkpointing": True,
-                                          "num_checkpoints": 4}])  # fmt: skip
-def test_weight_gradients_that_are_put_off(form, options):
-    """All weight passes come after all input passes, as late as a pipeline may run them."""
-    weights = [nn.Parameter(tensor(8, 8, seed=seed).detach()) for seed in range(2)]
-    calls = []
-
-    def function(x):
-        calls.append(1)
-        return _Later.apply(torch.tanh(_Later.apply(x, weights[0])), weights[1])
-
-    def run(call):
-        batches = [tensor(4, 8, seed=seed) for seed in range(3)]
-        for losses in [[call(function, x).square().sum() for x in batches]]:
-            for loss in losses:
-                loss.backward()
-        found = [(weight, compute()) for weight, compute in _Later.queue]
-        _Later.queue.clear()
-        return [x.grad for x in batches] + [g for weight in weights for w, g in found if w is weight]
-
-    expected = run(lambda fn, x: fn(x))
-    checkpointing.configure(None, **options)
-    calls.clear()
-    assert_same(run(form), expected)
-    assert len(calls) == 6
 
 
 def test_backward_twice_is_an_error(form):
