@@ -227,7 +227,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("-n", "--ranks", default=",".join(map(str, SIZES)), help="numbers of ranks, by default 1,2,3,4")
     parser.add_argument("-k", "--keyword", default="", help="only tests that match, as in pytest")
     parser.add_argument("--mpi", default="auto", choices=("auto", "site"), help="as in mpispeed run")
-    parser.add_argument("--seconds", type=float, default=600, help="limit of one group on one number of ranks")
+    parser.add_argument("--seconds", type=float, default=1200, help="limit of one group on one number of ranks")
     parser.add_argument("--test-seconds", type=float, default=120, help="limit of one test")
     parser.add_argument("--durations", type=int, default=0, metavar="N", help="show the N slowest tests of each start")
     parser.add_argument("--record", type=Path, help="file for the outcome of one group on one number of ranks")
