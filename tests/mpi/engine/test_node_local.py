@@ -9,7 +9,7 @@ from mpispeed.ckpt import manifest as manifests
 from mpispeed.ckpt import tags
 from tests.helpers.training import batches, config, make_engine, train_engine
 
-pytestmark = pytest.mark.mpi(min_size=1)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3)]
 BATCH = 36
 
 
@@ -23,9 +23,9 @@ def digests(comm, path):
     return comm.gather_objects(found)
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "is_async", "ranks_per_node"), [(0, False, 1), (3, True, 1), (3, False, 2), (0, True, 2)]
+)
 def test_every_node_has_all_and_training_goes_on(stage, is_async, ranks_per_node, mpi_tmp_path, comm):
     own = mpi_tmp_path / f"node{comm.rank // ranks_per_node}"
     data = batches(6, BATCH)
@@ -55,7 +55,6 @@ def test_every_node_has_all_and_training_goes_on(stage, is_async, ranks_per_node
     assert digests(comm, own / "c")[last] == copies[0]
 
 
-@pytest.mark.mpi(min_size=2)
 def test_a_save_that_fails_on_one_node(mpi_tmp_path, comm, monkeypatch):
     own = mpi_tmp_path / f"node{comm.rank}"
     engine = make_engine(settings(2))
@@ -96,7 +95,6 @@ def test_a_save_that_fails_on_one_node(mpi_tmp_path, comm, monkeypatch):
     engine.destroy()
 
 
-@pytest.mark.mpi(min_size=2)
 def test_a_folder_that_all_nodes_share_is_fine_too(mpi_tmp_path, comm):
     engine = make_engine(config(1, BATCH, 1))
     engine.save_checkpoint(str(mpi_tmp_path / "shared"), tag="t")
