@@ -117,10 +117,10 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
     text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in _tensors(model).items())
     digests = comm.gather_objects(hashlib.sha256(text.encode()).hexdigest())
     msg = ""
-    if len(set(digests)) > 1:
-        msg = f"the ranks of {comm} have different models; all have to build the same, with whole parameters"
-    elif any(isinstance(module, CutLayer) for module in model.modules()):
+    if any(isinstance(module, CutLayer) for module in model.modules()):
         msg = "the model has layers that are cut already; inject it once, before mpispeed.initialize"
+    elif len(set(digests)) > 1:
+        msg = f"the ranks of {comm} have different models; all have to build the same, with whole parameters"
     elif any(tensor.device.type == "meta" for tensor in _tensors(model).values()):
         msg = "the model has parameters on the meta device; give them values before they are cut"
     if msg:

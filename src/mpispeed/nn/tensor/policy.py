@@ -119,7 +119,8 @@ def chosen_sites(model: nn.Module, table: Mapping[str, str], size: int, grain: i
             continue
         nearness = {row: _nearness(path, row, order) for row in rows}
         row = max(rows, key=nearness.__getitem__, default="")
-        if row and order[row] > order[path]:
+        is_behind = row and (order[row] > order[path] or row.rpartition(".")[0] == path.rpartition(".")[0])
+        if is_behind:
             groups[row][path] = kind
         elif kind == "column":
             made.sites.append(Site(path, path, (Column(path),), "", source="policy"))

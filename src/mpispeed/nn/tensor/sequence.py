@@ -21,7 +21,7 @@ from mpispeed.nn.tensor import regions
 from mpispeed.nn.tensor.dropout import give_own_stream, has_dropout
 from mpispeed.nn.tensor.entry import SequenceCut
 from mpispeed.nn.tensor.linear import CutLayer
-from mpispeed.nn.tensor.sites import Site, child, join, shape_of
+from mpispeed.nn.tensor.sites import Site, child, shape_of
 from mpispeed.nn.tensor.tensor_cut import marks_of
 
 
@@ -101,4 +101,5 @@ class Join(_Hook):
 
 def uncut_layers(model: nn.Module) -> list[str]:
     """Paths of linear layers and embeddings that are whole."""
-    return [join(path) for path, part in model.named_modules() if shape_of(part) or isinstance(part, nn.Embedding)]
+    kinds = (nn.Linear, nn.Embedding)
+    return [path for path, part in model.named_modules() if shape_of(part) or isinstance(part, kinds)]
