@@ -11,8 +11,8 @@ from typing import Any
 from mpispeed.config.root import Config
 
 _ZERO = "zero_optimization"
-_PIPE = "it is for pipelines"
-_SLICES = "it is for tensor parallelism"
+_BUILT = "a PipelineModule is built before the config is read; give it to the constructor"
+_GROUP = "groups of ranks are made for tensor_parallel.autotp_size; or pass an mpu to initialize"
 _KINDS = "communication is counted for all kinds of messages, in one table when the run ends"
 _PINNED = "page-locked memory is for transfers to a GPU"
 _FILES = "it is for states in files (device nvme), and none are"
@@ -55,20 +55,15 @@ NO_EFFECT: dict[str, str] = {
     f"{_ZERO}.pipeline_loading_checkpoint": "no rank reads more of a checkpoint than its own part",
     "aio.use_gds": "files are read into host memory, not into that of a GPU",
     "checkpoint.load_universal": "every checkpoint loads at any number of ranks",
-    "checkpoint.parallel_write.pipeline_stage": _PIPE,
-    "pipeline.partition": _PIPE,
-    "pipeline.seed_layers": _PIPE,
-    "pipeline.activation_checkpoint_interval": _PIPE,
-    "pipeline.pipe_partitioned": _PIPE,
-    "pipeline.grad_partitioned": _PIPE,
-    "pipeline.use_reentrant": _PIPE,
-    "tensor_parallel.dtype": _SLICES,
-    "tensor_parallel.tensor_parallel.tp_grain_size": _SLICES,
-    "tensor_parallel.tensor_parallel.mpu": _SLICES,
-    "tensor_parallel.tensor_parallel.tp_group": _SLICES,
-    "tensor_parallel.injection_policy_tuple": _SLICES,
-    "tensor_parallel.keep_module_on_host": _SLICES,
-    "tensor_parallel.replace_with_kernel_inject": _SLICES,
+    "checkpoint.parallel_write.pipeline_stage": "all ranks of all stages write their parts",
+    "pipeline.partition": _BUILT,
+    "pipeline.seed_layers": _BUILT,
+    "pipeline.use_reentrant": "recomputation needs no reentrant backward pass",
+    "tensor_parallel.dtype": "slices have the dtype of the model",
+    "tensor_parallel.tensor_parallel.mpu": _GROUP,
+    "tensor_parallel.tensor_parallel.tp_group": _GROUP,
+    "tensor_parallel.keep_module_on_host": "modules are cut in host memory",
+    "tensor_parallel.replace_with_kernel_inject": "there are no fused modules to put in their place",
     "comms_logger.prof_all": _KINDS,
     "comms_logger.prof_ops": _KINDS,
     "comms_logger.verbose": _KINDS,

@@ -191,17 +191,8 @@ def gather_facts(
         ConfigError: the optimizer is unknown or refuses its settings.
     """
     zero, states, topology = plan.config.zero_optimization, plan.states, plan.topology()
-    group_of = _all_trainable(model) if group_of is None else group_of
     names, state_bytes = _slots(plan) if slots is None else (tuple(slots), 4 * len(slots))
-    table = plan_units(
-        model,
-        group_of,
-        topology.group_size("data"),
-        plan.bucket_elements,
-        merge_elements=zero.param_persistence_threshold,
-        takes_frozen=not states.param.is_whole,
-        kind_of=kinds_of(model, topology.group_size("model")),
-    )
+    table = deal_units(plan, model, _all_trainable(model) if group_of is None else group_of)
     mark_leaves_by_threshold(model, zero.module_granularity_threshold)
     resident = frozenset(choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold))
     is_cast = plan.config.fp16.enabled or plan.config.bf16.enabled
@@ -231,6 +222,20 @@ def gather_facts(
         offload=offload_of(zero),
         copies_checkpoint=plan.config.checkpoint.async_save,
         gathers_once=plan.gathers_once,
+    )
+
+
+def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int]) -> Table:
+    """The units of a model under a plan; `group_of` is as for `zero.units.plan_units`."""
+    zero, topology = plan.config.zero_optimization, plan.topology()
+    return plan_units(
+        model,
+        group_of,
+        topology.group_size("data"),
+        plan.bucket_elements,
+        merge_elements=zero.param_persistence_threshold,
+        takes_frozen=not plan.states.param.is_whole,
+        kind_of=kinds_of(model, topology.group_size("model")),
     )
 
 

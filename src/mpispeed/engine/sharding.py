@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from mpispeed.base.errors import StoreError
-from mpispeed.engine.sharing import kinds_of
+from mpispeed.engine.facts import deal_units
 from mpispeed.engine.swapping import is_swapping, open_tiers, plan_swap
 from mpispeed.mesh.watch import Watch
 from mpispeed.store.move import widen
@@ -21,11 +21,11 @@ from mpispeed.zero.leaf import is_leaf, mark_leaves_by_threshold
 from mpispeed.zero.params import ParamStore
 from mpispeed.zero.quantized import widen_quantized
 from mpispeed.zero.union import Rounds
-from mpispeed.zero.units import choose_resident, plan_units
+from mpispeed.zero.units import choose_resident
 from mpispeed.zero.users import find_users
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -70,6 +70,12 @@ class Sharding:
     def unwinding(self) -> AbstractContextManager[None]:
         """A call into the model; when an exception ends it, nothing stays in use."""
         return nullcontext() if self.frames is None else self.frames.unwinding()
+
+    @contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """A time in which parts of the model run by themselves."""
+        with self.unwinding(), nullcontext() if self.frames is None else self.frames.running(model):
+            yield
 
     def end_backward(self) -> None:
         """A backward pass is over."""
@@ -120,16 +126,7 @@ def _take_over(
 ) -> tuple[Table, ParamStore]:
     """Units, and the store that has their parameters now. Collective over: all ranks."""
     zero = plan.config.zero_optimization
-    is_cut = not plan.states.param.is_whole
-    table = plan_units(
-        model,
-        group_of,
-        mesh["data"].size,
-        plan.bucket_elements,
-        merge_elements=zero.param_persistence_threshold,
-        takes_frozen=is_cut,
-        kind_of=kinds_of(model, mesh["model"].size),
-    )
+    table = deal_units(plan, model, group_of)
     resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
     tiers = open_tiers(plan, mesh, plan_swap(plan, mesh, table, resident, compute, slots))
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.nn import random
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
 
 log = logging.getLogger(__name__)
+
+_TABLE = (
+    "tensor_parallel.injection_policy_tuple is {0!r}: names of layers alone do not say how the others are cut; give a "
+    'table, such as {{"attention.query": "column", "attention.output": "row"}}, or remove the key'
+)
 
 
 def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
@@ -40,7 +46,7 @@ def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
             report = inject(
                 model,
                 comm,
-                section.injection_policy_tuple,
+                _table(section.injection_policy_tuple),
                 vocab=section.vocab_parallel,
                 sequence_parallel=section.sequence_parallel,
                 grain=section.tensor_parallel.tp_grain_size,
@@ -55,3 +61,9 @@ def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
         for stage, text in enumerate(problems):
             if text:
                 log.info("stage %d has no slices: %s", stage, text)
+
+
+def _table(policy: Any) -> Mapping[str, str] | None:
+    if isinstance(policy, Mapping | None):
+        return policy
+    raise ConfigError(_TABLE.format(policy))

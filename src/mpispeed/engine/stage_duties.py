@@ -115,7 +115,7 @@ class StageDuties:
             is_training=self._is_training,
         )
         start = time.perf_counter()
-        with self._parts.sharding.unwinding():
+        with self._parts.sharding.running(self._model):
             outputs = self._model.chunk(chunk)(inputs)
         bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
         return outputs
@@ -125,7 +125,7 @@ class StageDuties:
         if not self._is_training:
             self.last_outputs = outputs
         if self._computes_loss and self._model.loss_fn is not None:
-            with self._parts.sharding.unwinding():
+            with self._parts.sharding.running(self._model):
                 outputs = self._model.loss_fn(outputs, labels)
         if self._is_training:
             self._losses.append(require_scalar(outputs).detach())

@@ -79,7 +79,7 @@ def describe(tree: Any, is_own: IsOwn) -> str:
             raise CommError(msg)
     try:
         return json.dumps([pytree.treespec_dumps(spec), rows])
-    except (NotImplementedError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # torch knows no text for some forms
         msg = f"what a layer returned cannot be sent to the next stage: {error}; return tuples, lists or dicts"
         raise CommError(msg) from error
 
@@ -89,6 +89,17 @@ def parse(text: str) -> tuple[Any, list[Any]]:
     form, rows = json.loads(text)
     leaves = [Leaf(_DTYPES[row[0]], tuple(row[1]), *row[2:]) if len(row) > 1 else row[0] for row in rows]
     return pytree.treespec_loads(form), leaves
+
+
+def _outline(leaves: list[Any], spec: Any, is_own: IsOwn) -> tuple[Any, list[Any]]:
+    """What `describe` depends on, cheap to compare: the text is made only for trees that look new."""
+    facts = [
+        (leaf.dtype, leaf.shape, leaf.requires_grad, leaf.layout, is_own(leaf))
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), repr(leaf))  # 0.0 == -0.0
+        for leaf in leaves
+    ]
+    return spec, facts
 
 
 class Slices:
@@ -150,8 +161,8 @@ class Exchange:
         """
         self._mark = mark
         self._comm, self._slices, self._grad_slices, self._is_own = comm, slices, grad_slices, is_own
-        self._sent: dict[int, str] = {}
-        self._known: dict[int, str] = {}
+        self._sent: dict[int, tuple[Any, list[Any]]] = {}
+        self._known: dict[int, tuple[Any, list[Any]]] = {}
         self._works: list[Work] = []
         self.peak_in_flight = 0
 
@@ -168,14 +179,15 @@ class Exchange:
         Raises:
             CommError: it holds something that cannot be sent.
         """
-        text, tag = describe(tree, self._is_own), 2 * link
-        is_new = self._sent.get(link) != text
-        header = text.encode() if is_new else b""
+        tag, (leaves, spec) = 2 * link, pytree.tree_flatten(tree)
+        outline = _outline(leaves, spec, self._is_own)
+        is_new = self._sent.get(link) != outline
+        header = describe(tree, self._is_own).encode() if is_new else b""
         self._post(torch.tensor([len(header)], dtype=torch.int64), dst, tag)
         if is_new:
-            self._sent[link] = text
+            self._sent[link] = outline
             self._post(torch.frombuffer(bytearray(header), dtype=torch.uint8), dst, tag)
-        for leaf in leaves_of(tree):
+        for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 self._post_one(leaf, dst, tag, None if self._is_own(leaf) else self._slices)
 
@@ -190,8 +202,8 @@ class Exchange:
         if length.item():
             text = torch.empty(int(length.item()), dtype=torch.uint8)
             self._comm.recv(text, src, tag)
-            self._known[link] = bytes(text.numpy()).decode()
-        form, rows = parse(self._known[link])
+            self._known[link] = parse(bytes(text.numpy()).decode())
+        form, rows = self._known[link]
         leaves = [self._recv(row, src, tag, self._slices) if isinstance(row, Leaf) else row for row in rows]
         return pytree.tree_unflatten(leaves, form)
 

@@ -189,6 +189,17 @@ class Frames:
                 self._end(self._frames[-1].module)
             raise
 
+    @contextmanager
+    def running(self, module: nn.Module) -> Iterator[None]:
+        """A time in which parts of `module` run without a call of it: parameters read by functions are fetched too."""
+        if id(module) not in self._names:
+            self._units[id(module)], self._names[id(module)] = (), type(module).__name__
+        self._begin(module)
+        try:
+            yield
+        finally:
+            self._end(module)
+
     # -- what autograd saves -------------------------------------------------------------------------------------
 
     def saving(self) -> AbstractContextManager[Any]:

@@ -36,6 +36,11 @@ READ = {
     "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_optimization.zeropp_loco_param.err_beta", "zero_optimization.zeropp_loco_param.reset_T",
     "zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device", "host_memory_limit",
+    "pipeline.stages", "pipeline.schedule", "pipeline.per_micro_batch", "pipeline.activation_checkpoint_interval",
+    "pipeline.pipe_partitioned", "pipeline.grad_partitioned", "tensor_parallel.autotp_size",
+    "tensor_parallel.vocab_parallel", "tensor_parallel.sequence_parallel", "tensor_parallel.injection_policy_tuple",
+    "tensor_parallel.tensor_parallel.tp_size", "tensor_parallel.tensor_parallel.tp_grain_size",
+    "checkpoint.use_node_local_storage",
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula", "activation_checkpointing")
 REFUSED = {row.path for row in UNAVAILABLE} | {"zero_optimization.legacy_stage1"}
