@@ -83,7 +83,8 @@ def find_on_nodes(comm: Comm, folder: str | Path, tag: str | None = None) -> Ope
     if tag is None:
         with together(comm, "entering the latest checkpoint", CheckpointError):
             if search.is_leader and tags.read_latest(folder) != wanted.tag and wanted.in_subfolder:
-                tags.write_latest(folder, wanted.tag, wanted.uuid)
+                # of a name of its own: a job that was killed at this very line may have left its temporary file
+                tags.write_latest(folder, wanted.tag, uuids.uuid4().hex)
     return search.open(wanted, source)
 
 

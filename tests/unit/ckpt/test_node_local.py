@@ -122,6 +122,20 @@ def test_a_tag_that_is_asked_for_is_copied_too_and_latest_is_left(folders):
     assert tags.read_latest(folders[1]) == "step8"
 
 
+def test_a_job_that_was_killed_while_it_wrote_latest(folders):
+    """All have the tag; one has the next `latest` only as the temporary file of that save."""
+    save_on(folders, "step7")
+    save_on(folders, "step8", SECOND)
+    for path in folders:
+        manifest_later(path / "step8")
+    uuid = manifests.read(folders[0] / "step8").uuid
+    (folders[0] / "latest").rename(folders[0] / f".latest.tmp-{uuid}")
+    tags.write_latest(folders[0], "step7", "0" * 32)
+    for opened in load_on(folders):
+        check(opened, SECOND)
+    assert [tags.read_latest(folder) for folder in folders] == ["step8"] * 3
+
+
 def test_more_nodes_and_fewer(folders):
     save_on(folders[:2])
     for opened in load_on(folders):
