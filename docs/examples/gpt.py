@@ -22,7 +22,7 @@ class Shape:
     dropout: float = 0.0
 
 
-def _rotation(block: int, size: int) -> Tensor:
+def rotation(block: int, size: int) -> Tensor:
     """Cosines and sines (2, block, size / 2) of the angles that stand for positions."""
     speeds = 10000.0 ** (-torch.arange(0, size, 2) / size)
     angles = torch.outer(torch.arange(block), speeds)
@@ -47,13 +47,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         """What each position gathers from itself and the positions before it, (batch, length, width)."""
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
             _rotate(q, rotation), _rotate(k, rotation), v, dropout_p=dropout, is_causal=True
         )
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -73,6 +73,22 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
+def initialise(model: nn.Module, shape: Shape) -> None:
+    """Draw the weights of a whole GPT or of some of its layers."""
+    model.apply(_initialise)
+    for name, weight in model.named_parameters():
+        if name.endswith(("attention.out.weight", "mlp.2.weight")):
+            # The residual stream adds 2 * layers terms; keep its variance near one.
+            nn.init.normal_(weight, std=0.02 / (2 * shape.layers) ** 0.5)
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
 class GPT(nn.Module):
     """Predicts the next byte.
 
@@ -90,19 +106,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
-        self.register_buffer("rotation", _rotation(shape.block, shape.width // shape.heads), persistent=False)
-        self.apply(self._initialise)
-        for name, weight in self.named_parameters():
-            if name.endswith(("attention.out.weight", "mlp.2.weight")):
-                # The residual stream adds 2 * layers terms; keep its variance near one.
-                nn.init.normal_(weight, std=0.02 / (2 * shape.layers) ** 0.5)
-
-    @staticmethod
-    def _initialise(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        self.register_buffer("rotation", rotation(shape.block, shape.width // shape.heads), persistent=False)
+        initialise(self, shape)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats per byte if `y` is given, else logits (batch, length, 256)."""

@@ -45,8 +45,7 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = tuple(
-    Layout(*sizes)
-    for sizes in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1))
+    Layout(*sizes) for sizes in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1))
 )
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 
