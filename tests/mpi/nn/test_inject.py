@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.nn.checkpoint_options import Options
+from mpispeed.nn.checkpointing import Checkpointer
 from mpispeed.nn.tensor import ColumnLinear, cuts, inject, partial_gradients
 from tests.helpers import home_made as made
 from tests.helpers.tensor import assert_near, whole_gradients
@@ -182,6 +184,16 @@ def test_sequences_between_sites(comm):
         with pytest.raises(UsageError, match="a sequence of length 13 cannot be cut"):
             cut(made.tokens(13))
     assert_near(cut.eval()(made.tokens(13)).detach(), whole.eval()(made.tokens(13)).detach())
+
+
+@pytest.mark.parametrize("is_sequence_cut", [False, True])
+def test_checkpointed_blocks_whose_inputs_are_partitioned(comm, is_sequence_cut):
+    """Inputs that are whole are cut over the group, those that are parts already are recognised."""
+    whole, cut = made.build(ATTENTION["grouped"], layers=3), made.build(ATTENTION["grouped"], layers=3)
+    inject(cut, comm, sequence_parallel=is_sequence_cut)
+    checkpointer = Checkpointer(Options(partition_activations=True), comm)
+    cut.call = checkpointer.checkpoint
+    compare(comm, whole, cut)
 
 
 def test_sequences_need_all_layers(comm):

@@ -61,6 +61,8 @@ def cut_sequence(model: nn.Module, path: str, comm: Comm, sequence: SequenceCut)
         if any(has_dropout(part) for part in block.modules()):
             give_own_stream(block, comm.rank)
     blocks[0].register_forward_pre_hook(Cut(comm, sequence), with_kwargs=True)
+    for block in list(blocks)[:-1]:
+        block.register_forward_hook(Mark(comm, sequence))
     blocks[-1].register_forward_hook(Join(comm, sequence))
 
 
@@ -85,6 +87,15 @@ class Cut(_Hook):
         regions.check_divisible(x.shape[self.sequence.dim], self.comm, "a sequence")
         x = mark_cut(regions.scatter_to(x, self.comm, self.sequence.dim))
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+
+class Mark(_Hook):
+    """A hook behind blocks: recomputation must not cut what they return once more."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        """Mark the hidden states, where they are cut."""
+        if self.sequence.is_on:
+            mark_cut(out if isinstance(out, torch.Tensor) else out[0])
 
 
 class Join(_Hook):
