@@ -203,7 +203,7 @@ def run_all(
                 results.append(result)
                 took = f"{result.seconds:.0f} s, {result.cpu_seconds:.0f} s on cores"
                 show(f"=== {one.piece.name}\n{text}=== {one.piece.name}: {took}")
-            if time.monotonic() - beaten >= beat_seconds:
+            if running and time.monotonic() - beaten >= beat_seconds:
                 beaten = time.monotonic()
                 names = ", ".join(f"{one.piece.name} ({one.seconds:.0f} s)" for one in running)
                 failed = sum(result.counts["failed"] for result in results)
