@@ -15,10 +15,16 @@ from mpispeed.mesh.dtypes import REDUCE_NAMES, move_name
 from mpispeed.mesh.ending import Ending
 from mpispeed.mesh.journal import Journal
 from mpispeed.mesh.transport import Comparison, Fast, Pairs
-from mpispeed.mesh.work import Poll
+from mpispeed.mesh.work import Poll, nap_until
 
 EXCHANGE_TAG = 32000
 """Tag of messages inside one verb; tags of users stay below."""
+
+AWAKE_POLLS = 32
+"""How often a receive asks before it naps: a message that is there already takes the library a few rounds."""
+
+RECV_NAP_SECONDS = 200e-6
+"""Longest nap of a receive: what a stage of a pipeline waits for too long, at worst, for each message."""
 
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
@@ -105,8 +111,10 @@ class MpiComm(Comm):
         self._handle.Send(_moved(x), dst, tag)
 
     def library_recv(self, x: torch.Tensor, src: int, tag: int) -> None:
-        """MPI_Recv."""
-        self._handle.Recv(_moved(x), src, tag)
+        """MPI_Irecv, waited for in naps: MPI_Recv would burn a core, maybe the one its sender computes on."""
+        poll = self.post_recv(x, src, tag)
+        if not any(poll() for _ in range(AWAKE_POLLS)):
+            nap_until(poll, longest_seconds=RECV_NAP_SECONDS)
 
     def post_send(self, x: torch.Tensor, dst: int, tag: int) -> Poll:
         """MPI_Isend."""

@@ -16,14 +16,14 @@ SHORTEST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
 
 
-def nap_until(poll: Poll, limit_seconds: float = float("inf")) -> bool:
-    """Sleep in short, growing naps until `poll` says yes; False if the time ran out first."""
+def nap_until(poll: Poll, limit_seconds: float = float("inf"), longest_seconds: float = LONGEST_NAP_SECONDS) -> bool:
+    """Sleep in short naps, growing to `longest_seconds`, until `poll` says yes; False if the time ran out first."""
     end, nap = time.monotonic() + limit_seconds, SHORTEST_NAP_SECONDS
     while not poll():
         if time.monotonic() > end:
             return False
         time.sleep(nap)
-        nap = min(nap * 1.5, LONGEST_NAP_SECONDS)
+        nap = min(nap * 1.5, longest_seconds)
     return True
 
 
