@@ -171,9 +171,8 @@ def _resolve(world: World, source: tuple[Any, str], model: nn.Module, mpu: Any) 
     content, where = source
     problem, digest, resolved, stage = "", "", None, 0
     node = ranks_per_node(world)
+    loaded = _load_together(world, content, where)
     try:
-        loaded = parse(content, where) if isinstance(content, str) else validate(content, where)
-        require_available(loaded.config, loaded.where)
         axes = choose_axes(loaded.config, world, model, mpu)
         dtype = _floating_dtype(model)
         resolved = loaded, make_plan(loaded.config, world.size, dtype, ranks_per_node=node, axes=axes)
@@ -193,6 +192,18 @@ def _resolve(world: World, source: tuple[Any, str], model: nn.Module, mpu: Any) 
         )
         raise ConfigError(msg)
     return resolved
+
+
+def _load_together(world: World, content: Any, where: str) -> LoadedConfig:
+    """Validate this rank's config. Collective over: all ranks, which all raise if one has to."""
+    problem = ""
+    try:
+        loaded = parse(content, where) if isinstance(content, str) else validate(content, where)
+        require_available(loaded.config, loaded.where)
+    except ConfigError as error:
+        problem = str(error)
+    _raise_first(world.comm.gather_objects(problem))
+    return loaded
 
 
 def _raise_first(problems: list[str]) -> None:

@@ -27,6 +27,7 @@ from mpispeed.optim.choice import build
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Rule
 from mpispeed.optim.schedule import build_schedule
+from mpispeed.pipe.module import PipelineModule
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.zero.grads import Averaging, GradStore
 from mpispeed.zero.hooks import GradHooks
@@ -76,7 +77,8 @@ def assemble(
     sharing.equalise([*model.parameters()], kinds)
     sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots)
     table, params = sharding.table, sharding.params
-    configure_recomputation(plan, mesh, model)
+    if not isinstance(model, PipelineModule):  # those know only with their schedule how much is kept at once
+        configure_recomputation(plan, mesh, model)
     broadcast_rest(model, table, mesh, _cast_to(plan))
     counters = Counters()
     optimization, scheduler = None, None

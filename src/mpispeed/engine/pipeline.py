@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from mpispeed.base.errors import PipelineError, UsageError
 from mpispeed.base.split_grads import split
 from mpispeed.data.loader import RepeatingLoader
 from mpispeed.engine.engine import Engine
+from mpispeed.engine.recomputing import configure_recomputation
+from mpispeed.engine.reports import describe_pipeline
 from mpispeed.engine.stage_duties import StageDuties
 from mpispeed.nn.cut_marks import is_cut, mark_cut
 from mpispeed.pipe import instructions as do
@@ -21,6 +24,8 @@ from mpispeed.pipe.schedule import InferenceSchedule, PipeSchedule, build
 if TYPE_CHECKING:
     from mpispeed.engine.parts import Parts
     from mpispeed.pipe.module import PipelineModule
+
+log = logging.getLogger(__name__)
 
 ScheduleFactory = Callable[[int, int, int], PipeSchedule]
 """Makes a schedule of (micro-batches, stages, stage)."""
@@ -59,7 +64,11 @@ class PipelineEngine(Engine):
         self._executor = Executor(place, exchange, self._duties)
         if config.activation_checkpoint_interval:
             model.activation_checkpoint_interval = config.activation_checkpoint_interval
-        self._schedule(parts.plan.batch.gradient_accumulation_steps)  # refuses what cannot be, before training starts
+        schedule = self._schedule(parts.plan.batch.gradient_accumulation_steps)  # refuses what cannot be
+        configure_recomputation(parts.plan, mesh, model, micro_batches=schedule.num_pipe_buffers())
+        if mesh.rank == 0:
+            for row in describe_pipeline(parts, schedule, name):
+                log.info("%-10s %s", *row)
 
     # -- where this rank stands ------------------------------------------------------------------------------------
 

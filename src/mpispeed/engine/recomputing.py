@@ -18,8 +18,14 @@ _made: checkpointing.Checkpointer | None = None
 """What an engine has configured: the next engine may do it again, a script's own configuration stays."""
 
 
-def configure_recomputation(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
+def configure_recomputation(plan: Plan, mesh: Mesh, model: nn.Module, *, micro_batches: int = 1) -> None:
     """Set the options of `mpispeed.checkpointing`, unless the script has set its own; pipelines use it from then on.
+
+    Args:
+        plan: the settings.
+        mesh: the ranks.
+        model: a pipeline's way of recomputing is set.
+        micro_batches: how many may be between their forward and backward passes at once.
 
     Raises:
         ConfigError: options do not fit together.
@@ -33,7 +39,7 @@ def configure_recomputation(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
             comm if comm.size > 1 else None,
             partition_activations=section.partition_activations,
             contiguous_checkpointing=section.contiguous_memory_optimization,
-            num_checkpoints=section.number_checkpoints,
+            num_checkpoints=section.number_checkpoints and section.number_checkpoints * micro_batches,
             checkpoint_in_cpu=section.cpu_checkpointing,
             synchronize=section.synchronize_checkpoint_boundary,
             profile=section.profile,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes, format_duration
 from mpispeed.engine import queries
+from mpispeed.pipe.timeline import expected_bubble
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from mpispeed.engine.parts import Parts
     from mpispeed.mesh.journal import Journal
     from mpispeed.native.block_io import BlockIO
+    from mpispeed.pipe.schedule import PipeSchedule
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +143,28 @@ def report_memory(parts: Parts) -> None:
 
 def _line(rows: Mapping[str, int]) -> str:
     return " | ".join(f"{name}: {format_bytes(size)}" for name, size in rows.items())
+
+
+def describe_pipeline(parts: Parts, schedule: PipeSchedule, name: str) -> list[tuple[str, str]]:
+    """Rows (what, value) for the log at the start of a pipeline: its bubble, and memory it spends on less traffic."""
+    steps, stages, chunks = schedule.num_micro_batches, schedule.num_stages, schedule.num_chunks
+    idle = expected_bubble(name, steps, stages, chunks)
+    words = f"{name}, {steps} micro-batches over {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+    if idle is not None:
+        words += f", {100 * float(idle / (idle + 3 * steps)):.0f} % idle if stages are equal"
+    rows = [("schedule", f"{words}; up to {schedule.num_pipe_buffers()} micro-batches held by this stage")]
+    plan, optimization = parts.plan, parts.optimization
+    if stages > 1 and optimization is not None and plan.stage > 1 and plan.states.grad.is_whole:
+        whole = optimization.grads.rest_bytes
+        extra = whole - whole // parts.mesh["data"].size
+        text = f"gradients are summed once in a step, not for each micro-batch: {format_bytes(extra)} more on this rank"
+        rows.append(("memory", text + "; pipeline.per_micro_batch saves them"))
+    if plan.gathers_once:
+        cut = [unit for unit in parts.table.all_units if not parts.params.is_resident(unit)]
+        extra = sum(unit.layout.padded * parts.params.dtypes(unit)[0].itemsize for unit in cut)
+        if extra:
+            rows.append(("memory", f"parameters are gathered once in a step: {format_bytes(extra)} while it runs"))
+    return rows
 
 
 def observe(parts: Parts) -> None:

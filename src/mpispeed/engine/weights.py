@@ -33,6 +33,7 @@ class Weights:
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict in compute dtype.
 
+        Of a pipeline it is that of this rank's stage, of cut layers it has this rank's slices.
         Where parameters rest cut, the data rank 0 gets whole copies and the others {}. They are gathered unit by
         unit: no rank has more than one unit whole at a time, beside what rank 0 has copied.
 
@@ -78,7 +79,7 @@ class Weights:
         Collective over: all ranks.
 
         Raises:
-            CheckpointError: on every rank, if the file cannot be written.
+            CheckpointError: on every rank, if the file cannot be written, or ranks have only parts of the model.
         """
         return save_weights(self.parts, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
 
@@ -141,6 +142,12 @@ def _frozen_names(parts: Parts) -> set[str]:
 
 def save_weights(parts: Parts, folder: str, filename: str, *, exclude_frozen: bool) -> bool:
     """See `Weights.save_16bit_model`. Collective over: all ranks."""
+    if parts.mesh["pipe", "model"].size > 1:
+        msg = (
+            f"{filename} would hold the weights of one stage and slice only; use save_checkpoint and `mpispeed ckpt "
+            "export`, which writes whole tensors"
+        )
+        raise CheckpointError(msg)
     is_cut = not parts.plan.states.param.is_whole
     if is_cut and not parts.plan.config.zero_optimization.gather_16bit_weights_on_model_save:
         if parts.mesh.rank == 0:

@@ -46,7 +46,7 @@ def find_users(
         return tuple(chosen[index] for index in sorted(chosen))
 
     def is_one(units: tuple[Unit, ...]) -> bool:
-        kinds = [(unit.is_trainable, unit.dtype) for unit in units]
+        kinds = [(unit.is_trainable, unit.dtype, unit.kind) for unit in units]
         return len(set(kinds)) == len(kinds)
 
     def visit(module: nn.Module, name: str) -> None:
