@@ -26,6 +26,10 @@ def all_reduce(comm: Comm, x: torch.Tensor, op: str, scale: float) -> None:
     Collective over: `comm`.
     """
     count, size = x.numel(), comm.size
+    if size == 1:
+        if scale != 1.0:
+            combine(x, [x], op, scale=scale, threads=comm.threads)
+        return
     if count * size * x.itemsize <= SMALL_BYTES:
         everyone = comm.scratch("recv", count * size, x.dtype)
         comm.gather_equal(everyone, x)
@@ -55,6 +59,9 @@ def reduce_scatter(comm: Comm, shard: torch.Tensor, full: torch.Tensor, op: str,
     Collective over: `comm`.
     """
     cut, size = shard.numel(), comm.size
+    if size == 1:
+        combine(shard, [full], op, scale=scale, threads=comm.threads)
+        return
     columns = full.view(size, cut)
     window = comm.window_elements(full.dtype)
     for start in range(0, cut, window):
