@@ -52,12 +52,14 @@ STATES_BY_STAGE: dict[int, States] = {
 class Placing:
     """Where states rest, and how the data axis is divided for it.
 
-    `hops` names the two axes of a quantized sum of gradients, or is None.
+    `hops` names the two axes of a quantized sum of gradients, or is None. `sums_late` is True where gradients rest whole
+    only because they are summed once for all micro-batches.
     """
 
     states: States
     factors: tuple[Factor, ...] = ()
     hops: tuple[str, str] | None = None
+    sums_late: bool = False
 
     def topology(self, axes: Mapping[str, int]) -> Topology:
         """`axes` with the data axis divided; its name and those of its parts become aliases."""
@@ -116,7 +118,7 @@ def _on_tiers(placing: Placing, zero: ZeroOptimization, *, sums_late: bool) -> P
         grad=replace(states.grad, tier=grad),
         master=replace(states.master, tier=master),
     )
-    return replace(placing, states=moved)
+    return replace(placing, states=moved, sums_late=sums_late and not placing.states.grad.is_whole)
 
 
 def _place_in_groups(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:

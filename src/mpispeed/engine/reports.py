@@ -154,7 +154,7 @@ def describe_pipeline(parts: Parts, schedule: PipeSchedule, name: str) -> list[t
         words += f", {100 * float(idle / (idle + 3 * steps)):.0f} % idle if stages are equal"
     rows = [("schedule", f"{words}; up to {schedule.num_pipe_buffers()} micro-batches held by this stage")]
     plan, optimization = parts.plan, parts.optimization
-    if stages > 1 and optimization is not None and plan.stage > 1 and plan.states.grad.is_whole:
+    if optimization is not None and plan.placing.sums_late:
         whole = optimization.grads.rest_bytes
         extra = whole - whole // parts.mesh["data"].size
         text = f"gradients are summed once in a step, not for each micro-batch: {format_bytes(extra)} more on this rank"
