@@ -52,8 +52,8 @@ STATES_BY_STAGE: dict[int, States] = {
 class Placing:
     """Where states rest, and how the data axis is divided for it.
 
-    `hops` names the two axes of a quantized sum of gradients, or is None. `sums_late` is True where gradients rest whole
-    only because they are summed once for all micro-batches.
+    `hops` names the two axes of a quantized sum of gradients, or is None. `sums_late` is True where gradients rest
+    whole only because they are summed once for all micro-batches.
     """
 
     states: States

@@ -24,7 +24,7 @@ AWAKE_POLLS = 32
 """How often a receive asks before it naps: a message that is there already takes the library a few rounds."""
 
 RECV_NAP_SECONDS = 200e-6
-"""Longest nap of a receive: what a stage of a pipeline waits for too long, at worst, for each message."""
+"""Longest nap of a receive: what a message waits in vain, at worst."""
 
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
