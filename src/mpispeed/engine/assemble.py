@@ -67,6 +67,7 @@ def assemble(
     Collective over: all ranks.
     """
     rule, groups, basic = choose_rule(plan, model, optimizer, model_parameters)
+    _require_trainable(mesh, groups, is_needed=rule is not None)
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     _refuse_foreign_params(model, groups)
     scaler = make_scaler(plan)
@@ -139,7 +140,8 @@ def choose_rule(
         name = rule.name
     else:
         return None, [], None
-    _check_groups(model, groups, keeps_empty=optimizer is not None)
+    # Schedulers of a client count groups, and all stages of a pipeline have the same ones.
+    _check_groups(model, groups, keeps_empty=optimizer is not None or isinstance(model, PipelineModule))
     _check_cuts(plan, rule, name, optimizer)
     return rule, groups, optimizer
 
@@ -156,10 +158,7 @@ def make_groups(
 
 
 def _check_groups(model: nn.Module, groups: list[dict[str, Any]], *, keeps_empty: bool) -> None:
-    """Keep trainable parameters, refuse duplicates; works on the list in place.
-
-    Empty groups of a client's optimizer stay where they are: its schedulers count groups. Others are dropped.
-    """
+    """Keep trainable parameters, refuse duplicates; works on the list in place."""
     names = {id(param): name for name, param in model.named_parameters()}
     seen: set[int] = set()
     for group in groups:
@@ -171,7 +170,15 @@ def _check_groups(model: nn.Module, groups: list[dict[str, Any]], *, keeps_empty
         group["params"] = [param for param in group["params"] if param.requires_grad]
     if not keeps_empty:
         groups[:] = [group for group in groups if group["params"]]
-    if not any(group["params"] for group in groups):
+
+
+def _require_trainable(mesh: Mesh, groups: list[dict[str, Any]], *, is_needed: bool) -> None:
+    """A stage of a pipeline may have nothing to train, if another one has.
+
+    Collective over: the pipe axis.
+    """
+    found = mesh["pipe"].gather_objects(not is_needed or any(group["params"] for group in groups))
+    if not any(found):
         msg = "the optimizer has no trainable parameter: every requires_grad is False or the groups are empty"
         raise ConfigError(msg)
 
