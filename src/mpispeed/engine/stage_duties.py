@@ -200,8 +200,10 @@ class StageDuties:
             means = torch.tensor(sums, dtype=torch.float64) / self._micro_batches
             mesh["data"].all_reduce(means, "avg")
             found = float(means[0]), dict(zip(names, means[1:].tolist(), strict=True))
-        shared: tuple[float, dict[str, float]] = pipe.share(found, pipe.size - 1)
-        return shared
+        shared: list[tuple[float, dict[str, float]]] = []
+        # Started: the last stage is here first by a backward pass of another, and would wait on a burning core.
+        pipe.start(lambda comm: shared.append(comm.share(found, pipe.size - 1)), "share", label="losses").wait()
+        return shared[0]
 
     def evaluated(self, results: Sequence[Any], reduce_output: str | None, *, is_shared: bool) -> Any:
         """What `eval_batch` returns. Collective over: all ranks."""
