@@ -37,10 +37,10 @@ def on_its_ranks(cases):
 def test_losses_are_those_of_one_process(case):
     losses, norms = plain(STEPS, case.dtype)
     engine = case.engine()
-    found = train(engine, range(STEPS))
+    found = train(engine, [0])
+    assert engine.get_global_grad_norm() == pytest.approx(norms[0], rel=BOUNDS[case.dtype])
+    found += train(engine, range(1, STEPS))
     assert found == pytest.approx(losses, rel=BOUNDS[case.dtype])
-    norm_bound = 1e-4 if case.dtype == "fp32" else 5e-2
-    assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=norm_bound)
     assert len(set(engine.mesh.world.comm.gather_objects(tuple(found)))) == 1
     assert (engine.global_steps, engine.global_samples) == (STEPS, STEPS * BATCH)
     engine.destroy()
@@ -55,8 +55,8 @@ SCHEDULED = [
         ((2, 1, 1), 3, True, False),
         ((3, 1, 1), 1, True, False),
         ((4, 1, 1), 0, True, False),
-        ((2, 1, 2), 2, True, False),
-        ((2, 1, 2), 3, False, True),
+        ((2, 1, 2), 2, True, True),
+        ((2, 1, 2), 3, False, False),
         ((2, 2, 1), 2, True, False),
     )
 ]
