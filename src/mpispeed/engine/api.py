@@ -24,6 +24,7 @@ from mpispeed.engine.slicing import slice_layers
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.topology import Topology
 from mpispeed.mesh.world import start
+from mpispeed.nn.tensor import cuts
 from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
@@ -169,22 +170,24 @@ def _resolve(world: World, source: tuple[Any, str], model: nn.Module, mpu: Any) 
     Collective over: all ranks.
     """
     content, where = source
-    problem, digest, resolved, stage = "", "", None, 0
+    problem, digest, own, resolved = "", "", (0, ""), None
     node = ranks_per_node(world)
     loaded = _load_together(world, content, where)
     try:
         axes = choose_axes(loaded.config, world, model, mpu)
         dtype = _floating_dtype(model)
         resolved = loaded, make_plan(loaded.config, world.size, dtype, ranks_per_node=node, axes=axes)
-        stage = Topology(axes).coords(world.rank)["pipe"]
-        shapes = [(name, tuple(param.shape), param.dtype) for name, param in model.named_parameters()]
-        digest = resolved[1].digest() + hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+        digest, own = resolved[1].digest(), _digest_of_stage(resolved[1], world.rank, model)
     except ConfigError as error:
         problem = str(error)
-    outcomes = world.comm.gather_objects((problem, digest, stage))
+    outcomes = world.comm.gather_objects((problem, digest, own))
     _raise_first([outcome[0] for outcome in outcomes])
     first: dict[int, str] = {}  # stages of a pipeline have other parameters
-    odd = [rank for rank, (_, found, at) in enumerate(outcomes) if first.setdefault(at, found) != found]
+    odd = [
+        rank
+        for rank, (_, found, (stage, model_found)) in enumerate(outcomes)
+        if found != outcomes[0][1] or first.setdefault(stage, model_found) != model_found
+    ]
     if odd or resolved is None:
         msg = (
             f"ranks {odd[:8]} have another plan than rank 0: the config or the model that is passed in code differs "
@@ -192,6 +195,17 @@ def _resolve(world: World, source: tuple[Any, str], model: nn.Module, mpu: Any) 
         )
         raise ConfigError(msg)
     return resolved
+
+
+def _digest_of_stage(plan: Plan, rank: int, model: nn.Module) -> tuple[int, str]:
+    """The rank's stage, and a short hash of what is equal on all of its ranks: parameters, and their dtypes' policy."""
+    whole = cuts(model)
+    shapes = [
+        (name, tuple(whole[name].shape if name in whole else param.shape), param.dtype)
+        for name, param in model.named_parameters()
+    ]
+    stage = Topology(plan.axes).coords(rank)["pipe"]
+    return stage, hashlib.sha256(repr((plan.policy, shapes)).encode()).hexdigest()[:16]
 
 
 def _load_together(world: World, content: Any, where: str) -> LoadedConfig:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError, TopologyError
 from mpispeed.engine.outside_mpu import axes_of
+from mpispeed.pipe.grid import AXES
 from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def choose_axes(config: Config, world: World, model: nn.Module, mpu: Any = None) -> dict[str, int]:
-    """Sizes of the axes pipe, data and model, slowest first.
+    """Sizes of the axes pipe, data and model, slowest first, or in the order of a PipelineModule's topology.
 
     Collective over: all ranks, if there is an `mpu`.
 
@@ -28,7 +29,8 @@ def choose_axes(config: Config, world: World, model: nn.Module, mpu: Any = None)
     wanted = _of_config(config)
     if isinstance(model, PipelineModule):
         topology = model.topology()
-        axes = {name: max(topology.get_dim(name), 1) for name in ("pipe", "data", "model")}
+        order = [*topology.get_axis_names(), *(name for name in AXES if name not in topology.get_axis_names())]
+        axes = {name: max(topology.get_dim(name), 1) for name in order}
         for key, name in (("pipeline.stages", "pipe"), ("tensor_parallel.autotp_size", "model")):
             if wanted[name] not in (None, axes[name]):
                 msg = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import PipelineError, UsageError
+from mpispeed.base.errors import ConfigError, PipelineError, UsageError
 from mpispeed.base.split_grads import split
 from mpispeed.data.loader import RepeatingLoader
 from mpispeed.engine.engine import Engine
@@ -48,7 +48,7 @@ class PipelineEngine(Engine):
         config, mesh = parts.plan.config.pipeline, parts.mesh
         self.is_pipe_parallel = model.num_stages > 1
         place = Place(model.stage_id, model.num_stages, model.num_chunks)
-        name = config.schedule or ("interleaved" if model.num_chunks > 1 else "1f1b")
+        name = _schedule_name(config.schedule, model.num_chunks)
         self._make_schedule = _factory(name, model.num_chunks)
         self._schedules: dict[int, PipeSchedule] = {}
         self._unsplit: Callable[[], None] | None = None
@@ -279,6 +279,21 @@ class PipelineEngine(Engine):
         if self._unsplit is not None:
             self._unsplit()
         super()._take_apart()
+
+
+def _schedule_name(wanted: str | None, chunks: int) -> str:
+    """The schedule of the config, or what fits the module.
+
+    Raises:
+        ConfigError: these do not fit each other.
+    """
+    if wanted is not None and (wanted == "interleaved") != (chunks > 1):
+        msg = (
+            f'pipeline.schedule is "{wanted}", and the PipelineModule has {chunks} chunk{"s" if chunks > 1 else ""} per '
+            "stage: interleaved needs at least two (num_chunks=2), the others take one; change either"
+        )
+        raise ConfigError(msg)
+    return wanted or ("interleaved" if chunks > 1 else "1f1b")
 
 
 def _factory(name: str, chunks: int) -> ScheduleFactory:

@@ -109,8 +109,8 @@ class Plan:
         return dataclasses.replace(self, batch=batch)
 
     def digest(self) -> str:
-        """A short hash of everything that must be equal on all ranks."""
-        text = self.config.model_dump_json() + repr((self.axes, self.batch, self.policy, self.placing))
+        """A short hash of everything that must be equal on all ranks; the policy follows from a stage's parameters."""
+        text = self.config.model_dump_json() + repr((self.axes, self.batch, self.placing))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> list[tuple[str, str]]:
