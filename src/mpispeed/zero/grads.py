@@ -36,6 +36,7 @@ class _UnitState:
     """What happened to a unit in the current micro-step and since the last clear."""
 
     bucket: torch.Tensor | None = None  # where gradients land in this micro-step
+    views: dict[str, torch.Tensor] = field(default_factory=dict)  # the bucket's part of each entry, made when asked for
     landed: set[str] = field(default_factory=set)  # entries that arrived in this micro-step
     written: set[str] = field(default_factory=set)  # entries that hold a value since the last clear
     seen: set[str] = field(default_factory=set)  # entries that got a gradient since the last clear
@@ -175,9 +176,11 @@ class GradStore(Accumulators):
                 "the same backward pass; checkpointed segments that share parameters need use_reentrant=False"
             )
             raise UsageError(msg)
-        bucket = self._bucket(unit, state)
+        view = state.views.get(entry.name)
+        if view is None:
+            view = self._bucket(unit, state)[entry.span.slice].view(entry.shape)
+            state.views[entry.name] = view
         self._reducer.note(unit, entry, grad)
-        view = bucket[entry.span.slice].view(entry.shape)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         if entry.name in state.written:
@@ -240,6 +243,7 @@ class GradStore(Accumulators):
         self._next = unit.index - 1
         state.is_launched = True
         state.bucket = None
+        state.views.clear()
         adds = state.holds_sum and not self.rest.is_whole
         completes = self._is_due or not self._outer
         carried = state.carried if completes else None
@@ -352,6 +356,7 @@ class GradStore(Accumulators):
         if self.rest.is_whole:
             for state in self._states:
                 state.bucket = None  # it is the accumulator, and is taken from there again
+                state.views.clear()
 
     def rescale(self, factor: float, *, is_overflow: bool) -> None:
         """Tell what remembers earlier gradients that the loss scale was multiplied by `factor`."""
