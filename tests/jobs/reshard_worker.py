@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import mpispeed
-from mpispeed.ckpt.reader import open_reader
 from mpispeed.mesh import start
+from tests.helpers.saved import difference
 from tests.helpers.training import TinyLM, batches, config, train_engine
 
 BATCH, BEFORE, AFTER = 48, 4, 5
@@ -49,17 +49,6 @@ def save(folder):
         engine.destroy()
     if start().rank == 0:
         (folder / "losses.json").write_text(json.dumps(found))
-
-
-def difference(first, second):
-    """The first tensor that is not the same bit for bit, or ""."""
-    with open_reader(first) as ours, open_reader(second) as theirs:
-        if ours.index.tensors.keys() != theirs.index.tensors.keys():
-            return "names"
-        for name, slot in ours.index.tensors:
-            if ours.read_array(name, slot).tobytes() != theirs.read_array(name, slot).tobytes():
-                return f"{name}/{slot}"
-    return ""
 
 
 def load(folder, shift, loads):

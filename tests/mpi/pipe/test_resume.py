@@ -1,0 +1,62 @@
+"""What one layout of ranks saved, another one goes on with; on other numbers of ranks: tests/jobs/test_parallel_matrix.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.pipes import Case, Layout, train
+from tests.helpers.saved import difference
+
+pytestmark = pytest.mark.mpi(min_size=1)
+BEFORE, AFTER = 3, 5
+# Each saves for the next, the last one for the first; all share one weight between the ends.
+RINGS = {
+    1: [((1, 1, 1), "1f1b", 0), ((1, 1, 1), "zb-h1", 3)],
+    2: [((2, 1, 1), "interleaved", 1), ((1, 1, 2), "1f1b", 3), ((1, 2, 1), "gpipe", 2)],
+    3: [((3, 1, 1), "1f1b", 3), ((3, 1, 1), "interleaved", 1)],
+    4: [((2, 1, 2), "1f1b", 3), ((4, 1, 1), "interleaved", 0), ((2, 2, 1), "1f1b", 2), ((1, 2, 2), "gpipe", 1)],
+}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in RINGS])
+def test_a_ring_of_layouts(ranks, mpi_tmp_path, comm):
+    cases = [Case(Layout(*sizes), schedule, stage, is_tied=True) for sizes, schedule, stage in RINGS[ranks]]
+    unbroken = []
+    for number, case in enumerate(cases):
+        engine = case.engine()
+        train(engine, range(BEFORE))
+        engine.save_checkpoint(str(mpi_tmp_path / f"{number}"), tag="t", client_state={"from": str(case)})
+        unbroken.append(train(engine, range(BEFORE, BEFORE + AFTER)))
+        engine.destroy()
+    for number, case in enumerate(cases):
+        source, again = (number - 1) % len(cases), mpi_tmp_path / f"again-{number}"
+        engine = case.engine()
+        path, client = engine.load_checkpoint(str(mpi_tmp_path / f"{source}"))
+        assert path is not None
+        assert client["from"] == str(cases[source])
+        assert engine.global_steps == BEFORE
+        engine.save_checkpoint(str(again), tag="t", client_state=client)
+        found = comm.share(difference(mpi_tmp_path / f"{source}", again) if comm.rank == 0 else "")
+        assert found == "", f"{cases[source]} -> {case}"
+        losses = train(engine, range(BEFORE, BEFORE + AFTER))
+        assert losses == pytest.approx(unbroken[source], rel=1e-5), f"{cases[source]} -> {case}"
+        engine.destroy()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_16_bit_weights_go_on_alike(stage, mpi_tmp_path, comm):
+    case = Case(Layout(comm.size, 1, 1), "zb-h1", stage, "bf16", is_tied=True)
+    first = case.engine()
+    train(first, range(BEFORE))
+    first.save_checkpoint(str(mpi_tmp_path / "a"), tag="t")
+    expected = train(first, range(BEFORE, BEFORE + AFTER))
+    first.destroy()
+    second = replace(case, schedule="interleaved").engine()
+    second.load_checkpoint(str(mpi_tmp_path / "a"))
+    assert train(second, range(BEFORE, BEFORE + AFTER)) == pytest.approx(expected, rel=1e-3)
+    second.destroy()
+    same = case.engine()
+    same.load_checkpoint(str(mpi_tmp_path / "a"))
+    assert train(same, range(BEFORE, BEFORE + AFTER)) == expected  # to the bit
+    same.destroy()
