@@ -15,7 +15,7 @@ help:
 	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
 	@echo "make test    unit, property and rule tests, then the MPI tests on 1, 2, 3 and 4 ranks, whole jobs, the package"
 	@echo "make soak    kill jobs a hundred times while they save; what was saved has to stay (about ten minutes)"
-	@echo "make matrix  save under every layout on 4 ranks, load under others on 1, 2, 3 and 8 ranks"
+	@echo "make matrix  train in every layout of ranks by every schedule; save under every layout, load under every other"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"
 	@echo "make build   the compiled modules in $(VENV) and a wheel in dist/"
 	@echo "make clean   remove what was built; $(VENV) stays"
@@ -41,7 +41,8 @@ soak:
 
 matrix:
 	$(SETUP) test
-	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/jobs/test_reshard.py
+	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/jobs/test_reshard.py tests/jobs/test_parallel_matrix.py
+	@MPISPEED_MATRIX=full $(IN_VENV)/python tests/run_mpi.py -n 1,2,4 --seconds 14400 pipe -k test_losses_are_those_of_one_process
 
 lint:
 	$(SETUP) lint

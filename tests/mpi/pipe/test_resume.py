@@ -1,4 +1,4 @@
-"""What one layout of ranks saved, another one goes on with; on other numbers of ranks: tests/jobs/test_parallel_matrix.py."""
+"""What one layout of ranks saved, another goes on with; tests/jobs/test_parallel_matrix.py changes their number."""
 
 from dataclasses import replace
 
