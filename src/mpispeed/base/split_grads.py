@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[Any, ...]:
         (grad,) = outputs
-        x, weight = ctx.saved_tensors
+        x, weight = (saved.to(grad.dtype) for saved in ctx.saved_tensors)  # as autocast had them, if it was on
         is_transposed, has_bias = ctx.is_transposed, ctx.bias is not None and ctx.bias.requires_grad
         of_input = None
         if ctx.needs_input_grad[0]:
@@ -143,6 +143,8 @@ def _linear_of(module: Any, x: torch.Tensor, *, is_transposed: bool) -> torch.Te
 
 
 def _convolution_of(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if torch.is_autocast_enabled(x.device.type):  # which knows `conv2d`, and not the operation below it
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
     settings = (
         list(module.stride), list(module.padding), list(module.dilation), False, [0] * len(module.stride), module.groups
     )  # fmt: skip

@@ -66,15 +66,17 @@ def assemble(
 
     Collective over: all ranks.
     """
-    rule, groups, basic = choose_rule(plan, model, optimizer, model_parameters)
+    rule, groups, basic = _choose_together(plan, mesh, model, optimizer, model_parameters)
     _require_trainable(mesh, groups, is_needed=rule is not None)
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
-    _refuse_foreign_params(model, groups)
     scaler = make_scaler(plan)
     check_rule(plan, rule, rule.name if rule is not None else "")
     slots = rule.state_names if rule is not None else ()
     require_host_budget(mesh.world.comm, plan, model, group_of=group_of, slots=slots)
     sharing, kinds = Sharing.of(mesh, model), kinds_of(model, mesh["model"].size)
+    if mesh["pipe"].size > 1:
+        problem = sharing.find_unlike(model, kinds, group_of)
+        mesh.world.comm.agree(not problem, problem, ConfigError)
     sharing.equalise([*model.parameters()], kinds)
     sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots)
     table, params = sharding.table, sharding.params
@@ -113,6 +115,29 @@ def _cast_to(plan: Plan) -> torch.dtype | None:
     return plan.policy.compute if plan.config.fp16.enabled or plan.config.bf16.enabled else None
 
 
+def _choose_together(
+    plan: Plan, mesh: Mesh, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> tuple[Rule | None, list[dict[str, Any]], torch.optim.Optimizer | None]:
+    """`choose_rule`; what fails on one rank fails on all, because stages differ in what they have to train.
+
+    Collective over: all ranks.
+    """
+    failure: Exception | None = None
+    chosen: tuple[Rule | None, list[dict[str, Any]], torch.optim.Optimizer | None] = None, [], None
+    try:
+        chosen = choose_rule(plan, model, optimizer, model_parameters)
+        _refuse_foreign_params(model, chosen[1])
+    except Exception as error:  # the optimizer may be made by a function of the script
+        failure = error
+    try:
+        mesh.world.comm.agree(failure is None, str(failure), ConfigError)
+    except ConfigError:
+        if failure is None:
+            raise
+        raise failure from None
+    return chosen
+
+
 def choose_rule(
     plan: Plan, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
 ) -> tuple[Rule | None, list[dict[str, Any]], torch.optim.Optimizer | None]:
@@ -126,7 +151,8 @@ def choose_rule(
             kind = type(optimizer).__name__
             msg = f"optimizer must be a torch.optim.Optimizer or a callable that makes one, not {kind}"
             raise ConfigError(msg)
-        optimizer = optimizer(list(model_parameters) if model_parameters is not None else list(model.parameters()))
+        given = list(model_parameters) if model_parameters is not None else list(model.parameters())
+        optimizer = optimizer(given or [{"params": []}])  # torch's refuse an empty list, which a stage may have
         if not isinstance(optimizer, torch.optim.Optimizer):
             msg = f"the callable passed as optimizer made a {type(optimizer).__name__}, not a torch.optim.Optimizer"
             raise ConfigError(msg)
@@ -173,14 +199,30 @@ def _check_groups(model: nn.Module, groups: list[dict[str, Any]], *, keeps_empty
 
 
 def _require_trainable(mesh: Mesh, groups: list[dict[str, Any]], *, is_needed: bool) -> None:
-    """A stage of a pipeline may have nothing to train, if another one has.
+    """A stage of a pipeline may have nothing to train, if another one has; their groups have the same settings.
 
     Collective over: the pipe axis.
     """
-    found = mesh["pipe"].gather_objects(not is_needed or any(group["params"] for group in groups))
-    if not any(found):
+    settings = [{key: _shown(value) for key, value in group.items() if key != "params"} for group in groups]
+    found = mesh["pipe"].gather_objects((not is_needed or any(group["params"] for group in groups), settings))
+    if not any(has_some for has_some, _ in found):
         msg = "the optimizer has no trainable parameter: every requires_grad is False or the groups are empty"
         raise ConfigError(msg)
+    odd = [stage for stage, (_, others) in enumerate(found) if others != found[0][1]]
+    if odd:
+        msg = (
+            f"the parameter groups of stage {odd[0]} are not those of stage 0 ({len(found[odd[0]][1])} and "
+            f"{len(found[0][1])}, or with other settings); give all stages the same groups in the same order, with an "
+            "empty list of params where a stage has none of a group"
+        )
+        raise ConfigError(msg)
+
+
+def _shown(value: Any) -> str:
+    """A setting of a group as text that is equal on all ranks if the setting is."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    return repr(value) if isinstance(value, bool | int | float | str | tuple | list | None) else type(value).__name__
 
 
 def _refuse_foreign_params(model: nn.Module, groups: list[dict[str, Any]]) -> None:

@@ -62,6 +62,7 @@ class PipelineEngine(Engine):
         )
         self._duties = StageDuties(parts, model, self._finish_batch)
         self._executor = Executor(place, exchange, self._duties)
+        self._interval = model.activation_checkpoint_interval
         if config.activation_checkpoint_interval:
             model.activation_checkpoint_interval = config.activation_checkpoint_interval
         schedule = self._schedule(parts.plan.batch.gradient_accumulation_steps)  # refuses what cannot be
@@ -241,6 +242,14 @@ class PipelineEngine(Engine):
         """
         raise PipelineError(_WHOLE_BATCHES.format("step"))
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Refused.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError(_WHOLE_BATCHES.format("set_gradient_accumulation_boundary"))
+
     def no_sync(self) -> Any:
         """Refused.
 
@@ -278,6 +287,7 @@ class PipelineEngine(Engine):
     def _take_apart(self) -> None:
         if self._unsplit is not None:
             self._unsplit()
+        vars(self.module)["activation_checkpoint_interval"] = self._interval
         super()._take_apart()
 
 
@@ -289,8 +299,8 @@ def _schedule_name(wanted: str | None, chunks: int) -> str:
     """
     if wanted is not None and (wanted == "interleaved") != (chunks > 1):
         msg = (
-            f'pipeline.schedule is "{wanted}", and the PipelineModule has {chunks} chunk{"s" if chunks > 1 else ""} per '
-            "stage: interleaved needs at least two (num_chunks=2), the others take one; change either"
+            f'pipeline.schedule is "{wanted}", and the PipelineModule has {chunks} chunk{"s" if chunks > 1 else ""} '
+            "per stage: interleaved needs at least two (num_chunks=2), the others take one; change either"
         )
         raise ConfigError(msg)
     return wanted or ("interleaved" if chunks > 1 else "1f1b")

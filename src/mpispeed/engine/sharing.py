@@ -100,6 +100,32 @@ class Sharing:
                 comm.all_reduce(values)
                 grads.put_reduced(unit, values)
 
+    def find_unlike(self, model: nn.Module, kinds: Mapping[int, Kind], group_of: Mapping[int, int]) -> str:
+        """A sentence if stages train a tied weight in different groups, or not all train it; else "".
+
+        Collective over: the stages that share a weight.
+
+        Args:
+            model: the stage.
+            kinds: as `kinds_of`.
+            group_of: parameter group index by `id` of the parameter; the others are frozen.
+        """
+        problem = ""
+        for key, comm in self.ties.items():
+            own = [
+                (name, group_of.get(id(param), -1))
+                for name, param in model.named_parameters()
+                if kinds.get(id(param), Kind()).tie == key
+            ]
+            for other in comm.gather_objects(own):
+                odd = [name for (name, group), (_, theirs) in zip(own, other, strict=True) if group != theirs]
+                if odd:
+                    problem = (
+                        f"tied weights {', '.join(odd)} are frozen on one of their stages and not on another, or are "
+                        "in different parameter groups; treat them alike on all stages"
+                    )
+        return problem
+
     def equalise(self, params: Sequence[nn.Parameter], kinds: Mapping[int, Kind]) -> None:
         """Give all copies of shared parameters the values of the first rank that has them.
 

@@ -206,18 +206,35 @@ class StageDuties:
         return shared[0]
 
     def evaluated(self, results: Sequence[Any], reduce_output: str | None, *, is_shared: bool) -> Any:
-        """What `eval_batch` returns. Collective over: all ranks."""
+        """What `eval_batch` returns.
+
+        Collective over: all ranks.
+
+        Raises:
+            UsageError: on all stages, if results of micro-batches have no mean.
+        """
         mesh = self._parts.mesh
-        pipe, result = mesh["pipe"], None
-        if mesh.index("pipe") == pipe.size - 1:
-            result = list(results) if reduce_output is None else self._mean(results)
-        return pipe.share(result, pipe.size - 1) if is_shared and pipe.size > 1 else result
+        pipe, result, problem = mesh["pipe"], None, ""
+        is_last = mesh.index("pipe") == pipe.size - 1
+        if is_last:
+            try:
+                result = list(results) if reduce_output is None else self._mean(results)
+            except (RuntimeError, TypeError) as error:
+                problem = (
+                    f"engine.eval_batch cannot take the mean of what {len(results)} micro-batches gave: {error}; give "
+                    "tensors of one shape, or pass reduce_output=None"
+                )
+        problem, shared = pipe.share((problem, result if is_shared else None), pipe.size - 1)
+        if problem:
+            raise UsageError(problem)
+        return result if is_last else shared
 
     def _mean(self, results: Sequence[Any]) -> Any:
         """Mean over micro-batches and data ranks, of tensors or of lists of them. Collective over: the data axis."""
         if isinstance(results[0], list | tuple):
             return type(results[0])(self._mean(column) for column in zip(*results, strict=True))
-        total = torch.stack([value.to(torch.promote_types(value.dtype, torch.float32)) for value in results]).mean(0)
+        values = [torch.as_tensor(value) for value in results]  # a loss may be a number here
+        total = torch.stack([value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]).mean(0)
         total = total.contiguous()
         self._parts.mesh["data"].all_reduce(total, "avg")
         return total

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpispeed.base import rng
+from mpispeed.base import births, rng
 from mpispeed.base.errors import StageError, TopologyError, UsageError
 from mpispeed.mesh.world import start
 from mpispeed.pipe.chunk import Chunk, recompute
@@ -100,6 +100,12 @@ class PipelineModule(nn.Module):
         self.stage_id, self.num_stages = self.grid.stage_id, self.grid.pipe_parallel_size
         if num_chunks > 1 and self.num_stages == 1:
             msg = f"num_chunks={num_chunks}: chunks are dealt to stages in turn; that needs 2 stages, there is 1"
+            raise StageError(msg)
+        if births.is_cutting() and self.num_stages > 1:
+            msg = (
+                "PipelineModule: stages build different layers, and zero.Init cuts the layers of all ranks together; "
+                "build it outside of zero.Init, each rank builds the layers of its stage only"
+            )
             raise StageError(msg)
         comm = self.grid.mesh.world.comm
         self.parts = partition(comm, found, partition_method, self.num_stages, num_chunks, profile_input)
@@ -259,6 +265,9 @@ class PipelineModule(nn.Module):
         finally:
             if generators is not None:
                 rng.restore(generators)
+        # Stages come to shared weights in different orders, and all work through them in the order of parameters.
+        built = {key: self.tied_modules[key] for key in self._ties if key in self.tied_modules}
+        self.tied_modules = nn.ModuleDict(built)
 
     def _build_layer(self, layer: Layer, layers: Sequence[Layer]) -> None:
         if isinstance(layer.source, nn.Module):

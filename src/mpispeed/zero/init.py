@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from mpispeed.base import late
+from mpispeed.base import births, late
 from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.mesh.comm import Comm
@@ -186,10 +186,12 @@ class _Patches:
         if not self._contexts:
             self._install()
         self._contexts.append(context)
+        births.enter()
         context.birth.is_active = True
 
     def leave(self, context: Init, *, has_failed: bool) -> None:
         self._contexts.remove(context)
+        births.leave()
         if not self._contexts:
             self._restore()
         if context not in self._contexts:

@@ -1,0 +1,201 @@
+"""What stages do in different orders, or some of them not at all, gives right numbers or one message for all."""
+
+import pytest
+import torch
+from torch import nn
+
+import mpispeed
+from mpispeed.base.errors import ConfigError, StageError, UsageError
+from mpispeed.pipe import LayerSpec, PipelineModule, ProcessTopology, TiedLayerSpec
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2)]
+WIDTH, MICRO_BATCHES = 6, 4
+
+
+def square(outputs, labels):
+    return ((outputs - labels) ** 2).mean()
+
+
+def linear(**settings):
+    return LayerSpec(nn.Linear, WIDTH, WIDTH, **settings)
+
+
+def tied(key):
+    return TiedLayerSpec(key, nn.Linear, WIDTH, WIDTH)
+
+
+def module(layers, stages=2, **settings):
+    settings = {"num_stages": stages} | settings
+    return PipelineModule(layers, loss_fn=square, seed_layers=True, partition_method="uniform", **settings)
+
+
+def config(stage=0, **others):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage},
+    } | others
+
+
+def pairs(step):
+    generator = torch.Generator().manual_seed(step)
+    return [tuple(torch.randn(2, 2, WIDTH, generator=generator)) for _ in range(MICRO_BATCHES)]
+
+
+def train(engine, steps=3):
+    return [float(engine.train_batch(iter(pairs(step)))) for step in range(steps)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_ties_that_stages_meet_in_another_order(stage, world):
+    layers = [tied("first"), tied("second"), LayerSpec(nn.Tanh), linear(), tied("second"), tied("first")]
+    whole, optimizer = by_hand(layers)
+    expected = []
+    for step in range(3):
+        total = 0.0
+        for x, y in pairs(step):
+            for part in whole:
+                x = part(x)
+            loss = square(x, y) / MICRO_BATCHES
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total)
+    engine = mpispeed.initialize(model=module(layers), config=config(stage))[0]
+    assert train(engine) == pytest.approx(expected, rel=1e-5)
+    engine.destroy()
+
+
+def by_hand(layers):
+    """The layers in this process, as a pipeline seeds them, with tied ones made once."""
+    made, whole = {}, []
+    for index, spec in enumerate(layers):
+        torch.manual_seed(1234 + index)
+        key = getattr(spec, "key", None)
+        part = made.get(key) if key else None
+        if part is None:
+            part = spec.build()
+        if key:
+            made.setdefault(key, part)
+        whole.append(part)
+    return whole, torch.optim.AdamW(nn.ModuleList(whole).parameters(), lr=0.01, weight_decay=0.0)
+
+
+def test_a_config_that_differs_between_stages_is_refused(world):
+    made = module([linear() for _ in range(4)])
+    with pytest.raises(ConfigError, match=r"ranks \[1\] have another plan than rank 0"):
+        mpispeed.initialize(model=made, config=config(gradient_accumulation_steps=2 + 2 * made.stage_id))
+
+
+def test_parameter_groups_that_differ_between_stages_are_refused(world):
+    made = module([linear(), linear(), linear(bias=False), linear(bias=False)])
+    params = [*made.parameters()]
+    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim == 1]}]
+    some = [group for group in groups if group["params"]]
+    with pytest.raises(ConfigError, match=r"groups of stage 1 are not those of stage 0 \(1 and 2,.*empty list"):
+        mpispeed.initialize(model=made, model_parameters=some, config=config())
+    engine = mpispeed.initialize(model=made, model_parameters=groups, config=config())[0]
+    assert all(loss > 0 for loss in train(engine, 1))
+    engine.destroy()
+
+
+def test_a_tied_weight_frozen_on_one_stage_is_refused(world):
+    made = module([tied("key"), linear(), linear(), tied("key")])
+    if made.stage_id == 0:
+        made.tied_modules["key"].weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"tied_modules.key.weight are frozen on one of their stages"):
+        mpispeed.initialize(model=made, config=config())
+
+
+def test_an_optimizer_in_code_of_a_stage_without_parameters(world):
+    def run(optimizer=None):
+        made = module([linear(), linear(), LayerSpec(nn.Tanh), LayerSpec(nn.Tanh)])
+        engine = mpispeed.initialize(model=made, optimizer=optimizer, config=config())[0]
+        losses = train(engine)
+        engine.destroy()
+        return losses
+
+    own = run()
+    given = run(lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.0))
+    assert given == pytest.approx(own, rel=1e-5)
+
+
+def test_an_optimizer_that_one_stage_cannot_make_is_told_to_all(world):
+    wanted = "no such thing"
+
+    def make(params):
+        if world.rank == 1:
+            raise ValueError(wanted)
+        return torch.optim.AdamW(params)
+
+    with pytest.raises(ValueError, match=wanted):
+        mpispeed.initialize(model=module([linear() for _ in range(4)]), optimizer=make, config=config())
+
+
+def test_stages_are_not_built_inside_of_zero_init(world):
+    with pytest.raises(StageError, match=r"outside of zero\.Init"), mpispeed.zero.Init():
+        module([linear() for _ in range(3)])
+    assert module([linear() for _ in range(3)]).num_stages == 2
+
+
+@pytest.mark.ranks(4)
+def test_axes_in_the_order_of_the_topology(world):
+    made = module([linear() for _ in range(4)], topology=ProcessTopology(["data", "pipe"], [2, 2]), num_stages=None)
+    engine = mpispeed.initialize(model=made, config=config())[0]
+    assert (engine.stage_id, engine.mesh.index("data")) == (made.stage_id, made.grid.data_parallel_id)
+    assert engine.stage_id == world.rank % 2
+    assert train(engine)[2] > 0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_split_backward_passes_under_autocast(kind, world):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH) if kind == "linear" else nn.Conv1d(1, 1, 3, padding=1)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x[:, None])[:, 0].float()
+
+    found = []
+    for schedule in ("1f1b", "zb-h1"):
+        made = module([LayerSpec(Half) for _ in range(4)])
+        engine = mpispeed.initialize(model=made, config=config(pipeline={"schedule": schedule}))[0]
+        found.append(train(engine))
+        engine.destroy()
+    assert found[0] == found[1]
+
+
+def test_recomputation_that_a_config_asks_for_ends_with_its_engine(world):
+    made = module([linear() for _ in range(4)])
+    for interval in (1, 0):
+        engine = mpispeed.initialize(model=made, config=config(pipeline={"activation_checkpoint_interval": interval}))[
+            0
+        ]
+        assert made.activation_checkpoint_interval == interval
+        train(engine, 1)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["number", "ragged", "dict"])
+def test_what_has_no_mean_is_told_to_all_stages(kind, world):
+    def loss(outputs, labels):
+        if kind == "number":
+            return float(square(outputs, labels))
+        return outputs[:1] if kind == "ragged" and next(calls) else {"loss": outputs} if kind == "dict" else outputs
+
+    calls = iter(range(100))
+    made = PipelineModule([linear() for _ in range(4)], num_stages=2, loss_fn=loss)
+    engine = mpispeed.initialize(model=made, config=config())[0]
+    if kind == "number":
+        assert float(engine.eval_batch(iter(pairs(0)))) > 0
+    else:
+        with pytest.raises(
+            UsageError, match=r"cannot take the mean of what 4 micro-batches gave: .*reduce_output=None"
+        ):
+            engine.eval_batch(iter(pairs(0)))
+    engine.destroy()
