@@ -93,7 +93,7 @@ class Case:
             "steps_per_print": 10**9,
         }
         if self.layout.model > 1:
-            slices = {"injection_policy_tuple": gpt_layers.SLICES}
+            slices = {"autotp_size": self.layout.model, "injection_policy_tuple": gpt_layers.SLICES}
             settings["tensor_parallel"] = slices
         return settings | more
 

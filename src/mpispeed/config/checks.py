@@ -85,9 +85,6 @@ def _check_zero(config: Config) -> Iterator[Problem]:
         yield Problem(f"{_ZERO}.zero_quantized_gradients", what, f"set {_ZERO}.reduce_scatter to true")
     if zero.legacy_stage1:
         yield Problem(f"{_ZERO}.legacy_stage1", "the old stage 1 was removed", "remove the key")
-    if config.tensor_parallel.autotp_size > 1 and zero.stage > 2:
-        what = f"{config.tensor_parallel.autotp_size} needs {_ZERO}.stage 2 or less, found {zero.stage}"
-        yield Problem("tensor_parallel.autotp_size", what)
     yield from _check_offload(config)
 
 

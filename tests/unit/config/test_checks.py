@@ -53,7 +53,6 @@ CONFLICTS = {
     "zero_optimization.legacy_stage1": {"zero_optimization": {"legacy_stage1": True}},
     "fp16.fp16_master_weights_and_grads": {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
     "data_types.grad_accum_dtype": {"bf16": True, "data_types": {"grad_accum_dtype": "fp16"}},
-    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}},
     "elasticity.max_train_batch_size": {"elasticity": {"enabled": True, "micro_batch_sizes": [2]}},
     "train_batch_size": {
         "train_batch_size": 4,
