@@ -107,6 +107,7 @@ def _answer(
 ) -> tuple[str, bool]:  # fmt: skip
     from mpispeed.engine.fit import Limit, Setup, examine, judge, machine_limits
 
+    _refuse_other_axes(config)
     dtype = _dtype_of(model)
     setup = Setup(config, ranks, nodes, is_born_cut, extra)
     resolved, budget = examine(setup, model, dtype)
@@ -114,6 +115,18 @@ def _answer(
     verdict = judge(setup, model, dtype, limits)
     write = _as_json if as_json else _as_text
     return write(setup, resolved, budget, verdict, model), verdict.is_go
+
+
+def _refuse_other_axes(config: Any) -> None:
+    slices = max(config.tensor_parallel.autotp_size, config.tensor_parallel.tensor_parallel.tp_size, 1)
+    stages = config.pipeline.stages or 1
+    if stages * slices > 1:
+        msg = (
+            f"the config has {stages} pipeline stages and {slices} slices of each layer, and only data-parallel ranks "
+            f"are planned; leave pipeline.stages and tensor_parallel out, divide -n by {stages * slices}, and give the "
+            "size of what one rank has of the model by --params and --largest-layer"
+        )
+        raise ConfigError(msg)
 
 
 def _refuse_both(file: str | None, ranks: int | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.mesh.comm import Comm
 from mpispeed.nn import random
 from mpispeed.nn.tensor import cuts, inject
 
@@ -35,17 +36,19 @@ def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
         ConfigError: on every rank, if no layer of the model can be cut.
     """
     comm, pipe = mesh["model"], mesh["pipe"]
+    problem = _find_other_group(model, comm)
+    mesh.world.comm.agree(not problem, problem, ConfigError)
     if comm.size == 1:
         return
     tracker = random.get_rng_tracker()
     if random.MODEL_PARALLEL not in tracker.get_states():  # the default stream stays as the script has seeded it
         tracker.add(random.MODEL_PARALLEL, plan.config.seed + random.SLICE_OFFSET + comm.rank)
-    problem, section = "", plan.config.tensor_parallel
+    section = plan.config.tensor_parallel
     if not cuts(model):
         try:
             report = inject(
                 model,
-                comm,
+                comm.duplicate(),  # the layers outlive the engine, and its groups
                 _table(section.injection_policy_tuple),
                 vocab=section.vocab_parallel,
                 sequence_parallel=section.sequence_parallel,
@@ -61,6 +64,20 @@ def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
         for stage, text in enumerate(problems):
             if text:
                 log.info("stage %d has no slices: %s", stage, text)
+
+
+def _find_other_group(model: nn.Module, comm: Comm) -> str:
+    """A sentence if a layer is cut over other ranks than those of `comm`, else ""."""
+    whole = cuts(model)
+    for path, module in model.named_modules() if whole else ():
+        group = vars(module).get("comm")
+        if isinstance(group, Comm) and list(group.ranks) != list(comm.ranks):
+            return (
+                f"layer {path} is cut over the {group.size} ranks {list(group.ranks)[:8]}, and the engine would have "
+                f"slices on {list(comm.ranks)[:8]}; set tensor_parallel.autotp_size to {group.size} (or give the mpu "
+                "of the layers), or build the model anew"
+            )
+    return ""
 
 
 def _table(policy: Any) -> Mapping[str, str] | None:

@@ -199,3 +199,25 @@ def test_what_has_no_mean_is_told_to_all_stages(kind, world):
         ):
             engine.eval_batch(iter(pairs(0)))
     engine.destroy()
+
+
+def test_a_sliced_model_outlives_its_engine(world):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 15), nn.Linear(15, WIDTH)
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(x)))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block(), Block()), pairs(0)[0][0]
+    expected = model(x).detach()
+    sliced = {"autotp_size": 2, "injection_policy_tuple": {"up": "column", "down": "row"}}
+    for _ in range(2):  # slices of 15 differ in size
+        engine = mpispeed.initialize(model=model, config=config(tensor_parallel=sliced))[0]
+        torch.testing.assert_close(engine(x).detach(), expected)
+        engine.destroy()
+        torch.testing.assert_close(model(x).detach(), expected)
+    with pytest.raises(ConfigError, match=r"layer 0.up is cut over the 2 ranks \[0, 1\].*autotp_size to 2"):
+        mpispeed.initialize(model=model, config=config())

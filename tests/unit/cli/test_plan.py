@@ -223,6 +223,14 @@ def test_mistakes_are_json_too(folder):
     assert "there is no such configuration file" in json.loads(done.stdout)["error"]
 
 
+@pytest.mark.parametrize("others", [{"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size": 2}}])
+def test_stages_and_slices_are_not_planned(folder, others):
+    (folder / "ds.json").write_text(json.dumps(CONFIG | others))
+    done = call("ds.json", *SIZE, "-n", 8)
+    assert done.exit_code == 2
+    assert "divide -n by 2" in done.stderr
+
+
 def test_ranks_are_asked_for(folder):
     done = call("ds.json", *SIZE)
     assert done.exit_code == 2
