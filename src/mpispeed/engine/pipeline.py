@@ -136,7 +136,7 @@ class PipelineEngine(Engine):
         self.train()
         duties, steps = self._duties, self.plan.batch.gradient_accumulation_steps
         duties.begin_training(self._feed(data_iter), self._schedule(steps), steps)
-        with duties.gathered(is_held=not self.plan.config.pipeline.per_micro_batch):
+        with duties.gathered(is_held=self.plan.gathers_once):
             self._executor.run(self._schedule(steps), is_training=True)
         return torch.tensor(duties.mean_loss)
 
@@ -184,7 +184,7 @@ class PipelineEngine(Engine):
         self.eval()
         try:
             duties.begin_evaluation(data_iter, computes_loss=compute_loss)
-            with torch.no_grad(), duties.gathered(is_held=True):
+            with torch.no_grad(), duties.gathered(is_held=self.plan.gathers_once):
                 self._executor.run(schedule, is_training=False)
             result = duties.evaluated(self._executor.losses, reduce_output, is_shared=bcast_loss and compute_loss)
         finally:

@@ -11,6 +11,7 @@ from mpispeed.base.events import Event
 from mpispeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule
 from mpispeed.pipe import instructions as do
 from mpispeed.pipe.schedule import GPipeSchedule, TrainSchedule
+from mpispeed.zero import guard
 from tests.helpers.pipes import (
     BATCH,
     SHAPE,
@@ -24,6 +25,7 @@ from tests.helpers.pipes import (
     micro_batches,
     train,
 )
+from tests.helpers.training import zero
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 2, 3)]
 
@@ -78,6 +80,27 @@ def test_eval_batch_is_the_mean_over_micro_batches_and_ranks(two_data):
     after = all_weights(two_data)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert train(two_data, [3]) == pytest.approx([expected], rel=1e-5)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("is_per_micro", [False, True])
+def test_parameters_are_held_whole_only_where_the_plan_says_so(is_per_micro, world):
+    data = 2 if world.size % 2 == 0 else 1
+    layout = Layout(world.size // data, 1, data)
+    nothing_ahead = zero(3, stage3_prefetch_bucket_size=0, stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
+    engine = Case(layout, stage=3, is_per_micro=is_per_micro).engine(zero_optimization=nothing_ahead)
+    assert engine.plan.gathers_once == (layout.pipe > 1 and not is_per_micro)
+    params, most = list(engine.module.parameters()), [0]
+
+    def count(_):
+        most[0] = max(most[0], sum(not guard.is_sealed(param) for param in params))
+
+    engine.bus.subscribe(Event.FORWARD_END, count)
+    for verb in (lambda: engine.eval_batch(feed(engine, 0)), lambda: train(engine, [0])):
+        most[0] = 0
+        verb()
+        assert most[0] == (len(params) if engine.plan.gathers_once or layout == (1, 1, 1) else 0)
+    engine.destroy()
 
 
 def test_eval_batch_alone_on_the_last_stage(engine):
