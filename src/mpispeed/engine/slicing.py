@@ -10,6 +10,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn import random
 from mpispeed.nn.tensor import cuts, inject
+from mpispeed.zero import guard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,10 +34,10 @@ def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
     Collective over: all ranks.
 
     Raises:
-        ConfigError: on every rank, if no layer of the model can be cut.
+        ConfigError: on every rank, if no layer of the model can be cut, or layers are cut otherwise already.
     """
     comm, pipe = mesh["model"], mesh["pipe"]
-    problem = _find_other_group(model, comm)
+    problem = _find_other_group(model, comm) or _find_sealed(model, comm)
     mesh.world.comm.agree(not problem, problem, ConfigError)
     if comm.size == 1:
         return
@@ -78,6 +79,17 @@ def _find_other_group(model: nn.Module, comm: Comm) -> str:
                 "of the layers), or build the model anew"
             )
     return ""
+
+
+def _find_sealed(model: nn.Module, comm: Comm) -> str:
+    """A sentence if layers are to be cut whose parameters `zero.Init` has cut already, else ""."""
+    sealed = [name for name, param in model.named_parameters() if guard.is_sealed(param)] if comm.size > 1 else []
+    if not sealed or cuts(model):
+        return ""
+    return (
+        f"tensor_parallel cuts whole layers, and {sealed[0]} was cut over data ranks by zero.Init already; build the "
+        "model outside of zero.Init, or leave tensor_parallel out"
+    )
 
 
 def _table(policy: Any) -> Mapping[str, str] | None:
