@@ -13,13 +13,13 @@ from mpispeed.base.errors import UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine.backward import scale_loss
 from mpispeed.pipe import instructions as do
+from mpispeed.pipe.module import PipelineModule
 from mpispeed.pipe.run import require_scalar
 from mpispeed.precision.cast import cast_inputs
 
 if TYPE_CHECKING:
     from mpispeed.base.split_grads import Backlog
     from mpispeed.engine.parts import Parts
-    from mpispeed.pipe.module import PipelineModule
     from mpispeed.pipe.schedule import PipeSchedule
 
 
@@ -195,8 +195,8 @@ class StageDuties:
         pipe = mesh["pipe"]
         found: tuple[float, dict[str, float]] = 0.0, {}
         if mesh.index("pipe") == pipe.size - 1:
-            names = sorted(self._extras)
-            sums = [sum(float(loss) for loss in self._losses), *(self._extras[name] for name in names)]
+            names = self._extra_names()
+            sums = [sum(float(loss) for loss in self._losses), *(self._extras.get(name, 0.0) for name in names)]
             means = torch.tensor(sums, dtype=torch.float64) / self._micro_batches
             mesh["data"].all_reduce(means, "avg")
             found = float(means[0]), dict(zip(names, means[1:].tolist(), strict=True))
@@ -204,6 +204,12 @@ class StageDuties:
         # Started: the last stage is here first by a backward pass of another, and would wait on a burning core.
         pipe.start(lambda comm: shared.append(comm.share(found, pipe.size - 1)), "share", label="losses").wait()
         return shared[0]
+
+    def _extra_names(self) -> list[str]:
+        """Names of what any data rank reported beside the loss. Collective over: the data axis."""
+        if type(self._model).get_additional_losses is PipelineModule.get_additional_losses:
+            return []
+        return sorted(set().union(*self._parts.mesh["data"].gather_objects(set(self._extras))))
 
     def evaluated(self, results: Sequence[Any], reduce_output: str | None, *, is_shared: bool) -> Any:
         """What `eval_batch` returns.
