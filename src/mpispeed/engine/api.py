@@ -182,11 +182,11 @@ def _resolve(world: World, source: tuple[Any, str], model: nn.Module, mpu: Any) 
         problem = str(error)
     outcomes = world.comm.gather_objects((problem, digest, own))
     _raise_first([outcome[0] for outcome in outcomes])
-    first: dict[int, str] = {}  # stages of a pipeline have other parameters
+    first: dict[int, str] = {}  # along the pipe axis ranks have other parameters
     odd = [
         rank
-        for rank, (_, found, (stage, model_found)) in enumerate(outcomes)
-        if found != outcomes[0][1] or first.setdefault(stage, model_found) != model_found
+        for rank, (_, found, (place, model_found)) in enumerate(outcomes)
+        if found != outcomes[0][1] or first.setdefault(place, model_found) != model_found
     ]
     if odd or resolved is None:
         msg = (
