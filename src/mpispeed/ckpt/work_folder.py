@@ -61,7 +61,7 @@ def begin(comm: Comm, request: Request, ranks: Ranks) -> Ticket:
     decided: tuple[str, str, str] | None = None
     with together(comm, "starting the checkpoint"):
         if comm.rank == 0:
-            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
             decided = (tags.check_tag(request.tag), uuids.uuid4().hex, now)
     tag, uuid, created = comm.share(decided)
     ticket = Ticket(tag, uuid, created, request.folder / f".{tag}.tmp-{uuid}", request.folder / tag)

@@ -31,7 +31,7 @@ def ls(folder: Path, as_json: bool) -> None:
             row["tag"],
             "-" if row["step"] is None else str(row["step"]),
             format_bytes(row["bytes"]),
-            row["created"] or "-",
+            (row["created"] or "-")[:19],  # to the second
             _layout_text(row["layout"]),
             row["status"],
         )

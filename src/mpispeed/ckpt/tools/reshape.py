@@ -134,7 +134,7 @@ def _write_manifest(reader: Reader, work: Path, places: Places, uuid: str) -> Ma
         tag=reader.manifest.tag,
         global_step=reader.global_step,
         uuid=uuid,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
         layout=reader.layout,
         files=files,
     )
