@@ -42,7 +42,7 @@ soak:
 matrix:
 	$(SETUP) test
 	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/jobs/test_reshard.py tests/jobs/test_parallel_matrix.py
-	@MPISPEED_MATRIX=full $(IN_VENV)/python tests/run_mpi.py -n 1,2,4 --seconds 14400 pipe -k test_losses_are_those_of_one_process
+	@MPISPEED_MATRIX=full $(IN_VENV)/python tests/run_mpi.py -n 1,2,4 --seconds 14400 --test-seconds 600 pipe -k test_losses_are_those_of_one_process
 
 lint:
 	$(SETUP) lint
