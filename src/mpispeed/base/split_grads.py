@@ -97,11 +97,16 @@ class _Linear(torch.autograd.Function):
             of_input = grad.matmul(weight.t() if is_transposed else weight)
 
         def grads() -> tuple[torch.Tensor, torch.Tensor | None]:
-            rows, values = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+            rows, values = _rows(grad), _rows(x)
             of_weight = values.t().mm(rows) if is_transposed else rows.t().mm(values)
             return of_weight, rows.sum(0) if has_bias else None
 
         return of_input, *_owed(ctx, grads), None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., n] as [rows, n], also where n is 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 class _Convolution(torch.autograd.Function):
@@ -131,15 +136,29 @@ class _Convolution(torch.autograd.Function):
         return of_input, *_owed(ctx, grads), None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` whose weight gradient can be put off. Shapes: x [..., in], weight [out, in], bias [out]."""
-    result: torch.Tensor = _Linear.apply(x, weight, bias, False)  # type: ignore[no-untyped-call]
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
+) -> torch.Tensor:
+    """`F.linear`, of weights [in, out] if `is_transposed`. What `Splits` layers compute until they are split."""
+    return F.linear(x, weight.t() if is_transposed else weight, bias)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
+) -> torch.Tensor:
+    """`product` whose weight gradient can be put off. Shapes: x [..., in], weight [out, in], bias [out]."""
+    result: torch.Tensor = _Linear.apply(x, weight, bias, is_transposed)  # type: ignore[no-untyped-call]
     return result
+
+
+class Splits:
+    """For layers with a forward of their own: they multiply by `self.product`, which `split` replaces by `linear`."""
+
+    product: Callable[..., torch.Tensor] = staticmethod(product)
 
 
 def _linear_of(module: Any, x: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
-    result: torch.Tensor = _Linear.apply(x, module.weight, module.bias, is_transposed)  # type: ignore[no-untyped-call]
-    return result
+    return linear(x, module.weight, module.bias, is_transposed)
 
 
 def _convolution_of(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -152,34 +171,33 @@ def _convolution_of(module: Any, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _replacement(module: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """What runs `module` here, or None for modules of another kind (subclasses with a forward of their own too)."""
+def _replacement(module: nn.Module) -> tuple[str, Callable[..., torch.Tensor]] | None:
+    """The attribute of `module` to replace, and by what; None for other kinds and for subclasses of torch's layers."""
     forward = type(module).forward
+    if isinstance(module, Splits):
+        return "product", linear
     if forward is nn.Linear.forward:
-        return functools.partial(_linear_of, module, is_transposed=False)
+        return "forward", functools.partial(_linear_of, module, is_transposed=False)
     if forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
         if module.padding_mode == "zeros" and not isinstance(module.padding, str):
-            return functools.partial(_convolution_of, module)
+            return "forward", functools.partial(_convolution_of, module)
         return None
     is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    return functools.partial(_linear_of, module, is_transposed=True) if is_conv1d else None
+    return ("forward", functools.partial(_linear_of, module, is_transposed=True)) if is_conv1d else None
 
 
 def split(model: nn.Module) -> Callable[[], None]:
-    """Run linear layers and convolutions of `model` here from now on; gives what ends that.
-
-    Layers that call `base.split_grads.linear` themselves need nothing.
-    """
-    changed = []
+    """Run linear layers and convolutions of `model` here from now on, and `Splits` layers; gives what ends that."""
+    changed: list[tuple[nn.Module, str]] = []
     for module in model.modules():
-        replacement = _replacement(module)
-        if replacement is not None and "forward" not in vars(module):
-            module.forward = replacement
-            changed.append(module)
+        name, replacement = _replacement(module) or ("", None)
+        if replacement is not None and name not in vars(module):
+            setattr(module, name, replacement)
+            changed.append((module, name))
 
     def undo() -> None:
-        for module in changed:
-            vars(module).pop("forward", None)
+        for module, name in changed:
+            vars(module).pop(name, None)
         changed.clear()
 
     return undo

@@ -129,7 +129,7 @@ class VocabLinear(CutLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's vocabulary, or of the whole."""
-        logits = functional.linear(self.entry(x), self.weight, self.bias)
+        logits = self.product(self.entry(x), self.weight, self.bias)
         if not self.gather_output:
             return logits
         rows = vocab_rows(self.vocab_size, self.comm.size)

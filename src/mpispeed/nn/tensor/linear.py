@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from mpispeed.base.errors import UsageError
+from mpispeed.base.split_grads import Splits
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor import regions
 from mpispeed.nn.tensor.entry import Entry, SequenceCut
@@ -25,7 +25,7 @@ from mpispeed.nn.tensor.tensor_cut import TensorCut, marks_of
 Layer = TypeVar("Layer", bound="CutLayer")
 
 
-class CutLayer(nn.Module):
+class CutLayer(Splits, nn.Module):
     """What the cut layers share. Copies of a model use the same group.
 
     Attributes:
@@ -123,7 +123,7 @@ class ColumnLinear(CutLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs."""
-        out = functional.linear(self.entry(x), self.weight.t() if self.transposed else self.weight, self.bias)
+        out = self.product(self.entry(x), self.weight, self.bias, self.transposed)
         return regions.gather_from(out, self.comm, -1, self.out_features) if self.gather_output else out
 
     def extra_repr(self) -> str:
@@ -193,7 +193,7 @@ class RowLinear(CutLayer):
         """The sum over ranks, then the bias."""
         if self.input_is_whole:
             x = regions.scatter_to(x, self.comm)
-        out = functional.linear(x, self.weight.t() if self.transposed else self.weight)
+        out = self.product(x, self.weight, None, self.transposed)
         if self.sequence is not None and self.sequence.is_on:
             dim = self.sequence.dim_of(out)
             regions.check_divisible(out.shape[dim], self.comm, "a sequence")
