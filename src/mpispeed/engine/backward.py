@@ -1,4 +1,4 @@
-"""Loss scaling by accumulation, and where a global batch ends."""
+"""The backward pass of a loss: which are allowed, scaling, and where a global batch ends."""
 
 from __future__ import annotations
 
@@ -56,3 +56,22 @@ def scale_loss(loss: Any, steps: int) -> Any:
         return type(loss)(scale_loss(item, steps) for item in loss)
     logs.once(log, logging.WARNING, f"a loss of type {type(loss).__name__} is not divided by the accumulation steps")
     return loss
+
+
+def require_scalar(loss: Any, place: str, remedy: str) -> None:
+    """Refuse what is no tensor of one element.
+
+    Raises:
+        UsageError: it is none; `place` needs one, and `remedy` is what to do.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    is_tensor = isinstance(loss, torch.Tensor)
+    found = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
+    msg = f"{place} needs one scalar loss, found {found}; {remedy}"
+    raise UsageError(msg)
+
+
+def backward_scaled(loss: torch.Tensor, scale: float, *, retain_graph: bool = False) -> None:
+    """The backward pass of a scalar loss times `scale`, a product that float16 might not hold."""
+    (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)

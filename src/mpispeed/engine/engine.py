@@ -12,7 +12,7 @@ from torch import nn
 from mpispeed.base.errors import MpispeedError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine import queries
-from mpispeed.engine.backward import Accumulation, scale_loss
+from mpispeed.engine.backward import Accumulation, backward_scaled, require_scalar, scale_loss
 from mpispeed.engine.batching import BatchSizes
 from mpispeed.engine.checkpointing import Checkpoints
 from mpispeed.engine.offloading import Absence, OffloadStates
@@ -111,11 +111,10 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
         grads, start = self._optimization("backward").grads, time.perf_counter()
         divides = scale_wrt_gas and not self._accumulation.is_local
         loss = scale_loss(loss, self.plan.batch.gradient_accumulation_steps if divides else 1)
-        _check_scalar(loss)
+        require_scalar(loss, "engine.backward", "sum or average it first")
         grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and not self._accumulation.is_local)
-        scale = self.parts.scaler.scale
         with self.parts.sharding.unwinding():
-            (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
+            backward_scaled(loss, self.parts.scaler.scale, retain_graph=retain_graph)
         self.parts.end_backward()
         self.counters.pending_backwards += 1
         self._loss_sum += float(loss.detach())
@@ -286,12 +285,3 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
         finally:
             self.bus.announce(Event.CLOSE)
             self.mesh.close()
-
-
-def _check_scalar(loss: Any) -> None:
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return
-    is_tensor = isinstance(loss, torch.Tensor)
-    found = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
-    msg = f"engine.backward needs one scalar loss, found {found}; sum or average it first"
-    raise UsageError(msg)

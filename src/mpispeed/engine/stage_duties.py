@@ -11,10 +11,9 @@ import torch
 
 from mpispeed.base.errors import UsageError
 from mpispeed.base.events import Event
-from mpispeed.engine.backward import scale_loss
+from mpispeed.engine.backward import backward_scaled, require_scalar, scale_loss
 from mpispeed.pipe import instructions as do
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.pipe.run import require_scalar
 from mpispeed.precision.cast import cast_inputs
 
 if TYPE_CHECKING:
@@ -128,7 +127,8 @@ class StageDuties:
             with self._parts.sharding.running(self._model):
                 outputs = self._model.loss_fn(outputs, labels)
         if self._is_training:
-            self._losses.append(require_scalar(outputs).detach())
+            require_scalar(outputs, "a pipeline", "give PipelineModule a loss_fn")
+            self._losses.append(outputs.detach())
             for name, value in (self._model.get_additional_losses() or {}).items():
                 self._extras[name] = self._extras.get(name, 0.0) + float(value)
         return outputs
@@ -142,8 +142,7 @@ class StageDuties:
                 if tensors:
                     torch.autograd.backward(tensors, list(grads))
             else:
-                loss, scale = scale_loss(require_scalar(tensors[0]), self._micro_batches), parts.scaler.scale
-                (loss.float() * scale if scale != 1.0 else loss).backward()
+                backward_scaled(scale_loss(tensors[0], self._micro_batches), parts.scaler.scale)
         parts.end_backward()
         parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
 

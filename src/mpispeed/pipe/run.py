@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mpispeed.base.errors import ScheduleError, UsageError
+from mpispeed.base.errors import ScheduleError
 from mpispeed.base.split_grads import Backlog, put_off
 from mpispeed.pipe import instructions as do
 from mpispeed.pipe.exchange import tensors_with_grad
@@ -279,17 +279,3 @@ def _detached(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_detached(item) for item in value)
     return value
-
-
-def require_scalar(loss: Any) -> torch.Tensor:
-    """`loss` itself.
-
-    Raises:
-        UsageError: it is no tensor of one element.
-    """
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss
-    is_tensor = isinstance(loss, torch.Tensor)
-    found = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
-    msg = f"the loss of a pipeline has to be one scalar tensor, found {found}; give PipelineModule a loss_fn"
-    raise UsageError(msg)

@@ -316,7 +316,7 @@ def test_a_batch_that_is_no_pair(engine, wrong, words):
 def test_a_loss_that_is_no_scalar(loss_fn, words, world):
     case = Case(Layout(world.size, 1, 1))
     made = mpispeed.initialize(model=case.module(loss_fn=loss_fn), config=case.settings())[0]
-    with pytest.raises(UsageError, match=f"one scalar tensor, found {words}; give PipelineModule a loss_fn"):
+    with pytest.raises(UsageError, match=f"one scalar loss, found {words}; give PipelineModule a loss_fn"):
         train(made, [0])
     made.destroy()
 
