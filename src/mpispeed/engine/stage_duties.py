@@ -150,21 +150,14 @@ class StageDuties:
         """The weight gradients that a backward pass put off."""
         start = time.perf_counter()
         self._begin_backward(reduces=False)
-        backlog.work_off(self._land)
+        if self._parts.optimization is not None:
+            backlog.work_off(self._parts.optimization.hooks.deliver)
         self._parts.end_backward()
         self._parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
 
     def _begin_backward(self, *, reduces: bool) -> None:
         if self._parts.optimization is not None:
             self._parts.optimization.grads.begin_backward(reduces=reduces)
-
-    def _land(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        place, optimization = self._parts.table.find(param), self._parts.optimization
-        if place is None or optimization is None:
-            return
-        optimization.grads.land(place.unit, place.entry, grad)
-        if self._parts.sharding.frames is not None and optimization.grads.has_landed(place.unit):
-            self._parts.sharding.frames.landed(place.unit)
 
     # -- the end of a batch ------------------------------------------------------------------------------------------
 

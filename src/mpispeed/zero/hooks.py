@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mpispeed.store.layout import Entry
+    import torch
+
     from mpispeed.store.table import Table, Unit
     from mpispeed.zero.grads import GradStore
 
@@ -23,11 +22,17 @@ class GradHooks:
 
     def __init__(self, table: Table, grads: GradStore, landed: Callable[[Unit], None] | None = None) -> None:
         """Args: `landed` is told about units all of whose gradients have arrived."""
-        store = weakref.ref(grads)
-        self._handles = [
-            param.register_post_accumulate_grad_hook(_carrier(store, place.unit, place.entry, landed))
-            for param, place in table.places()
-        ]
+        self._table, self._store, self._landed = table, weakref.ref(grads), landed
+        self._handles = [param.register_post_accumulate_grad_hook(self._carry) for param, _ in table.places()]
+
+    def deliver(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Hand on a gradient that autograd did not put into `param.grad`; nothing if `param` is not trained here."""
+        grads, place = self._store(), self._table.find(param)
+        if grads is None or place is None:
+            return
+        grads.land(place.unit, place.entry, grad)
+        if self._landed is not None and grads.has_landed(place.unit):
+            self._landed(place.unit)
 
     def remove(self) -> None:
         """Take all hooks off again."""
@@ -35,16 +40,8 @@ class GradHooks:
             handle.remove()
         self._handles.clear()
 
-
-def _carrier(
-    store: weakref.ref[GradStore], unit: Unit, entry: Entry, landed: Callable[[Unit], None] | None
-) -> Callable[[torch.Tensor], None]:
-    def carry(param: torch.Tensor) -> None:
-        grads, grad = store(), param.grad
-        if grads is not None and grad is not None:
+    def _carry(self, param: torch.Tensor) -> None:
+        grad = param.grad
+        if grad is not None and self._store() is not None:
             param.grad = None  # first: a gradient that is refused must not be added to the next one
-            grads.land(unit, entry, grad)
-            if landed is not None and grads.has_landed(unit):
-                landed(unit)
-
-    return carry
+            self.deliver(param, grad)
