@@ -135,7 +135,7 @@ class PipelineEngine(Engine):
         self._require("train_batch")
         self.train()
         duties, steps = self._duties, self.plan.batch.gradient_accumulation_steps
-        duties.begin_training(self._feed(data_iter), self._schedule(steps), steps)
+        duties.begin_training(self._feed(data_iter), steps)
         with duties.gathered(is_held=self.plan.gathers_once):
             self._executor.run(self._schedule(steps), is_training=True)
         return torch.tensor(duties.mean_loss)

@@ -12,14 +12,12 @@ import torch
 from mpispeed.base.errors import UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine.backward import backward_scaled, require_scalar, scale_loss
-from mpispeed.pipe import instructions as do
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.precision.cast import cast_inputs
 
 if TYPE_CHECKING:
     from mpispeed.base.split_grads import Backlog
     from mpispeed.engine.parts import Parts
-    from mpispeed.pipe.schedule import PipeSchedule
 
 
 class StageDuties:
@@ -43,7 +41,6 @@ class StageDuties:
         self.is_at_boundary = False
         self._feed: Iterator[Any] | None = None
         self._is_training = self._computes_loss = True
-        self._sums_in_backward = False
         self._micro_batches, self._taken = 1, 0
         self._losses: list[torch.Tensor] = []
         self._extras: dict[str, float] = {}
@@ -51,14 +48,11 @@ class StageDuties:
 
     # -- before and after a batch ------------------------------------------------------------------------------------
 
-    def begin_training(self, feed: Iterator[Any] | None, schedule: PipeSchedule, micro_batches: int) -> None:
+    def begin_training(self, feed: Iterator[Any] | None, micro_batches: int) -> None:
         """Prepare for one global batch."""
         self._feed, self._micro_batches, self._taken = feed, micro_batches, 0
         self._is_training = self._computes_loss = True
         self._losses, self._extras = [], {}
-        # What a weight pass brings later is summed with the rest, after the last pass.
-        has_passes = any(isinstance(one, do.BackwardWeight) for step in schedule.steps() for one in step)
-        self._sums_in_backward = not has_passes
 
     def begin_evaluation(self, feed: Iterator[Any], *, computes_loss: bool) -> None:
         """Prepare for one global batch without gradients."""
@@ -136,7 +130,7 @@ class StageDuties:
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, *, is_last: bool) -> None:
         """Go back through a chunk."""
         parts, start = self._parts, time.perf_counter()
-        self._begin_backward(reduces=is_last and self._sums_in_backward)
+        self._begin_backward(reduces=is_last)
         with parts.sharding.unwinding():
             if grads is not None:
                 if tensors:

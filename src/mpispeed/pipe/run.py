@@ -33,7 +33,10 @@ class Duties(Protocol):
         """What is kept of a micro-batch at the end of the pipe; a scalar tensor when training."""
 
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, *, is_last: bool) -> None:
-        """Go back from `tensors`; without `grads` they are a loss. `is_last`: the last such call of the batch."""
+        """Go back from `tensors`; without `grads` they are a loss.
+
+        `is_last`: all gradients of the batch are there then. Never so in a batch that puts weight gradients off.
+        """
 
     def deliver(self, backlog: Backlog) -> None:
         """Work off the weight gradients that were put off."""
@@ -101,7 +104,7 @@ class Executor:
     _slots: list[_Slot] = field(default_factory=list)
     _owed: list[deque[Backlog]] = field(default_factory=list)
     _is_training: bool = False
-    _backwards_left: int = 0
+    _backwards_left: int | None = None
 
     def run(self, schedule: PipeSchedule, *, is_training: bool) -> None:
         """Carry out all instructions in order.
@@ -116,9 +119,9 @@ class Executor:
         self._owed = [deque() for _ in range(self.place.chunks)]
         self._is_training, self.peak_live = is_training, 0
         self.losses.clear()
-        self._backwards_left = sum(
-            isinstance(one, do.BackwardPass | do.BackwardInput) for step in steps for one in step
-        )
+        each = [type(one) for step in steps for one in step]
+        # None: the last gradients come behind the backward passes, with the weights that these put off.
+        self._backwards_left = None if do.BackwardInput in each else each.count(do.BackwardPass)
         try:
             for step in steps:
                 self._carry_out(_sends_first(step))
@@ -198,7 +201,8 @@ class Executor:
         if not slot.is_live:
             msg = f"a backward pass of chunk {chunk} has no forward pass before it in its buffer"
             raise ScheduleError(msg)
-        self._backwards_left -= 1
+        if self._backwards_left is not None:
+            self._backwards_left -= 1
         is_last = self._backwards_left == 0
         if self.place.is_last(chunk):
             self.duties.backward([slot.outputs], None, is_last=is_last)
