@@ -30,10 +30,24 @@ log = logging.getLogger(__name__)
 ScheduleFactory = Callable[[int, int, int], PipeSchedule]
 """Makes a schedule of (micro-batches, stages, stage)."""
 
-_WHOLE_BATCHES = (
-    "a pipeline has no {0}() of its own: forward and backward passes of several micro-batches run at once; call "
-    "engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
-)
+
+def _refused(name: str) -> Callable[..., Any]:
+    """A method that other engines have."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        """Refused: several micro-batches are in work at once.
+
+        Raises:
+            PipelineError: always.
+        """
+        msg = (
+            f"a pipeline has no {name}() of its own: forward and backward passes of several micro-batches run at once; "
+            "call engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
+        )
+        raise PipelineError(msg)
+
+    method.__name__, method.__qualname__ = name, f"PipelineEngine.{name}"
+    return method
 
 
 class PipelineEngine(Engine):
@@ -218,45 +232,11 @@ class PipelineEngine(Engine):
 
     # -- what a pipeline has not -------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
-
-        Raises:
-            PipelineError: always.
-        """
-        raise PipelineError(_WHOLE_BATCHES.format("forward"))
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
-
-        Raises:
-            PipelineError: always.
-        """
-        raise PipelineError(_WHOLE_BATCHES.format("backward"))
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refused.
-
-        Raises:
-            PipelineError: always.
-        """
-        raise PipelineError(_WHOLE_BATCHES.format("step"))
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Refused.
-
-        Raises:
-            PipelineError: always.
-        """
-        raise PipelineError(_WHOLE_BATCHES.format("set_gradient_accumulation_boundary"))
-
-    def no_sync(self) -> Any:
-        """Refused.
-
-        Raises:
-            PipelineError: always.
-        """
-        raise PipelineError(_WHOLE_BATCHES.format("no_sync"))
+    forward = _refused("forward")
+    backward = _refused("backward")
+    step = _refused("step")
+    no_sync = _refused("no_sync")
+    set_gradient_accumulation_boundary = _refused("set_gradient_accumulation_boundary")
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
