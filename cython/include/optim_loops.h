@@ -18,7 +18,7 @@ enum { MPS_NONE = 0, MPS_F32 = 1, MPS_BF16 = 2, MPS_F16 = 3 };
 #define MPS_TILE MPS_GRAIN /* elements; also the block of LAMB's sums, at whose multiples threads are cut */
 
 typedef struct {
-    void *p, *a, *b; /* parameter and states */
+    void *p, *a, *b, *c; /* parameter and states; the third is only read */
     const void *g;
     void *out;
     size_t n;
@@ -27,7 +27,7 @@ typedef struct {
 } mps_task;
 
 typedef double mps_double8 __attribute__((vector_size(64)));
-typedef void (*mps_span)(float *p, float *a, float *b, const float *g, size_t n, const mps_terms *t);
+typedef void (*mps_span)(float *p, float *a, float *b, float *c, const float *g, size_t n, const mps_terms *t);
 
 typedef struct {
     mps_span span[MPS_RULES][MPS_DECAYS];
@@ -85,22 +85,29 @@ static inline void mps_close(const mps_job *job, void *x, const float *values, i
     if (kind != MPS_F32) job->loops->store(x, values, kind, at, n);
 }
 
+static inline float *mps_from(void *x, size_t at) { return x ? (float *)x + at : NULL; }
+
+/* The local update of 0/1 Adam leaves the parameter as it is and gives the new one to `out` alone. */
 static void mps_update_range(const mps_job *job, const mps_task *task, size_t begin, size_t end) {
     const mps_terms *t = job->terms + task->lot;
     mps_span span = job->loops->span[job->rule][t->decay_mode];
-    if (task->p_kind == MPS_F32 && task->state_kind == MPS_F32 && task->g_kind == MPS_F32 && !task->out) {
-        span((float *)task->p + begin, (float *)task->a + begin, task->b ? (float *)task->b + begin : NULL,
+    int is_kept = job->rule == MPS_RULE_ZERO_ONE_LOCAL;
+    if (task->p_kind == MPS_F32 && task->state_kind == MPS_F32 && task->g_kind == MPS_F32 && !task->out && !is_kept) {
+        span((float *)task->p + begin, (float *)task->a + begin, mps_from(task->b, begin), mps_from(task->c, begin),
              (const float *)task->g + begin, end - begin, t);
         return;
     }
-    float p_tile[MPS_TILE], a_tile[MPS_TILE], b_tile[MPS_TILE], g_tile[MPS_TILE];
+    float p_tile[MPS_TILE], a_tile[MPS_TILE], b_tile[MPS_TILE], c_tile[MPS_TILE], g_tile[MPS_TILE];
     for (size_t i = begin; i < end; i += MPS_TILE) {
         size_t n = end - i < MPS_TILE ? end - i : MPS_TILE;
-        float *p = mps_open(job, p_tile, task->p, task->p_kind, i, n);
+        float *p = p_tile;
+        if (is_kept) job->loops->load(p, task->p, task->p_kind, i, n);
+        else p = mps_open(job, p_tile, task->p, task->p_kind, i, n);
         float *a = mps_open(job, a_tile, task->a, task->state_kind, i, n);
         float *b = task->b ? mps_open(job, b_tile, task->b, task->state_kind, i, n) : NULL;
-        span(p, a, b, mps_open(job, g_tile, task->g, task->g_kind, i, n), n, t);
-        mps_close(job, task->p, p, task->p_kind, i, n);
+        float *c = task->c ? mps_open(job, c_tile, task->c, task->state_kind, i, n) : NULL;
+        span(p, a, b, c, mps_open(job, g_tile, task->g, task->g_kind, i, n), n, t);
+        if (!is_kept) mps_close(job, task->p, p, task->p_kind, i, n);
         mps_close(job, task->a, a, task->state_kind, i, n);
         if (task->b) mps_close(job, task->b, b, task->state_kind, i, n);
         if (task->out) job->loops->store(task->out, p, task->out_kind, i, n);
@@ -117,7 +124,7 @@ static void mps_lamb_first(const mps_job *job, const mps_task *task, size_t begi
         float *p = mps_open(job, p_tile, task->p, task->p_kind, i, n);
         float *m = mps_open(job, m_tile, task->a, task->state_kind, i, n);
         float *v = mps_open(job, v_tile, task->b, task->state_kind, i, n);
-        span(p, m, v, mps_open(job, g_tile, task->g, task->g_kind, i, n), n, t);
+        span(p, m, v, NULL, mps_open(job, g_tile, task->g, task->g_kind, i, n), n, t);
         if (task->state_kind != MPS_F32) {
             mps_close(job, task->a, m, task->state_kind, i, n);
             mps_close(job, task->b, v, task->state_kind, i, n);

@@ -1,32 +1,42 @@
 /* The loops of the update rules at one x86-64 level: included once for each, see levels.h. No guard. */
 
-#define MPS_DEFINE_SPAN(NAME, ONE, MODE, HAS_SECOND)                                                                   \
-    MPS_TARGET static void MPS_AT(NAME)(float *p, float *a, float *b, const float *g, size_t n, const mps_terms *terms) { \
+#define MPS_DEFINE_SPAN(NAME, ONE, MODE, STATES)                                                                       \
+    MPS_TARGET static void MPS_AT(NAME)(float *p, float *a, float *b, float *c, const float *g, size_t n,              \
+                                        const mps_terms *terms) {                                                      \
         const mps_terms t = *terms;                                                                                    \
         size_t i = 0;                                                                                                  \
         for (; i + MPS_STRIP <= n; i += MPS_STRIP) {                                                                   \
             for (size_t q = i + MPS_AHEAD; q < i + MPS_AHEAD + MPS_STRIP; q += 16) {                                   \
                 MPS_PREFETCH_WRITE(p + q);                                                                             \
                 MPS_PREFETCH_WRITE(a + q);                                                                             \
-                if (HAS_SECOND) MPS_PREFETCH_WRITE(b + q);                                                             \
+                if (STATES > 1) MPS_PREFETCH_WRITE(b + q);                                                             \
+                if (STATES > 2) MPS_PREFETCH_READ(c + q);                                                              \
                 MPS_PREFETCH_READ(g + q);                                                                              \
             }                                                                                                          \
-            MPS_SIMD for (size_t j = i; j < i + MPS_STRIP; j++) ONE(p + j, a + j, b + j, g[j], &t, MODE);              \
+            MPS_SIMD for (size_t j = i; j < i + MPS_STRIP; j++) ONE(p + j, a + j, b + j, c + j, g[j], &t, MODE);       \
         }                                                                                                              \
-        MPS_SIMD for (size_t j = i; j < n; j++) ONE(p + j, a + j, b + j, g[j], &t, MODE);                              \
+        MPS_SIMD for (size_t j = i; j < n; j++) ONE(p + j, a + j, b + j, c + j, g[j], &t, MODE);                       \
     }
 
-MPS_DEFINE_SPAN(adam_none, mps_adam_one, MPS_DECAY_NONE, 1)
-MPS_DEFINE_SPAN(adam_decoupled, mps_adam_one, MPS_DECAY_DECOUPLED, 1)
-MPS_DEFINE_SPAN(adam_l2, mps_adam_one, MPS_DECAY_L2, 1)
-MPS_DEFINE_SPAN(adagrad_none, mps_adagrad_one, MPS_DECAY_NONE, 0)
-MPS_DEFINE_SPAN(adagrad_decoupled, mps_adagrad_one, MPS_DECAY_DECOUPLED, 0)
-MPS_DEFINE_SPAN(adagrad_l2, mps_adagrad_one, MPS_DECAY_L2, 0)
-MPS_DEFINE_SPAN(lion_none, mps_lion_one, MPS_DECAY_NONE, 0)
-MPS_DEFINE_SPAN(lion_decoupled, mps_lion_one, MPS_DECAY_DECOUPLED, 0)
-MPS_DEFINE_SPAN(lion_l2, mps_lion_one, MPS_DECAY_L2, 0)
-MPS_DEFINE_SPAN(lamb_moments, mps_lamb_moments, MPS_DECAY_NONE, 1)
-MPS_DEFINE_SPAN(lamb_moments_l2, mps_lamb_moments, MPS_DECAY_L2, 1)
+MPS_DEFINE_SPAN(adam_none, mps_adam_one, MPS_DECAY_NONE, 2)
+MPS_DEFINE_SPAN(adam_decoupled, mps_adam_one, MPS_DECAY_DECOUPLED, 2)
+MPS_DEFINE_SPAN(adam_l2, mps_adam_one, MPS_DECAY_L2, 2)
+MPS_DEFINE_SPAN(adagrad_none, mps_adagrad_one, MPS_DECAY_NONE, 1)
+MPS_DEFINE_SPAN(adagrad_decoupled, mps_adagrad_one, MPS_DECAY_DECOUPLED, 1)
+MPS_DEFINE_SPAN(adagrad_l2, mps_adagrad_one, MPS_DECAY_L2, 1)
+MPS_DEFINE_SPAN(lion_none, mps_lion_one, MPS_DECAY_NONE, 1)
+MPS_DEFINE_SPAN(lion_decoupled, mps_lion_one, MPS_DECAY_DECOUPLED, 1)
+MPS_DEFINE_SPAN(lion_l2, mps_lion_one, MPS_DECAY_L2, 1)
+MPS_DEFINE_SPAN(lamb_moments, mps_lamb_moments, MPS_DECAY_NONE, 2)
+MPS_DEFINE_SPAN(lamb_moments_l2, mps_lamb_moments, MPS_DECAY_L2, 2)
+MPS_DEFINE_SPAN(onebit_none, mps_onebit_adam_one, MPS_DECAY_NONE, 1)
+MPS_DEFINE_SPAN(onebit_decoupled, mps_onebit_adam_one, MPS_DECAY_DECOUPLED, 1)
+MPS_DEFINE_SPAN(coded_none, mps_zero_one_coded_one, MPS_DECAY_NONE, 2)
+MPS_DEFINE_SPAN(coded_decoupled, mps_zero_one_coded_one, MPS_DECAY_DECOUPLED, 2)
+MPS_DEFINE_SPAN(local_none, mps_zero_one_local_one, MPS_DECAY_NONE, 3)
+MPS_DEFINE_SPAN(local_decoupled, mps_zero_one_local_one, MPS_DECAY_DECOUPLED, 3)
+MPS_DEFINE_SPAN(drift, mps_zero_one_drift_one, MPS_DECAY_NONE, 1)
+MPS_DEFINE_SPAN(settle, mps_zero_one_settle_one, MPS_DECAY_NONE, 3)
 
 #define MPS_LAMB_DIRECTIONS(q)                                                                                         \
     if (t.is_eps_inside && t.decay_mode == MPS_DECAY_DECOUPLED) MPS_FILL(q, MPS_DECAY_DECOUPLED, 1)                    \
@@ -102,7 +112,12 @@ static const mps_loops MPS_AT(mps_loops) = {
     .span = {{MPS_AT(adam_none), MPS_AT(adam_decoupled), MPS_AT(adam_l2)},
              {MPS_AT(adagrad_none), MPS_AT(adagrad_decoupled), MPS_AT(adagrad_l2)},
              {MPS_AT(lion_none), MPS_AT(lion_decoupled), MPS_AT(lion_l2)},
-             {MPS_AT(lamb_moments), MPS_AT(lamb_moments), MPS_AT(lamb_moments_l2)}},
+             {MPS_AT(lamb_moments), MPS_AT(lamb_moments), MPS_AT(lamb_moments_l2)},
+             {MPS_AT(onebit_none), MPS_AT(onebit_decoupled), NULL},
+             {MPS_AT(coded_none), MPS_AT(coded_decoupled), NULL},
+             {MPS_AT(local_none), MPS_AT(local_decoupled), NULL},
+             {MPS_AT(drift), MPS_AT(drift), NULL},
+             {MPS_AT(settle), MPS_AT(settle), NULL}},
     .lamb_sums = MPS_AT(lamb_sums),
     .lamb_apply = MPS_AT(lamb_apply),
     .load = MPS_AT(load),

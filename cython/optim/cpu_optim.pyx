@@ -29,7 +29,10 @@ cdef extern from "levels.h" nogil:
 
 cdef extern from "optim_loops.h" nogil:
     int MPS_RULES
+    int MPS_RULE_LAMB
+    int MPS_RULE_ONEBIT_ADAM
     int MPS_DECAYS
+    int MPS_DECAY_L2
 
     ctypedef struct mps_terms:
         float beta1
@@ -51,6 +54,7 @@ cdef extern from "optim_loops.h" nogil:
         void *p
         void *a
         void *b
+        void *c
         const void *g
         void *out
         size_t n
@@ -86,8 +90,8 @@ def set_vector_level(int level):
 cdef class Table:
     """Tensors that are updated in one call: addresses, lengths and dtypes, kept between calls.
 
-    A row is (parameter, first state, second state or 0, gradient, out or 0, count, parameter kind, state kind,
-    gradient kind, out kind, lot); kinds: 0 none, 1 fp32, 2 bf16, 3 fp16. The caller keeps the memory alive.
+    A row is (parameter, first state, second state or 0, third state or 0, gradient, out or 0, count, parameter kind,
+    state kind, gradient kind, out kind, lot); kinds: 0 none, 1 fp32, 2 bf16, 3 fp16. The caller keeps the memory alive.
     """
 
     cdef mps_task *tasks
@@ -102,11 +106,12 @@ cdef class Table:
         if self.tasks == NULL:
             raise MemoryError(f"no memory for a table of {self.count} tensors")
         for k in range(self.count):
-            p, a, b, g, out, n, p_kind, state_kind, g_kind, out_kind, lot = rows[k]
+            p, a, b, c, g, out, n, p_kind, state_kind, g_kind, out_kind, lot = rows[k]
             task = self.tasks + k
             task.p = <void *><uintptr_t>p
             task.a = <void *><uintptr_t>a
             task.b = <void *><uintptr_t>b
+            task.c = <void *><uintptr_t>c
             task.g = <const void *><uintptr_t>g
             task.out = <void *><uintptr_t>out
             task.n = n
@@ -180,11 +185,13 @@ cdef class Table:
                 raise MemoryError(f"no memory for the terms of {self.count} tensors")
             for k in range(lots):
                 pack(packed + k, terms[k])
+                if rule >= MPS_RULE_ONEBIT_ADAM and packed[k].decay_mode == MPS_DECAY_L2:
+                    raise ValueError(f"rule {rule} has no L2 decay")
             with nogil:
                 code = mps_update(self.tasks, self.count, rule, packed, threads, ratios)
             if code != 0:
                 raise MemoryError(f"no memory for the sums of {self.count} tensors")
-            return [ratios[k] for k in range(self.count)] if rule == 3 else []
+            return [ratios[k] for k in range(self.count)] if rule == MPS_RULE_LAMB else []
         finally:
             free(packed)
             free(ratios)

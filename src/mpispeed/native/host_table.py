@@ -20,8 +20,17 @@ STATE_NAMES = {
     "adagrad": ("sum",),
     "lion": ("exp_avg",),
     "lamb": ("exp_avg", "exp_avg_sq"),
+    "onebit_adam": ("exp_avg",),
+    "zero_one_coded": ("exp_avg", "exp_avg_sq"),
+    "zero_one_local": ("exp_avg", "momentum_accumulator", "exp_avg_sq"),
+    "zero_one_drift": ("momentum_accumulator",),
+    "zero_one_settle": ("exp_avg", "momentum_accumulator", "exp_avg_sq"),
 }
-"""States of every rule, in the order of `Row.states`."""
+"""States of every rule, in the order of `Row.states`.
+
+"onebit_adam" and "zero_one_drift" take exp_avg_sq, which they only read, as the gradient, and the latter the buffer
+to fill as the parameter. "zero_one_local" leaves the parameter as it is; the new one goes to `Row.out`, also in fp32.
+"""
 
 PAIRS = frozenset(
     {
@@ -36,8 +45,7 @@ PAIRS = frozenset(
 """(parameter, state) dtypes that can be updated; the last pair only by the twin."""
 
 _NUMBERS = {name: number for number, name in enumerate(STATE_NAMES)}
-_HALVES = (torch.bfloat16, torch.float16)
-_COMPILED = (torch.float32, *_HALVES)
+_COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Row(NamedTuple):
@@ -137,6 +145,9 @@ def check_row(rule: str, row: Row) -> None:
     tensors = {"master": row.param, **dict(zip(STATE_NAMES[rule], row.states, strict=True)), "grad": row.grad}
     if row.out is not None:
         tensors["out"] = row.out
+    elif rule == "zero_one_local":
+        msg = f"{rule}: there is no out; the new parameter goes there, and the master stays as it is"
+        raise ValueError(msg)
     check_tensors(rule, tensors)
     for name, x in tensors.items():
         if not x.dtype.is_floating_point:
@@ -173,12 +184,12 @@ def _refuse_overlap(rule: str, tensors: dict[str, Tensor]) -> None:
 def _has_loop(row: Row) -> bool:
     dtypes = (row.param.dtype, row.grad.dtype, *(state.dtype for state in row.states))
     is_one_state = len({state.dtype for state in row.states}) == 1
-    return is_one_state and all(x in _COMPILED for x in dtypes) and (row.out is None or row.out.dtype in _HALVES)
+    return is_one_state and all(x in _COMPILED for x in dtypes) and (row.out is None or row.out.dtype in _COMPILED)
 
 
 def _packed(row: Row) -> tuple[int, ...]:
-    states = [state.data_ptr() for state in row.states] + [0]
+    states = [state.data_ptr() for state in row.states] + [0, 0]
     out = 0 if row.out is None else row.out.data_ptr()
     kinds = (KINDS[x.dtype] for x in (row.param, row.states[0], row.grad))
     out_kind = 0 if row.out is None else KINDS[row.out.dtype]
-    return (row.param.data_ptr(), *states[:2], row.grad.data_ptr(), out, row.param.numel(), *kinds, out_kind, row.lot)
+    return (row.param.data_ptr(), *states[:3], row.grad.data_ptr(), out, row.param.numel(), *kinds, out_kind, row.lot)

@@ -1,4 +1,4 @@
-"""Factors of one update of Adam, Adagrad, Lion and LAMB, from hyper-parameters and the step number.
+"""Factors of one update of Adam, its 1-bit variants, Adagrad, Lion and LAMB, from hyper-parameters and the step number.
 
 They are computed in double for every update; the compiled loops and the torch twins round them to the
 working dtype.
@@ -166,4 +166,32 @@ def lamb_terms(
         is_eps_inside=bool(is_eps_inside),
         least=least,
         most=most,
+    )
+
+
+def onebit_terms(
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    rate_sum: float = 1.0,
+) -> Terms:
+    """Factors of the updates with a variance that stays as it is; `rate_sum` is the divisor of "zero_one_settle".
+
+    Raises:
+        ValueError: betas are out of range.
+    """
+    beta1, beta2 = _check("onebit", betas, 1)
+    lr, weight_decay = float(lr), float(weight_decay)
+    return Terms(
+        beta1=beta1,
+        beta2=beta2,
+        step_size=lr,
+        root_scale=float(rate_sum),
+        eps=float(eps),
+        decay=lr * weight_decay,
+        decay_mode=_mode(weight_decay, True),
+        grad_scale=float(grad_scale),
     )

@@ -27,7 +27,7 @@ Element = Callable[[Tensor, Sequence[Tensor], Tensor, Terms], tuple[Tensor, Sequ
 def run_twin(
     rule: str, param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None, terms: Terms
 ) -> float:
-    """One update of contiguous tensors by "adam", "adagrad", "lion" or "lamb"; gives LAMB's trust ratio, or 1."""
+    """One update of contiguous tensors by a rule of `host_table.STATE_NAMES`; gives LAMB's trust ratio, or 1."""
     flat = [x.detach().view(-1) for x in (param, *states, grad)]
     flat_out = None if out is None else out.detach().view(-1)
     if rule == "lamb":
@@ -39,7 +39,8 @@ def run_twin(
         updated, states_now = element(p.to(work), [x.to(work) for x in parts], _gradient(p, g, terms), terms)
         for part, value in zip(parts, states_now, strict=True):
             part.copy_(value)
-        p.copy_(updated)
+        if rule != "zero_one_local":
+            p.copy_(updated)
         if flat_out is not None:
             flat_out[begin : begin + TWIN_SPAN].copy_(updated)
     return 1.0
@@ -84,7 +85,54 @@ def _lion(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Ten
     return _decayed(p, t) - sign * t.step_size, (states[0] * t.beta2 + g * (1.0 - t.beta2),)
 
 
-_ELEMENTS: dict[str, Element] = {"adam": _adam, "adagrad": _adagrad, "lion": _lion}
+def _unless_unseen(x: Tensor, v: Tensor) -> Tensor:
+    return torch.where(v == 0, torch.zeros_like(x), x)
+
+
+def _quotient(m: Tensor, v: Tensor, t: Terms) -> Tensor:
+    return _unless_unseen(m / (_root(v) + t.eps), v)
+
+
+def _onebit_adam(p: Tensor, states: Sequence[Tensor], v: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
+    return _decayed(p, t) - _quotient(states[0], v, t) * t.step_size, (_unless_unseen(states[0], v),)
+
+
+def _zero_one_coded(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
+    v = states[1]
+    m = _unless_unseen(states[0] * t.beta1 + g * (1.0 - t.beta1), v)
+    return _decayed(p, t) - _quotient(m, v, t) * t.step_size, (m, v)
+
+
+def _zero_one_local(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
+    m, u, v = states
+    m = _unless_unseen(m * t.beta1 + g * (1.0 - t.beta1), v)
+    u = u - (p + u) * t.decay if t.decay_mode == DECAY_DECOUPLED else u
+    u = u - _quotient(m, v, t) * t.step_size
+    return p + u, (m, u, v)
+
+
+def _zero_one_drift(_p: Tensor, states: Sequence[Tensor], v: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
+    return _unless_unseen(states[0] * (_root(v) + t.eps), v), states
+
+
+def _zero_one_settle(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
+    _, u, v = states
+    moved = torch.where(v == 0, u, g / (_root(v) + t.eps))
+    # A tensor as divisor: torch multiplies by the reciprocal of a number.
+    m = _unless_unseen(-g / torch.full_like(g, t.root_scale), v)
+    return p + moved, (m, torch.zeros_like(u), v)
+
+
+_ELEMENTS: dict[str, Element] = {
+    "adam": _adam,
+    "adagrad": _adagrad,
+    "lion": _lion,
+    "onebit_adam": _onebit_adam,
+    "zero_one_coded": _zero_one_coded,
+    "zero_one_local": _zero_one_local,
+    "zero_one_drift": _zero_one_drift,
+    "zero_one_settle": _zero_one_settle,
+}
 
 
 def _lamb(param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None, t: Terms) -> float:

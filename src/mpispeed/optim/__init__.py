@@ -18,6 +18,7 @@ from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion
 from mpispeed.optim.foreign import Foreign, is_elementwise, split_state
 from mpispeed.optim.lamb import Lamb
 from mpispeed.optim.lion import Lion
+from mpispeed.optim.onebit_adam import OnebitAdam
 from mpispeed.optim.rule import RULES, KeepsState, Rule, Scalar, Window, key_text
 from mpispeed.optim.schedule import (
     SCHEDULES,

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from mpispeed.base.errors import ConfigError, UnsupportedOption
 from mpispeed.native.host_table import STATE_NAMES, HostTable, Row
 from mpispeed.native.host_terms import Terms
@@ -39,11 +41,7 @@ class HostRule(ABC):
         """Update one window that is not empty; gives LAMB's trust ratio, or 1."""
         states = tuple(window.state[name] for name in self.state_names)
         terms = self.terms({**self.defaults, **window.group}, window.step, grad_scale)
-        if window.master.device.type != "cpu":
-            return run_twin(self.kernel, window.master, states, window.grad, window.out, terms)
-        row = Row(window.master, states, window.grad, window.out)
-        ratios = HostTable(self.kernel, [row]).run([terms], threads=threads)
-        return ratios[0] if ratios else 1.0
+        return run_kernel(self.kernel, window.master, states, window.grad, window.out, terms, threads)
 
     @abstractmethod
     def terms(self, hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
@@ -55,6 +53,22 @@ class HostRule(ABC):
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:  # noqa: B027 # a rule may have none
         """Nothing to take back."""
+
+
+def run_kernel(
+    kernel: str,
+    param: Tensor,
+    states: tuple[Tensor, ...],
+    grad: Tensor,
+    out: Tensor | None,
+    terms: Terms,
+    threads: int = 1,
+) -> float:
+    """One update by a kernel of `native.host_table`, outside of host memory by its twin; gives the ratio or 1."""
+    if param.device.type != "cpu":
+        return run_twin(kernel, param, states, grad, out, terms)
+    ratios = HostTable(kernel, [Row(param, states, grad, out)]).run([terms], threads=threads)
+    return ratios[0] if ratios else 1.0
 
 
 def read_hyper(

@@ -286,11 +286,11 @@ def test_fp64_is_updated_in_fp64(mode):
 def test_tables_come_and_go_without_a_trace():
     module = status.require("cpu_optim")
     before = resident_bytes()
-    row = (0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0)
+    row = (0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0)
     for _ in range(300):
         module.Table([row] * 5000)  # 400 kB each
         with pytest.raises(ValueError, match="kinds"):
-            module.Table([row] * 5000 + [(0, 0, 0, 0, 0, 0, 9, 1, 1, 0, 0)])
+            module.Table([row] * 5000 + [(0, 0, 0, 0, 0, 0, 0, 9, 1, 1, 0, 0)])
     assert resident_bytes() - before < 50e6
 
 

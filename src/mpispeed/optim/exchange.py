@@ -1,0 +1,48 @@
+"""What the ranks of a rule tell each other for an update: by default the mean of the gradients in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any, Protocol, runtime_checkable
+
+
+class Exchange(Enum):
+    """What is averaged over data-parallel ranks for one update, and with how many bits."""
+
+    GRADIENT = auto()
+    """Gradients, in full precision, before the update: every rule that does not say otherwise."""
+    CODED_GRADIENT = auto()
+    """Gradients, through one bit per element, before the update."""
+    MOMENTUM = auto()
+    """Momenta, through one bit per element: each rank first mixes its own gradient into the common one."""
+    NOTHING = auto()
+    """Gradients stay local, and so does the update."""
+    DRIFT = auto()
+    """After a local update: the sum of updates since the last common point, through one bit per element."""
+
+
+@runtime_checkable
+class Exchanges(Protocol):
+    """A rule that says what the ranks tell each other."""
+
+    def exchanges(self, step: int, group: Mapping[str, Any] | None = None) -> Exchange:
+        """For update number `step`, from 1. It depends on the step and hyper-parameters alone, equal on all ranks.
+
+        With `group` the answer is for that parameter group, which may differ.
+        """
+
+
+@runtime_checkable
+class MixesMomentum(Protocol):
+    """A rule with steps of `Exchange.MOMENTUM`.
+
+    Before such an update, for every window: m_i = a * exp_avg + b * grad with (a, b) of `mix`; the mean of m_i over
+    ranks, divided by `coefficient`, becomes `exp_avg`.
+    """
+
+    def mix(self, group: Mapping[str, Any], grad_scale: float, key: tuple[Any, ...] = ()) -> tuple[float, float]:
+        """The factors of the common momentum and of this rank's gradient for the window `key`."""
+
+    def coefficient(self, key: tuple[Any, ...]) -> float:
+        """By what the agreed momentum of a window is divided, above 0."""

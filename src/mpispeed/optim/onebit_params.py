@@ -1,0 +1,54 @@
+"""Params of 1-bit optimizers in a JSON file: what they share with Adam, and what is theirs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.optim.host_rule import read_hyper
+from mpispeed.optim.rule import drop_auto
+
+DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+BACKENDS = ("nccl", "mpi", "compressed", "hccl")
+"""Values of comm_backend_name. A hint: the one-bit mean always runs over MPI."""
+
+# Accepted as in DeepSpeed, whose 1-bit optimizers do not look at them either.
+_TRUTHS = ("bias_correction", "eps_inside_sqrt", "cuda_aware")
+_IGNORED = ("set_grad_none", "fp32_optimizer_states", "comm_backend_name", *_TRUTHS)
+
+
+def read_onebit(
+    name: str, params: Mapping[str, Any], defaults: Mapping[str, Any], counts: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Hyper-parameters that groups may set, and those among `counts`, which hold for the whole optimizer.
+
+    Raises:
+        UnknownOption: a parameter that this optimizer does not take.
+        UnsupportedOption: amsgrad is true.
+        ConfigError: a value is impossible.
+    """
+    params = drop_auto(params)
+    for key in _TRUTHS:
+        if not isinstance(params.get(key, False), bool):
+            msg = f"{key} of the optimizer {name} is {params[key]!r}; expected true or false"
+            raise ConfigError(msg)
+    backend = params.get("comm_backend_name", BACKENDS[0])
+    if backend not in BACKENDS:
+        msg = f"comm_backend_name of the optimizer {name} is {backend!r}; expected one of {', '.join(BACKENDS)}"
+        raise ConfigError(msg)
+    found = {key: check_count(name, key, params.pop(key)) for key in counts if key in params}
+    return read_hyper(name, params, defaults, (*_IGNORED, *counts)), found
+
+
+def check_count(owner: str, key: str, value: Any) -> int:
+    """`value` as an integer of at least 1.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not is_whole or value < 1:
+        msg = f"{key} of the optimizer {owner} is {value!r}; expected a whole number of at least 1"
+        raise ConfigError(msg)
+    return int(value)
