@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import ConfigError, PipelineError, UsageError
+from mpispeed.base.errors import ConfigError, MpispeedError, PipelineError, ScheduleError, UsageError
 from mpispeed.base.split_grads import split
 from mpispeed.data.loader import RepeatingLoader
 from mpispeed.engine.engine import Engine
@@ -17,12 +17,14 @@ from mpispeed.engine.reports import describe_pipeline
 from mpispeed.engine.stage_duties import StageDuties
 from mpispeed.nn.cut_marks import is_cut, mark_cut
 from mpispeed.pipe import instructions as do
+from mpispeed.pipe.check import check
 from mpispeed.pipe.exchange import Exchange, Slices
 from mpispeed.pipe.run import Executor, Place
 from mpispeed.pipe.schedule import InferenceSchedule, PipeSchedule, build
 
 if TYPE_CHECKING:
     from mpispeed.engine.parts import Parts
+    from mpispeed.mesh.comm import Comm
     from mpispeed.pipe.module import PipelineModule
 
 log = logging.getLogger(__name__)
@@ -217,14 +219,18 @@ class PipelineEngine(Engine):
     def set_schedule(self, make: ScheduleFactory | None, *, name: str = "1f1b") -> None:
         """Train by another schedule: `make(micro_batches, stages, stage)`, or one known by `name`.
 
+        What `make` returns is proved by `pipe.check`, here and in `train_batch` for another number of micro-batches.
+
         Collective over: all ranks, with the same arguments.
 
         Raises:
-            ConfigError: no schedule of that name, or it does not go with the module's chunks.
+            ConfigError: no schedule of that name, or it does not go with the module's chunks. The schedule stays.
+            ScheduleError: on every rank, if stages would wait for ever or mix up what they hold; alike.
         """
-        self._make_schedule = make or _factory(name, self._executor.place.chunks)
-        self._schedules.clear()
-        self._schedule(self.plan.batch.gradient_accumulation_steps)
+        chunks, steps = self._executor.place.chunks, self.plan.batch.gradient_accumulation_steps
+        factory = _factory(name, chunks) if make is None else _proved(make, chunks, self.mesh.world.comm)
+        schedule = self._made_by(factory, steps)
+        self._make_schedule, self._schedules = factory, {steps: schedule}
 
     def reset_activation_shape(self) -> None:
         """Announce shapes anew. Shapes may change at any time; this is here for DeepSpeed scripts."""
@@ -241,15 +247,18 @@ class PipelineEngine(Engine):
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _schedule(self, micro_batches: int) -> PipeSchedule:
-        """This stage's schedule; layers that it needs split are, from then on."""
         if micro_batches not in self._schedules:
-            place = self._executor.place
-            schedule = self._make_schedule(micro_batches, place.stages, place.stage)
-            has_passes = any(isinstance(one, do.BackwardInput) for step in schedule.steps() for one in step)
-            if has_passes and self._unsplit is None:
-                self._unsplit = split(self.module)
-            self._schedules[micro_batches] = schedule
+            self._schedules[micro_batches] = self._made_by(self._make_schedule, micro_batches)
         return self._schedules[micro_batches]
+
+    def _made_by(self, make: ScheduleFactory, micro_batches: int) -> PipeSchedule:
+        """This stage's schedule; layers that it needs split are, from then on."""
+        place = self._executor.place
+        schedule = make(micro_batches, place.stages, place.stage)
+        has_passes = any(isinstance(one, do.BackwardInput) for step in schedule.steps() for one in step)
+        if has_passes and self._unsplit is None:
+            self._unsplit = split(self.module)
+        return schedule
 
     def _feed(self, data_iter: Iterator[Any] | None) -> Iterator[Any] | None:
         if data_iter is not None:
@@ -291,3 +300,35 @@ def _factory(name: str, chunks: int) -> ScheduleFactory:
         return build(name, micro_batches, stages, stage, chunks=chunks)
 
     return make
+
+
+def _proved(make: ScheduleFactory, chunks: int, comm: Comm) -> ScheduleFactory:
+    """`make`, whose schedules are proved before one is returned; a call is collective over `comm`."""
+
+    def proved(micro_batches: int, stages: int, stage_id: int) -> PipeSchedule:
+        problem, found = "", list[PipeSchedule]()
+        try:
+            found = [make(micro_batches, stages, each) for each in range(stages)]
+            problem = _flaw(found, micro_batches, chunks)
+        except MpispeedError as error:
+            problem = str(error)
+        where = f"the schedule that engine.set_schedule was given, for {micro_batches} micro-batches, {stages} stages"
+        comm.agree(not problem, f"{where}: {problem}", ScheduleError)
+        return found[stage_id]
+
+    return proved
+
+
+def _flaw(schedules: Sequence[PipeSchedule], micro_batches: int, chunks: int) -> str:
+    """Why schedules of all stages cannot train a module of so many chunks; "" if they can.
+
+    Raises:
+        ScheduleError: they do not hold at all.
+    """
+    proof, first = check(schedules), schedules[0]
+    if (first.num_micro_batches, first.num_chunks) != (micro_batches, chunks):
+        return (
+            f"it is of {first.num_micro_batches} micro-batches and {first.num_chunks} chunks per stage, and the "
+            f"PipelineModule has {chunks}"
+        )
+    return "" if proof.is_training else "it has no backward passes"

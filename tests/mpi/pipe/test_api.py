@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import mpispeed
-from mpispeed.base.errors import ConfigError, PipelineError, ScheduleError, UsageError
+from mpispeed.base.errors import ConfigError, PipelineError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule
-from mpispeed.pipe import instructions as do
-from mpispeed.pipe.schedule import GPipeSchedule, TrainSchedule
 from mpispeed.zero import guard
 from tests.helpers.pipes import (
     BATCH,
@@ -364,65 +362,6 @@ def test_activation_shapes_can_be_announced_again(engine):
     engine.reset_activation_shape()
     found += train(engine, [1])
     assert found == pytest.approx([expected.step(*batch(step))[0] for step in (0, 1)], rel=1e-5)
-
-
-# -- schedules of one's own ------------------------------------------------------------------------------------------
-
-
-class OneByOne(TrainSchedule):
-    """A micro-batch goes through all stages and back before the next one begins."""
-
-    def steps(self):
-        where = lambda micro: (0, 0, micro)  # noqa: E731
-        for micro in range(self.micro_batches):
-            parts = [do.LoadMicroBatch(*where(micro))] if self.is_first_stage or self.is_last_stage else []
-            parts += [] if self.is_first_stage else [do.RecvActivation(*where(micro))]
-            parts.append(do.ForwardPass(*where(micro)))
-            if not self.is_last_stage:
-                parts += [do.SendActivation(*where(micro)), do.RecvGrad(*where(micro))]
-            parts.append(do.BackwardPass(*where(micro)))
-            parts += [] if self.is_first_stage else [do.SendGrad(*where(micro))]
-            if micro == self.micro_batches - 1:
-                parts += [do.ReduceTiedGrads(), do.ReduceGrads(), do.OptimizerStep()]
-            yield parts
-
-    def num_pipe_buffers(self):
-        return 1
-
-
-def test_a_schedule_of_ones_own(engine):
-    engine.set_schedule(OneByOne)
-    reference = PlainRun()
-    assert train(engine, [0]) == pytest.approx([reference.step(*batch(0))[0]], rel=1e-5)
-    engine.set_schedule(None, name="gpipe")
-    assert train(engine, [1]) == pytest.approx([reference.step(*batch(1))[0]], rel=1e-5)
-    with pytest.raises(ConfigError, match="interleaved"):
-        engine.set_schedule(None, name="interleaved")
-
-
-class FewBuffers(GPipeSchedule):
-    """Holds all micro-batches in one buffer."""
-
-    def num_pipe_buffers(self):
-        return 1
-
-
-class MoreIds(TrainSchedule):
-    """Names a buffer that is not there."""
-
-    def _buffer_idx(self, micro_batch):
-        return 5 + micro_batch
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    ("schedule", "words"),
-    [(FewBuffers, "names a buffer that does not exist|still holds another"), (MoreIds, "names a buffer that does not")],
-)
-def test_a_schedule_that_does_not_hold(engine, schedule, words):
-    with pytest.raises(ScheduleError, match=words):
-        engine.set_schedule(schedule)
-        train(engine, [0])
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
