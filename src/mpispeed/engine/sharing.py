@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from mpispeed.nn.tensor import cuts, partial_gradients
 from mpispeed.pipe.module import PipelineModule
+from mpispeed.pipe.tied import make_equal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,9 +133,9 @@ class Sharing:
         for param in params:
             kind = kinds.get(id(param), Kind())
             if kind.along_model and self.model is not None:
-                broadcast(self.model, param)
+                make_equal([param], self.model)
             if kind.tie and kind.tie in self.ties:
-                broadcast(self.ties[kind.tie], param)
+                make_equal([param], self.ties[kind.tie])
 
     def _summed_over(self, unit: Unit) -> list[Comm]:
         kind = unit.kind
@@ -144,11 +143,3 @@ class Sharing:
             return []
         found = [self.model] if kind.along_model == "partial" and self.model is not None else []
         return found + ([self.ties[kind.tie]] if kind.tie in self.ties else [])
-
-
-def broadcast(comm: Comm, tensor: Any) -> None:
-    """Give all ranks of `comm` the first one's values. Collective over: `comm`."""
-    with torch.no_grad():
-        flat = tensor.data.contiguous()
-        comm.broadcast(flat)
-        tensor.data.copy_(flat)

@@ -297,7 +297,8 @@ class PipelineModule(nn.Module):
                 group = self.grid.group_of_stages(stages, f"tied {key}")
                 if group is not None:
                     self._tie_groups[key] = group
-                    make_equal(self.tied_modules[key], group)
+                    module = self.tied_modules[key]
+                    make_equal([*module.parameters(), *module.buffers()], group)
 
     def _place_loss(self, loss_fn: Callable[..., Any] | None) -> None:
         if isinstance(loss_fn, nn.Module) and not self.grid.is_last_stage:

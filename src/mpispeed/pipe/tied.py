@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +63,9 @@ def weight_of(module: nn.Module, attr: str, key: str) -> torch.Tensor:
     return found
 
 
-def make_equal(module: nn.Module, group: Comm) -> None:
-    """Give all stages the values of the first one. Collective over: the stages of the key."""
-    for tensor in [*module.parameters(), *module.buffers()]:
+def make_equal(tensors: Iterable[torch.Tensor], group: Comm) -> None:
+    """Give all ranks of `group` the first one's values, in place. Collective over: `group`."""
+    for tensor in tensors:
         values = tensor.detach().cpu().contiguous()
         group.broadcast(values)
         with torch.no_grad():
