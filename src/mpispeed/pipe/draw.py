@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpispeed.base.errors import UsageError
+from mpispeed.base.pictures import picture
 from mpispeed.pipe import instructions as do
 from mpispeed.pipe.timeline import Span, Timeline
 
@@ -39,7 +39,6 @@ _ROW_INCHES = 0.5
 _LEAST_INCHES = 8.0
 _MOST_INCHES = 40.0
 _COLUMN_INCHES = 0.3
-_DPI = 110
 #: labels of narrower passes could not be read
 _LABEL_INCHES = 0.22
 
@@ -109,27 +108,16 @@ def write_png(path: Path, timeline: Timeline, title: str = "") -> None:
         UsageError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    try:
-        import matplotlib as mpl  # slow to import, and in an extra of its own
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as failure:
-        msg = f"a picture needs matplotlib ({failure}); install it with: pip install mpispeed[monitor]"
-        raise UsageError(msg) from failure
     wide = min(_MOST_INCHES, max(_LEAST_INCHES, _COLUMN_INCHES * timeline.columns))
-    with mpl.rc_context(), warnings.catch_warnings():
-        mpl.rcdefaults()
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
-        figure = Figure(figsize=(wide, 1.6 + _ROW_INCHES * len(timeline.stages)), dpi=_DPI, layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture(path, wide, 1.6 + _ROW_INCHES * len(timeline.stages), layout="constrained") as figure:
+        from matplotlib.patches import Patch  # with matplotlib itself, when a picture is drawn
+
         axes = figure.subplots()
         _draw_bars(axes, timeline, wide / timeline.columns)
         axes.set_title(title, fontsize=10, parse_math=False)
         used = {span.kind for spans in timeline.stages for span in spans}
         keys = [Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]) for kind in _LETTERS if kind in used]
         figure.legend(handles=keys, loc="outside lower center", ncols=len(keys))
-        figure.savefig(path, format="png")
 
 
 def _draw_bars(axes: Axes, timeline: Timeline, column_inches: float) -> None:

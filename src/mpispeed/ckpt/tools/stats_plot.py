@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.base.pictures import picture
 from mpispeed.ckpt.tools import stats_drift
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ _LONGEST_LABEL = 34
 _WIDTH_INCHES = 14.0
 _HISTOGRAM_INCHES = 2.2
 _TITLE_INCHES = 0.5
-_DPI = 110
 
 
 def write_png(path: Path, report: Mapping[str, Any]) -> None:
@@ -41,13 +40,6 @@ def write_png(path: Path, report: Mapping[str, Any]) -> None:
         CheckpointError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    try:
-        import matplotlib as mpl  # slow to import, and in an extra of its own
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as failure:
-        msg = f"a picture needs matplotlib ({failure}); install it with: pip install mpispeed[monitor]"
-        raise CheckpointError(msg) from failure
     drift: Mapping[str, Any] | None = report.get("drift")
     shown = chosen(report["params"])
     if drift and len(drift["tags"]) == 1:
@@ -55,12 +47,7 @@ def write_png(path: Path, report: Mapping[str, Any]) -> None:
     heights = [_map_inches(drift)] if drift else []
     rows = math.ceil(len(shown) / _COLUMNS)
     heights += [_HISTOGRAM_INCHES * rows] if rows else []
-    # Settings of the user may hand texts to LaTeX; names are text of strangers.
-    with mpl.rc_context(), warnings.catch_warnings():
-        mpl.rcdefaults()
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
-        figure = Figure(figsize=(_WIDTH_INCHES, sum(heights, _TITLE_INCHES)), dpi=_DPI)
-        FigureCanvasAgg(figure)
+    with picture(path, _WIDTH_INCHES, sum(heights, _TITLE_INCHES), error=CheckpointError) as figure:
         figure.text(0.5, 1 - 0.25 / figure.get_figheight(), _title(report), fontsize=13, ha="center", parse_math=False)
         # The first band is the title's. Margins are set by hand: measuring all labels would take most of the time.
         bands = figure.subfigures(1 + len(heights), 1, height_ratios=[_TITLE_INCHES, *heights], squeeze=False)[:, 0]
@@ -68,7 +55,6 @@ def write_png(path: Path, report: Mapping[str, Any]) -> None:
             _draw_maps(bands[1], drift, heights[0])
         if rows:
             _draw_histograms(bands[-1], shown, rows)
-        figure.savefig(path, format="png")
 
 
 def _title(report: Mapping[str, Any]) -> str:
