@@ -26,6 +26,8 @@ T = TypeVar("T")
 LAST = 1 << 30
 """The place of what belongs to no layer: parameters of the loss."""
 
+_CUT_FIELDS = ("shape", "tp_kind", "tp_dim", "tp_sub_sizes", "tp_grains", "vocab_size")
+
 
 @dataclass(frozen=True, slots=True)
 class Whole:
@@ -66,16 +68,7 @@ class Whole:
         """`info` of a parameter here with the attributes of the whole one."""
         cut, model = self.slices.get(info.name), self.parts.module
         if cut is not None:
-            whole = cut.info
-            info = replace(
-                info,
-                shape=whole.shape,
-                tp_kind=whole.tp_kind,
-                tp_dim=whole.tp_dim,
-                tp_sub_sizes=whole.tp_sub_sizes,
-                tp_grains=whole.tp_grains,
-                vocab_size=whole.vocab_size,
-            )
+            info = replace(info, **{name: getattr(cut.info, name) for name in _CUT_FIELDS})
         elif self.parts.mesh["model"].size > 1:
             info = replace(info, tp_kind="replicated")
         if isinstance(model, PipelineModule):
