@@ -81,7 +81,7 @@ def assemble(
     sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots)
     table, params = sharding.table, sharding.params
     if not isinstance(model, PipelineModule):  # those know only with their schedule how much is kept at once
-        configure_recomputation(plan, mesh, model)
+        configure_recomputation(plan, mesh)
     broadcast_rest(model, table, mesh, _cast_to(plan))
     counters = Counters()
     optimization, scheduler = None, None

@@ -15,9 +15,11 @@ from mpispeed.engine.engine import Engine
 from mpispeed.engine.recomputing import configure_recomputation
 from mpispeed.engine.reports import describe_pipeline
 from mpispeed.engine.stage_duties import StageDuties
+from mpispeed.nn import checkpointing
 from mpispeed.nn.cut_marks import is_cut, mark_cut
 from mpispeed.pipe import instructions as do
 from mpispeed.pipe.check import check
+from mpispeed.pipe.chunk import recompute
 from mpispeed.pipe.exchange import Exchange, Slices
 from mpispeed.pipe.run import Executor, Place
 from mpispeed.pipe.schedule import InferenceSchedule, PipeSchedule, build
@@ -78,11 +80,13 @@ class PipelineEngine(Engine):
         )
         self._duties = StageDuties(parts, model, self._finish_batch)
         self._executor = Executor(place, exchange, self._duties)
-        self._interval = model.activation_checkpoint_interval
-        if config.activation_checkpoint_interval:
-            model.activation_checkpoint_interval = config.activation_checkpoint_interval
         schedule = self._schedule(parts.plan.batch.gradient_accumulation_steps)  # refuses what cannot be
-        configure_recomputation(parts.plan, mesh, model, micro_batches=schedule.num_pipe_buffers())
+        configure_recomputation(parts.plan, mesh, micro_batches=schedule.num_pipe_buffers())
+        function = model.activation_checkpoint_func
+        if function is recompute and checkpointing.is_configured():
+            function = checkpointing.checkpoint
+        interval = config.activation_checkpoint_interval or model.activation_checkpoint_interval
+        self._restore_recomputation = model.set_activation_checkpointing(interval, function)
         if mesh.rank == 0:
             for row in describe_pipeline(parts, schedule, name):
                 log.info("%-10s %s", *row)
@@ -276,7 +280,7 @@ class PipelineEngine(Engine):
     def _take_apart(self) -> None:
         if self._unsplit is not None:
             self._unsplit()
-        vars(self.module)["activation_checkpoint_interval"] = self._interval
+        self._restore_recomputation()
         super()._take_apart()
 
 

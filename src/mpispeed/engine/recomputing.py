@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpispeed.nn import checkpointing
-from mpispeed.pipe.chunk import recompute
-from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from mpispeed.engine.plan import Plan
     from mpispeed.mesh.mesh import Mesh
 
@@ -18,13 +14,12 @@ _made: checkpointing.Checkpointer | None = None
 """What an engine has configured: the next engine may do it again, a script's own configuration stays."""
 
 
-def configure_recomputation(plan: Plan, mesh: Mesh, model: nn.Module, *, micro_batches: int = 1) -> None:
-    """Set the options of `mpispeed.checkpointing`, unless the script has set its own; pipelines use it from then on.
+def configure_recomputation(plan: Plan, mesh: Mesh, *, micro_batches: int = 1) -> None:
+    """Set the options of `mpispeed.checkpointing`, unless the script has set its own.
 
     Args:
         plan: the settings.
         mesh: the ranks.
-        model: a pipeline's way of recomputing is set.
         micro_batches: how many may be between their forward and backward passes at once.
 
     Raises:
@@ -45,7 +40,3 @@ def configure_recomputation(plan: Plan, mesh: Mesh, model: nn.Module, *, micro_b
             profile=section.profile,
         )
         _made = checkpointing.current()
-    if not isinstance(model, PipelineModule) or model.activation_checkpoint_func is not recompute:
-        return
-    if checkpointing.is_configured():
-        vars(model)["activation_checkpoint_func"] = checkpointing.checkpoint

@@ -182,6 +182,16 @@ class PipelineModule(nn.Module):
             raise UsageError(msg)
         return self._chunks[0](x)
 
+    def set_activation_checkpointing(self, interval: int, function: Callable[..., Any]) -> Callable[[], None]:
+        """Recompute blocks of `interval` layers by `function`; 0 is off. Returns what takes that back."""
+        before = self.activation_checkpoint_interval, self.activation_checkpoint_func
+        self.activation_checkpoint_interval, self.activation_checkpoint_func = interval, function
+
+        def take_back() -> None:
+            self.activation_checkpoint_interval, self.activation_checkpoint_func = before
+
+        return take_back
+
     @property
     def micro_offset(self) -> int:
         """How many micro-batches the first chunk has run; seeds of layers depend on it. Setting it sets all chunks."""

@@ -172,13 +172,18 @@ def test_split_backward_passes_under_autocast(kind, world):
 
 def test_recomputation_that_a_config_asks_for_ends_with_its_engine(world):
     made = module([linear() for _ in range(4)])
+    given = made.activation_checkpoint_func
     for interval in (1, 0):
-        engine = mpispeed.initialize(model=made, config=config(pipeline={"activation_checkpoint_interval": interval}))[
-            0
-        ]
+        asked = config(
+            pipeline={"activation_checkpoint_interval": interval}, activation_checkpointing={"profile": True}
+        )
+        engine = mpispeed.initialize(model=made, config=asked)[0]
         assert made.activation_checkpoint_interval == interval
+        assert made.activation_checkpoint_func is mpispeed.checkpointing.checkpoint
         train(engine, 1)
         engine.destroy()
+        assert made.activation_checkpoint_interval == 0
+        assert made.activation_checkpoint_func is given
 
 
 @pytest.mark.parametrize("kind", ["number", "ragged", "dict"])
