@@ -19,6 +19,7 @@ SOURCES = {
     "fp_sum": "reduce/fp_sum.pyx",
     "crc32c": "bits/crc32c.pyx",
     "block_quant": "bits/block_quant.pyx",
+    "one_bit": "bits/one_bit.pyx",
     "block_io": "io/block_io.pyx",
 }
 # top-level folder -> suffixes that go into a wheel, as mpispeed/_<folder>

@@ -55,6 +55,7 @@ class Comm(Started, Transport):
         self.started: Comm = self
         self.progress: Progress | None = None
         self.is_lane = False
+        self.shares_memory = True  # all ranks of the group are on one node
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
 
     # -- verbs -----------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ class Comm(Started, Transport):
         """
         flat = checks.flat(self, x, "all_reduce")
         check_reduction(x.dtype, op, scale, f"all_reduce over {self}")
-        with self._verb("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size):
+        with self.counting("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size):
             flat, op, scale = self._normal(flat, op, scale)
             fast = self._shortcut(flat, op)
             if fast is not None:
@@ -86,7 +87,7 @@ class Comm(Started, Transport):
         flat = checks.flat(self, x, "reduce")
         check_reduction(x.dtype, op, 1.0, f"reduce over {self}")
         checks.peer(self, root, "reduce")
-        with self._verb("reduce", 0 if self.rank == root else x.nbytes):
+        with self.counting("reduce", 0 if self.rank == root else x.nbytes):
             flat, op, scale = self._normal(flat, op, 1.0)
             is_ordered = self._is_ordered(flat.dtype, op)
             for piece in messages.pieces(flat, self.window_bytes if is_ordered else self.chunk_bytes):
@@ -108,7 +109,7 @@ class Comm(Started, Transport):
         """
         flat = checks.flat(self, x, "broadcast")
         checks.peer(self, root, "broadcast")
-        with self._verb("broadcast", x.nbytes if self.rank == root and self.size > 1 else 0):
+        with self.counting("broadcast", x.nbytes if self.rank == root and self.size > 1 else 0):
             for piece in messages.pieces(flat, self.chunk_bytes):
                 self.library_broadcast(piece, root)
 
@@ -120,7 +121,7 @@ class Comm(Started, Transport):
         """
         whole, part = checks.flat(self, out, "all_gather"), checks.flat(self, shard, "all_gather")
         checks.cut(self, "all_gather", whole, part)
-        with self._verb("all_gather", out.nbytes * (self.size - 1) // self.size):
+        with self.counting("all_gather", out.nbytes * (self.size - 1) // self.size):
             fast = self._shortcut(whole, None)
             if fast is not None:
                 fast.all_gather(whole, part)
@@ -140,7 +141,7 @@ class Comm(Started, Transport):
         is_widened = full.dtype in HALF_FLOATS and shard.dtype == torch.float32
         checks.cut(self, "reduce_scatter", whole, part, is_widened=is_widened)
         check_reduction(full.dtype, op, scale, f"reduce_scatter over {self}")
-        with self._verb("reduce_scatter", full.nbytes * (self.size - 1) // self.size):
+        with self.counting("reduce_scatter", full.nbytes * (self.size - 1) // self.size):
             part, _, _ = self._normal(part, op, scale)
             whole, op, scale = self._normal(whole, op, scale)
             fast = self._shortcut(whole, op)
@@ -167,7 +168,7 @@ class Comm(Started, Transport):
         target, source = checks.flat(self, out, "all_to_all"), checks.flat(self, x, "all_to_all")
         checks.exchange(self, target, source, out_counts, counts)
         kept = source.numel() // self.size if counts is None else counts[self.rank]
-        with self._verb("all_to_all", (source.numel() - kept) * source.itemsize):
+        with self.counting("all_to_all", (source.numel() - kept) * source.itemsize):
             if counts is None or out_counts is None:
                 messages.all_to_all(self, target, source)
             else:
@@ -177,7 +178,7 @@ class Comm(Started, Transport):
         """Send `x` to rank `dst` of this group, which receives with the same tag and size."""
         flat = checks.flat(self, x, "send")
         checks.peer(self, dst, "send", is_other=True)
-        with self._verb("send", x.nbytes):
+        with self.counting("send", x.nbytes):
             for piece in messages.pieces(flat, self.chunk_bytes):
                 self.library_send(piece, dst, tag)
 
@@ -185,7 +186,7 @@ class Comm(Started, Transport):
         """Fill `x` with what rank `src` of this group sends with the same tag and size."""
         flat = checks.flat(self, x, "recv")
         checks.peer(self, src, "recv", is_other=True)
-        with self._verb("recv", 0):
+        with self.counting("recv", 0):
             for piece in messages.pieces(flat, self.chunk_bytes):
                 self.library_recv(piece, src, tag)
 
@@ -194,7 +195,7 @@ class Comm(Started, Transport):
 
         Collective over: this group.
         """
-        with self._verb("barrier", 0):
+        with self.counting("barrier", 0):
             self.library_barrier()
 
     def agree(self, ok: bool, message: str = "", error: type[MpispeedError] = AgreementError) -> None:
@@ -202,7 +203,7 @@ class Comm(Started, Transport):
 
         Collective over: this group.
         """
-        with self._verb("agree", 0):
+        with self.counting("agree", 0):
             flag = torch.tensor([int(ok)], dtype=torch.uint8)
             self.library_all_reduce(flag, "min")
             if flag.item():
@@ -222,7 +223,7 @@ class Comm(Started, Transport):
         Collective over: this group.
         """
         checks.peer(self, root, "share")
-        with self._verb("share", 0):
+        with self.counting("share", 0):
             return self.library_share(obj, root)
 
     def gather_objects(self, obj: Any) -> list[Any]:
@@ -230,7 +231,7 @@ class Comm(Started, Transport):
 
         Collective over: this group.
         """
-        with self._verb("gather_objects", 0):
+        with self.counting("gather_objects", 0):
             return self.library_gather_objects(obj)
 
     def __str__(self) -> str:
@@ -275,8 +276,8 @@ class Comm(Started, Transport):
         return max(1, min(self.window_bytes, self.chunk_bytes) // (self.size * dtype.itemsize))
 
     @contextmanager
-    def _verb(self, name: str, sent_bytes: int) -> Iterator[None]:
-        """Journal one verb; on a lane, let what was started before finish first."""
+    def counting(self, name: str, sent_bytes: int) -> Iterator[None]:
+        """The time of one verb, for the journal; on a lane, what was started before finishes first."""
         if self.is_lane and self.progress is not None:
             self.progress.drain()
         begin = time.perf_counter()

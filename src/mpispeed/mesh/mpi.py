@@ -62,14 +62,15 @@ class MpiComm(Comm):
     ) -> None:
         super().__init__(handle.Get_rank(), ranks, axes, reduction, journal)
         self._handle, self._node_ranks = handle, node_ranks
-        self._shares_memory = 1 < self.size <= len(node_ranks) and all(rank in node_ranks for rank in ranks)
+        self.shares_memory = all(rank in node_ranks for rank in ranks)
+        self._has_fast = self.size > 1 and self.shares_memory
         self._fast: Fast | None = None
 
     def fast(self) -> Fast | None:
         """Scratch in shared memory, opened at first use. Collective over: this group, at the first call."""
-        if self._shares_memory and self._fast is None:
+        if self._has_fast and self._fast is None:
             self._fast = shared.open_scratch(self)
-            self._shares_memory = self._fast is not None
+            self._has_fast = self._fast is not None
         return self._fast
 
     def swap_equal(self, out: torch.Tensor, x: torch.Tensor) -> None:

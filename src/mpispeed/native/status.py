@@ -19,6 +19,7 @@ MODULES = {
     "fp_sum": "tree sums and exact norms on host memory",
     "crc32c": "checksums",
     "block_quant": "block quantizers of compressed communication",
+    "one_bit": "signs of compressed sums over ranks",
     "block_io": "asynchronous reads and writes of files",
 }
 
