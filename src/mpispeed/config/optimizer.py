@@ -12,7 +12,11 @@ from mpispeed.config.section import Section
 class Optimizer(Section):
     """The update rule."""
 
-    type: str | None = Field(None, description="Adam, AdamW, Adagrad, Lion, Lamb, SGD, or a class name of torch.optim.")
+    type: str | None = Field(
+        None,
+        description="Adam, AdamW, Adagrad, Lion, Lamb, SGD, OneBitAdam, ZeroOneAdam, OneBitLamb, or a class name of "
+        "torch.optim.",
+    )
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the optimizer.")
     legacy_fusion: bool = Field(False, description="Accepted for old files; no effect.")
 
@@ -91,7 +95,33 @@ LAMB_PARAMS = {
     "set_grad_none": "bool",
     "fp32_optimizer_states": "bool",
 }
-HOST_PARAMS = {"adagrad": ADAGRAD_PARAMS, "lion": LION_PARAMS, "lamb": LAMB_PARAMS}
+_ONEBIT_PARAMS = {
+    "lr": "non-negative",
+    "betas": "betas",
+    "eps": "non-negative",
+    "weight_decay": "non-negative",
+    "bias_correction": "bool",
+    "eps_inside_sqrt": "bool",
+    "cuda_aware": "bool",
+    "comm_backend_name": "text",
+    "amsgrad": "bool",
+    "set_grad_none": "bool",
+    "fp32_optimizer_states": "bool",
+}
+_ZERO_ONE_COUNTS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+_ONEBIT_LAMB_NUMBERS = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
+HOST_PARAMS = {
+    "adagrad": ADAGRAD_PARAMS,
+    "lion": LION_PARAMS,
+    "lamb": LAMB_PARAMS,
+    "onebitadam": {**_ONEBIT_PARAMS, "freeze_step": "positive count"},
+    "zerooneadam": {**_ONEBIT_PARAMS, **dict.fromkeys(_ZERO_ONE_COUNTS, "positive count")},
+    "onebitlamb": {
+        **_ONEBIT_PARAMS,
+        "freeze_step": "positive count",
+        **dict.fromkeys(_ONEBIT_LAMB_NUMBERS, "non-negative"),
+    },
+}
 _WARMUP = {
     "warmup_min_lr": "numbers",
     "warmup_max_lr": "numbers",

@@ -9,7 +9,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.config.problems import Problem, refuse
 from mpispeed.config.root import Config
 
-_LATER_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"})
+_LATER_OPTIMIZERS = frozenset({"muadam", "muadamw", "musgd"})
 
 
 class Row(NamedTuple):
@@ -44,7 +44,7 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row(
         "optimizer",
         lambda s: s is not None and (s.type or "").lower() in _LATER_OPTIMIZERS,
-        "this optimizer is not available; use Adam, AdamW, Adagrad, Lion, Lamb, SGD or one of torch.optim",
+        "this optimizer is not available; use Adam, AdamW, Adagrad, Lion, Lamb, SGD, a 1-bit one or one of torch.optim",
     ),
     Row("fp16.fp16_master_weights_and_grads", bool, "fp16 masters are not available; use false"),
     Row("amp", _is_on, "Apex amp is not available; use fp16 or bf16"),

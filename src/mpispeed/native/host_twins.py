@@ -56,7 +56,8 @@ def _gradient(p: Tensor, g: Tensor, t: Terms) -> Tensor:
     return g + p.to(work) * t.decay if t.decay_mode == DECAY_L2 else g
 
 
-def _root(x: Tensor) -> Tensor:
+def root(x: Tensor) -> Tensor:
+    """The square root, correctly rounded."""
     return x.double().sqrt().to(x.dtype)  # torch's own fp32 root can be one bit off
 
 
@@ -70,12 +71,12 @@ def _moments(m: Tensor, v: Tensor, g: Tensor, t: Terms) -> tuple[Tensor, Tensor]
 
 def _adam(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
     m, v = _moments(states[0], states[1], g, t)
-    return _decayed(p, t) - m / (_root(v) * t.root_scale + t.eps) * t.step_size, (m, v)
+    return _decayed(p, t) - m / (root(v) * t.root_scale + t.eps) * t.step_size, (m, v)
 
 
 def _adagrad(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
     s = states[0] + g * g
-    return _decayed(p, t) - g / (_root(s) + t.eps) * t.step_size, (s,)
+    return _decayed(p, t) - g / (root(s) + t.eps) * t.step_size, (s,)
 
 
 def _lion(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
@@ -90,7 +91,7 @@ def _unless_unseen(x: Tensor, v: Tensor) -> Tensor:
 
 
 def _quotient(m: Tensor, v: Tensor, t: Terms) -> Tensor:
-    return _unless_unseen(m / (_root(v) + t.eps), v)
+    return _unless_unseen(m / (root(v) + t.eps), v)
 
 
 def _onebit_adam(p: Tensor, states: Sequence[Tensor], v: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
@@ -112,12 +113,12 @@ def _zero_one_local(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) ->
 
 
 def _zero_one_drift(_p: Tensor, states: Sequence[Tensor], v: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
-    return _unless_unseen(states[0] * (_root(v) + t.eps), v), states
+    return _unless_unseen(states[0] * (root(v) + t.eps), v), states
 
 
 def _zero_one_settle(p: Tensor, states: Sequence[Tensor], g: Tensor, t: Terms) -> tuple[Tensor, Sequence[Tensor]]:
     _, u, v = states
-    moved = torch.where(v == 0, u, g / (_root(v) + t.eps))
+    moved = torch.where(v == 0, u, g / (root(v) + t.eps))
     # A tensor as divisor: torch multiplies by the reciprocal of a number.
     m = _unless_unseen(-g / torch.full_like(g, t.root_scale), v)
     return p + moved, (m, torch.zeros_like(u), v)
@@ -143,8 +144,8 @@ def _lamb(param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | N
         p, m, v, g = (x[begin : begin + TWIN_SPAN] for x in (param, *states, grad))
         for part, value in zip((m, v), _moments(m.to(work), v.to(work), _gradient(p, g, t), t), strict=True):
             part.copy_(value)
-        weights += _block_squares(p.to(work))
-        directions += _block_squares(_direction(p, m, v, t))
+        weights += block_squares(p.to(work))
+        directions += block_squares(_direction(p, m, v, t))
     ratio = trust_ratio(reduce(operator.add, weights, 0.0), reduce(operator.add, directions, 0.0), t)
     for begin in range(0, param.numel(), TWIN_SPAN):
         p, m, v = (x[begin : begin + TWIN_SPAN] for x in (param, *states))
@@ -167,11 +168,11 @@ def trust_ratio(weights: float, directions: float, t: Terms) -> float:
 def _direction(p: Tensor, m: Tensor, v: Tensor, t: Terms) -> Tensor:
     work = _working_dtype(p)
     wide = v.to(work)
-    q = m.to(work) / (_root(wide + t.eps) if t.is_eps_inside else _root(wide) + t.eps)
+    q = m.to(work) / (root(wide + t.eps) if t.is_eps_inside else root(wide) + t.eps)
     return q + p.to(work) * t.decay if t.decay_mode == DECAY_DECOUPLED else q
 
 
-def _block_squares(x: Tensor) -> list[float]:
+def block_squares(x: Tensor) -> list[float]:
     """Sums of squares of blocks of `BLOCK` elements, each in sixteen fp64 lanes joined in the order of the loops."""
     wide = torch.zeros(-(-x.numel() // BLOCK) * BLOCK, dtype=torch.float64, device=x.device)
     wide[: x.numel()] = x

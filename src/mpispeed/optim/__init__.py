@@ -4,7 +4,8 @@ A rule updates the windows it is given; which parameters they were cut from, and
 they lie, is not known here. Knows torch and the kernels of `native`: no ranks, no settings files.
 
 State: own rules (`Adam`, `Adagrad`, `Lion`, `Lamb`, `SGD`) hold theirs in `Window.state`, which the caller
-allocates as zeros of `rule.state_names` and stores; next to it they need nothing but `Window.step`. A rule that is a
+allocates as zeros of `rule.state_names` and stores; next to it they need nothing but `Window.step`. The 1-bit rules
+(`OnebitAdam`, `ZeroOneAdam`, `OnebitLamb`) also say what ranks tell each other, see `exchange`. A rule that is a
 `KeepsState` (`Foreign`) holds its own: read it with `slots` and `window_scalars`, give it back with
 `restore`.
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 from mpispeed.optim.adagrad import Adagrad
 from mpispeed.optim.adam import Adam
 from mpispeed.optim.choice import build
-from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion
+from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion, FusedLamb
+from mpispeed.optim.exchange import Exchange, Exchanges, MixesMomentum
 from mpispeed.optim.foreign import Foreign, is_elementwise, split_state
 from mpispeed.optim.lamb import Lamb
 from mpispeed.optim.lion import Lion
 from mpispeed.optim.onebit_adam import OnebitAdam
+from mpispeed.optim.onebit_lamb import OnebitLamb
 from mpispeed.optim.rule import RULES, KeepsState, Rule, Scalar, Window, key_text
 from mpispeed.optim.schedule import (
     SCHEDULES,
@@ -39,6 +42,7 @@ from mpispeed.optim.tuning_args import (
     override_params,
     parse_arguments,
 )
+from mpispeed.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "RULES",
@@ -51,12 +55,18 @@ __all__ = [
     "CPUAdam",
     "CPULamb",
     "CPULion",
+    "Exchange",
+    "Exchanges",
     "Foreign",
+    "FusedLamb",
     "KeepsState",
     "LRRangeTest",
     "Lamb",
     "Lion",
+    "MixesMomentum",
     "OneCycle",
+    "OnebitAdam",
+    "OnebitLamb",
     "Rule",
     "Scalar",
     "Schedule",
@@ -64,6 +74,7 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "Window",
+    "ZeroOneAdam",
     "add_tuning_arguments",
     "build",
     "build_schedule",

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mpispeed.base.errors import ConfigError
 from mpispeed.optim.adagrad import Adagrad
 from mpispeed.optim.adam import Adam
 from mpispeed.optim.host_optimizer import HostOptimizer
@@ -100,8 +101,12 @@ class CPULion(HostOptimizer):
         super().__init__(Lion(), model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, threads=threads)
 
 
-class CPULamb(HostOptimizer):
-    """LAMB; the ratio of the norms of a parameter and its step is kept within [min_coeff, max_coeff]."""
+class FusedLamb(HostOptimizer):
+    """LAMB; the ratio of the norms of a parameter and its step is kept within [min_coeff, max_coeff].
+
+    One call updates all parameters. Gradients are unscaled and clipped by `grad_scale` of `step`; `max_grad_norm`
+    has its place among the arguments and must be 0.
+    """
 
     def __init__(
         self,
@@ -112,6 +117,7 @@ class CPULamb(HostOptimizer):
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
         weight_decay: float = 0,
+        max_grad_norm: float = 0.0,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         amsgrad: bool = False,
@@ -119,6 +125,12 @@ class CPULamb(HostOptimizer):
         *,
         threads: int | None = None,
     ) -> None:
+        if max_grad_norm:
+            msg = (
+                f"max_grad_norm of FusedLamb is {max_grad_norm!r}; clip before the step with "
+                "torch.nn.utils.clip_grad_norm_, or give the factor to step as grad_scale"
+            )
+            raise ConfigError(msg)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -134,8 +146,12 @@ class CPULamb(HostOptimizer):
 
     def _check_hyper(self, hyper: Mapping[str, Any]) -> None:
         super()._check_hyper(hyper)
-        check_coefficients("CPULamb", hyper)
+        check_coefficients("FusedLamb", hyper)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The ratios of the last step, one for each parameter with a gradient, in the order of the groups."""
         return list(self._ratios)
+
+
+CPULamb = FusedLamb
+"""The same class under a name like those of its siblings."""

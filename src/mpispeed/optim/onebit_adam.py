@@ -36,12 +36,12 @@ class OnebitAdam(HostRule):
         is_warm = step <= self.freeze_step or (group is not None and bool(group.get("non_freeze")))
         return Exchange.GRADIENT if is_warm else Exchange.MOMENTUM
 
-    def mix(self, group: Mapping[str, Any], grad_scale: float, key: tuple[Any, ...] = ()) -> tuple[float, float]:  # noqa: ARG002
+    def mix(self, group: Mapping[str, Any], grad_scale: float, key: tuple[Any, ...] = ()) -> tuple[float, float]:
         """(beta1, (1 - beta1) * grad_scale): factors of the common momentum and of this rank's gradient."""
         beta1 = float({**self.defaults, **group}["betas"][0])
         return beta1, (1.0 - beta1) * grad_scale
 
-    def coefficient(self, key: tuple[Any, ...]) -> float:  # noqa: ARG002
+    def coefficient(self, key: tuple[Any, ...]) -> float:
         """1: the agreed momentum is taken as it is."""
         return 1.0
 

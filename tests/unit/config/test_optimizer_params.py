@@ -13,6 +13,9 @@ GOOD = {
     "Adagrad": {"lr": 0.1, "eps": 1e-10, "lr_decay": 0.1, "initial_accumulator_value": 1, "fused": None},
     "Lion": {"lr": 0.1, "betas": [0.9, 0.99], "weight_decay": 0.1},
     "LAMB": {"lr": 0.1, "betas": [0.9, 0.99], "max_coeff": 10, "min_coeff": 0.1, "eps_inside_sqrt": True},
+    "OneBitAdam": {"lr": 0.1, "freeze_step": 400, "comm_backend_name": "nccl", "cuda_aware": False},
+    "ZeroOneAdam": {"var_freeze_step": 10, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2},
+    "onebitlamb": {"freeze_step": 4, "coeff_beta": 0.8, "factor_max": 3.0, "factor_min": 0.4, "factor_threshold": 0.2},
 }
 
 
@@ -34,6 +37,11 @@ def test_what_is_accepted_can_be_built(kind):
         ("lion", {"beta": [0.9, 0.99]}, 'did you mean "betas"'),
         ("Lamb", {"max_coeff": -1}, "optimizer.params.max_coeff: expected"),
         ("Lamb", {"amsgrad": True}, "Lamb has no amsgrad"),
+        ("OneBitAdam", {"freeze_step": 0}, "optimizer.params.freeze_step: expected a whole number of at least 1"),
+        ("OneBitAdam", {"amsgrad": True}, "OneBitAdam has no amsgrad"),
+        ("OneBitLamb", {"var_freeze_step": 4}, "optimizer.params.var_freeze_step: unknown keyword"),
+        ("ZeroOneAdam", {"local_step_scaler": 1.5}, "optimizer.params.local_step_scaler: expected"),
+        ("ZeroOneAdam", {"comm_backend_name": 3}, "optimizer.params.comm_backend_name: expected a text"),
         ("Adagrad", {"lr": "fast"}, "optimizer.params.lr: expected"),
         ("Adagrad", {"maximize": 1}, "optimizer.params.maximize: expected"),
     ],
