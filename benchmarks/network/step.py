@@ -34,6 +34,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"type": "Adam", "params": {"lr": RATE}},
     "1-bit adam": {"type": "OneBitAdam", "params": {"lr": RATE, "freeze_step": FREEZE_STEP}},
 }
+LEAST_SAVING = 8  # 1 bit for 32, less the scales and what is not compressed
 BASE, ALONE = "adam", "alone"
 
 
@@ -78,6 +79,11 @@ def report(options: argparse.Namespace, figures: dict[str, Any]) -> None:
     """Print and write the figures."""
     seconds = {name: of_one["seconds"] for name, of_one in figures.items()}
     batch = peers.SIZES[options.size][-1]
+    for name in options.only[1:]:
+        if figures[name]["journal"] > figures[BASE]["journal"] / LEAST_SAVING:
+            sys.exit(
+                f"step: {name} sent {figures[name]['journal']:.0f} bytes a step: it is not in its compressed phase"
+            )
     print(f"{options.size}, {batch} x {peers.LENGTH} tokens a step, 2 hosts of 1 rank, {options.rate}")
     for name, of_one in figures.items():
         ratio, by_round = peers.speed_ratios(seconds, BASE, name)
