@@ -24,11 +24,13 @@ from mpispeed.engine.sharding import Sharding, shard
 from mpispeed.engine.sharing import Sharing, kinds_of
 from mpispeed.engine.swapping import check_rule
 from mpispeed.optim.choice import build
+from mpispeed.optim.exchange import Drifts, Exchanges
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Rule
 from mpispeed.optim.schedule import build_schedule
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
+from mpispeed.zero.coded import CodedExchange
 from mpispeed.zero.grads import Averaging, GradStore
 from mpispeed.zero.hooks import GradHooks
 from mpispeed.zero.outside import broadcast_rest
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad", "Lion")
+TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad", "Lion", "OneBitAdam")
 """Optimizers that are known to be right on flat cuts; others need `zero_allow_untested_optimizer`."""
 
 
@@ -78,7 +80,7 @@ def assemble(
         problem = sharing.find_unlike(model, kinds, group_of)
         mesh.world.comm.agree(not problem, problem, ConfigError)
     sharing.equalise([*model.parameters()], kinds)
-    sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots)
+    sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots, own_masters=isinstance(rule, Drifts))
     table, params = sharding.table, sharding.params
     if not isinstance(model, PipelineModule):  # those know only with their schedule how much is kept at once
         configure_recomputation(plan, mesh)
@@ -92,13 +94,13 @@ def assemble(
         parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, walker, scheduler, sharing)
         if basic is not None and isinstance(rule, Foreign):
             optimization.unguard = rule.guard(optimization.grads.clear)
-    bus = Bus()
-    loader = None
+    bus, loader = Bus(), None
     if training_data is not None:
         loader = make_loader(plan, mesh, training_data, collate_fn)
     parts = Parts(
         plan, mesh, model, sharding, bus, scaler, counters, optimization, scheduler, loader, parts_of_step, sharing
     )
+    parts.expect_step()
     try:
         _watch(parts, loaded)
     except BaseException:
@@ -239,6 +241,12 @@ def _refuse_foreign_params(model: nn.Module, groups: list[dict[str, Any]]) -> No
 def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer | None) -> None:
     # Of the client's optimizers the exact classes: a subclass may do anything.
     is_tested = name in TESTED_FOR_CUTS and (client is None or type(client) is getattr(torch.optim, name, None))
+    if isinstance(rule, Exchanges) and not plan.states.grad.is_whole:
+        msg = (
+            f"optimizer {name} lets gradients stay local after its warm-up, and zero_optimization.stage {plan.stage} "
+            "cuts them over ranks; use stage 0 or 1"
+        )
+        raise ConfigError(msg)
     if plan.states.master.is_whole or is_tested:
         return
     if rule.is_elementwise is False:
@@ -307,7 +315,10 @@ def _optimize(
     own = EngineOptimizer(groups, scaler, grads.clear, rule.name, basic)
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
     optimization = Optimization(rule, groups, grads, states, GradHooks(table, grads, landed), facade, basic or own)
-    return optimization, Walker(params, grads, states, per_parameter=rule.wants_whole)
+    walker = Walker(params, grads, states, per_parameter=rule.wants_whole)
+    if isinstance(rule, Exchanges):
+        optimization.coded = CodedExchange(mesh, params, grads, states, rule, groups, walker)
+    return optimization, walker
 
 
 def _make_scheduler_or_unhook(
@@ -368,6 +379,10 @@ def step_parts(
         step.Publish(params),
         step.ClearGrads(grads),
     ]
+    coded = optimization.coded
+    if coded is not None:
+        at = next(index for index, part in enumerate(parts) if isinstance(part, step.Update))
+        parts[at : at + 1] = [step.ExchangeBefore(coded), parts[at], step.ExchangeAfter(coded)]
     if scheduler is not None:
         advance = step.AdvanceLr(scheduler)
         parts = [step.CheckLrKwargs(advance), *parts, advance]

@@ -149,6 +149,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
             part(ctx)
         self._was_step_applied = not ctx.skip
         counters.end_batch(samples, is_skipped=ctx.skip)
+        self.parts.expect_step()
         self._norm = self._norm if ctx.skip else ctx.norm
         now = time.perf_counter()
         self.bus.announce(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpispeed.optim.rule import Rule
     from mpispeed.precision.scaler import LossScale
     from mpispeed.store.table import Table
+    from mpispeed.zero.coded import CodedExchange
     from mpispeed.zero.grads import GradStore
     from mpispeed.zero.hooks import GradHooks
     from mpispeed.zero.params import ParamStore
@@ -69,6 +70,7 @@ class Optimization:
     facade: torch.optim.Optimizer  # what `initialize` returns as the optimizer
     basic: torch.optim.Optimizer  # what schedulers attach to
     unguard: Callable[[], object] = field(default=lambda: None)  # gives a client's optimizer its own methods back
+    coded: CodedExchange | None = None  # of a 1-bit optimizer
 
 
 @dataclass(slots=True)
@@ -97,6 +99,11 @@ class Parts:
     def params(self) -> ParamStore:
         """What holds parameters and masters."""
         return self.sharding.params
+
+    def expect_step(self) -> None:
+        """Tell what takes gradients which update comes next; after counters were changed. Local."""
+        if self.optimization is not None and self.optimization.coded is not None:
+            self.optimization.coded.begin(self.counters.update_count + 1)
 
     def end_backward(self) -> None:
         """A backward pass is over. Collective over: the data axis, where gradients or parameters rest cut."""

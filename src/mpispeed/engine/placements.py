@@ -72,7 +72,9 @@ class Placing:
         return Topology(sizes, {**dict(topology.aliases), ACROSS: across})
 
 
-def place(zero: ZeroOptimization, data: int, ranks_per_node: int, *, sums_late: bool = False) -> Placing:
+def place(
+    zero: ZeroOptimization, data: int, ranks_per_node: int, *, sums_late: bool = False, replicates: bool = False
+) -> Placing:
     """Placements for the settings.
 
     Args:
@@ -82,6 +84,7 @@ def place(zero: ZeroOptimization, data: int, ranks_per_node: int, *, sums_late: 
             apart look at it.
         sums_late: gradients rest whole until the last micro-batch, whatever the stage: a pipeline then sums over ranks
             once in a step, and not once for each micro-batch.
+        replicates: the optimizer needs whole states on every rank: stage 1 keeps them so.
 
     Raises:
         ConfigError: sizes that do not divide each other, or settings that exclude each other.
@@ -91,6 +94,8 @@ def place(zero: ZeroOptimization, data: int, ranks_per_node: int, *, sums_late: 
         key, value = ("mics_shard_size", shard) if shard > 0 else ("zero_hpz_partition_size", second)
         msg = f"{_Z}.{key} {value} divides cut parameters and needs {_Z}.stage 3, found {zero.stage}; remove the key"
         raise ConfigError(msg)
+    if replicates and zero.stage == 1:
+        return _on_tiers(Placing(STATES_BY_STAGE[0]), zero, sums_late=False)
     if shard > 0:
         return _on_tiers(_place_in_groups(zero, data, ranks_per_node), zero, sums_late=sums_late)
     if zero.mics_hierarchical_params_gather:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 UNIT_ELEMENTS_MAX = 2**31 - 1
 
+REPLICATED = ("zerooneadam", "onebitlamb")
+"""Optimizers that look at whole tensors on every rank: with ZeRO stage 1 their states are not cut."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -104,6 +107,10 @@ class Plan:
         sizes = [f"{name} {self.topology().group_size(name)}" for name in names]
         return f" ({', '.join(sizes)})" if sizes else ""
 
+    def _replicated(self) -> str:
+        is_one = self.stage == 1 and self.states.master.is_whole
+        return f", with whole states on every rank: {self.optimizer_name} needs them" if is_one else ""
+
     def with_batch(self, batch: Batch) -> Plan:
         """The same plan at another batch size."""
         return dataclasses.replace(self, batch=batch)
@@ -121,7 +128,7 @@ class Plan:
         return [
             ("ranks", " x ".join(f"{axis} {size}" for axis, size in self.axes.items()) + self._divided()),
             ("batch", f"{b.train_batch_size} = {b.micro_batch_size} x {b.gradient_accumulation_steps} x {b.ranks}"),
-            ("stage", f"{self.stage}"),
+            ("stage", f"{self.stage}" + self._replicated()),
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
             ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.reduction}"),
             ("optimizer", self.optimizer_name or "given in code"),
@@ -169,6 +176,7 @@ def make_plan(
             data,
             _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node),
             sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
+            replicates=(optimizer.type if optimizer and optimizer.type else "").lower() in REPLICATED,
         ),
         policy=policy,
         gradient_clipping=config.gradient_clipping,

@@ -157,6 +157,7 @@ def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], sett
         # An update counter that belongs to other state would spoil Adam's bias correction.
         seen = _updates_of_state(parts, source, state) if settings.optimizer_states else 0
         parts.counters.updates_before_state = parts.counters.update_count - seen
+    parts.expect_step()
     if isinstance(parts.module, PipelineModule):
         parts.module.micro_offset = int(state.get("pipeline", {}).get("micro_offset", 0))
     if settings.lr_scheduler_states and parts.scheduler is not None and "lr_scheduler" in state:
@@ -261,6 +262,8 @@ def _forget_states(parts: Parts) -> None:
     if parts.optimization is None:
         return
     parts.optimization.states.clear()
+    if parts.optimization.coded is not None:
+        parts.optimization.coded.forget()
     if isinstance(parts.optimization.rule, KeepsState):
         parts.optimization.rule.forget()
 

@@ -123,6 +123,7 @@ def _take_over(
     group_of: Mapping[int, int],
     compute: torch.dtype | None,
     slots: Sequence[str],
+    own_masters: bool,
 ) -> tuple[Table, ParamStore]:
     """Units, and the store that has their parameters now. Collective over: all ranks."""
     zero = plan.config.zero_optimization
@@ -141,6 +142,7 @@ def _take_over(
             resident=resident,
             widener=widen_quantized if zero.zero_quantized_weights else widen,
             codes_frozen=zero.zero_quantized_nontrainable_weights,
+            own_masters=own_masters,
             tiers=tiers,
         )
         if is_swapping(plan):
@@ -158,13 +160,15 @@ def shard(
     group_of: Mapping[int, int],
     compute: torch.dtype | None,
     slots: Sequence[str] = (),
+    *,
+    own_masters: bool = False,
 ) -> Sharding:
     """Take over the parameters of `model`, cut and put on tiers as the plan says; `slots` name the optimizer's state.
 
     Collective over: all ranks.
     """
     zero = plan.config.zero_optimization
-    table, params = _take_over(plan, mesh, model, group_of, compute, slots)
+    table, params = _take_over(plan, mesh, model, group_of, compute, slots, own_masters)
     waits = Watch(mesh, "data")
     if mesh["data"].size > 1:
         mesh.lane("calls")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
     from mpispeed.precision.scaler import LossScale
+    from mpispeed.zero.coded import CodedExchange
     from mpispeed.zero.grads import GradStore
     from mpispeed.zero.params import ParamStore
     from mpispeed.zero.walk import Walker
@@ -95,7 +96,11 @@ class CheckParams:
 
 
 class MeasureNorm:
-    """Global norm and finite check in one pass; all ranks come to the same verdict."""
+    """Global norm and finite check in one pass; all ranks come to the same verdict.
+
+    Of gradients that stay local it is the root mean square over data ranks of their own norms. That of their mean,
+    which nobody has, is never larger: clipping by it clips no less, and all ranks clip alike.
+    """
 
     def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing) -> None:
         self._mesh, self._grads, self._sharing = mesh, grads, sharing
@@ -104,6 +109,8 @@ class MeasureNorm:
         """Collective over: all ranks."""
         counts = self._sharing.is_counted
         total = global_square_sum(self._mesh, self._grads, threads=ctx.threads, counts=counts)
+        if self._grads.is_local:
+            total /= self._mesh["data"].size
         ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
         ctx.skip = not math.isfinite(total)
 
@@ -136,6 +143,30 @@ class ScaleAndClip:
         """Local. Formula: min(1, limit / (norm + 1e-6)) / scale."""
         factor = min(1.0, self._limit / (ctx.norm + 1e-6)) if self._limit > 0 and not ctx.skip else 1.0
         ctx.multiplier = factor / ctx.scale
+
+
+class ExchangeBefore:
+    """Agree on momenta or gradients that travel through one bit."""
+
+    def __init__(self, coded: CodedExchange) -> None:
+        self._coded = coded
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Collective over: the data axis."""
+        if not ctx.skip:
+            ctx.multiplier = self._coded.before_update(ctx.step, ctx.multiplier)
+
+
+class ExchangeAfter:
+    """Meet after local updates, where the rule says so."""
+
+    def __init__(self, coded: CodedExchange) -> None:
+        self._coded = coded
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Collective over: the data axis."""
+        if not ctx.skip:
+            self._coded.after_update(ctx.step)
 
 
 class Update:

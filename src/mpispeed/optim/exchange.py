@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpispeed.optim.rule import Window
 
 
 class Exchange(Enum):
@@ -46,3 +51,17 @@ class MixesMomentum(Protocol):
 
     def coefficient(self, key: tuple[Any, ...]) -> float:
         """By what the agreed momentum of a window is divided, above 0."""
+
+
+@runtime_checkable
+class Drifts(Protocol):
+    """A rule with local updates (`Exchange.NOTHING`, `Exchange.DRIFT`), after which parameters of ranks differ.
+
+    Masters are then the parameters of the last common point; local ones go to `Window.out`, which is never missing.
+    """
+
+    def drift(self, window: Window, buffer: Tensor, *, threads: int = 1) -> None:
+        """Fill `buffer` with what the ranks average. Shapes: as the master of the window."""
+
+    def settle(self, window: Window, agreed: Tensor, *, threads: int = 1) -> None:
+        """Meet at the mean of `drift`."""

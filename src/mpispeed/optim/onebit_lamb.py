@@ -76,14 +76,18 @@ class OnebitLamb(HostRule):
         """Whether `prepare` must be called before update `step` of these windows."""
         return step > self.freeze_step and any(self._of(key).scaling_coeff is None for key in keys)
 
-    def prepare(self, norms: Mapping[tuple[Any, ...], tuple[float, int]]) -> None:
+    def prepare(
+        self, norms: Mapping[tuple[Any, ...], tuple[float, int]], *, mean: float | None = None
+    ) -> None:
         """Fix the coefficients that bring all momenta to one size, for good.
 
         Args: `norms` has for every window of this rank's part of the model, by key, the 2-norm of the whole momentum
-        and its number of elements; it must be equal on all ranks that average together.
+        and its number of elements; it must be equal on all ranks that average together. `mean` is that of
+        norm / sqrt(elements) over the whole model; by default over this part of it.
         """
         sizes = {key: norm / math.sqrt(count) for key, (norm, count) in norms.items() if count}
-        mean = sum(sizes.values()) / len(sizes) if sizes else 0.0
+        if mean is None:
+            mean = sum(sizes.values()) / len(sizes) if sizes else 0.0
         for key in norms:
             size = sizes.get(key, 0.0)
             self._of(key).scaling_coeff = mean / size if size > _NOTHING * mean else 1.0

@@ -35,6 +35,7 @@ class Accumulators:
     """
 
     arena: Arena
+    is_local = False  # gradients are this rank's own and rest whole: nothing sums them, and all of them is looked at
 
     def __init__(
         self, table: Table, mesh: Mesh, rest: Placement, target: Placement, dtype: Callable[[Unit], torch.dtype],
@@ -137,8 +138,8 @@ class Accumulators:
     # -- after the sums ----------------------------------------------------------------------------------------------
 
     def target_span(self, unit: Unit) -> Span:
-        """The range of the flat buffer whose summed gradients this rank needs."""
-        return own_span(self.mesh, self.target, unit.layout.padded)
+        """The range of the flat buffer whose gradients this rank needs: its part of the sums, or all of its own."""
+        return unit.layout.whole if self.is_local else own_span(self.mesh, self.target, unit.layout.padded)
 
     def reduced(self, unit: Unit) -> torch.Tensor:
         """Gradients of this rank's target range: themselves if they are in memory, else a copy.
@@ -157,8 +158,9 @@ class Accumulators:
         self._squares.pop(unit.index, None)
 
     def cell(self, unit: Unit) -> tuple[Cell, int]:
-        """Where gradients rest, and where in it the target range begins."""
-        return self._cells[unit.index], self.target_span(unit).start if self.rest.is_whole else 0
+        """Where gradients rest, and where in it the range begins that this rank updates."""
+        own = own_span(self.mesh, self.target, unit.layout.padded)
+        return self._cells[unit.index], own.start if self.rest.is_whole else 0
 
     def square_sums(self, unit: Unit, *, threads: int) -> list[float]:
         """`square_partials` of the part of the gradients that is this rank's alone."""
@@ -166,7 +168,8 @@ class Accumulators:
         return self._square(unit, self.reduced(unit), threads=threads) if known is None else known
 
     def _square(self, unit: Unit, values: torch.Tensor, *, threads: int) -> list[float]:
-        share = own_share(self.mesh, self.target, unit.layout.padded, "data")
+        padded = unit.layout.padded
+        share = unit.layout.whole if self.is_local else own_share(self.mesh, self.target, padded, "data")
         own = values[share.shifted(-self.target_span(unit).start).slice]
         return square_partials(own, block=BLOCK, threads=threads)
 

@@ -141,6 +141,7 @@ class GradStore(Accumulators):
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Prepare for one backward pass; `reduces` says whether sums over ranks are due in it."""
+        reduces = reduces and not self.is_local
         self.reduces_now = reduces or not self.rest.is_whole
         self._is_open, self._is_due = True, reduces
         self._next = len(self.table.units) - 1
@@ -222,11 +223,15 @@ class GradStore(Accumulators):
             state = self._states[unit.index]
             if state.is_launched:
                 continue
-            bucket = self._bucket(unit, state)
-            for entry in unit.layout.entries:
-                if entry.name not in state.written:
-                    bucket[entry.span.slice].zero_()
-            self._launch(unit, state, bucket)
+            self._launch(unit, state, self._filled(unit, state))
+
+    def _filled(self, unit: Unit, state: _UnitState) -> torch.Tensor:
+        """The bucket, with zeros for gradients that never came."""
+        bucket = self._bucket(unit, state)
+        for entry in unit.layout.entries:
+            if entry.name not in state.written:
+                bucket[entry.span.slice].zero_()
+        return bucket
 
     # -- sums over ranks -------------------------------------------------------------------------------------
 
@@ -320,12 +325,26 @@ class GradStore(Accumulators):
     def finish(self) -> None:
         """Complete all sums over ranks: start those that no backward pass was asked to start, wait for all.
 
+        Local gradients are left as they are.
+
         Collective over: the data axis.
 
         Raises:
             UsageError: on every rank, if gradients of all parameters are required and one of a rank is missing.
             StoreError: on every rank, if swapped gradients of one could not be read or written.
         """
+        if self.is_local:
+            for unit, state in zip(self.table.units, self._states, strict=True):
+                self._filled(unit, state)
+        else:
+            self._sum_rest()
+        self._backlog.clear()
+        self.drain()
+        if self._requires_all:
+            missing = _missing_sentence(self.table, self._states)
+            self.mesh["data"].agree(not missing, missing, UsageError)
+
+    def _sum_rest(self) -> None:
         self._is_due = True
         self._launch_rest()
         for unit in reversed(self.table.units):
@@ -333,11 +352,6 @@ class GradStore(Accumulators):
             if not state.is_averaged:
                 carried, state.carried, state.is_averaged = state.carried, None, True
                 self._run(unit, state, functools.partial(self._complete_late, unit, carried))
-        self._backlog.clear()
-        self.drain()
-        if self._requires_all:
-            missing = _missing_sentence(self.table, self._states)
-            self.mesh["data"].agree(not missing, missing, UsageError)
 
     def clear(self) -> None:
         """Forget all gradients; the next one of each parameter overwrites."""

@@ -62,6 +62,7 @@ class ParamStore(Holdings):
         resident: Collection[int] = (),
         widener: Widener = widen,
         codes_frozen: bool = False,
+        own_masters: bool = False,
         arena: Arena | None = None,
         tiers: Tiers = IN_MEMORY,
     ) -> None:
@@ -79,6 +80,7 @@ class ParamStore(Holdings):
             resident: indices of units that rest whole all the same.
             widener: how cut parameters come together.
             codes_frozen: keep and gather cut frozen units as 8-bit codes.
+            own_masters: masters have memory of their own also where they are of the dtype of the parameters.
             arena: where whole buffers of cut units come from.
             tiers: what of it rests in swap files; units with parameters there are fetched as cut ones are.
 
@@ -86,7 +88,7 @@ class ParamStore(Holdings):
         """
         self.table, self.mesh, self.tiers = table, mesh, tiers
         self.compute, self.master_dtype, self.placement = compute, master, master_placement
-        self.arena, self._codes_frozen = arena or Arena(), codes_frozen
+        self.arena, self._codes_frozen, self._own_masters = arena or Arena(), codes_frozen, own_masters
         self._collector = Collector(mesh, widener=widener, second=second)
         is_cut = mesh.topology.group_size(param_placement.axes) > 1
         self._placements = [
@@ -131,7 +133,7 @@ class ParamStore(Holdings):
         # Masters of another dtype start from the model as given, before it is rounded to the compute dtype.
         if not unit.is_trainable:
             self._masters.append(MemoryCell(rest[:0].clone()))
-        elif master != compute:
+        elif master != compute or self._own_masters:
             self._masters.append(self.tiers.keep(MASTER, unit.index, source[span.slice].to(master, copy=True)))
         else:
             self._shared.add(unit.index)
