@@ -36,7 +36,8 @@ def run_twin(
     work = _working_dtype(param)
     for begin in range(0, param.numel(), TWIN_SPAN):
         p, *parts, g = (x[begin : begin + TWIN_SPAN] for x in flat)
-        updated, states_now = element(p.to(work), [x.to(work) for x in parts], _gradient(p, g, terms), terms)
+        given = g.to(work) if rule in _NO_GRADIENT else _gradient(p, g, terms)
+        updated, states_now = element(p.to(work), [x.to(work) for x in parts], given, terms)
         for part, value in zip(parts, states_now, strict=True):
             part.copy_(value)
         if rule != "zero_one_local":
@@ -134,6 +135,7 @@ _ELEMENTS: dict[str, Element] = {
     "zero_one_drift": _zero_one_drift,
     "zero_one_settle": _zero_one_settle,
 }
+_NO_GRADIENT = frozenset({"onebit_adam", "zero_one_drift", "zero_one_settle"})  # something else is in its place
 
 
 def _lamb(param: Tensor, states: Sequence[Tensor], grad: Tensor, out: Tensor | None, t: Terms) -> float:

@@ -76,9 +76,7 @@ class OnebitLamb(HostRule):
         """Whether `prepare` must be called before update `step` of these windows."""
         return step > self.freeze_step and any(self._of(key).scaling_coeff is None for key in keys)
 
-    def prepare(
-        self, norms: Mapping[tuple[Any, ...], tuple[float, int]], *, mean: float | None = None
-    ) -> None:
+    def prepare(self, norms: Mapping[tuple[Any, ...], tuple[float, int]], *, mean: float | None = None) -> None:
         """Fix the coefficients that bring all momenta to one size, for good.
 
         Args: `norms` has for every window of this rank's part of the model, by key, the 2-norm of the whole momentum

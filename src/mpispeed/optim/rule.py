@@ -24,11 +24,11 @@ class Window:
     """
 
     master: Tensor  # fp32 (or the parameter's own dtype at fp64), updated in place
-    grad: Tensor  # fp32, bf16 or fp16; not modified unless the rule says so
+    grad: Tensor  # fp32, bf16 or fp16, or what the rule wants in its place; not modified unless the rule says so
     state: dict[str, Tensor]  # one flat tensor per name of rule.state_names
     group: dict[str, Any]  # hyper-parameters of the parameter group: lr, betas, ...
     step: int  # number of this update, from 1
-    out: Tensor | None = None  # low-precision copy of the master to fill
+    out: Tensor | None = None  # copy of the master to fill, in another dtype; 0/1 Adam: the local parameter
     key: tuple[Any, ...] = ()  # stable identity (unit, group index, start), for rules that keep their own objects
     shape: tuple[int, ...] | None = None  # set when the window is exactly one whole parameter
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.native import status
 from mpispeed.native.host_optim import adam, lamb
-from mpispeed.optim import CPUAdagrad, CPUAdam, CPULion, FusedLamb
+from mpispeed.optim import CPUAdagrad, CPUAdam, CPULamb, CPULion, FusedLamb
 
 ALL = [CPUAdam, CPUAdagrad, CPULion, FusedLamb]
 HALVES = [torch.bfloat16, torch.float16]
@@ -93,6 +93,13 @@ def test_lion_written_out() -> None:
             momenta[index] = 0.99 * momenta[index] + 0.01 * grad
     for got, expected in zip(params, wide, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_fused_lamb_has_two_names_and_clips_elsewhere() -> None:
+    assert CPULamb is FusedLamb
+    FusedLamb(make_params(), 1e-3, True, (0.9, 0.999), 1e-8, False, 0.0, 0.0, 10.0, 0.01, False)
+    with pytest.raises(ConfigError, match=r"max_grad_norm of FusedLamb is 1\.0"):
+        FusedLamb(make_params(), max_grad_norm=1.0)
 
 
 def test_lamb_takes_every_tensor_by_itself() -> None:
