@@ -149,6 +149,8 @@ def test_momenta_of_nothing_have_the_coefficient_one() -> None:
     rule = OnebitLamb(freeze_step=1)
     rule.prepare({keys[0]: (0.0, 4)})
     assert rule.coefficient(keys[0]) == 1.0
+    rule.prepare({keys[0]: (2.0, 4)}, mean=3.0)  # of a model cut into stages
+    assert rule.coefficient(keys[0]) == 3.0
     with pytest.raises(UsageError, match="call prepare"):
         rule.coefficient(keys[1])
 
