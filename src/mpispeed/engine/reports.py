@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes, format_duration
 from mpispeed.engine import queries
+from mpispeed.engine.coded_report import watch_coded
 from mpispeed.pipe.timeline import expected_bubble
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ def report_memory(parts: Parts) -> None:
     if optimization is not None:
         rows["gradients"] = optimization.grads.rest_bytes
         rows["optimizer state"] = optimization.states.state_bytes
+        if optimization.coded is not None:
+            rows["1-bit errors"] = optimization.coded.nbytes
         files["gradients"] = optimization.grads.swapped_bytes
         files["optimizer state"] = optimization.states.swapped_bytes
     if tiers.is_swapping:
@@ -179,6 +182,8 @@ def observe(parts: Parts) -> None:
     io = parts.params.tiers.io
     if io is not None:
         SwapTraffic(io, is_logged=config.comms_logger.enabled).attach(parts.bus)
+    if parts.optimization is not None and parts.optimization.coded is not None:
+        watch_coded(parts, parts.optimization.coded, parts.optimization.rule)
     if config.memory_breakdown:
         report_memory(parts)
         parts.bus.subscribe(Event.STEP_END, lambda _: report_memory(parts))

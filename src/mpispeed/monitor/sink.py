@@ -12,6 +12,12 @@ TRAIN_LOSS = "Train/Samples/train_loss"
 LR = "Train/Samples/lr"
 LOSS_SCALE = "Train/Samples/loss_scale"
 EVAL_LOSS = "Train/Samples/eval_loss"
+CODED = {
+    "Train/Samples/onebit_sent_bytes": "sent_bytes",
+    "Train/Samples/onebit_saved_bytes": "saved_bytes",
+    "Train/Samples/onebit_error_norm": "error_norm",
+}
+"""Series of 1-bit optimizers, and the keys of their event."""
 
 
 class Sink(Protocol):
@@ -44,6 +50,7 @@ class Watcher:
         """Listen to steps, evaluations and the end of the run."""
         bus.subscribe(Event.STEP_END, self._on_step)
         bus.subscribe(Event.EVAL_END, self._on_eval)
+        bus.subscribe(Event.CODED, self._on_coded)
         bus.subscribe(Event.CLOSE, self._on_close)
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
@@ -61,6 +68,10 @@ class Watcher:
         if self._is_scaled and scale is not None:
             self._sink.write(LOSS_SCALE, scale, samples)
         self._sink.flush()
+
+    def _on_coded(self, event: Mapping[str, Any]) -> None:
+        for series, key in CODED.items():
+            self._sink.write(series, float(event[key]), event["samples"])
 
     def _on_eval(self, event: Mapping[str, Any]) -> None:
         self._sink.write(EVAL_LOSS, event["loss"], event["samples"])

@@ -89,7 +89,6 @@ class CodedExchange:
     def begin(self, step: int) -> None:
         """Prepare for the gradients of update number `step`. Local."""
         self._grads.is_local = self.kind(step) is not Exchange.GRADIENT
-        self.sent = self.plain = 0
         if self.kind(step) in LOCAL and self.kind(step - 1) not in LOCAL:
             for errors in self.errors.values():  # they were of gradients
                 errors.clear()
@@ -182,6 +181,8 @@ class CodedExchange:
 
         Collective over: the data axis.
         """
+        if self.kind(step) is Exchange.NOTHING:
+            self.plain = sum(self._plain_bytes(unit) for unit in self._params.table.units)
         if self.kind(step) is not Exchange.DRIFT:
             return
         rule: Drifts = self._rule  # type: ignore[assignment]
@@ -218,7 +219,7 @@ class CodedExchange:
         ranks = self._comm.size
         exchange(self._comm, out, errors, squares)
         self.sent += sent_bytes(out.numel(), ranks)
-        self.plain += 2 * out.numel() * 4 * (ranks - 1) // ranks
+        self.plain += self._plain_bytes(unit)
         own = Span(self._comm.rank * errors.server.numel(), (self._comm.rank + 1) * errors.server.numel())
         for hole in unit.layout.holes():
             out[hole.slice].zero_()
@@ -229,6 +230,10 @@ class CodedExchange:
         errors.worker[out.numel() :].zero_()
         tail = Span(out.numel(), errors.worker.numel()).intersect(own)
         errors.server[tail.shifted(-own.start).slice].zero_()
+
+    def _plain_bytes(self, unit: Unit) -> int:
+        """What a sum of the unit in fp32 would send."""
+        return 2 * 4 * unit.layout.padded * (self._comm.size - 1) // self._comm.size
 
     def _ranges(self, unit: Unit) -> Iterator[tuple[tuple[int, int, int], Mapping[str, Any], Span]]:
         """Key, group and range of what is mixed with one pair of factors."""

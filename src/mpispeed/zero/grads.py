@@ -19,6 +19,7 @@ from mpispeed.zero.reducers import PlainReducer, Reducer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.mesh.work import Wait, Work
     from mpispeed.store.layout import Entry
@@ -113,9 +114,8 @@ class GradStore(Accumulators):
         self.is_overlapped = is_overlapped and mesh["data"].size > 1
         self.arena = Arena()
         outer = remaining_axes(mesh, target, PARTIAL_AXES)
-        is_partly_cut = not rest.is_whole and mesh.topology.group_size(outer) > 1
-        self._outer = outer if is_partly_cut else ()
-        partial = target.axes if is_partly_cut else PARTIAL_AXES
+        self._outer = outer if not rest.is_whole and mesh.topology.group_size(outer) > 1 else ()
+        partial = target.axes if self._outer else PARTIAL_AXES
         self._reducer = reducer or PlainReducer(partial, target, scatters=scatters)
         self._is_started = self.is_overlapped or (wait is not None and mesh["data"].size > 1)
         self._wait_for: Wait = wait or (lambda work, _: work.wait())
@@ -182,12 +182,8 @@ class GradStore(Accumulators):
             view = self._bucket(unit, state)[entry.span.slice].view(entry.shape)
             state.views[entry.name] = view
         self._reducer.note(unit, entry, grad)
-        if grad.layout != torch.strided:
-            grad = grad.to_dense()
-        if entry.name in state.written:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
+        dense = grad if grad.layout == torch.strided else grad.to_dense()
+        (view.add_ if entry.name in state.written else view.copy_)(dense)
         for names in (state.written, state.landed, state.seen):
             names.add(entry.name)
         if self.reduces_now:
@@ -288,12 +284,7 @@ class GradStore(Accumulators):
     ) -> None:  # fmt: skip
         """Runs on the lane's progress thread when overlapped; touches only this unit's buffers."""
         before, after = self.averaging.before, 1.0 if self._outer else self.averaging.after
-        wire = bucket
-        if bucket.dtype != self.wire_dtype(unit):
-            wire = self.arena.take(bucket.numel(), self.wire_dtype(unit))
-            torch.mul(bucket, before, out=wire) if before != 1.0 else wire.copy_(bucket)
-        elif before != 1.0:
-            wire.mul_(before)
+        wire = _scaled(bucket, before, self.wire_dtype(unit), self.arena)
         target = self.begin(unit, reads=adds)
         if adds:
             part = self.arena.take(target.numel(), torch.promote_types(target.dtype, wire.dtype))
@@ -333,16 +324,14 @@ class GradStore(Accumulators):
             UsageError: on every rank, if gradients of all parameters are required and one of a rank is missing.
             StoreError: on every rank, if swapped gradients of one could not be read or written.
         """
-        if self.is_local:
-            for unit, state in zip(self.table.units, self._states, strict=True):
-                self._filled(unit, state)
-        else:
+        for unit, state in zip(self.table.units if self.is_local else (), self._states, strict=False):
+            self._filled(unit, state)
+        if not self.is_local:
             self._sum_rest()
         self._backlog.clear()
         self.drain()
         if self._requires_all:
-            missing = _missing_sentence(self.table, self._states)
-            self.mesh["data"].agree(not missing, missing, UsageError)
+            _require_all(self.table, self._states, self.mesh["data"])
 
     def _sum_rest(self) -> None:
         self._is_due = True
@@ -367,14 +356,31 @@ class GradStore(Accumulators):
     def pause(self) -> None:
         """Wait for the sums that were started; afterwards nothing but its cell looks at an accumulator."""
         self._backlog.clear()
-        if self.rest.is_whole:
-            for state in self._states:
-                state.bucket = None  # it is the accumulator, and is taken from there again
-                state.views.clear()
+        for state in self._states if self.rest.is_whole else ():
+            state.bucket = None  # it is the accumulator, and is taken from there again
+            state.views.clear()
 
     def rescale(self, factor: float, *, is_overflow: bool) -> None:
         """Tell what remembers earlier gradients that the loss scale was multiplied by `factor`."""
         self._reducer.adjust(factor, is_overflow=is_overflow)
+
+
+def _scaled(bucket: torch.Tensor, factor: float, dtype: torch.dtype, arena: Arena) -> torch.Tensor:
+    """`bucket` times `factor` in `dtype`: in place, or in a buffer of the arena."""
+    if bucket.dtype == dtype:
+        return bucket.mul_(factor) if factor != 1.0 else bucket
+    wire = arena.take(bucket.numel(), dtype)
+    return torch.mul(bucket, factor, out=wire) if factor != 1.0 else wire.copy_(bucket)
+
+
+def _require_all(table: Table, states: Sequence[_UnitState], comm: Comm) -> None:
+    """Collective over: the group.
+
+    Raises:
+        UsageError: on every rank, if a parameter of one got no gradient since the last clear.
+    """
+    missing = _missing_sentence(table, states)
+    comm.agree(not missing, missing, UsageError)
 
 
 def _missing_sentence(table: Table, states: Sequence[_UnitState]) -> str:

@@ -63,7 +63,6 @@ class ParamStore(Holdings):
         widener: Widener = widen,
         codes_frozen: bool = False,
         own_masters: bool = False,
-        arena: Arena | None = None,
         tiers: Tiers = IN_MEMORY,
     ) -> None:
         """Take over the parameters of `table`; all ranks start from the values of the first data rank.
@@ -81,14 +80,13 @@ class ParamStore(Holdings):
             widener: how cut parameters come together.
             codes_frozen: keep and gather cut frozen units as 8-bit codes.
             own_masters: masters have memory of their own also where they are of the dtype of the parameters.
-            arena: where whole buffers of cut units come from.
             tiers: what of it rests in swap files; units with parameters there are fetched as cut ones are.
 
         Collective over: the data axis of `mesh`.
         """
         self.table, self.mesh, self.tiers = table, mesh, tiers
         self.compute, self.master_dtype, self.placement = compute, master, master_placement
-        self.arena, self._codes_frozen, self._own_masters = arena or Arena(), codes_frozen, own_masters
+        self.arena, self._codes_frozen, self._own_masters = Arena(), codes_frozen, own_masters
         self._collector = Collector(mesh, widener=widener, second=second)
         is_cut = mesh.topology.group_size(param_placement.axes) > 1
         self._placements = [
