@@ -60,7 +60,7 @@ class OneBitErrors:
     def zeros(cls, count: int, ranks: int) -> OneBitErrors:
         """As at the beginning, for a buffer of `count` elements."""
         length = padded_length(count, ranks)
-        return cls(torch.zeros(length), torch.zeros(length // ranks))
+        return cls(*(torch.zeros(n, dtype=torch.float32, device="cpu") for n in (length, length // ranks)))
 
     def clear(self) -> None:
         """Forget."""
@@ -86,12 +86,21 @@ def compressed_all_reduce(comm: Comm, x: torch.Tensor, errors: OneBitErrors, *, 
         CommError: the dtype, or `errors` is of another length.
     """
     flat = checks.flat(comm, x, "compressed_all_reduce")
-    if flat.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        msg = f"compressed_all_reduce over {comm}: x has dtype {x.dtype}; use fp32, bf16 or fp16"
-        raise CommError(msg)
+    require_float(comm, flat)
     require_fitting(comm, flat.numel(), errors)
     squares = compensate(errors.worker[: flat.numel()], flat, threads=comm.threads)
     exchange(comm, flat, errors, squares, overlapped=overlapped)
+
+
+def require_float(comm: Comm, x: torch.Tensor) -> None:
+    """Check that `x` is in fp32, bf16 or fp16.
+
+    Raises:
+        CommError: it is not.
+    """
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        msg = f"compressed_all_reduce over {comm}: x has dtype {x.dtype}; use fp32, bf16 or fp16"
+        raise CommError(msg)
 
 
 def require_fitting(comm: Comm, count: int, errors: OneBitErrors) -> None:
