@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpispeed.optim.choice import build
 from mpispeed.optim.exchange import Exchange
 from tests.helpers import onebit_reference as reference
 from tests.helpers.small import own_part, start
@@ -214,11 +215,35 @@ class Workers:
             (self.model(x, y) / self.accumulation).backward()
         return self._flat({name: p.grad for name, p in self.params.items() if p.grad is not None})
 
-    def step(self, batch: tuple[torch.Tensor, torch.Tensor], clip: float = 0.0) -> float:
-        """One update; gives the root mean square over workers of the norms of their gradients, before clipping."""
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor], clip: float = 0.0, *, is_summed: bool = False) -> float:
+        """One update; the norm before clipping: of the mean of gradients, or the root of the mean of their squares."""
         grads = [self.gradient(rank, batch) for rank in range(self.ranks)]
-        norm = float(np.sqrt(np.mean([np.sum(g**2) for g in grads])))
+        of = [np.mean(grads, axis=0)] if is_summed else grads
+        norm = float(np.sqrt(np.mean([np.sum(g**2) for g in of])))
         if clip:
             grads = [g * min(1.0, clip / (norm + 1e-6)) for g in grads]
         self.rule.step([np.split(g, self.ends) for g in grads] if self.name == "OneBitLamb" else grads)
         return norm
+
+
+# Coded values of the reference stay farther from 0 than fp32 rounds them: another sign would change the course.
+MARGIN = 1e-5
+CLOSE = 5e-5  # of the largest element of a tensor; seen: 1.2e-5 with 0/1 Adam, 2e-6 with the others
+
+
+def reference_run(
+    name: str, units: Sequence[Any], ranks: int, accumulation: int, steps: int, clip: float = 0.0
+) -> tuple[list[Any], list[list[dict[str, torch.Tensor]]], list[float]]:
+    """(data, parameters of each worker after each step, norms), of the first seed that keeps coded values from 0."""
+    rule, _ = build(name, PARAMS[name])
+    for seed in range(40):
+        data, workers, course, norms = samples(steps, seed), Workers(name, units, ranks, accumulation), [], []
+        for step, batch in enumerate(data, start=1):
+            norms.append(workers.step(batch, clip, is_summed=rule.exchanges(step) is Exchange.GRADIENT))
+            if workers.means.margin < MARGIN:
+                break
+            course.append([workers.parameters(rank) for rank in range(ranks)])
+        else:
+            return data, course, norms
+    msg = "every seed has coded values near 0"
+    raise AssertionError(msg)

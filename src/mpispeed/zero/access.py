@@ -167,7 +167,8 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The whole averaged gradient of `param` since the last step, in its shape and in the accumulation dtype.
 
     It is what the step will use before it unscales and clips: in fp16 it contains the loss scale. Sums over ranks
-    that are not due before the step are made now.
+    that are not due before the step are made now. Where a 1-bit optimizer leaves gradients local, after its warm-up,
+    it is this rank's own.
 
     Collective over: the data axis.
 
@@ -190,11 +191,13 @@ def get_full_grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
     found = [_find(param) for param in params]
     for store in _stores(found):
         _finished(store)
-    return _collect(found, lambda store, unit: _grads(store).reduced(unit))
+    return _collect(found, lambda store, unit: _grads(store).reduced(unit), are_grads=True)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Make `value`, which is the same on all ranks, the averaged gradient of `param`; in fp16 with the loss scale.
+
+    Where gradients are local, as `safe_get_full_grad` says, it is this rank's own and may differ.
 
     Collective over: the data axis.
 
@@ -205,8 +208,9 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     found = _find(param)
     if found is not None:
-        flat = _flat(found, value, found.place.entry.numel)
-        _put_grad(found, found.own_of(flat))
+        flat, entry, grads = _flat(found, value, found.place.entry.numel), found.place.entry, _finished(found.store)
+        span = entry.span.intersect(grads.target_span(found.place.unit))
+        _put_grad(found, span, flat[span.shifted(-entry.offset).slice])
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -220,7 +224,10 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
         StoreError: only on the rank whose swap files cannot be read.
     """
     found = _find_cut(param, "safe_get_local_grad")
-    return None if found is None else found.own(_finished(found.store).reduced(found.place.unit)).clone()
+    if found is None:
+        return None
+    grads, unit = _finished(found.store), found.place.unit
+    return grads.reduced(unit)[found.common.shifted(-grads.target_span(unit).start).slice].clone()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -235,14 +242,14 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     found = _find_cut(param, "safe_set_local_grad")
     if found is not None:
-        flat = _flat(found, value, found.common.numel)
-        _put_grad(found, flat)
+        _put_grad(found, found.common, _flat(found, value, found.common.numel))
 
 
-def _put_grad(found: _Found, own: torch.Tensor) -> None:
+def _put_grad(found: _Found, span: Span, own: torch.Tensor) -> None:
+    """Set a range of the unit's buffer."""
     grads, unit = _finished(found.store), found.place.unit
     values = grads.reduced(unit)
-    found.own(values).copy_(own)
+    values[span.shifted(-grads.target_span(unit).start).slice].copy_(own)
     grads.put_reduced(unit, values)
 
 
@@ -439,8 +446,8 @@ def _stores(found: Sequence[_Found | None]) -> list[ParamStore]:
     return list({id(item.store): item.store for item in found if item is not None}.values())
 
 
-def _collect(found: Sequence[_Found | None], held: Held) -> list[torch.Tensor | None]:
-    """Whole values in the shapes of the parameters, gathered unit by unit.
+def _collect(found: Sequence[_Found | None], held: Held, *, are_grads: bool = False) -> list[torch.Tensor | None]:
+    """Whole values in the shapes of the parameters, gathered unit by unit; local gradients are whole already.
 
     Collective over: the axes by which masters are cut; the data axis if anything is swapped.
 
@@ -455,7 +462,8 @@ def _collect(found: Sequence[_Found | None], held: Held) -> list[torch.Tensor | 
             unit = units[index]
             part = _read(held, store, unit)
             full = store.arena.take(unit.layout.padded, part.dtype)
-            widen(store.mesh, full, part, store.placement, WHOLE, unit.layout.padded)
+            source = WHOLE if are_grads and _grads(store).is_local else store.placement
+            widen(store.mesh, full, part, source, WHOLE, unit.layout.padded)
             for place, at in mine:
                 if place.unit is unit:
                     results[at] = full[place.entry.span.slice].view(place.entry.shape).clone()

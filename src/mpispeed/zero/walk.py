@@ -29,6 +29,7 @@ class StateStore:
     def __init__(self, table: Table, params: ParamStore, slots: Sequence[str], tiers: Tiers = IN_MEMORY) -> None:
         """Zeros; args: `tiers` says which of them rest in swap files."""
         self.slots = tuple(slots)
+        self.edits = 0  # how often slots were set by something else than an update
         self._cells = [
             {
                 slot: tiers.zeros(slot, unit.index, params.span(unit).numel, params.dtypes(unit)[1])
@@ -47,6 +48,7 @@ class StateStore:
 
     def put(self, unit: Unit, values: Mapping[str, torch.Tensor]) -> None:
         """Set slots; nothing is copied of what `of` returned from memory."""
+        self.edits += 1
         for slot, tensor in values.items():
             self._cells[unit.index][slot].put(tensor)
 

@@ -6,13 +6,14 @@ import torch
 from mpispeed.mesh.onebit import padded_length
 from mpispeed.optim.exchange import Exchange
 from tests.helpers.onebit_training import (
+    CLOSE,
     FREEZE,
     NAMES,
     PRECISIONS,
-    Workers,
     engine_of,
     is_same_on_ranks,
     kind_of,
+    reference_run,
     run_step,
     samples,
 )
@@ -22,23 +23,6 @@ pytestmark = pytest.mark.mpi(min_size=1)
 EACH = pytest.mark.parametrize("name", NAMES)
 STEPS = 22
 BYTE_STEPS = 13
-# Coded values of the reference stay farther from 0 than fp32 rounds them: a sign that differs would change a step.
-MARGIN = 1e-5
-CLOSE = 5e-5  # of the largest element of a tensor; seen: 1.2e-5 with 0/1 Adam, 2e-6 with the others
-
-
-def reference_run(name, units, ranks, accumulation):
-    """(data, parameters of each worker after each step): of the first seed that keeps all coded values from 0."""
-    for seed in range(40):
-        data, workers, course = samples(STEPS, seed), Workers(name, units, ranks, accumulation), []
-        for batch in data:
-            workers.step(batch)
-            if workers.means.margin < MARGIN:
-                break
-            course.append([workers.parameters(rank) for rank in range(ranks)])
-        else:
-            return data, course
-    pytest.fail("every seed has coded values near 0")
 
 
 @EACH
@@ -46,7 +30,7 @@ def reference_run(name, units, ranks, accumulation):
 def test_parameters_are_those_of_the_reference(name, accumulation, world):
     engine, comm = engine_of(name, 0, accumulation), world.comm
     units = engine.parts.table.units
-    data, course = comm.share(reference_run(name, units, comm.size, accumulation) if comm.rank == 0 else None)
+    data, course, _ = comm.share(reference_run(name, units, comm.size, accumulation, STEPS) if comm.rank == 0 else None)
     for step, (batch, expected) in enumerate(zip(data, course, strict=True), start=1):
         run_step(engine, batch)
         for key, ours in whole_weights(engine.module).items():
