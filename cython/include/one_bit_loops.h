@@ -11,7 +11,12 @@
 #include "ranges.h"
 #include "tiles.h"
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #define MPS_CODE_TILE 256
+#define MPS_CACHED (1u << 18) /* elements: a thread that writes as many fp32 or more does so past its cache */
 
 typedef uint32_t mps_word8 __attribute__((vector_size(32)));
 typedef float mps_float8 __attribute__((vector_size(32)));
@@ -35,6 +40,18 @@ MPS_INLINE void mps_eight(float *to, uint8_t byte, uint32_t bits, int is_added) 
         value = before + value;
     }
     memcpy(to, &value, sizeof value);
+}
+
+/* The same to 16-byte aligned memory past the cache, which is then not read first. */
+MPS_INLINE void mps_eight_past_cache(float *to, uint8_t byte, uint32_t bits) {
+#ifdef __SSE2__
+    const __m128i *signs = (const __m128i *)mps_sign_bits[byte];
+    __m128i word = _mm_set1_epi32((int)bits);
+    _mm_stream_si128((__m128i *)to, _mm_xor_si128(_mm_load_si128(signs), word));
+    _mm_stream_si128((__m128i *)to + 1, _mm_xor_si128(_mm_load_si128(signs + 1), word));
+#else
+    mps_eight(to, byte, bits, 0);
+#endif
 }
 
 MPS_INLINE double mps_tile_squares(const float *y, size_t n) {
@@ -71,10 +88,8 @@ MPS_CLONES static void mps_mix_range(float *error, const mps_mix *mix, size_t be
         const float *v = x, *g = grad;
         if (mix->x_kind == MPS_FLOAT32) v = (const float *)mix->x + at;
         else mps_read_tile(x, mix->x, mix->x_kind, at, n);
-        MPS_PREFETCH_READ((const char *)mix->x + (at + MPS_AHEAD) * 2);
         if (mix->grad == NULL) {
-            if (keep == 1.0f) MPS_SIMD for (size_t j = 0; j < n; j++) e[j] = v[j] + e[j];
-            else MPS_SIMD for (size_t j = 0; j < n; j++) e[j] = keep * v[j] + e[j];
+            MPS_SIMD for (size_t j = 0; j < n; j++) e[j] = keep * v[j] + e[j];
         } else {
             if (mix->grad_kind == MPS_FLOAT32) g = (const float *)mix->grad + at;
             else mps_read_tile(grad, mix->grad, mix->grad_kind, at, n);
@@ -131,6 +146,12 @@ MPS_CLONES static void mps_encode_range(uint8_t *bits, float *error, float scale
 MPS_CLONES static void mps_decode_range(void *out, int kind, const uint8_t *bits, float scale, size_t begin, size_t end) {
     float tile[MPS_CODE_TILE];
     uint32_t word = mps_as_bits(scale);
+    if (kind == MPS_FLOAT32 && end - begin >= MPS_CACHED && (uintptr_t)out % 16 == 0) {
+        for (; begin + 8 <= end; begin += 8) mps_eight_past_cache((float *)out + begin, bits[begin / 8], word);
+#ifdef __SSE2__
+        _mm_sfence();
+#endif
+    }
     for (size_t at = begin; at < end; at += MPS_CODE_TILE) {
         size_t n = end - at < MPS_CODE_TILE ? end - at : MPS_CODE_TILE;
         const uint8_t *from = bits + at / 8;

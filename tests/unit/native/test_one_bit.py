@@ -132,6 +132,21 @@ def test_decode_is_its_twin_and_unpackbits(dtype, scale, threads):
         assert same(ours, torch.where(flags.bool(), scale, -scale).to(dtype))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_long_ranges_are_decoded_alike(dtype, offset, threads):
+    """Those that are written past the cache, if they are aligned."""
+    count = 2**19 + 1029
+    bits, room = make_bytes(count), torch.full((count + 8,), 3.0, dtype=dtype)
+    ours, twin = room[offset : offset + count], torch.empty(count, dtype=dtype)
+    ob.decode(ours, bits, 0.7, threads=threads)
+    ob.decode_reference(twin, bits, 0.7)
+    assert same(ours, twin)
+    assert (room[:offset] == 3.0).all()
+    assert (room[offset + count :] == 3.0).all()
+
+
 @pytest.mark.parametrize("offset", [1, 3, 4])
 def test_nothing_is_written_beside_unaligned_ranges(offset):
     count = 4104
