@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -204,6 +204,7 @@ def read_slice(
     start: int,
     out: torch.Tensor,
     *,
+    row: int | None = None,
     verify: bool = True,
 ) -> None:
     """Fill `out` with the flat range of a slice that begins at element `start`; padding becomes zeros.
@@ -211,10 +212,12 @@ def read_slice(
     Args:
         checkpoint: to read from.
         name: of the parameter in it.
-        slot: "master", an optimizer slot or "weight16"; one of the parameter's own shape.
+        slot: "master", an optimizer slot or "weight16"; one of the parameter's own shape, or with `row` of one more dim
+            before those.
         cut: the slice.
         start: first element of `out` in it.
         out: receives the elements; converted where its dtype is not the stored one.
+        row: index of the first dim.
         verify: compare the blocks that are touched with their checksums.
 
     Shapes:
@@ -227,15 +230,16 @@ def read_slice(
         CorruptCheckpoint: the bytes are not those that were saved.
     """
     stored = checkpoint.stored(name, slot)
-    if stored.shape != cut.info.shape:
+    if (stored.shape if row is None else stored.shape[1:]) != cut.info.shape:
         msg = f"{name}/{slot} is stored in shape {stored.shape} and the parameter {cut.info.name} is of shape "
         msg += f"{cut.info.shape}: it cannot be cut for rank {cut.rank} of {cut.size}"
         raise CheckpointError(msg)
     if out.dim() != 1:
         msg = f"{name}/{slot} cannot be read into a tensor of shape {tuple(out.shape)}; pass a flat one"
         raise CheckpointError(msg)
-    end = start
-    for block in cut.blocks(start, start + out.numel()):
+    end, before = start, (row or 0) * cut.info.numel
+    for own in cut.blocks(start, start + out.numel()):
+        block = replace(own, start=own.start + before)
         part = out[block.local - start :][: block.count]
         if block.pattern is None:
             checkpoint.read(name, slot, block.start, part, verify)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,15 +12,20 @@ from mpispeed.ckpt import schema
 from mpispeed.ckpt.errors import ReservedKey
 from mpispeed.ckpt.logical import ParamInfo
 from mpispeed.ckpt.request import SaveOptions
+from mpispeed.engine.onebit_state import CodedTensors, merge_nested, numbers_by_name
 from mpispeed.engine.pieces import tensors_of
 from mpispeed.engine.whole import Whole
 from mpispeed.nn.random import get_rng_tracker
-from mpispeed.optim.rule import KeepsState
+from mpispeed.optim.exchange import Exchanges
+from mpispeed.optim.rule import KeepsNumbers, KeepsState
 from mpispeed.pipe.module import PipelineModule
+from mpispeed.zero.coded import MASK
 from mpispeed.zero.units import tied_names
 from mpispeed.zero.walk import Walker
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mpispeed.engine.parts import Parts
     from mpispeed.optim.rule import Window
 
@@ -56,13 +61,13 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
     comm.agree(not taken, problem, ReservedKey)
     windows, whole = windows_of(parts), Whole.of(parts)
     slots = _slots(parts, windows)
-    infos = whole.infos(_param_infos(parts, settings))
+    infos = whole.infos(_param_infos(parts, settings, numbers_by_name(parts, whole)))
     saved = {info.name for info in infos}
-    has_frozen = not settings.exclude_frozen_parameters
+    has_frozen, coded = not settings.exclude_frozen_parameters, CodedTensors.of(parts, whole)
     aliases = whole.over_stages(tied_names(parts.module).items())
     return {
         "params": infos,
-        "tensors": whole.tensors(tensors_of(parts, whole, windows, slots, has_frozen=has_frozen)),
+        "tensors": whole.tensors(tensors_of(parts, whole, windows, slots, has_frozen=has_frozen, coded=coded)),
         "aliases": {alias: name for alias, name in aliases if name in saved},
         "state": _state(parts, whole, windows, slots, client_state),
         "config_json": parts.plan.config.model_dump_json(),
@@ -111,14 +116,15 @@ def _slots(parts: Parts, windows: list[Window]) -> list[list[str]]:
     return [sorted(set().union(*names)) for names in zip(*everyone, strict=True)]
 
 
-def _param_infos(parts: Parts, settings: SaveSettings) -> list[ParamInfo]:
+def _param_infos(parts: Parts, settings: SaveSettings, numbers: Mapping[str, Mapping[str, float]]) -> list[ParamInfo]:
     infos = []
     step = parts.counters.update_count
     for name, param in parts.module.named_parameters():
         place = parts.table.find(param)
         if place is not None:
             compute = parts.params.dtypes(place.unit)[0]
-            infos.append(ParamInfo(name, tuple(param.shape), compute, "trainable", place.entry.group, step))
+            info = ParamInfo(name, tuple(param.shape), compute, "trainable", place.entry.group, step)
+            infos.append(replace(info, scalars=dict(numbers.get(name, {}))))
         elif not settings.exclude_frozen_parameters:
             place = parts.table.locate(param)
             compute = param.dtype if place is None else parts.params.dtypes(place.unit)[0]
@@ -130,13 +136,16 @@ def _scalars(parts: Parts, windows: list[Window]) -> dict[str, Any]:
     """State that is no flat slot.
 
     One set per parameter group holds for every cut; where masters are whole there is also one per window, for rules
-    whose scalars differ between parameters.
+    whose scalars differ between parameters. Rules that keep numbers of parameters have these in `ParamInfo`.
 
-    Collective over: all ranks, for rules that keep their state themselves.
+    Collective over: all ranks, for rules that keep their state themselves and those that say what ranks exchange.
     """
     rule = parts.optimization.rule if parts.optimization else None
+    if isinstance(rule, Exchanges) and not isinstance(rule, KeepsNumbers):
+        # A stage, or a cut of it, may have nothing of some group.
+        return {"by_group": {}, "by_window": merge_nested(parts.mesh.world.comm.gather_objects(rule.scalars()))}
     if not isinstance(rule, KeepsState):
-        return {"by_group": {}, "by_window": rule.scalars() if rule else {}}
+        return {"by_group": {}, "by_window": {} if rule is None or isinstance(rule, KeepsNumbers) else rule.scalars()}
     own: dict[str, dict[str, Any]] = {}
     for window in windows:
         numbers = {name: _number(value) for name, value in rule.window_scalars(window.key).items()}
@@ -182,10 +191,12 @@ def _state(
             "slots": sorted(set().union(*slots)),
             "scalars": _scalars(parts, windows),
             "param_groups": [
-                {**{k: v for k, v in group.items() if k != "params"}, "params": members[index]}
+                {**{k: v for k, v in group.items() if k not in ("params", MASK)}, "params": members[index]}
                 for index, group in enumerate(optimization.groups)
             ],
         }
+        if optimization.coded is not None:
+            state["optimizer"]["coded"] = optimization.coded.subject(counters.update_count)
     if isinstance(parts.module, PipelineModule):
         state["pipeline"] = {"micro_offset": parts.module.micro_offset}
     if parts.scheduler is not None:

@@ -42,6 +42,7 @@ class Checkpoints:
     """Saving and loading of whole runs. See `docs/guides/checkpoints.md`."""
 
     parts: Parts
+    training: bool
     _saver: BackgroundSaver | None = None
     _pending: _Pending | None = None
 
@@ -144,7 +145,10 @@ class Checkpoints:
         self.wait_checkpoint()
         only = load_optimizer_states, load_lr_scheduler_states, load_module_only
         settings = restore.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state)
-        return restore.load(self.parts, load_dir, tag, settings)
+        path, client_state = restore.load(self.parts, load_dir, tag, settings)
+        if path is not None:
+            self.parts.show(is_training=self.training, is_refreshed=True)
+        return path, client_state
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

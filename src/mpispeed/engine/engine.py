@@ -149,7 +149,6 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
             part(ctx)
         self._was_step_applied = not ctx.skip
         counters.end_batch(samples, is_skipped=ctx.skip)
-        self.parts.expect_step()
         self._norm = self._norm if ctx.skip else ctx.norm
         now = time.perf_counter()
         self.bus.announce(
@@ -165,6 +164,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
             update_seconds=now - start,
         )
         self._step_start, self._loss_sum = now, 0.0
+        self.parts.expect_step()
 
     def train_batch(self, data_iter: Iterator[Any], loss_fn: Callable[..., torch.Tensor] | None = None) -> float:
         """Run all micro-batches of one global batch and the step; returns this rank's mean loss.
@@ -277,6 +277,8 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
             self.parts.optimization.hooks.remove()
             self.parts.optimization.unguard()
         self.parts.sharding.meet("engine.destroy()")
+        if not self.parts.params.away:
+            self.parts.show(is_training=False)  # what the model keeps
         try:
             if self.parts.optimization:
                 with suppress(MpispeedError):  # of a lane that is broken already

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import UsageError
+from mpispeed.zero.coded import MASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +95,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             msg = f"the state has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}"
             raise UsageError(msg)
         for group, values in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
+            group.update({key: value for key, value in values.items() if key not in ("params", MASK)})
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_THE_SCALE:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mpispeed.zero.kinds import OffloadStateTypeEnum as Kind
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from torch import nn
@@ -104,6 +107,47 @@ class Parts:
         """Tell what takes gradients which update comes next; after counters were changed. Local."""
         if self.optimization is not None and self.optimization.coded is not None:
             self.optimization.coded.begin(self.counters.update_count + 1)
+
+    @property
+    def is_apart(self) -> bool:
+        """True if parameters of data ranks differ, because a 1-bit optimizer makes local updates."""
+        coded = self.optimization.coded if self.optimization else None
+        return coded is not None and coded.is_apart(self.counters.update_count)
+
+    def show(self, *, is_training: bool, is_refreshed: bool = False) -> None:
+        """Where data ranks are apart, give the model its local parameters to train, else the common ones. Local.
+
+        Args:
+            is_training: which.
+            is_refreshed: parameters were just made of masters.
+
+        Raises:
+            UsageError: states are away that this needs.
+        """
+        coded = self.optimization.coded if self.optimization else None
+        if coded is None or not self.is_apart:
+            return
+        coded.shows_common = coded.shows_common or is_refreshed
+        if coded.shows_common == is_training:
+            kinds = (Kind.hp_params, Kind.lp_params, Kind.optim_states)
+            self.params.require(kinds, "engine.train() or eval() between meetings of a 1-bit optimizer")
+            if is_training:
+                coded.show_local()
+            else:
+                coded.show_common()
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """The time in which the model has parameters that are equal on all data ranks."""
+        coded = self.optimization.coded if self.optimization else None
+        if coded is None or coded.shows_common or not self.is_apart:
+            yield
+            return
+        self.show(is_training=False)
+        try:
+            yield
+        finally:
+            self.show(is_training=True)
 
     def end_backward(self) -> None:
         """A backward pass is over. Collective over: the data axis, where gradients or parameters rest cut."""

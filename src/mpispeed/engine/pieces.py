@@ -15,6 +15,7 @@ from mpispeed.store.move import own_share
 
 if TYPE_CHECKING:
     from mpispeed.ckpt.logical import Piece
+    from mpispeed.engine.onebit_state import CodedTensors
     from mpispeed.engine.parts import Parts
     from mpispeed.engine.whole import Whole
     from mpispeed.optim.rule import Window
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
 
 
 def tensors_of(
-    parts: Parts, whole: Whole, windows: Sequence[Window], slots: Sequence[Sequence[str]], *, has_frozen: bool
+    parts: Parts,
+    whole: Whole,
+    windows: Sequence[Window],
+    slots: Sequence[Sequence[str]],
+    *,
+    has_frozen: bool,
+    coded: CodedTensors | None = None,
 ) -> Iterator[LogicalTensor]:
     """Every tensor of this stage, in the same order on all its ranks. Nothing is read from swap files yet.
 
@@ -33,6 +40,7 @@ def tensors_of(
         windows: of the next update, for rules that keep their state themselves.
         slots: names of the optimizer state of each parameter group.
         has_frozen: frozen parameters are wanted too.
+        coded: those of a 1-bit optimizer.
     """
     kept, cuts = _kept_slots(parts, whole, windows), _Cuts(parts)
     frozen = {unit.index: _rest(parts, unit) for unit in parts.table.frozen} if has_frozen else {}
@@ -41,8 +49,14 @@ def tensors_of(
         if place is not None and place.unit.is_trainable:
             dtype = parts.params.dtypes(place.unit)[1]
             for slot, cell in _trained(parts, place.unit, slots[place.entry.group]).items():
-                pieces = kept.get((name, slot), ()) if cell is None else _pieces(parts, whole, place, cell, cuts)
+                mean = None if coded is None else coded.mean(place, slot)
+                if mean is not None:
+                    pieces: Sequence[Piece] = mean
+                else:
+                    pieces = kept.get((name, slot), ()) if cell is None else _pieces(parts, whole, place, cell, cuts)
                 yield LogicalTensor(name, slot, shape, dtype, pieces)
+            if coded is not None:
+                yield from coded.tensors(place, shape)
         elif place is not None and place.unit.index in frozen:
             # Every rank writes of a frozen parameter that a unit holds what it holds.
             pieces = _pieces(parts, whole, place, frozen[place.unit.index], cuts)

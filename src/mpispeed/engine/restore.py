@@ -20,6 +20,7 @@ from mpispeed.ckpt.errors import NoCheckpoint
 from mpispeed.ckpt.fetch import find_on_nodes
 from mpispeed.ckpt.load import Checkpoint
 from mpispeed.ckpt.reader import Opened, find
+from mpispeed.engine import onebit_state
 from mpispeed.engine.checkpoint import has_windows_alike, names_by_group, slice_streams, windows_of
 from mpispeed.engine.pieces import persistent_buffers
 from mpispeed.engine.weights import NAMES_SHOWN, load_by
@@ -28,6 +29,7 @@ from mpispeed.nn.random import get_rng_tracker, reseed_slices
 from mpispeed.optim.rule import KeepsState
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.store.layout import Span
+from mpispeed.zero.coded import MASK
 
 if TYPE_CHECKING:
     from mpispeed.engine.parts import Parts
@@ -230,6 +232,7 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
         comm.agree(not problem, problem, CheckpointError)
     names, buffer_names = _names_of_all(parts, whole_model)
     members = whole_model.names_by_group(names_by_group(parts))
+    chunks: list[Unit] = []
     with agreed(comm):
         if settings.custom_load_fn is None:
             _check_names(parts, source, names, buffer_names, settings.strict)
@@ -239,8 +242,13 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
             _forget_states(parts)
             if settings.optimizer_states:
                 saved = state.get("optimizer", {})
-                _take_groups(parts, source, saved, members)
+                _take_groups(parts, source, saved, members, whole_model)
                 _read_slots(parts, source, saved, whole_model)
+                seen = _updates_of_state(parts, source, state)
+                chunks = onebit_state.read(parts, source, saved, whole_model, seen)
+    if settings.module_only and parts.optimization is not None and parts.optimization.coded is not None:
+        parts.optimization.coded.drop_drift()
+    onebit_state.spread(parts, chunks)
     parts.params.refresh()
 
 
@@ -266,6 +274,8 @@ def _forget_states(parts: Parts) -> None:
         parts.optimization.coded.forget()
     if isinstance(parts.optimization.rule, KeepsState):
         parts.optimization.rule.forget()
+    else:
+        parts.optimization.rule.load_scalars({})
 
 
 def _check_names(parts: Parts, source: Checkpoint, params: set[str], buffers: set[str], strict: bool) -> None:
@@ -344,16 +354,20 @@ def _whole_state(source: Checkpoint) -> dict[str, torch.Tensor]:
     return state | {alias: state[name] for alias, name in source.aliases().items() if name in state}
 
 
-def _take_groups(parts: Parts, source: Checkpoint, saved: dict[str, Any], members: Sequence[Sequence[str]]) -> None:
-    """Hyper-parameters of the groups."""
+def _take_groups(
+    parts: Parts, source: Checkpoint, saved: dict[str, Any], members: Sequence[Sequence[str]], whole: Whole
+) -> None:
+    """Hyper-parameters of the groups, but masks, and what the rule keeps outside of slots."""
     if not saved or parts.optimization is None:
         return
     is_same_rule = saved["name"] == parts.optimization.rule.name
     for group, stored in _matched(parts, source, saved["param_groups"], members):
         for key, value in stored.items():
-            if key != "params" and (is_same_rule or key in group):
+            if key not in ("params", MASK) and (is_same_rule or key in group):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    if has_windows_alike(parts) or not isinstance(parts.optimization.rule, KeepsState):
+    if not isinstance(parts.optimization.rule, KeepsState):
+        onebit_state.read_numbers(parts, source, saved, whole)
+    elif has_windows_alike(parts):
         parts.optimization.rule.load_scalars(saved["scalars"]["by_window"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
@@ -17,6 +18,8 @@ from mpispeed.ckpt import bits
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from typing_extensions import Self
+
     from mpispeed.engine.parts import Parts
     from mpispeed.store.table import Unit
 
@@ -29,13 +32,29 @@ class Weights:
     """What an engine offers for its model's weights alone."""
 
     parts: Parts
+    training: bool
+    _is_closed: bool
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module. Where data ranks are apart they train local parameters and evaluate the common ones.
+
+        They are apart between meetings of 0/1 Adam. Local.
+
+        Raises:
+            UsageError: they are apart, and `offload_states` took away what this needs.
+        """
+        super().train(mode)  # type: ignore[misc]
+        if not self._is_closed:
+            self.parts.show(is_training=mode)
+        return self
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict in compute dtype.
 
         Of a pipeline it is that of this rank's stage, of cut layers it has this rank's slices.
         Where parameters rest cut, the data rank 0 gets whole copies and the others {}. They are gathered unit by
-        unit: no rank has more than one unit whole at a time, beside what rank 0 has copied.
+        unit: no rank has more than one unit whole at a time, beside what rank 0 has copied. Where data ranks are apart
+        it has copies of the common parameters.
 
         Collective over: the data axis.
         """
@@ -43,7 +62,11 @@ class Weights:
             return gather_state(self.parts, exclude_frozen=exclude_frozen_parameters)
         left_out = _frozen_names(self.parts) if exclude_frozen_parameters else ()
         state: dict[str, Any] = self.parts.module.state_dict()
-        return {name: value for name, value in state.items() if name not in left_out}
+        state = {name: value for name, value in state.items() if name not in left_out}
+        if self.parts.is_apart:
+            with self.parts.common():
+                state = copy.deepcopy(state)  # keeps what is tied
+        return state
 
     _zero3_consolidated_16bit_state_dict = module_state_dict
 
@@ -54,7 +77,7 @@ class Weights:
 
         The values of data rank 0 count; the others may pass {}. Optimizer state stays. With `custom_load_fn` all ranks
         pass the same values: it is called as `custom_load_fn(src=state_dict, dst=module)` while the whole model is on
-        every rank.
+        every rank. Where data ranks are apart they meet: what is not given goes back to the common parameters.
 
         Collective over: the data axis.
 
@@ -66,7 +89,10 @@ class Weights:
         else:
             problem = load_by(self.parts, custom_load_fn, state_dict)
             self.parts.mesh["data"].agree(not problem, problem, CheckpointError)
+        if self.parts.optimization is not None and self.parts.optimization.coded is not None:
+            self.parts.optimization.coded.drop_drift()
         self.parts.params.refresh()
+        self.parts.show(is_training=self.training, is_refreshed=True)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -156,7 +182,8 @@ def save_weights(parts: Parts, folder: str, filename: str, *, exclude_frozen: bo
                 "true in zero_optimization to have them gathered, or use save_checkpoint", filename,
             )  # fmt: skip
         return False
-    state, problem = gather_state(parts, exclude_frozen=exclude_frozen), ""
+    with parts.common():
+        state, problem = gather_state(parts, exclude_frozen=exclude_frozen), ""
     if parts.mesh.rank == 0:
         try:
             _write_whole(state, Path(folder), filename)

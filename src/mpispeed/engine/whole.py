@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -82,12 +83,17 @@ class Whole:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def pieces(self, unit: Unit, name: str, start: int, values: torch.Tensor | Deferred) -> tuple[Piece, ...]:
-        """The pieces to save for a flat range of what this rank has of a parameter in a unit."""
+    def pieces(
+        self, unit: Unit, name: str, start: int, values: torch.Tensor | Deferred, *, before: int = 0
+    ) -> tuple[Piece, ...]:
+        """The pieces to save for a flat range of what this rank has of a parameter in a unit.
+
+        `before` elements of other rows stand before them, in a tensor that has a row for each of several ranks.
+        """
         made = gather_pieces(self.slices[name], start, values) if name in self.slices else [Piece(start, values)]
         if not self.parts.sharing.is_counted(unit):
             made = [replace(piece, is_replica=True) for piece in made]
-        return tuple(made)
+        return tuple(replace(piece, start=piece.start + before) if before else piece for piece in made)
 
     def outside(self, name: str, slot: str, tensor: torch.Tensor) -> LogicalTensor:
         """A parameter or buffer that no unit holds: one data rank writes what it has."""
@@ -158,12 +164,18 @@ class Whole:
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
-    def read(self, source: Checkpoint, name: str, slot: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out` with the flat range at `start` of what this rank has of a parameter or buffer."""
+    def read(
+        self, source: Checkpoint, name: str, slot: str, start: int, out: torch.Tensor, *, row: int | None = None
+    ) -> None:
+        """Fill `out` with the flat range at `start` of what this rank has of a parameter or buffer.
+
+        With `row` the stored tensor has a row for each of several ranks.
+        """
         if name in self.slices:
-            read_slice(source, name, slot, self.slices[name], start, out)
+            read_slice(source, name, slot, self.slices[name], start, out, row=row)
         else:
-            source.read(name, slot, start, out)
+            before = 0 if row is None else row * math.prod(source.stored(name, slot).shape[1:])
+            source.read(name, slot, before + start, out)
 
 
 def named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, None]]:

@@ -57,8 +57,12 @@ class MixesMomentum(Protocol):
 class Drifts(Protocol):
     """A rule with local updates (`Exchange.NOTHING`, `Exchange.DRIFT`), after which parameters of ranks differ.
 
-    Masters are then the parameters of the last common point; local ones go to `Window.out`, which is never missing.
+    Masters are then the parameters of the last common point; local ones go to `Window.out`, which is never missing:
+    master + the slot `drift_name`.
     """
+
+    drift_name: str
+    local_names: tuple[str, ...]  # slots that differ between ranks until they meet, that of the drift among them
 
     def drift(self, window: Window, buffer: Tensor, *, threads: int = 1) -> None:
         """Fill `buffer` with what the ranks average. Shapes: as the master of the window."""

@@ -58,6 +58,7 @@ class OnebitLamb(HostRule):
 
     kernel = "lamb"
     wants_whole = True
+    number_names = ("lamb_coeff_freeze", "last_factor", "scaling_coeff")
     is_elementwise: bool | None = False
 
     def __init__(self, *, freeze_step: int = 100_000, **hyper: Any) -> None:

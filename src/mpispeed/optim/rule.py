@@ -74,6 +74,16 @@ class KeepsState(Protocol):
         """Drop the state of all windows, as before the first update."""
 
 
+@runtime_checkable
+class KeepsNumbers(Protocol):
+    """A rule whose `scalars` are numbers of whole parameters: by the `key_text` of the window, then by name.
+
+    A checkpoint keeps them with the parameter.
+    """
+
+    number_names: tuple[str, ...]
+
+
 RuleFactory = Callable[[dict[str, Any]], tuple[Rule, dict[str, Any]]]
 
 RULES: Registry[RuleFactory] = Registry("optimizer type", ignore_case=True)

@@ -81,6 +81,8 @@ class ZeroOneAdam(HostRule):
     """
 
     kernel = "adam"
+    drift_name = "momentum_accumulator"
+    local_names = ("exp_avg", "momentum_accumulator")
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from mpispeed.optim.exchange import Drifts, Exchange, Exchanges, MixesMomentum
 from mpispeed.store.layout import Span
 from mpispeed.store.move import widen
 from mpispeed.store.placement import WHOLE
+from mpispeed.zero.coder import Coder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +46,7 @@ class CodedExchange:
 
     Attributes:
         errors: what coding has left out, by unit; made when a unit is coded for the first time.
+        shows_common: parameters are those that ranks last agreed on, though local updates came after.
         sent: bytes that this rank has sent in the exchanges of the last step.
         plain: bytes that sums of the same in fp32 would have sent.
     """
@@ -67,11 +69,12 @@ class CodedExchange:
         self._mesh, self._params, self._grads, self._states = mesh, params, grads, states
         self._rule: Exchanges = rule
         self._groups, self._walker = groups, walker
-        self._comm = mesh["data"]
+        self.coder, self._comm = Coder(mesh, None), mesh["data"]
         self.errors: dict[int, OneBitErrors] = {}
         self._momenta: dict[int, torch.Tensor] = {}  # whole ones, where masters are cut
         self._silent: dict[int, torch.Tensor | None] = {}  # where the momentum has to be 0, after the warm-up
         self.sent = self.plain = 0
+        self.shows_common = False
         self._masks = {unit.index: _mask(unit, groups) for unit in params.table.units}
         found = {dtype for unit in params.table.units for dtype in (params.dtypes(unit)[1], grads.dtype(unit))}
         if found - {torch.float32}:
@@ -89,15 +92,52 @@ class CodedExchange:
     def begin(self, step: int) -> None:
         """Prepare for the gradients of update number `step`. Local."""
         self._grads.is_local = self.kind(step) is not Exchange.GRADIENT
+        self.shows_common = False  # an update fills parameters with local ones
         if self.kind(step) in LOCAL and self.kind(step - 1) not in LOCAL:
             for errors in self.errors.values():  # they were of gradients
                 errors.clear()
+
+    def subject(self, step: int) -> str:
+        """Of what the errors are after update `step`: momentum, gradient or drift."""
+        if self.kind(step) in LOCAL:
+            return "drift"
+        return "momentum" if self.kind(step) is Exchange.MOMENTUM else "gradient"
+
+    def is_apart(self, step: int) -> bool:
+        """True if parameters of ranks differ after update `step`."""
+        return self.kind(step) is Exchange.NOTHING
 
     def forget(self) -> None:
         """States are replaced: what follows from them and errors are of others."""
         self.errors.clear()
         self._momenta.clear()
         self._silent.clear()
+
+    def drop_drift(self) -> None:
+        """Masters are replaced: local updates since ranks met were of the ones before. Local."""
+        if isinstance(self._rule, Drifts):
+            self._rule.load_scalars({})  # type: ignore[attr-defined]
+            for unit in self._params.table.units:
+                self._states.cells(unit)[self._rule.drift_name].clear()
+
+    def errors_of(self, unit: Unit) -> OneBitErrors:
+        """Those of a unit; zeros if there are none yet."""
+        if unit.index not in self.errors:
+            self.errors[unit.index] = OneBitErrors.zeros(unit.layout.padded, self._comm.size)
+        return self.errors[unit.index]
+
+    def show_local(self) -> None:
+        """Compute with this rank's own parameters, as updates left them. Local."""
+        self.shows_common = False
+        for unit in self._params.table.units:
+            drift = self._states.cells(unit)[self._drifts.drift_name].get()
+            self._params.fill(unit, self._params.master(unit) + drift)
+
+    def show_common(self) -> None:
+        """Compute with the parameters that ranks last agreed on. Local."""
+        self.shows_common = True
+        for unit in self._params.table.units:
+            self._params.fill(unit, self._params.master(unit))
 
     # -- before an update --------------------------------------------------------------------------------------------
 
@@ -120,7 +160,7 @@ class CodedExchange:
         return multiplier
 
     def _agree_gradient(self, unit: Unit, multiplier: float) -> None:
-        errors, grad = self._errors(unit), self._grads.reduced(unit)
+        errors, grad = self.errors_of(unit), self._grads.reduced(unit)
         squares = compensate(errors.worker[: grad.numel()], grad, keep=multiplier, threads=self._comm.threads)
         self._exchange(unit, grad, errors, squares)
         mask = self._masks[unit.index]
@@ -128,7 +168,7 @@ class CodedExchange:
             grad.masked_fill_(mask, 0.0)
 
     def _agree_momentum(self, unit: Unit, step: int, multiplier: float) -> None:
-        errors, grad, momentum = self._errors(unit), self._grads.reduced(unit), self._momentum(unit)
+        errors, grad, momentum = self.errors_of(unit), self._grads.reduced(unit), self._momentum(unit)
         squares: list[float] = []
         apart: list[tuple[Span, torch.Tensor]] = []
         ranges = list(self._ranges(unit))
@@ -185,12 +225,12 @@ class CodedExchange:
             self.plain = sum(self._plain_bytes(unit) for unit in self._params.table.units)
         if self.kind(step) is not Exchange.DRIFT:
             return
-        rule: Drifts = self._rule  # type: ignore[assignment]
+        rule = self._drifts
         for unit in self._params.table.units:
             drift = self._grads.reduced(unit)  # no longer needed, and zero in its holes
             for window, span in self._windows(unit, step):
                 rule.drift(window, drift[span.slice], threads=self._comm.threads)
-            errors = self._errors(unit)
+            errors = self.errors_of(unit)
             squares = compensate(errors.worker[: drift.numel()], drift, threads=self._comm.threads)
             self._exchange(unit, drift, errors, squares)
             mask = self._masks[unit.index]
@@ -209,10 +249,9 @@ class CodedExchange:
     def _mixer(self) -> MixesMomentum:
         return self._rule  # type: ignore[return-value]
 
-    def _errors(self, unit: Unit) -> OneBitErrors:
-        if unit.index not in self.errors:
-            self.errors[unit.index] = OneBitErrors.zeros(unit.layout.padded, self._comm.size)
-        return self.errors[unit.index]
+    @property
+    def _drifts(self) -> Drifts:
+        return self._rule  # type: ignore[return-value]
 
     def _exchange(self, unit: Unit, out: torch.Tensor, errors: OneBitErrors, squares: list[float]) -> None:
         """The mean of what stands in the errors of the worker. Collective over: the data axis."""
@@ -254,7 +293,9 @@ class CodedExchange:
             whole = torch.zeros(unit.layout.padded)
             widen(self._mesh, whole, cell.get(), self._params.placement, WHOLE, unit.layout.padded)
             self._momenta[unit.index] = whole
-        return self._momenta[unit.index]
+        whole = self._momenta[unit.index]
+        whole[self._params.span(unit).slice].copy_(cell.get())  # groups in full precision change theirs in the update
+        return whole
 
     def _keep_momentum(self, unit: Unit, momentum: torch.Tensor) -> None:
         cell = self._states.cells(unit)["exp_avg"]

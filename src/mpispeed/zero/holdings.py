@@ -130,6 +130,23 @@ class Holdings:
             self._rest[unit.index].put(values)
         self._collector.forget(unit)
 
+    def fill(self, unit: Unit, values: torch.Tensor) -> None:
+        """Fill the unit's low-precision copy here, where there is one; masters stay. Local.
+
+        Shapes: values as the master.
+
+        Raises:
+            StoreError: a swap file cannot be written.
+        """
+        low = self.low_precision(unit)
+        if low is None:
+            return
+        cell, start = low
+        if cell.is_swapped:  # it is cut as the masters are
+            cell.put(values.to(cell.dtype))
+        else:
+            cell.get()[start : start + self.span(unit).numel].copy_(values)
+
     def low_precision(self, unit: Unit) -> tuple[Cell, int] | None:
         """Where rounded masters go, and where in it their range begins; None if masters are what rests."""
         if not unit.is_trainable or unit.index in self._shared:

@@ -206,23 +206,13 @@ class ParamStore(Holdings):
         problem = ""
         try:
             for unit in self.table.units:
-                self._round(unit)
+                if self.low_precision(unit) is not None:
+                    self.fill(unit, self.master(unit))
         except StoreError as error:
             problem = str(error)
         if self.tiers.is_swapping:
             self.mesh["data"].agree(not problem, problem, StoreError)
         self.publish_all()
-
-    def _round(self, unit: Unit) -> None:
-        """Fill the unit's low-precision copy here from its masters."""
-        low = self.low_precision(unit)
-        if low is None:
-            return
-        cell, start = low
-        if cell.is_swapped:  # it is cut as the masters are
-            cell.put(self.master(unit).to(cell.dtype))
-        else:
-            cell.get()[start : start + self.span(unit).numel].copy_(self.master(unit))
 
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:

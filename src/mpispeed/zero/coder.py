@@ -1,0 +1,86 @@
+"""How the ranks of a data axis code a buffer: all alike, or nodes among each other after a mean inside of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpispeed.mesh.onebit import OneBitErrors, exchange, sent_bytes
+from mpispeed.mesh.onebit_nodes import exchange_through, mean_inside, shard_length, zero_errors
+from mpispeed.native.one_bit import compensate
+from mpispeed.store.layout import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpispeed.mesh.mesh import Mesh
+
+
+class Coder:
+    """Takes the mean of buffers over the data axis through one bit per element.
+
+    Attributes:
+        worker: which of the workers this rank's values belong to; the ranks of a node whose mean is coded are one.
+        workers: how many there are.
+    """
+
+    def __init__(self, mesh: Mesh, hops: tuple[str, str] | None) -> None:
+        """Args: `hops` are the axes inside of nodes and between them, or None where ranks are not told apart."""
+        self.comm = mesh["data"]
+        self._inner, self._outer = (None, self.comm) if hops is None else (mesh[hops[0]], mesh[hops[1]])
+        self.worker, self.workers = self._outer.rank, self._outer.size
+
+    def zeros(self, padded: int) -> OneBitErrors:
+        """Errors of this rank for a buffer, as at the beginning."""
+        if self._inner is None:
+            return OneBitErrors.zeros(padded, self.workers)
+        return zero_errors(padded, self._inner.size, self.workers)
+
+    def spans(self, errors: OneBitErrors) -> tuple[Span, Span]:
+        """The ranges of the buffer, with padding at its end, that errors of worker and server are of."""
+        inner = 0 if self._inner is None else self._inner.rank
+        own = Span(inner * errors.worker.numel(), (inner + 1) * errors.worker.numel())
+        start, size = own.start + self.worker * errors.server.numel(), errors.server.numel()
+        return own, Span(start, start + size)
+
+    def values(self, errors: OneBitErrors, padded: int) -> torch.Tensor:
+        """What this rank adds its values to: the error of the worker, or zeros where a node's mean comes first.
+
+        Shapes: [padded], in fp32.
+        """
+        if self._inner is None:
+            return errors.worker[:padded]
+        return self.comm.scratch("values to code", padded, torch.float32).zero_()
+
+    def mean(self, out: torch.Tensor, errors: OneBitErrors, values: torch.Tensor, squares: Sequence[float]) -> None:
+        """Leave about the mean over ranks of `values` in `out`, the same bits on all of them.
+
+        Collective over: the data axis.
+        Shapes: out and values [padded]; `values` as from `values`, `squares` of them as from `compensate`.
+        """
+        if self._inner is None:
+            exchange(self.comm, out, errors, squares)
+            return
+        shard = mean_inside(self._inner, self._outer, values)
+        squares = compensate(errors.worker, shard, threads=self.comm.threads)
+        exchange_through(self._inner, self._outer, out, errors, squares)
+
+    def collect(self, errors: OneBitErrors) -> None:
+        """Bring errors of the worker together that each rank has only where its errors of the server are.
+
+        Collective over: the data axis.
+        """
+        worker, server = self.spans(errors)
+        self._outer.all_gather(errors.worker, errors.worker[server.shifted(-worker.start).slice].clone())
+
+    def sent_bytes(self, padded: int) -> int:
+        """What this rank sends for a buffer; between nodes, where these are told apart."""
+        if self._inner is None:
+            return sent_bytes(padded, self.workers)
+        return sent_bytes(shard_length(padded, self._inner.size, self.workers), self.workers)
+
+    def plain_bytes(self, padded: int) -> int:
+        """What it would send for a sum in fp32."""
+        share = 1 if self._inner is None else self._inner.size
+        return 2 * 4 * (padded // share) * (self.workers - 1) // self.workers
