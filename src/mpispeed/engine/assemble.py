@@ -241,10 +241,12 @@ def _refuse_foreign_params(model: nn.Module, groups: list[dict[str, Any]]) -> No
 def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer | None) -> None:
     # Of the client's optimizers the exact classes: a subclass may do anything.
     is_tested = name in TESTED_FOR_CUTS and (client is None or type(client) is getattr(torch.optim, name, None))
-    if isinstance(rule, Exchanges) and not plan.states.grad.is_whole:
+    # In a pipeline gradients rest whole at every stage; local updates need whole masters too.
+    needed = (plan.states.grad, plan.states.master) if isinstance(rule, Drifts) else (plan.states.grad,)
+    if isinstance(rule, Exchanges) and not all(placement.is_whole for placement in needed):
         msg = (
             f"optimizer {name} lets gradients stay local after its warm-up, and zero_optimization.stage {plan.stage} "
-            "cuts them over ranks; use stage 0 or 1"
+            "cuts them or what is updated from them over ranks; use stage 0 or 1"
         )
         raise ConfigError(msg)
     if plan.states.master.is_whole or is_tested:
@@ -314,11 +316,42 @@ def _optimize(
     # In fp16 scripts read the loss scale off the optimizer, which a client's own object does not have.
     own = EngineOptimizer(groups, scaler, grads.clear, rule.name, basic)
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
-    optimization = Optimization(rule, groups, grads, states, GradHooks(table, grads, landed), facade, basic or own)
     walker = Walker(params, grads, states, per_parameter=rule.wants_whole)
-    if isinstance(rule, Exchanges):
-        optimization.coded = CodedExchange(mesh, params, grads, states, rule, groups, walker)
-    return optimization, walker
+    coded = _make_coded(plan, mesh, sharding, rule, groups, grads, states, walker)
+    hooks = GradHooks(table, grads, landed)
+    return Optimization(rule, groups, grads, states, hooks, facade, basic or own, coded=coded), walker
+
+
+def _make_coded(
+    plan: Plan,
+    mesh: Mesh,
+    sharding: Sharding,
+    rule: Rule,
+    groups: list[dict[str, Any]],
+    grads: GradStore,
+    states: StateStore,
+    walker: Walker,
+) -> CodedExchange | None:
+    """What a 1-bit optimizer has; when it fails the model can be given to another `initialize`.
+
+    Collective over: all ranks, for 1-bit optimizers.
+
+    Raises:
+        ConfigError: on every rank, if it does not fit the dtypes or masks of one.
+    """
+    if not isinstance(rule, Exchanges):
+        return None
+    coded, problem = None, ""
+    try:
+        coded = CodedExchange(mesh, sharding.params, grads, states, rule, groups, walker)
+    except ConfigError as error:
+        problem = str(error)
+    try:
+        mesh.world.comm.agree(not problem, problem, ConfigError)
+    except ConfigError:
+        sharding.remove()
+        raise
+    return coded
 
 
 def _make_scheduler_or_unhook(

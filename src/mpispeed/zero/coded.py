@@ -71,6 +71,7 @@ class CodedExchange:
         self._groups, self._walker = groups, walker
         self.coder, self._comm = Coder(mesh, None), mesh["data"]
         self.errors: dict[int, OneBitErrors] = {}
+        self._edits, self._is_prepared = states.edits, False
         self._momenta: dict[int, torch.Tensor] = {}  # whole ones, where masters are cut
         self._silent: dict[int, torch.Tensor | None] = {}  # where the momentum has to be 0, after the warm-up
         self.sent = self.plain = 0
@@ -109,6 +110,7 @@ class CodedExchange:
 
     def forget(self) -> None:
         """States are replaced: what follows from them and errors are of others."""
+        self._is_prepared = False
         self.errors.clear()
         self._momenta.clear()
         self._silent.clear()
@@ -154,6 +156,10 @@ class CodedExchange:
                 self._agree_gradient(unit, multiplier)
             return 1.0
         if kind is Exchange.MOMENTUM:
+            if self._edits != self._states.edits:
+                self._edits = self._states.edits
+                self._momenta.clear()
+                self._silent.clear()
             self._prepare(step)
             for unit in self._params.table.units:
                 self._agree_momentum(unit, step, multiplier)
@@ -184,8 +190,6 @@ class CodedExchange:
             if self._rule.wants_whole:  # type: ignore[attr-defined]
                 mine[2].copy_(mine[1])  # the momentum before, where LAMB looks for it
         self._exchange(unit, momentum, errors, squares)
-        for span, kept in apart:
-            momentum[span.slice].copy_(kept)
         for key, _, span in ranges:
             coefficient = self._mixer.coefficient(key)
             if coefficient != 1.0:
@@ -193,6 +197,8 @@ class CodedExchange:
         silent = self._silence(unit)
         if silent is not None:
             momentum.masked_fill_(silent, 0.0)
+        for span, kept in apart:
+            momentum[span.slice].copy_(kept)
         self._keep_momentum(unit, momentum)
 
     def _prepare(self, step: int) -> None:
@@ -201,17 +207,19 @@ class CodedExchange:
         Collective over: the axes pipe and model, the first time.
         """
         prepare = getattr(self._rule, "prepare", None)
-        if prepare is None:
+        if prepare is None or self._is_prepared:
             return
+        self._is_prepared = True  # on all stages alike, also on those that have nothing to train
         ranges = [(unit, key, span) for unit in self._params.table.units for key, _, span in self._ranges(unit)]
-        if self._rule.lacks_scaling(step, [key for _, key, _ in ranges]):  # type: ignore[attr-defined]
+        comm, keys = self._mesh["pipe", "model"], [key for _, key, _ in ranges]
+        if any(comm.gather_objects(self._rule.lacks_scaling(step, keys))):  # type: ignore[attr-defined]
             norms = {}
             for unit, key, span in ranges:
                 values = self._momentum(unit)[span.slice]
                 norms[key] = float(torch.linalg.vector_norm(values, dtype=torch.float64)), values.numel()
             # One mean for the whole model: copies of a parameter on other stages or slices need the same coefficient.
             own = [norm / math.sqrt(count) for norm, count in norms.values() if count]
-            every = [size for sizes in self._mesh["pipe", "model"].gather_objects(own) for size in sizes]
+            every = [size for sizes in comm.gather_objects(own) for size in sizes]
             prepare(norms, mean=math.fsum(every) / max(1, len(every)))
 
     # -- after an update ---------------------------------------------------------------------------------------------
@@ -285,7 +293,10 @@ class CodedExchange:
                 yield (unit.index, group, span.start), self._groups[group], span
 
     def _momentum(self, unit: Unit) -> torch.Tensor:
-        """The whole momentum of a unit. Collective over: the data axis, the first time, where masters are cut."""
+        """The whole momentum of a unit.
+
+        Collective over: the data axis, the first time and after states were set, where masters are cut.
+        """
         cell = self._states.cells(unit)["exp_avg"]
         if self._params.placement.is_whole:
             return cell.get()
@@ -349,7 +360,7 @@ def _mask(unit: Unit, groups: Sequence[dict[str, Any]]) -> torch.Tensor | None:
 
 
 def _fitting(entry: Entry, mask: Any) -> torch.Tensor:
-    if not isinstance(mask, torch.Tensor) or mask.numel() != entry.numel:
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) not in (entry.shape, (entry.numel,)):
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         msg = (
             f"{MASK} of parameter group {entry.group} is {shape} and parameter {entry.name!r} in it has shape "
