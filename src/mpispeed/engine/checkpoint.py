@@ -19,7 +19,7 @@ from mpispeed.nn.random import get_rng_tracker
 from mpispeed.optim.exchange import Exchanges
 from mpispeed.optim.rule import KeepsNumbers, KeepsState
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.zero.coded import MASK
+from mpispeed.zero.momenta import MASK
 from mpispeed.zero.units import tied_names
 from mpispeed.zero.walk import Walker
 

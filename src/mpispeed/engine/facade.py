@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import UsageError
-from mpispeed.zero.coded import MASK
+from mpispeed.zero.momenta import MASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -52,8 +52,8 @@ STATES_BY_STAGE: dict[int, States] = {
 class Placing:
     """Where states rest, and how the data axis is divided for it.
 
-    `hops` names the two axes of a quantized sum of gradients, or is None. `sums_late` is True where gradients rest
-    whole only because they are summed once for all micro-batches.
+    `hops` names the axes inside of nodes and between them of a sum that is coded, or is None. `sums_late` is True where
+    gradients rest whole only because they are summed once for all micro-batches.
     """
 
     states: States
@@ -73,7 +73,13 @@ class Placing:
 
 
 def place(
-    zero: ZeroOptimization, data: int, ranks_per_node: int, *, sums_late: bool = False, replicates: bool = False
+    zero: ZeroOptimization,
+    data: int,
+    ranks_per_node: int,
+    *,
+    sums_late: bool = False,
+    codes: bool = False,
+    replicates: bool = False,
 ) -> Placing:
     """Placements for the settings.
 
@@ -84,6 +90,7 @@ def place(
             apart look at it.
         sums_late: gradients rest whole until the last micro-batch, whatever the stage: a pipeline then sums over ranks
             once in a step, and not once for each micro-batch.
+        codes: the optimizer codes what nodes tell each other in one bit; the data axis is divided into them.
         replicates: the optimizer needs whole states on every rank: stage 1 keeps them so.
 
     Raises:
@@ -94,8 +101,8 @@ def place(
         key, value = ("mics_shard_size", shard) if shard > 0 else ("zero_hpz_partition_size", second)
         msg = f"{_Z}.{key} {value} divides cut parameters and needs {_Z}.stage 3, found {zero.stage}; remove the key"
         raise ConfigError(msg)
-    if replicates and zero.stage == 1:
-        return _on_tiers(Placing(STATES_BY_STAGE[0]), zero, sums_late=False)
+    if codes and zero.stage <= 1:
+        return _on_tiers(_place_coded(0 if replicates else zero.stage, data, ranks_per_node), zero, sums_late=False)
     if shard > 0:
         return _on_tiers(_place_in_groups(zero, data, ranks_per_node), zero, sums_late=sums_late)
     if zero.mics_hierarchical_params_gather:
@@ -124,6 +131,14 @@ def _on_tiers(placing: Placing, zero: ZeroOptimization, *, sums_late: bool) -> P
         master=replace(states.master, tier=master),
     )
     return replace(placing, states=moved, sums_late=sums_late and not placing.states.grad.is_whole)
+
+
+def _place_coded(stage: int, data: int, ranks_per_node: int) -> Placing:
+    """States as the stage says; full nodes of several ranks are told apart."""
+    states = STATES_BY_STAGE[stage]
+    if ranks_per_node < 2 or data <= ranks_per_node or data % ranks_per_node:
+        return Placing(states)
+    return Placing(states, (Factor(INNER, ranks_per_node, "ranks per node", rest=OUTER),), (INNER, OUTER))
 
 
 def _place_in_groups(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:

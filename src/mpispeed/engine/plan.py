@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 UNIT_ELEMENTS_MAX = 2**31 - 1
 
+CODED = ("onebitadam", "zerooneadam", "onebitlamb")
+"""Optimizers that exchange one bit for each element."""
+
 REPLICATED = ("zerooneadam", "onebitlamb")
 """Optimizers that look at whole tensors on every rank: with ZeRO stage 1 their states are not cut."""
 
@@ -165,6 +168,7 @@ def make_plan(
         model_dtype=model_dtype,
     )
     optimizer, scheduler = config.optimizer, config.scheduler
+    name = (optimizer.type if optimizer and optimizer.type else "").lower()
     return Plan(
         config=config,
         world_size=world_size,
@@ -176,7 +180,8 @@ def make_plan(
             data,
             _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node),
             sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
-            replicates=(optimizer.type if optimizer and optimizer.type else "").lower() in REPLICATED,
+            codes=name in CODED,
+            replicates=name in REPLICATED,
         ),
         policy=policy,
         gradient_clipping=config.gradient_clipping,

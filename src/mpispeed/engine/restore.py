@@ -29,7 +29,7 @@ from mpispeed.nn.random import get_rng_tracker, reseed_slices
 from mpispeed.optim.rule import KeepsState
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.store.layout import Span
-from mpispeed.zero.coded import MASK
+from mpispeed.zero.momenta import MASK
 
 if TYPE_CHECKING:
     from mpispeed.engine.parts import Parts

@@ -153,8 +153,9 @@ class ExchangeBefore:
 
     def __call__(self, ctx: StepContext) -> None:
         """Collective over: the data axis."""
-        self._coded.sent = self._coded.plain = 0
-        if not ctx.skip:
+        if ctx.skip:
+            self._coded.drop()
+        else:
             ctx.multiplier = self._coded.before_update(ctx.step, ctx.multiplier)
 
 

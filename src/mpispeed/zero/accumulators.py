@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpispeed.store.layout import Span
     from mpispeed.store.placement import Placement
     from mpispeed.store.table import Table, Unit
+    from mpispeed.zero.early import EarlyExchange
 
 WRITES_BEHIND = 2
 """Units whose gradients may be on their way to disk while others are summed."""
@@ -35,6 +36,9 @@ class Accumulators:
     """
 
     arena: Arena
+    _communicate: torch.dtype | None = None  # dtype of messages; None: in the dtype that each unit came in
+    early: EarlyExchange | None = None
+    is_early = False  # local gradients are coded as they come, by `early`
     is_local = False  # gradients are this rank's own and rest whole: nothing sums them, and all of them is looked at
 
     def __init__(
@@ -55,6 +59,10 @@ class Accumulators:
         self._problem = ""
         self._squares: dict[int, list[float]] = {}
         self._writes: dict[int, Carried] = {}  # by unit, oldest first
+
+    def wire_dtype(self, unit: Unit) -> torch.dtype:
+        """In which gradients of the unit travel."""
+        return unit.dtype if self._communicate is None or unit.dtype == torch.float64 else self._communicate
 
     # -- while a unit is summed --------------------------------------------------------------------------------------
 
@@ -134,6 +142,12 @@ class Accumulators:
                     self._squares[unit.index] = self._square(unit, cell.get(), threads=1)
                 except StoreError as error:
                     self._problem = str(error)
+
+    def _code(self, unit: Unit, values: torch.Tensor) -> None:
+        """Code local gradients now, unless they are summed over other axes first; their squares are kept."""
+        if self.early is not None and self.early.takes(unit):
+            self._squares[unit.index] = self._square(unit, values, threads=1)
+            self.early(unit, values)
 
     # -- after the sums ----------------------------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ class Coder:
     def __init__(self, mesh: Mesh, hops: tuple[str, str] | None) -> None:
         """Args: `hops` are the axes inside of nodes and between them, or None where ranks are not told apart."""
         self.comm = mesh["data"]
-        self._inner, self._outer = (None, self.comm) if hops is None else (mesh[hops[0]], mesh[hops[1]])
+        self._inner = None if hops is None else mesh[hops[0]]
+        self._outer = self.comm if hops is None else mesh[hops[1]]
         self.worker, self.workers = self._outer.rank, self._outer.size
 
     def zeros(self, padded: int) -> OneBitErrors:

@@ -31,6 +31,11 @@ PARTIAL_AXES = ("data",)
 
 NAMES_SHOWN = 8
 
+_CODED_ALREADY = (
+    "a backward pass after the gradients of this step were coded: with overlap_comm a 1-bit optimizer takes one "
+    "backward pass at an accumulation boundary; add the losses, or set zero_optimization.overlap_comm to false"
+)
+
 
 @dataclass(slots=True)
 class _UnitState:
@@ -132,20 +137,17 @@ class GradStore(Accumulators):
         """In which gradients of the unit are accumulated."""
         return torch.float64 if unit.dtype == torch.float64 else self._accumulate
 
-    def wire_dtype(self, unit: Unit) -> torch.dtype:
-        """In which gradients of the unit travel."""
-        is_own = self._communicate is None or unit.dtype == torch.float64
-        return unit.dtype if is_own else self._communicate  # type: ignore[return-value]
-
     # -- one micro-step ------------------------------------------------------------------------------------
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Prepare for one backward pass; `reduces` says whether sums over ranks are due in it."""
-        reduces = reduces and not self.is_local
+        reduces = reduces and (self.is_early or not self.is_local)
         self.reduces_now = reduces or not self.rest.is_whole
         self._is_open, self._is_due = True, reduces
         self._next = len(self.table.units) - 1
         for unit, state in zip(self.table.units, self._states, strict=True):
+            if self.is_early and state.is_averaged:
+                raise UsageError(_CODED_ALREADY)
             state.landed.clear()
             if state.is_averaged and (self.rest.is_whole or self._outer):
                 self._carry(unit, state)
@@ -283,6 +285,9 @@ class GradStore(Accumulators):
         squares: bool,
     ) -> None:  # fmt: skip
         """Runs on the lane's progress thread when overlapped; touches only this unit's buffers."""
+        if self.is_early:
+            self._code(unit, bucket)
+            return
         before, after = self.averaging.before, 1.0 if self._outer else self.averaging.after
         wire = _scaled(bucket, before, self.wire_dtype(unit), self.arena)
         target = self.begin(unit, reads=adds)
@@ -316,18 +321,17 @@ class GradStore(Accumulators):
     def finish(self) -> None:
         """Complete all sums over ranks: start those that no backward pass was asked to start, wait for all.
 
-        Local gradients are left as they are.
-
         Collective over: the data axis.
 
         Raises:
             UsageError: on every rank, if gradients of all parameters are required and one of a rank is missing.
             StoreError: on every rank, if swapped gradients of one could not be read or written.
         """
-        for unit, state in zip(self.table.units if self.is_local else (), self._states, strict=False):
-            self._filled(unit, state)
-        if not self.is_local:
+        if self.is_early or not self.is_local:
             self._sum_rest()
+        for unit, state in zip(self.table.units if self.is_local else (), self._states, strict=False):
+            if not state.is_averaged:
+                self._filled(unit, state)
         self._backlog.clear()
         self.drain()
         if self._requires_all:
