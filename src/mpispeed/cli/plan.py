@@ -23,7 +23,7 @@ from mpispeed.cli.plan_schedule import refuse_unused, schedule_options, show
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.engine.budget import Budget
+    from mpispeed.engine.budget import Budget, Sent
     from mpispeed.engine.fit import Setup, Verdict
     from mpispeed.engine.plan import Plan
 
@@ -326,12 +326,29 @@ def _as_json(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, mod
             {"what": row.what, "from": row.source.value, "to": row.target.value, "bytes": row.bytes}
             for row in budget.moved
         ],
-        "sent": [
-            {"what": row.what, "verb": row.verb, "axes": list(row.axes), "bytes": row.bytes} for row in budget.sent
+        "sent": _rows(budget.sent),
+        "phases": [
+            {"name": phase.name, "when": phase.when, "bytes": phase.bytes, "sent": _rows(phase.sent)}
+            for phase in budget.phases
         ],
         "node": {"need_bytes": verdict.need_bytes, "limit_bytes": verdict.limit.bytes, "limit": verdict.limit.source},
     }
     return json.dumps(answer, indent=1)
+
+
+def _rows(sent: Sequence[Sent]) -> list[dict[str, Any]]:
+    return [{"what": row.what, "verb": row.verb, "axes": list(row.axes), "bytes": row.bytes} for row in sent]
+
+
+def _traffic(budget: Budget) -> list[str]:
+    """A table for each kind of step; optimizers that do not code have one."""
+    steps = [(f"{phase.name} ({phase.when}):\n", phase.sent) for phase in budget.phases]
+    found = []
+    for title, sent in steps or [("", budget.sent)]:
+        rows = [(row.what, row.verb, " ".join(row.axes), format_bytes(row.bytes)) for row in sent]
+        rows.append(("sum", "", "", format_bytes(sum(row.bytes for row in sent))))
+        found.append(title + _columns(("one rank sends in a step", "verb", "over", "bytes"), rows))
+    return found
 
 
 def _as_text(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, model: nn.Module) -> str:
@@ -347,13 +364,11 @@ def _as_text(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, mod
     if budget.file_bytes:
         held.append(("swap files of a rank", "nvme", format_bytes(budget.file_bytes)))
         held.append(("swap files on a node", "nvme", format_bytes(setup.ranks_per_node * budget.file_bytes)))
-    sent = [(row.what, row.verb, " ".join(row.axes), format_bytes(row.bytes)) for row in budget.sent]
-    sent.append(("sum", "", "", format_bytes(budget.sent_bytes())))
     moved = [(row.what, row.source.value, row.target.value, format_bytes(row.bytes)) for row in budget.moved]
     tables = [
         _columns(("the run", ""), [("model", f"{format_count(count)} parameters"), *_meaning(resolved)]),
         _columns(("one rank holds", "tier", "bytes"), held),
-        _columns(("one rank sends in a step", "verb", "over", "bytes"), sent),
+        *_traffic(budget),
         *([_columns(("one rank moves in a step", "from", "to", "bytes"), moved)] if moved else []),
     ]
     parts = [

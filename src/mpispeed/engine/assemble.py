@@ -74,7 +74,7 @@ def assemble(
     scaler = make_scaler(plan)
     check_rule(plan, rule, rule.name if rule is not None else "")
     slots = rule.state_names if rule is not None else ()
-    require_host_budget(mesh.world.comm, plan, model, group_of=group_of, slots=slots)
+    require_host_budget(mesh.world.comm, plan, model, group_of=group_of, slots=slots, rule=rule)
     sharing, kinds = Sharing.of(mesh, model), kinds_of(model, mesh["model"].size)
     if mesh["pipe"].size > 1:
         problem = sharing.find_unlike(model, kinds, group_of)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.engine.coding import Phase, error_bytes, momentum_bytes, phases, saved_bytes
 from mpispeed.engine.facts import Facts, gather_facts
 from mpispeed.engine.rehearsal import Buffers, Outcome, PaperParams, Rehearsal
 from mpispeed.engine.traffic import (
@@ -40,7 +41,13 @@ if TYPE_CHECKING:
     from mpispeed.store.table import Unit
     from mpispeed.zero.users import User
 
-__all__ = ["Budget", "Facts", "Held", "Moved", "Sent", "gather_facts", "predict"]
+__all__ = ["Budget", "Facts", "Held", "Moved", "Phase", "Sent", "gather_facts", "predict"]
+
+ORDER = (
+    "parameters", "second copies", "outside of units", "masters", "optimizer state", "gradients", "1-bit momentum",
+    "1-bit errors",
+)  # fmt: skip
+"""Of what is held at rest."""
 
 NORM_BYTES = 512
 """What each rank adds to the exact sum of squares of all gradients (`zero.norm`)."""
@@ -61,11 +68,12 @@ class Budget:
 
     Attributes:
         held: model states while training; activations are not in it.
-        sent: traffic of one optimizer step, once the order of use is known.
+        sent: traffic of one optimizer step, once the order of use is known; of 1-bit optimizers one in full precision.
         build_bytes: the most that is held while the engine takes the model over.
         lag_bytes: part of the gradient buckets that is held only if sums over ranks lag behind the backward pass.
         moved: traffic between tiers in one optimizer step.
         file_bytes: swap files, of whole pages; the kinds of state in them are in `held` as they are.
+        phases: of 1-bit optimizers, kinds of steps that send different things; that of `sent` is the first.
     """
 
     held: tuple[Held, ...]
@@ -74,6 +82,7 @@ class Budget:
     lag_bytes: int = 0
     moved: tuple[Moved, ...] = ()
     file_bytes: int = 0
+    phases: tuple[Phase, ...] = ()
 
     def bytes_of(self, what: str) -> int:
         """Bytes of one kind of state over all tiers."""
@@ -120,19 +129,24 @@ def predict(facts: Facts) -> Budget:
     held.append(Held("gathered parameters", device, max(outcome.gathered_bytes, _held_bytes(facts))))
     held.append(Held("gradient buckets", device, outcome.scratch_bytes - outcome.gathered_bytes))
     gathers = [Sent("parameters", verb, axes, count) for (verb, axes), count in sorted(outcome.gathers.items())]
-    sent = [*sent_gradients(facts), *gathers, *sent_updates(facts)]
-    ranks = facts.topology.size
-    if facts.table.units:
-        axes = ("data",) if ranks == facts.topology.group_size("data") else facts.topology.names
-        sent.append(Sent("gradient norm", "all_gather", axes, NORM_BYTES * (ranks - 1)))
+    norm = list(_sent_norm(facts))
+    sent = _summed([*sent_gradients(facts), *gathers, *sent_updates(facts), *norm])
     return Budget(
         held=tuple(row for row in held if row.bytes),
-        sent=tuple(row for row in _summed(sent) if row.bytes),
+        sent=sent,
         build_bytes=_build_bytes(facts),
         lag_bytes=outcome.scratch_bytes - prompt.scratch_bytes,
         moved=tuple(moved(facts, _fetches(facts, outcome))),
         file_bytes=sum(facts.swap.file_bytes.values()),
+        phases=tuple(replace(phase, sent=_summed(phase.sent)) for phase in phases(facts, sent, [*gathers, *norm])),
     )
+
+
+def _sent_norm(facts: Facts) -> Iterable[Sent]:
+    ranks = facts.topology.size
+    if facts.table.units:
+        axes = ("data",) if ranks == facts.topology.group_size("data") else facts.topology.names
+        yield Sent("gradient norm", "all_gather", axes, NORM_BYTES * (ranks - 1))
 
 
 def _held_bytes(facts: Facts) -> int:
@@ -169,8 +183,9 @@ def _held_at_rest(facts: Facts) -> Iterable[Held]:
         add("masters", facts.state_tier(unit), 0 if facts.is_shared(unit) else span * master.itemsize)
         add("optimizer state", facts.state_tier(unit), span * facts.state_bytes * master.itemsize // 4)
         add("gradients", facts.grad_tier(unit), facts.span(unit, facts.grad) * facts.grad_dtypes(unit)[0].itemsize)
-    order = ("parameters", "second copies", "outside of units", "masters", "optimizer state", "gradients")
-    for what in order:
+        add("1-bit momentum", Tier.HOST, momentum_bytes(facts, unit))
+        add("1-bit errors", Tier.HOST, error_bytes(facts, unit))
+    for what in ORDER:
         for tier in Tier:
             yield Held(what, tier, total.get((what, tier), 0))
 
@@ -194,7 +209,7 @@ def _saved_bytes(facts: Facts, unit: Unit) -> int:
     compute, master = facts.dtypes(unit)
     if not unit.is_trainable:
         return part * compute.itemsize
-    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4)
+    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + saved_bytes(facts, unit)
 
 
 def _outside_bytes(facts: Facts, *, is_cast: bool) -> int:
@@ -221,7 +236,8 @@ def _build_bytes(facts: Facts) -> int:
         source = unit.layout.padded * unit.dtype.itemsize
         rest = facts.span(unit, facts.rest(unit)) * compute.itemsize
         is_source = facts.is_resident(unit) and compute == unit.dtype
-        masters = facts.span(unit, facts.master) * master.itemsize if unit.is_trainable and compute != master else 0
+        has_masters = unit.is_trainable and not facts.is_shared(unit)
+        masters = facts.span(unit, facts.master) * master.itemsize if has_masters else 0
         made = rest + masters
         gathered = source if facts.is_born_cut and not facts.is_resident(unit) else 0
         most = max(most, held + source + gathered + made - (rest if is_source else 0))
@@ -232,12 +248,13 @@ def _build_bytes(facts: Facts) -> int:
     return most
 
 
-def _summed(rows: Iterable[Sent]) -> list[Sent]:
+def _summed(rows: Iterable[Sent]) -> tuple[Sent, ...]:
+    """A row for each kind of message; without those that send nothing."""
     total: dict[tuple[str, str, tuple[str, ...]], int] = {}
     for row in rows:
         key = row.what, row.verb, row.axes
         total[key] = total.get(key, 0) + row.bytes
-    return [Sent(*key, count) for key, count in total.items()]
+    return tuple(Sent(*key, count) for key, count in total.items() if count)
 
 
 def _rehearse(facts: Facts, users: list[User]) -> Outcome:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from mpispeed.engine.coding import Coding, coding_of
 from mpispeed.engine.offload import Cells, Offload, leading_units, make_swap_plan, offload_of
 from mpispeed.engine.sharing import kinds_of
 from mpispeed.mesh.topology import Topology
 from mpispeed.optim.choice import build
-from mpispeed.optim.rule import KeepsState, Window
+from mpispeed.optim.rule import KeepsState, Rule, Window
 from mpispeed.store.placement import WHOLE, Placement, Tier
 from mpispeed.store.tiers import GRAD, MASTER, PARAM, SwapPlan
 from mpispeed.zero.fetch import Limits
@@ -58,6 +59,7 @@ class Facts:
         offload: how states rest outside the device.
         copies_checkpoint: checkpoints are copied and written while training goes on.
         gathers_once: parameters that rest cut are gathered once for all micro-batches of a step.
+        coding: how a 1-bit optimizer codes; None: the optimizer is another one.
     """
 
     model: nn.Module
@@ -84,6 +86,7 @@ class Facts:
     offload: Offload = field(default_factory=Offload)
     copies_checkpoint: bool = False
     gathers_once: bool = False
+    coding: Coding | None = None
 
     def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
         """Compute and master dtype of a unit, as `ParamStore.dtypes`."""
@@ -113,7 +116,7 @@ class Facts:
     def is_shared(self, unit: Unit) -> bool:
         """True if the unit's masters are its parameters."""
         compute, master = self.dtypes(unit)
-        return compute == master
+        return compute == master and not (self.coding is not None and self.coding.own_masters)
 
     def is_coded(self, unit: Unit) -> bool:
         """True if the unit's parameters rest as 8-bit codes where they are cut."""
@@ -177,6 +180,7 @@ def gather_facts(
     is_born_cut: bool = False,
     group_of: Mapping[int, int] | None = None,
     slots: Sequence[str] | None = None,
+    rule: Rule | None = None,
 ) -> Facts:
     """Read off a plan and a model what a prediction needs.
 
@@ -186,12 +190,16 @@ def gather_facts(
         is_born_cut: it is built inside of zero.Init.
         group_of: parameter group index by `id` of the parameter; all trainable parameters by default.
         slots: names of the optimizer's flat state tensors; by default what the plan's optimizer has, or Adam's.
+        rule: the optimizer, where `slots` are given; None: one that does not code.
 
     Raises:
-        ConfigError: the optimizer is unknown or refuses its settings.
+        ConfigError: the optimizer is unknown, refuses its settings, or cannot code under the plan.
     """
     zero, states, topology = plan.config.zero_optimization, plan.states, plan.topology()
-    names, state_bytes = _slots(plan) if slots is None else (tuple(slots), 4 * len(slots))
+    if slots is None:
+        names, state_bytes, rule = _slots(plan)
+    else:
+        names, state_bytes = tuple(slots), 4 * len(slots)
     table = deal_units(plan, model, _all_trainable(model) if group_of is None else group_of)
     mark_leaves_by_threshold(model, zero.module_granularity_threshold)
     resident = frozenset(choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold))
@@ -215,13 +223,14 @@ def gather_facts(
         limits=_limits(plan),
         codes_params=zero.zero_quantized_weights,
         codes_frozen=zero.zero_quantized_nontrainable_weights,
-        codes_grads=plan.placing.hops is not None,
+        codes_grads=zero.zero_quantized_gradients and plan.placing.hops is not None,
         scatters=zero.reduce_scatter,
         is_born_cut=is_born_cut,
         slots=names,
         offload=offload_of(zero),
         copies_checkpoint=plan.config.checkpoint.async_save,
         gathers_once=plan.gathers_once,
+        coding=coding_of(plan, rule),
     )
 
 
@@ -249,14 +258,17 @@ def _limits(plan: Plan) -> Limits:
     return Limits(ahead=ahead, live=zero.max_live_parameters, reuse=zero.max_reuse_distance)
 
 
-def _slots(plan: Plan) -> tuple[tuple[str, ...], int]:
-    """Names of optimizer states, and their bytes for each fp32 element: of the rule, or what one update leaves."""
+def _slots(plan: Plan) -> tuple[tuple[str, ...], int, Rule | None]:
+    """Names of optimizer states, and their bytes for each fp32 element: of the rule, or what one update leaves.
+
+    Then the rule.
+    """
     if plan.optimizer_name is None:
-        return ADAM_SLOTS, 4 * len(ADAM_SLOTS)
+        return ADAM_SLOTS, 4 * len(ADAM_SLOTS), None
     rule, defaults = build(plan.optimizer_name, plan.optimizer_params)
     if not isinstance(rule, KeepsState):
-        return rule.state_names, 4 * len(rule.state_names)
+        return rule.state_names, 4 * len(rule.state_names), rule
     window = Window(torch.zeros(16), torch.ones(16), {}, {**defaults}, 1, key=(0, 0, 0))
     rule.update([window])
     found = rule.slots(window.key)
-    return tuple(found), sum(slot.element_size() for slot in found.values())
+    return tuple(found), sum(slot.element_size() for slot in found.values()), rule

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mpispeed.engine.plan import Plan
     from mpispeed.mesh.comm import Comm
+    from mpispeed.optim.rule import Rule
 
 ROWS_SHOWN = 4
 """Kinds of state that a message names, the largest first."""
@@ -42,6 +43,7 @@ def predict_host(
     *,
     group_of: Mapping[int, int] | None = None,
     slots: Sequence[str] | None = None,
+    rule: Rule | None = None,
 ) -> dict[str, int]:
     """Host memory of one rank while it trains, by kind of state: at rest, and buffers. Units: bytes.
 
@@ -53,11 +55,12 @@ def predict_host(
         model: any that `initialize` takes, also one that was born cut in `zero.Init`.
         group_of: parameter group index by `id` of the parameter; all trainable parameters by default.
         slots: names of the optimizer's flat state tensors; by default those of the plan's optimizer, or Adam's.
+        rule: the optimizer, where `slots` are given; None: one that does not code.
 
     Raises:
         ConfigError: the plan's optimizer refuses its settings, or buffers are too short for the parts of units.
     """
-    facts = gather_facts(plan, model, group_of=group_of, slots=slots)
+    facts = gather_facts(plan, model, group_of=group_of, slots=slots, rule=rule)
     # More than two micro-steps hold no more than two.
     steps = min(facts.micro_steps, 2)
     return predict(replace(facts, is_overlapped=False, micro_steps=steps)).memory_bytes()
@@ -119,6 +122,7 @@ def require_host_budget(
     *,
     group_of: Mapping[int, int] | None = None,
     slots: Sequence[str] | None = None,
+    rule: Rule | None = None,
 ) -> None:
     """Refuse what some rank has no host memory for, before anything of it is allocated.
 
@@ -128,6 +132,7 @@ def require_host_budget(
         model: what will be trained.
         group_of: as `predict_host`.
         slots: as `predict_host`.
+        rule: as `predict_host`.
 
     Collective over: all ranks.
 
@@ -137,7 +142,7 @@ def require_host_budget(
     limit, found, problem = plan.config.host_memory_limit, read_limits(model), ""
     if limit is not None or found.rlimit is not None:
         try:
-            rows = predict_host(plan, model, group_of=group_of, slots=slots)
+            rows = predict_host(plan, model, group_of=group_of, slots=slots, rule=rule)
             problem = check_host_budget(rows, limit, mapped=found.mapped, rlimit=found.rlimit)
         except ConfigError as error:
             problem = str(error)

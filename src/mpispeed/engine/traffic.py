@@ -43,6 +43,8 @@ class Moved:
 
 def _replicas(facts: Facts) -> tuple[str, ...]:
     """Axes along which ranks hold equal parts of masters."""
+    if facts.master.is_whole:
+        return ("data",)
     cut = facts.topology.resolve(facts.master.axes)
     rest = (axis for axis in facts.topology.resolve("data") if axis not in cut)
     return tuple(axis for axis in rest if facts.topology.group_size(axis) > 1)

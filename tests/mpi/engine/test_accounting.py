@@ -6,6 +6,8 @@ import torch
 from mpispeed.base.errors import StoreError
 from mpispeed.store.layout import FlatLayout
 from mpispeed.zero import guard
+from tests.helpers import onebit_training
+from tests.helpers.onebit_budget import compare
 from tests.helpers.training import batches, config, make_engine, train_engine, weights, zero
 
 BATCH = 36
@@ -57,6 +59,16 @@ def test_traffic_of_a_step(stage, accumulation):
     assert journal.total_bytes("all_gather") == gathered
     everywhere = (2 * steps * share if stage == 0 else 0) + loss_bytes
     assert journal.total_bytes("all_reduce") == pytest.approx(everywhere, abs=steps * 16)
+    engine.destroy()
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("name", onebit_training.NAMES)
+def test_1_bit_optimizers_hold_and_send_what_was_predicted(name, stage, dtype):
+    engine = onebit_training.engine_of(name, stage, 1, **onebit_training.PRECISIONS[dtype])
+    assert len(compare(engine, onebit_training.Mlp())) == (4 if name == "ZeroOneAdam" else 2)
     engine.destroy()
 
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from mpispeed.cli.main import cli
 from mpispeed.config import unavailable
+from tests.helpers.onebit_training import FREEZE, NAMES, settings
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -121,6 +122,31 @@ def test_tables_name_everything(folder):
     for word in ("7G parameters", "cut over 8 ranks", "reduce_scatter", "masters", "gradient buckets", "--activations"):
         assert word in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 200
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_1_bit_optimizers_have_a_table_for_each_phase(folder, name, stage):
+    (folder / "onebit.json").write_text(json.dumps({**settings(name, stage), "train_batch_size": 8}))
+    words = ("onebit.json", *SIZE, "-n", 8, "--nodes", 2, "--memory", "10Ti")
+    done, answer = call(*words), asked(*words)
+    assert done.exit_code == 0, done.output
+    held = {row["what"]: row["bytes"] for row in answer["held"]}
+    assert held["1-bit errors"] > 0
+    assert "1-bit errors" in done.stdout
+    assert ("1-bit momentum" in done.stdout) == ("1-bit momentum" in held) == (name == "OneBitAdam" and stage == 1)
+    for phase in answer["phases"]:
+        assert f"\n{phase['name']} ({phase['when']}):\none rank sends in a step" in done.stdout
+        assert phase["bytes"] == sum(row["bytes"] for row in phase["sent"])
+    assert answer["phases"][0]["sent"] == answer["sent"]
+    last = 8 if name == "ZeroOneAdam" else FREEZE
+    assert f"update {last + 1}" in answer["phases"][-1]["when"]
+
+
+def test_other_optimizers_have_one_table(folder):
+    done = call("ds.json", *SIZE, "-n", 8)
+    assert done.stdout.count("one rank sends in a step") == 1
+    assert asked("ds.json", *SIZE, "-n", 8)["phases"] == []
 
 
 def test_tiers_have_rows_of_their_own(folder):
