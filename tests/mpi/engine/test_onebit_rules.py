@@ -91,7 +91,7 @@ def steps_with_failures(engine, bad, at):
         assert engine.was_step_applied()
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2)
 @EACH
 @pytest.mark.parametrize(("dtype", "bad"), [("fp16", math.inf), ("bf16", math.nan), ("fp32", math.nan)])
 def test_what_is_not_finite_on_one_rank_leaves_no_trace(name, dtype, bad):
@@ -410,7 +410,7 @@ def test_sparse_embeddings_give_what_dense_ones_do(name):
         torch.testing.assert_close(found[1][key], found[0][key], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @EACH
 def test_states_in_host_memory_change_no_bit_and_those_in_files_are_refused(name, mpi_tmp_path):
     found = []
@@ -429,7 +429,7 @@ def test_states_in_host_memory_change_no_bit_and_those_in_files_are_refused(name
         start(config, Mlp())
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @EACH
 def test_quantized_sums_of_the_warm_up(name, monkeypatch):
     monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", "1")
