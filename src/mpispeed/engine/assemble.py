@@ -31,6 +31,7 @@ from mpispeed.optim.schedule import build_schedule
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.zero.coded import CodedExchange
+from mpispeed.zero.early import EarlyExchange
 from mpispeed.zero.grads import Averaging, GradStore
 from mpispeed.zero.hooks import GradHooks
 from mpispeed.zero.outside import broadcast_rest
@@ -343,7 +344,9 @@ def _make_coded(
         return None
     coded, problem = None, ""
     try:
-        coded = CodedExchange(mesh, sharding.params, grads, states, rule, groups, walker)
+        coded = CodedExchange(mesh, sharding.params, grads, states, rule, groups, walker, plan.placing.hops)
+        if grads.is_overlapped and plan.gradient_clipping == 0 and not plan.config.fp16.enabled:
+            coded.early = grads.early = EarlyExchange(coded, mesh.lane("grads"), plan.placing.hops)
     except ConfigError as error:
         problem = str(error)
     try:
