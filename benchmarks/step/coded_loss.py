@@ -10,20 +10,14 @@ that sums between nodes exist. The persistence threshold is 0, so that everythin
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import gpt_job
 import peers
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "docs" / "examples"
 RANKS_PER_NODE = 2
 CUT = {"stage": 3, "stage3_param_persistence_threshold": 0}
 LOCO = {"err_beta": 0.8, "reset_T": 1024}
@@ -40,20 +34,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def train(section: dict[str, Any], ranks: int, steps: int, seed: int, folder: Path) -> float:
     """Validation loss after one job."""
-    settings = json.loads((EXAMPLE / "ds_config.json").read_text(encoding="utf-8"))
+    settings = gpt_job.example_settings()
     settings["zero_optimization"] = {**CUT, **section}
     settings["scheduler"]["params"]["total_num_steps"] = steps
-    for monitor in ("csv_monitor", "tensorboard"):
-        settings[monitor]["enabled"] = False
-    path = folder / "config.json"
-    path.write_text(json.dumps(settings), encoding="utf-8")
-    command = [sys.executable, "-m", "mpispeed.cli.main", "run", "-n", str(ranks), str(EXAMPLE / "train_gpt.py")]
-    options = ["--deepspeed_config", str(path), "--out", str(folder), "--steps", str(steps), "--sample", "0"]
-    options += ["--seed", str(seed), "--eval_every", str(steps)]
-    environment = {**os.environ, "MPISPEED_RANKS_PER_NODE": str(RANKS_PER_NODE)}
-    subprocess.run([*command, *options], check=True, env=environment, stdout=subprocess.DEVNULL)
-    with (folder / "loss.csv").open(newline="", encoding="utf-8") as file:
-        return float(list(csv.DictReader(file))[-1]["validation_loss"])
+    options = ("--seed", str(seed), "--eval_every", str(steps))
+    rows = gpt_job.train(settings, ranks, steps, folder, *options, MPISPEED_RANKS_PER_NODE=str(RANKS_PER_NODE))
+    return float(rows[-1]["validation_loss"])
 
 
 def main() -> None:
