@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from mpispeed.ckpt.load import open_checkpoint
 from mpispeed.cli.main import cli
+from mpispeed.engine import api
 from tests.helpers.onebit_training import (
     FREEZE,
     NAMES,
@@ -135,6 +136,30 @@ def check_pipe(case, name, folder):
     assert train(second, range(7, 12)) == expected
     assert unlike(everything(second), everything(whole)) == []
     for engine in (second, whole):
+        engine.destroy()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", NAMES)
+def test_nodes_of_two_ranks_and_back(name, mpi_tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "ranks_per_node", lambda world: 2)
+    first = engine_of(name)
+    steps(first, DATA[:13])
+    assert first.parts.optimization.coded.coder.workers == 2
+    first.save_checkpoint(str(mpi_tmp_path))
+    second = engine_of(name, model=Mlp(seed=99))
+    second.load_checkpoint(str(mpi_tmp_path))
+    assert unlike(everything(second), everything(first)) == []
+    monkeypatch.setattr(api, "ranks_per_node", lambda world: 4)
+    flat = engine_of(name, model=Mlp(seed=99))
+    flat.load_checkpoint(str(mpi_tmp_path))
+    with open_checkpoint(mpi_tmp_path) as source:
+        for unit in flat.parts.table.units:
+            errors = flat.parts.optimization.coded.errors[unit.index]
+            for entry in unit.layout.entries:
+                mean = source.read_whole(entry.name, "worker_error").double().mean(0).float()
+                assert torch.equal(errors.worker[entry.span.slice], mean.reshape(-1))
+    for engine in (first, second, flat):
         engine.destroy()
 
 
