@@ -86,6 +86,9 @@ MPS_CLONES static void mps_mix_range(float *error, const mps_mix *mix, size_t be
         size_t n = end - at < MPS_CODE_TILE ? end - at : MPS_CODE_TILE;
         float *e = error + at;
         const float *v = x, *g = grad;
+        for (size_t j = 0; j < n; j += 16) MPS_PREFETCH_WRITE(e + MPS_AHEAD + j);
+        if (mix->x_kind == MPS_FLOAT32)
+            for (size_t j = 0; j < n; j += 16) MPS_PREFETCH_READ((const float *)mix->x + at + MPS_AHEAD + j);
         if (mix->x_kind == MPS_FLOAT32) v = (const float *)mix->x + at;
         else mps_read_tile(x, mix->x, mix->x_kind, at, n);
         if (mix->grad == NULL) {
@@ -107,15 +110,34 @@ typedef struct {
     int count;
 } mps_parts;
 
+MPS_INLINE void mps_sum_tile1(float *sum, const uint8_t *bits, uint32_t weight, size_t bytes, int is_added) {
+    if (is_added) for (size_t i = 0; i < bytes; i++) mps_eight(sum + 8 * i, bits[i], weight, 1);
+    else for (size_t i = 0; i < bytes; i++) mps_eight(sum + 8 * i, bits[i], weight, 0);
+}
+
+/* Two parts in one pass, in their order. */
+MPS_INLINE void mps_sum_tile2(float *sum, const uint8_t **bits, const uint32_t *weights, size_t bytes, int is_added) {
+    const uint8_t *a = bits[0], *b = bits[1];
+    uint32_t u = weights[0], w = weights[1];
+    if (is_added) for (size_t i = 0; i < bytes; i++) {
+        mps_eight(sum + 8 * i, a[i], u, 1);
+        mps_eight(sum + 8 * i, b[i], w, 1);
+    } else for (size_t i = 0; i < bytes; i++) {
+        mps_eight(sum + 8 * i, a[i], u, 0);
+        mps_eight(sum + 8 * i, b[i], w, 1);
+    }
+}
+
 MPS_CLONES static void mps_sum_range(float *error, const mps_parts *parts, size_t begin, size_t end, mps_exact *total) {
     for (size_t at = begin; at < end; at += MPS_CODE_TILE) {
         size_t n = end - at < MPS_CODE_TILE ? end - at : MPS_CODE_TILE;
         float *e = error + at, sum[MPS_CODE_TILE];
-        for (int k = 0; k < parts->count; k++) {
-            const uint8_t *bits = parts->bits[k] + at / 8;
-            uint32_t weight = mps_as_bits(parts->weights[k]);
-            if (k == 0) for (size_t byte = 0; byte < n / 8; byte++) mps_eight(sum + 8 * byte, bits[byte], weight, 0);
-            else for (size_t byte = 0; byte < n / 8; byte++) mps_eight(sum + 8 * byte, bits[byte], weight, 1);
+        for (int k = 0; k < parts->count; k += 2) {
+            int second = k + 1 < parts->count ? k + 1 : k;
+            const uint8_t *bits[2] = {parts->bits[k] + at / 8, parts->bits[second] + at / 8};
+            uint32_t weights[2] = {mps_as_bits(parts->weights[k]), mps_as_bits(parts->weights[second])};
+            if (second == k) mps_sum_tile1(sum, bits[0], weights[0], n / 8, k > 0);
+            else mps_sum_tile2(sum, bits, weights, n / 8, k > 0);
         }
         MPS_SIMD for (size_t j = 0; j < n; j++) e[j] = sum[j] + e[j];
         mps_exact_add(total, mps_tile_squares(e, n));
@@ -129,6 +151,7 @@ MPS_CLONES static void mps_encode_range(uint8_t *bits, float *error, float scale
     for (size_t at = begin; at < end; at += MPS_CODE_TILE) {
         size_t n = end - at < MPS_CODE_TILE ? end - at : MPS_CODE_TILE;
         float *e = error + at;
+        for (size_t j = 0; j < n; j += 16) MPS_PREFETCH_WRITE(e + MPS_AHEAD + j);
         MPS_SIMD for (size_t j = 0; j < n; j++) flags[j] = e[j] >= 0.0f;
         MPS_SIMD for (size_t j = 0; j < n; j++) e[j] = e[j] - (e[j] >= 0.0f ? scale : -scale);
         for (size_t byte = 0; byte < n / 8; byte++) {
