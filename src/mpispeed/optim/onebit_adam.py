@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpispeed.native.host_terms import Terms, adam_terms, onebit_terms
+from mpispeed.native.host_terms import Terms, onebit_terms
 from mpispeed.optim.exchange import Exchange
 from mpispeed.optim.host_rule import HostRule, run_kernel
-from mpispeed.optim.onebit_params import DEFAULTS, check_count, read_onebit
+from mpispeed.optim.onebit_params import DEFAULTS, check_count, read_onebit, warm_terms
 from mpispeed.optim.rule import RULES, Rule, Window
 
 
@@ -58,16 +58,7 @@ class OnebitAdam(HostRule):
 
     def terms(self, hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
         """The factors of update number `step` of the warm-up, with the hyper-parameters of a group."""
-        return adam_terms(
-            step=step,
-            lr=float(hyper["lr"]),
-            betas=(float(hyper["betas"][0]), float(hyper["betas"][1])),
-            eps=float(hyper["eps"]),
-            weight_decay=float(hyper["weight_decay"]),
-            decoupled=True,
-            bias_correction=False,
-            grad_scale=grad_scale,
-        )
+        return warm_terms(hyper, step, grad_scale)
 
 
 @RULES.register("OneBitAdam")

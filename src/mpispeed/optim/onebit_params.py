@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.native.host_terms import Terms, adam_terms
 from mpispeed.optim.host_rule import read_hyper
 from mpispeed.optim.rule import drop_auto
 
@@ -39,6 +40,20 @@ def read_onebit(
         raise ConfigError(msg)
     found = {key: check_count(name, key, params.pop(key)) for key in counts if key in params}
     return read_hyper(name, params, defaults, (*_IGNORED, *counts)), found
+
+
+def warm_terms(hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
+    """The factors of an update of Adam without bias correction, with the decay inside of the step."""
+    return adam_terms(
+        step=step,
+        lr=float(hyper["lr"]),
+        betas=(float(hyper["betas"][0]), float(hyper["betas"][1])),
+        eps=float(hyper["eps"]),
+        weight_decay=float(hyper["weight_decay"]),
+        decoupled=True,
+        bias_correction=False,
+        grad_scale=grad_scale,
+    )
 
 
 def check_count(owner: str, key: str, value: Any) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from mpispeed.base.errors import UsageError
-from mpispeed.native.host_terms import Terms, adam_terms, onebit_terms
+from mpispeed.native.host_terms import Terms, onebit_terms
 from mpispeed.optim.exchange import Exchange
 from mpispeed.optim.host_rule import HostRule, run_kernel
-from mpispeed.optim.onebit_params import DEFAULTS, check_count, read_onebit
+from mpispeed.optim.onebit_params import DEFAULTS, check_count, read_onebit, warm_terms
 from mpispeed.optim.rule import RULES, Rule, Window
 
 COUNTS: dict[str, int] = {
@@ -175,16 +175,7 @@ class ZeroOneAdam(HostRule):
 
     def terms(self, hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
         """The factors of the variance step `step` with the hyper-parameters of a group."""
-        return adam_terms(
-            step=step,
-            lr=float(hyper["lr"]),
-            betas=(float(hyper["betas"][0]), float(hyper["betas"][1])),
-            eps=float(hyper["eps"]),
-            weight_decay=float(hyper["weight_decay"]),
-            decoupled=True,
-            bias_correction=False,
-            grad_scale=grad_scale,
-        )
+        return warm_terms(hyper, step, grad_scale)
 
     def scalars(self) -> dict[str, Any]:
         """By group index: the sum of learning rates since the last meeting, and the step up to which it goes."""
