@@ -144,6 +144,8 @@ class UnitMeans:
         return np.concatenate(found)
 
     def _one(self, mean: reference.OneBitMean, live: Any, parts: list[reference.Array]) -> reference.Array:
+        if mean.workers == 1:
+            return parts[0]
         wide = [np.zeros(mean.padded) for _ in parts]
         for target, part in zip(wide, parts, strict=True):
             target[live] = part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -224,7 +225,9 @@ def _require_trainable(mesh: Mesh, groups: list[dict[str, Any]], *, is_needed: b
 def _shown(value: Any) -> str:
     """A setting of a group as text that is equal on all ranks if the setting is."""
     if isinstance(value, torch.Tensor):
-        return repr(value.tolist())
+        plain = value.detach().cpu().contiguous()
+        digest = hashlib.sha256(plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        return f"{plain.dtype} {tuple(plain.shape)} {digest}"
     return repr(value) if isinstance(value, bool | int | float | str | tuple | list | None) else type(value).__name__
 
 

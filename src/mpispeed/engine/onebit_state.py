@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.logical import LogicalTensor
 from mpispeed.optim.exchange import Drifts, Exchange
 from mpispeed.optim.rule import KeepsNumbers, key_text
@@ -97,6 +98,8 @@ class CodedTensors:
             pieces = self._pieces(place, unit.layout.whole, values, before)
             yield LogicalTensor(entry.name, local_slot(slot), (self._comm.size, *shape), values.dtype, pieces)
         errors, coder = self._coded.errors.get(unit.index), self._coded.coder
+        if self._coded.is_pending:  # of a message that no parameter has seen; the batch is made again
+            errors = None
         if errors is None:
             return
         worker, server = coder.spans(errors)
@@ -188,7 +191,12 @@ def read(parts: Parts, source: Checkpoint, saved: Mapping[str, Any], whole: Whol
     rule: Any = parts.optimization.rule  # type: ignore[union-attr]
     is_same = saved.get("name") == rule.name
     if is_same and saved.get("coded") != coded.subject(seen):
-        _say(parts, logging.WARNING, f"{source.path} was saved in another phase of {rule.name}; errors begin at zero")
+        _say(
+            parts,
+            logging.WARNING,
+            f"{source.path} was saved in another phase of {rule.name}; errors, and local updates "
+            "since ranks met, begin at zero",
+        )
         if isinstance(rule, Drifts) and coded.subject(seen) != "drift":
             for unit in parts.table.units:
                 parts.optimization.states.cells(unit)[rule.drift_name].clear()  # type: ignore[union-attr]
@@ -196,16 +204,56 @@ def read(parts: Parts, source: Checkpoint, saved: Mapping[str, Any], whole: Whol
     if isinstance(rule, Drifts) and is_same and coded.is_apart(seen):
         for unit in parts.table.units:
             _read_local(parts, source, whole, unit, rule.local_names)
-    stored, found, cut = set(source.names()), 0, []
-    for unit in parts.table.units:
-        entries = [e for e in unit.layout.entries if e.name in stored and WORKER_ERROR in source.slots(e.name)]
-        if is_same and entries:
-            found += 1
-            cut += [unit] if _read_errors(coded, source, whole, unit, entries) else []
+    found, cut = _read_all_errors(parts, coded, source, whole) if is_same else (0, [])
     was_coded = any(coded.kind(step) is not Exchange.GRADIENT for step in (seen, seen - 1))
     if not found and was_coded and parts.table.units:
         _say(parts, logging.INFO, f"no errors of 1-bit coding of {rule.name} in {source.path}: they begin at zero")
     return cut
+
+
+def _check_shapes(source: Checkpoint, name: str) -> None:
+    """Check the tensors that `CodedTensors` adds.
+
+    Raises:
+        CheckpointError: one is of a shape that it cannot have.
+    """
+    own, ranks = tuple(source.info(name).shape), math.prod(source.layout.get(axis, 1) for axis in ("pipe", "data"))
+    for slot in source.slots(name):
+        is_row = slot == WORKER_ERROR or slot.startswith(local_slot(""))
+        if not is_row and slot != SERVER_ERROR:
+            continue
+        shape = tuple(source.stored(name, slot).shape)
+        found = shape[1:] if is_row else shape
+        if found != own or (is_row and not (shape and 1 <= shape[0] <= ranks)):
+            wanted = f"(1 to {ranks}, then {own})" if is_row else f"{own}"
+            msg = f"{name}/{slot} in {source.path} is of shape {shape}, expected {wanted}; the file is damaged"
+            raise CheckpointError(msg)
+
+
+def _read_all_errors(parts: Parts, coded: CodedExchange, source: Checkpoint, whole: Whole) -> tuple[int, list[Unit]]:
+    """How many units have errors in the file, and those of which each rank has read a chunk.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    stored, found, cut = set(source.names()), 0, []
+    for name in stored:
+        _check_shapes(source, name)
+    for unit in parts.table.units:
+        entries = [e for e in unit.layout.entries if e.name in stored and WORKER_ERROR in source.slots(e.name)]
+        if not entries:
+            continue
+        found += 1
+        cut += [unit] if _read_errors(coded, source, whole, unit, entries) else []
+        errors = coded.errors_of(unit)
+        rows = {_rows(source, entry.name, WORKER_ERROR) for entry in entries}
+        if len(rows) > 1 or not all(bool(torch.isfinite(x).all()) for x in (errors.worker, errors.server)):
+            msg = (
+                f"errors of 1-bit coding around {entries[0].name!r} in {source.path} are of {sorted(rows)} workers, or "
+            )
+            msg += "not finite; the file is damaged: load with load_optimizer_states=False"
+            raise CheckpointError(msg)
+    return found, cut
 
 
 def spread(parts: Parts, units: Iterable[Unit]) -> None:

@@ -105,6 +105,7 @@ class Parts:
 
     def expect_step(self) -> None:
         """Tell what takes gradients which update comes next; after counters were changed. Local."""
+        self.params.is_apart = lambda: self.is_local
         if self.optimization is not None and self.optimization.coded is not None:
             self.optimization.coded.begin(self.counters.update_count + 1)
 
@@ -113,6 +114,12 @@ class Parts:
         """True if parameters of data ranks differ, because a 1-bit optimizer makes local updates."""
         coded = self.optimization.coded if self.optimization else None
         return coded is not None and coded.is_apart(self.counters.update_count)
+
+    @property
+    def is_local(self) -> bool:
+        """True if the model has this rank's own parameters now, which others do not have."""
+        coded = self.optimization.coded if self.optimization else None
+        return coded is not None and self.is_apart and not coded.shows_common
 
     def show(self, *, is_training: bool, is_refreshed: bool = False) -> None:
         """Where data ranks are apart, give the model its local parameters to train, else the common ones. Local.

@@ -26,6 +26,7 @@ from mpispeed.engine.pieces import persistent_buffers
 from mpispeed.engine.weights import NAMES_SHOWN, load_by
 from mpispeed.engine.whole import Whole, named
 from mpispeed.nn.random import get_rng_tracker, reseed_slices
+from mpispeed.optim.exchange import Exchange, Exchanges
 from mpispeed.optim.rule import KeepsState
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.store.layout import Span
@@ -56,6 +57,8 @@ def load(
     """Take a checkpoint back at this engine's layout. Collective over: all ranks."""
     comm = parts.mesh.world.comm
     parts.sharding.meet("engine.load_checkpoint()")
+    if parts.optimization is not None and not settings.module_only:
+        parts.optimization.grads.clear()  # what is under way writes into states
     start = time.perf_counter()
     opened = open_together(parts, Path(folder), tag)
     if opened is None:
@@ -415,8 +418,32 @@ def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: 
                 values = cell.get()  # was cleared: nothing is read from a swap file
                 fresh |= _fill_slots(source, whole, unit, parts.params.span(unit), {slot: values}, stored)
                 cell.put(values)
+    _refuse_still(parts, source, saved, fresh)
     if fresh:
         log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
+
+
+def _refuse_still(parts: Parts, source: Checkpoint, saved: dict[str, Any], fresh: set[str]) -> None:
+    """A parameter without a variance never moves once a 1-bit optimizer has frozen that.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    optimization = parts.optimization
+    rule = optimization.rule if optimization else None
+    if optimization is None or not isinstance(rule, Exchanges) or not set(rule.state_names) <= set(saved["slots"]):
+        return
+    step = max((source.info(name).step for name in source.names()), default=0) + 1
+    places = {name: parts.table.by_name(name) for name in fresh}
+    groups = {name: optimization.groups[place.entry.group] for name, place in places.items() if place is not None}
+    still = sorted(name for name, group in groups.items() if rule.exchanges(step, group) is not Exchange.GRADIENT)
+    if still:
+        msg = (
+            f"optimizer state of {', '.join(still[:NAMES_SHOWN])} is not in {source.path}, and the warm-up of "
+            f"{rule.name} is over: without a variance they would never move. Load with load_optimizer_states=False to "
+            'begin a warm-up, or give them a group with "non_freeze": true (OneBitAdam)'
+        )
+        raise CheckpointError(msg)
 
 
 def _fill_slots(

@@ -119,6 +119,8 @@ class OnebitLamb(HostRule):
         hyper, numbers = {**self.defaults, **window.group}, self._of(window.key)
         m, v, fresh = (window.state[name] for name in self.state_names)
         if window.step > self.freeze_step:
+            if numbers.last_factor == 1.0 and not bool(fresh.any()):
+                fresh.copy_(v)  # a warm-up that a checkpoint with another freeze_step has ended
             factors = FrozenLamb(
                 lr=float(hyper["lr"]),
                 betas=(float(hyper["betas"][0]), float(hyper["betas"][1])),
@@ -169,6 +171,10 @@ class OnebitLamb(HostRule):
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Take back what `scalars` gave, for windows with the same keys."""
         rows = {name: {key: float(x) for key, x in row.items()} for name, row in scalars.items()}
+        for name, row in rows.items():
+            if not all(map(math.isfinite, row.values())) or row.get("scaling_coeff", 1.0) <= 0.0:
+                msg = f"OneBitLamb: the numbers of window {name} are {row}; they are finite, and scaling_coeff above 0"
+                raise UsageError(msg)
         self._numbers = {name: _Numbers(**row) for name, row in rows.items()}
 
     def _of(self, key: tuple[Any, ...]) -> _Numbers:

@@ -103,6 +103,7 @@ class ZeroOneAdam(HostRule):
             check_count(self.name, "local_step_clipper", local_step_clipper),
         )
         self._rates: dict[str, tuple[float, int]] = {}  # by group: sum of lr since the meeting, up to which step
+        self._met: set[str] = set()  # groups that met after that step; other windows of theirs may still need the sum
 
     def exchanges(self, step: int, group: Mapping[str, Any] | None = None) -> Exchange:
         """GRADIENT or CODED_GRADIENT, later NOTHING or DRIFT; see `optim.exchange`."""
@@ -164,14 +165,15 @@ class ZeroOneAdam(HostRule):
             raise UsageError(msg)
         terms = _terms({**self.defaults, **window.group}, rate_sum=total or float("inf"))
         states = tuple(window.state[name] for name in ("exp_avg", "momentum_accumulator", "exp_avg_sq"))
+        self._met.add(_group_of(window))
         run_kernel("zero_one_settle", window.master, states, agreed, window.out, terms, threads)
 
     def _count_rate(self, window: Window, lr: float) -> None:
         group = _group_of(window)
         total, at = self._rates.get(group, (0.0, 0))
         if at != window.step:  # not yet counted for another window of the group
-            has_met = not self.intervals.is_frozen(at) or self.intervals.is_sync_step(at)
-            self._rates[group] = (lr if has_met else total + lr, window.step)
+            self._rates[group] = (lr if group in self._met else total + lr, window.step)
+            self._met.discard(group)
 
     def terms(self, hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
         """The factors of the variance step `step` with the hyper-parameters of a group."""
@@ -179,11 +181,13 @@ class ZeroOneAdam(HostRule):
 
     def scalars(self) -> dict[str, Any]:
         """By group index: the sum of learning rates since the last meeting, and the step up to which it goes."""
-        return {"rates": {group: {"sum": total, "step": at} for group, (total, at) in self._rates.items()}}
+        rows = {group: (0.0 if group in self._met else total, at) for group, (total, at) in self._rates.items()}
+        return {"rates": {group: {"sum": total, "step": at} for group, (total, at) in rows.items()}}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Take back what `scalars` gave; an empty dict begins anew, for a drift of 0."""
         rates = scalars.get("rates", {})
+        self._met.clear()
         self._rates = {str(group): (float(row["sum"]), int(row["step"])) for group, row in rates.items()}
 
 

@@ -168,7 +168,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
     It is what the step will use before it unscales and clips: in fp16 it contains the loss scale. Sums over ranks
     that are not due before the step are made now. Where a 1-bit optimizer leaves gradients local, after its warm-up,
-    it is this rank's own.
+    it is this rank's own; with overlap_comm what was agreed on stands there instead, a momentum for 1-bit Adam.
 
     Collective over: the data axis.
 
@@ -197,17 +197,19 @@ def get_full_grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Make `value`, which is the same on all ranks, the averaged gradient of `param`; in fp16 with the loss scale.
 
-    Where gradients are local, as `safe_get_full_grad` says, it is this rank's own and may differ.
+    Where gradients are local, as `safe_get_full_grad` says, it is this rank's own and may differ. It cannot be set once
+    it is coded, as beside the backward pass with overlap_comm.
 
     Collective over: the data axis.
 
     Raises:
         NoGradient: (a ValueError) it is not between backward and step.
-        UsageError: no engine has the parameter, or `value` is no tensor of as many elements.
+        UsageError: no engine has the parameter, `value` is no tensor of as many elements, or the gradient is coded.
         StoreError: only on the rank whose swap files cannot be read or written.
     """
     found = _find(param)
     if found is not None:
+        _refuse_coded(found)
         flat, entry, grads = _flat(found, value, found.place.entry.numel), found.place.entry, _finished(found.store)
         span = entry.span.intersect(grads.target_span(found.place.unit))
         _put_grad(found, span, flat[span.shifted(-entry.offset).slice])
@@ -242,6 +244,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     found = _find_cut(param, "safe_set_local_grad")
     if found is not None:
+        _refuse_coded(found)
         _put_grad(found, found.common, _flat(found, value, found.common.numel))
 
 
@@ -259,8 +262,18 @@ def _finished(store: ParamStore) -> GradStore:
     if not grads.has_gradients:
         msg = "there are no gradients: they can be read and written after engine.backward() and before engine.step()"
         raise NoGradient(msg)
-    grads.finish()
+    grads.finish(codes=False)
     return grads
+
+
+def _refuse_coded(found: _Found) -> None:
+    grads = _finished(found.store)
+    if grads.early is not None and grads.early.has(found.place.unit):
+        msg = (
+            f"the gradient of {found.place.entry.name!r} is coded and agreed on already, beside the backward pass; to "
+            "set gradients, set zero_optimization.overlap_comm to false"
+        )
+        raise UsageError(msg)
 
 
 def _grads(store: ParamStore) -> GradStore:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.base.errors import StoreError
+from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.native.reduce import square_partials
 from mpispeed.store.cell import SwapCell
 from mpispeed.store.layout import BLOCK
@@ -28,6 +28,12 @@ WRITES_BEHIND = 2
 """Units whose gradients may be on their way to disk while others are summed."""
 
 
+_CODED_ALREADY = (
+    "a backward pass after the gradients of this step were coded: with overlap_comm a 1-bit optimizer takes one "
+    "backward pass at an accumulation boundary; add the losses, or set zero_optimization.overlap_comm to false"
+)
+
+
 class Accumulators:
     """One accumulator per unit, whole or cut, in memory or in a swap file.
 
@@ -38,6 +44,7 @@ class Accumulators:
     arena: Arena
     _communicate: torch.dtype | None = None  # dtype of messages; None: in the dtype that each unit came in
     early: EarlyExchange | None = None
+    _has_several = False  # several backward passes were made over gradients that had been summed
     is_early = False  # local gradients are coded as they come, by `early`
     is_local = False  # gradients are this rank's own and rest whole: nothing sums them, and all of them is looked at
 
@@ -143,6 +150,19 @@ class Accumulators:
                 except StoreError as error:
                     self._problem = str(error)
 
+    def _choose_early(self, *, is_again: bool) -> None:
+        """Whether the backward pass that begins codes units as they come.
+
+        A second pass over the same gradients cannot; a script that has made one before is not coded early again.
+
+        Raises:
+            UsageError: units were coded already, and none of the passes before has shown that there are several.
+        """
+        if is_again and self.is_early:
+            raise UsageError(_CODED_ALREADY)
+        self._has_several = self._has_several or is_again
+        self.is_early = self.early is not None and self.is_local and not self._has_several and self.early.is_ready()
+
     def _code(self, unit: Unit, values: torch.Tensor) -> None:
         """Code local gradients now, unless they are summed over other axes first; their squares are kept."""
         if self.early is not None and self.early.takes(unit):
@@ -189,6 +209,8 @@ class Accumulators:
 
     def forget_squares(self) -> None:
         """Gradients begin anew."""
+        if self.early is not None:
+            self.early.end(is_applied=False)
         self._squares.clear()
 
     @property

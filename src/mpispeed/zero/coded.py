@@ -88,12 +88,13 @@ class CodedExchange:
     def begin(self, step: int) -> None:
         """Prepare for the gradients of update number `step`. Local."""
         self._grads.is_local = self.kind(step) is not Exchange.GRADIENT
-        self._grads.is_early = self.early is not None and self.early.begin(step)
+        self._grads.is_early = False
+        if self.early is not None:
+            self.early.begin(step)
         self.sent = self.plain = 0
         self.shows_common = False  # an update fills parameters with local ones
         if self.kind(step) in LOCAL and self.kind(step - 1) not in LOCAL:
-            for errors in self.errors.values():  # they were of gradients
-                errors.clear()
+            self.clear_errors()  # they were of gradients
 
     def subject(self, step: int) -> str:
         """Of what the errors are after update `step`: momentum, gradient or drift."""
@@ -161,6 +162,8 @@ class CodedExchange:
                 self._take_momentum(unit, step, grad)
             elif mask is not None:
                 grad.masked_fill_(mask, 0.0)
+        if self.early is not None:
+            self.early.end(is_applied=True)
         return 1.0
 
     def code(self, unit: Unit, step: int, multiplier: float, grad: torch.Tensor, coder: Coder) -> None:
@@ -212,11 +215,20 @@ class CodedExchange:
         """True once what coded momenta need of other ranks is here."""
         return self._momenta.is_ready
 
+    def clear_errors(self) -> None:
+        """Forget what coding has left out. Local."""
+        for errors in self.errors.values():
+            errors.clear()
+
     def drop(self) -> None:
-        """The step is skipped: forget errors of what was coded for it already."""
-        if self._grads.is_early:
-            for errors in self.errors.values():
-                errors.clear()
+        """The step is skipped: forget errors of what was coded for it already. Local."""
+        if self.early is not None:
+            self.early.end(is_applied=False)
+
+    @property
+    def is_pending(self) -> bool:
+        """True between a coded message and the update that takes it: errors are of what no parameter has seen."""
+        return self.early is not None and self.early.is_pending
 
     def _prepare(self, step: int) -> None:
         """Norms of all momenta for rules that scale by them.

@@ -55,11 +55,15 @@ class Coder:
         return self.comm.scratch("values to code", padded, torch.float32).zero_()
 
     def mean(self, out: torch.Tensor, errors: OneBitErrors, values: torch.Tensor, squares: Sequence[float]) -> None:
-        """Leave about the mean over ranks of `values` in `out`, the same bits on all of them.
+        """Leave about the mean over ranks of `values` in `out`, the same bits on all of them; of one rank, exactly.
 
         Collective over: the data axis.
         Shapes: out and values [padded]; `values` as from `values`, `squares` of them as from `compensate`.
         """
+        if self.comm.size == 1:  # there is nobody to tell
+            out.copy_(values)
+            values.zero_()
+            return
         if self._inner is None:
             exchange(self.comm, out, errors, squares)
             return

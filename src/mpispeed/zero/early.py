@@ -28,15 +28,10 @@ class EarlyExchange:
         self._step = 0
         self._done: set[int] = set()
 
-    def begin(self, step: int) -> bool:
-        """Prepare for update number `step`; True if its units are coded early. Local, the same on all ranks.
-
-        The first coded momentum is not: what it needs from other ranks once is fetched there.
-        """
-        self._done.clear()
+    def begin(self, step: int) -> None:
+        """Prepare for update number `step`. Local."""
+        self.end(is_applied=False)
         self._step = step
-        kind = self._coded.kind(step)
-        return kind is Exchange.CODED_GRADIENT or (kind is Exchange.MOMENTUM and self._coded.has_momenta)
 
     def __call__(self, unit: Unit, grad: torch.Tensor) -> None:
         """Agree on a unit, in place of its gradients; on the lane's thread.
@@ -45,6 +40,25 @@ class EarlyExchange:
         """
         self._coded.code(unit, self._step, 1.0, grad, self._coder)
         self._done.add(unit.index)
+
+    @property
+    def is_pending(self) -> bool:
+        """True if units were coded for an update that has not taken them."""
+        return bool(self._done)
+
+    def end(self, *, is_applied: bool) -> None:
+        """The update has taken what was coded, or never will: then errors of it are forgotten. Local."""
+        if self._done and not is_applied:
+            self._coded.clear_errors()
+        self._done.clear()
+
+    def is_ready(self) -> bool:
+        """True if units can be coded early now. Local, the same on all ranks.
+
+        The first coded momentum is not, nor one after states were set: what these need from others is fetched late.
+        """
+        kind = self._coded.kind(self._step)
+        return kind is Exchange.CODED_GRADIENT or (kind is Exchange.MOMENTUM and self._coded.has_momenta)
 
     def takes(self, unit: Unit) -> bool:
         """False for a unit whose gradients may have to be summed over other axes first."""

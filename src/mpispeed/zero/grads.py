@@ -31,11 +31,6 @@ PARTIAL_AXES = ("data",)
 
 NAMES_SHOWN = 8
 
-_CODED_ALREADY = (
-    "a backward pass after the gradients of this step were coded: with overlap_comm a 1-bit optimizer takes one "
-    "backward pass at an accumulation boundary; add the losses, or set zero_optimization.overlap_comm to false"
-)
-
 
 @dataclass(slots=True)
 class _UnitState:
@@ -141,13 +136,12 @@ class GradStore(Accumulators):
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Prepare for one backward pass; `reduces` says whether sums over ranks are due in it."""
+        self._choose_early(is_again=reduces and any(state.is_averaged for state in self._states))
         reduces = reduces and (self.is_early or not self.is_local)
         self.reduces_now = reduces or not self.rest.is_whole
         self._is_open, self._is_due = True, reduces
         self._next = len(self.table.units) - 1
         for unit, state in zip(self.table.units, self._states, strict=True):
-            if self.is_early and state.is_averaged:
-                raise UsageError(_CODED_ALREADY)
             state.landed.clear()
             if state.is_averaged and (self.rest.is_whole or self._outer):
                 self._carry(unit, state)
@@ -318,8 +312,8 @@ class GradStore(Accumulators):
         self._complete(unit, target, carried)
         self.end(unit, target, squares=True)
 
-    def finish(self) -> None:
-        """Complete all sums over ranks: start those that no backward pass was asked to start, wait for all.
+    def finish(self, *, codes: bool = True) -> None:
+        """Complete all sums over ranks: start those not started, wait for all; `codes`: no more gradients will come.
 
         Collective over: the data axis.
 
@@ -327,7 +321,7 @@ class GradStore(Accumulators):
             UsageError: on every rank, if gradients of all parameters are required and one of a rank is missing.
             StoreError: on every rank, if swapped gradients of one could not be read or written.
         """
-        if self.is_early or not self.is_local:
+        if not self.is_local or (self.is_early and codes):
             self._sum_rest()
         for unit, state in zip(self.table.units if self.is_local else (), self._states, strict=False):
             if not state.is_averaged:

@@ -49,6 +49,8 @@ class ParamStore(Holdings):
     tensor and costs no memory of its own. Frozen units have no masters.
     """
 
+    is_apart: Callable[[], bool] = staticmethod(lambda: False)  # parameters are this rank's own, and not its masters
+
     def __init__(
         self,
         table: Table,
@@ -261,8 +263,15 @@ class ParamStore(Holdings):
         Values have to be equal on all ranks of the data axis. Local.
 
         Raises:
+            UsageError: the model has this rank's own parameters, which a 1-bit optimizer moves by itself.
             StoreError: the parameter is not whole now.
         """
+        if self.is_apart():
+            msg = (
+                f"parameter {self._names.get(id(param), '?')!r} was edited between meetings of 0/1 Adam, where it is "
+                "this rank's own; call engine.eval() before, and engine.train() afterwards"
+            )
+            raise UsageError(msg)
         place = self.table.locate(param)
         if place is None or guard.is_sealed(param):
             msg = f"parameter {self._names.get(id(param), '?')!r} is not whole; there is nothing to take over"

@@ -138,14 +138,18 @@ def test_rates_are_summed_by_group_and_begin_anew_after_a_meeting() -> None:
     states = [{name: torch.zeros(8) for name in rule.state_names} for _ in range(3)]
     meetings = []
     for step in range(1, 14):
+        windows = []
         for index, state in enumerate(states):
             group = {"lr": 0.1 * step * (index // 2 + 1)}  # windows 0 and 1 are of one group
             out = torch.empty(8)
-            rule.update([Window(torch.zeros(8), torch.ones(8), state, group, step, out, (0, index // 2, index))])
+            windows.append(Window(torch.zeros(8), torch.ones(8), state, group, step, out, (0, index // 2, index)))
+        rule.update(windows)
         if rule.exchanges(step) is Exchange.DRIFT:
             meetings.append(step)
+            for window in windows:
+                rule.settle(window, torch.zeros(8))
         sums = {group: row["sum"] for group, row in rule.scalars()["rates"].items()}
-        since = [t for t in range(2, step + 1) if not any(t <= meeting < step for meeting in meetings)]
+        since = [t for t in range(2, step + 1) if not any(t <= meeting for meeting in meetings)]
         assert sums == ({} if step == 1 else pytest.approx({"0": 0.1 * sum(since), "1": 0.2 * sum(since)}))
     assert meetings == [2, 4, 8, 12]
 
