@@ -13,7 +13,9 @@ def test_3_ranks_to_1_and_2(job, tmp_path):
         done = job(ranks, WORKER, how, tmp_path)
         assert done.returncode == 0, done.stderr
     unbroken, *others = (json.loads((tmp_path / f"{ranks}.json").read_text()) for ranks in (3, 2, 1))
-    for found in others:
+    for ranks, found in zip((2, 1), others, strict=True):
         for name, (far, loss) in found.items():
             assert far < 2**-22, name  # of the rounding of a mean to fp32, beside sums of it in fp64
-            assert loss == pytest.approx(unbroken[name][1], rel=5e-3), name
+            assert loss <= unbroken[name][1] * (1 + 5e-3), name
+            if ranks > 1:  # one rank codes nothing, and may end lower
+                assert loss == pytest.approx(unbroken[name][1], rel=5e-3), name
