@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mpispeed.native import one_bit as ob
 from mpispeed.native import status
+from tests.helpers.system import cannot
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [0, 1, 7, 8, 255, 256, 257, 1021, 70_001]
@@ -183,7 +184,7 @@ def test_threads_take_the_float_mode_of_the_caller():
     x, first = torch.full((count,), 1e-41), torch.zeros(count)
     try:
         if not torch.set_flush_denormal(True):
-            pytest.skip("this processor does not flush denormals")
+            cannot("this processor does not flush denormals")
         ob.compensate(first, x, threads=1)
         for threads in (2, 3):
             other = torch.zeros(count)
