@@ -13,7 +13,7 @@ SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on
 
 help:
 	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
-	@echo "make test    unit, property and rule tests, then the MPI tests on 1, 2, 3 and 4 ranks, whole jobs, the package"
+	@echo "make test    unit, property and rule tests, then the MPI tests on 1, 2, 3 and 4 ranks, whole jobs, jobs of SLURM, the package"
 	@echo "make soak    kill jobs a hundred times while they save; what was saved has to stay (about ten minutes)"
 	@echo "make matrix  train in every layout of ranks by every schedule; save under every layout, load under every other"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"

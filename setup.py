@@ -25,7 +25,7 @@ SOURCES = {
 # top-level folder -> suffixes that go into a wheel, as mpispeed/_<folder>
 ASSETS = {
     "cuda": {".cu", ".cuh", ".h"},
-    "slurm": {".sbatch", ".toml", ".md"},
+    "slurm": {".sbatch", ".sh", ".toml", ".md"},
 }
 # No -march: the loops carry their own target clones, and a wheel has to run on every node of a site.
 # No contraction: the same source must give the same bits at every vector width.

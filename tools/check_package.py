@@ -74,7 +74,7 @@ def contents(wheel: Path) -> None:
     wanted = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/mpispeed").rglob("*.py")}
     wanted |= {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/mpispeed").rglob("*.pyi")}
     wanted |= {f"mpispeed/_{path.relative_to(ROOT)}" for path in (ROOT / "cuda").rglob("*.cu*")}
-    wanted |= {f"mpispeed/_{path.relative_to(ROOT)}" for path in (ROOT / "slurm").rglob("*.sbatch")}
+    wanted |= {f"mpispeed/_{path.relative_to(ROOT)}" for path in (ROOT / "slurm").rglob("*.*")}
     wanted.add("mpispeed/py.typed")
     missing = sorted(wanted - names)
     compiled = {Path(name).name.split(".")[0] for name in names if name.endswith(".so")}

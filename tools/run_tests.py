@@ -1,4 +1,4 @@
-"""`make test`: plain tests, MPI tests on 1, 2, 3 and 4 ranks, tests of whole jobs, the package; then one total line.
+"""`make test`: plain tests, MPI tests on 1, 2, 3 and 4 ranks, whole jobs, jobs of SLURM, the package; then one total.
 
     python tools/run_tests.py                    everything
     python tools/run_tests.py --cores 1 rules    some parts, one piece after the other
@@ -96,14 +96,16 @@ def mpi_pieces(records: Path) -> Iterator[Piece]:
 
 
 def all_pieces(records: Path) -> list[Piece]:
-    """Everything, in the order in which it is begun: what takes one core first.
+    """Everything, in the order in which it is begun: what takes one core first, otherwise as listed.
 
     Jobs have several ranks, but are mostly starts of processes one after the other.
     """
     files = sorted((ROOT / "tests" / "jobs").rglob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
     jobs = [Piece("jobs", f"jobs/{path.stem}", (*PYTEST, str(path))) for path in files]
     package = Piece("package", "package", ("tools/check_package.py",))
-    return sorted([*jobs, package, *plain_pieces(), *mpi_pieces(records)], key=lambda piece: piece.cores)  # stable
+    # First of all, beside the others: its jobs wait for the clock, and use a twelfth of a core.
+    slurm = Piece("slurm", "slurm", (*PYTEST, "tests/slurm"), cores=0)
+    return sorted([slurm, *jobs, package, *plain_pieces(), *mpi_pieces(records)], key=lambda piece: piece.cores)
 
 
 # -- running it ------------------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ def summary(results: list[Result], seconds: float) -> str:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Runs the tests.")
-    parser.add_argument("parts", nargs="*", help="unit, property, rules, MPI, jobs, package; all by default")
+    parser.add_argument("parts", nargs="*", help="unit, property, rules, MPI, jobs, slurm, package; all by default")
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     parser.add_argument("--cores", type=int, default=cores, help=f"how many to keep busy, here by default {cores}")
     options = parser.parse_args()

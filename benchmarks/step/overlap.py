@@ -61,12 +61,7 @@ class Recorder:
 
     def __init__(self, journal: Any) -> None:
         self.calls: list[tuple[str, int]] = []
-        self._enter = journal.enter
-        journal.enter = self._note
-
-    def _note(self, verb: str, axes: tuple[str, ...], sent_bytes: int, seconds: float) -> None:
-        self.calls.append((verb, sent_bytes))
-        self._enter(verb, axes, sent_bytes, seconds)
+        journal.subscribe(lambda record: self.calls.append((record.verb, record.sent_bytes)))
 
 
 def replay(comm: Any, calls: list[tuple[str, int]]) -> Callable[[], None]:

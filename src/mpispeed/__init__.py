@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base import late
 
 if TYPE_CHECKING:
-    from mpispeed import checkpointing, comm, pipe, zero
+    from mpispeed import checkpointing, comm, elasticity, pipe, zero
     from mpispeed.ckpt.fp32 import (
         clone_tensors_for_torch_save,
         convert_zero_checkpoint_to_fp32_state_dict,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from mpispeed.data.loader import RepeatingLoader
     from mpispeed.engine import Engine, add_config_arguments, init_distributed, initialize
+    from mpispeed.guard.walltime import RunEnded
 
 __version__: str
 
@@ -32,7 +33,9 @@ _HOME = {
     "Engine": "mpispeed.engine",
     "checkpointing": "mpispeed.checkpointing",
     "comm": "mpispeed.comm",
+    "elasticity": "mpispeed.elasticity",
     "RepeatingLoader": "mpispeed.data.loader",
+    "RunEnded": "mpispeed.guard.walltime",
     "pipe": "mpispeed.pipe",
     "zero": "mpispeed.zero",
     "get_fp32_state_dict_from_zero_checkpoint": "mpispeed.ckpt.fp32",
@@ -44,12 +47,14 @@ _HOME = {
 __all__ = [
     "Engine",
     "RepeatingLoader",
+    "RunEnded",
     "__version__",
     "add_config_arguments",
     "checkpointing",
     "clone_tensors_for_torch_save",
     "comm",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "elasticity",
     "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "initialize",

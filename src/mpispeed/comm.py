@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from mpispeed.base.errors import CommError, UsageError
+from mpispeed.mesh import comms_log
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.world import World, current
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mpispeed.mesh.work import Work
 
 log = logging.getLogger(__name__)
+
+_COMMS_KEYS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
 
 
 class ReduceOp(str, enum.Enum):
@@ -72,9 +75,67 @@ def journal() -> Journal:
     return _world().journal
 
 
-def log_summary() -> None:
-    """Log the journal as a table."""
-    log.info("communication of rank %d\n%s", get_rank(), journal().summary())
+def configure(
+    deepspeed_config: object = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Set the comms logger; give all ranks the same.
+
+    Args:
+        deepspeed_config: a dict with the section `comms_logger`, or an object with that attribute; the others override.
+        enabled: record from now on.
+        prof_all: all verbs.
+        prof_ops: these verbs, if not all.
+        verbose: log each call at once, on rank 0.
+        debug: tell rows of different callers apart.
+    """
+    journal, comms = _world().journal, comms_log.of_process()
+    section = _comms_section(deepspeed_config)
+    comms.configure(section, enabled=enabled, prof_all=prof_all, prof_ops=prof_ops, verbose=verbose, debug=debug)
+    comms.detach()  # what it asks of the journal may have changed
+    comms.attach(journal)
+
+
+def start_profiling_comms() -> None:
+    """Let the comms logger record all verbs."""
+    comms_log.of_process().configure(prof_all=True)
+
+
+def stop_profiling_comms() -> None:
+    """Let the comms logger record only the verbs that are chosen by name."""
+    comms_log.of_process().configure(prof_all=False)
+
+
+def start_profiling_op(op_name_list: Sequence[str]) -> None:
+    """Let the comms logger record these verbs too."""
+    comms_log.of_process().profile(op_name_list, is_on=True)
+
+
+def stop_profiling_op(op_name_list: Sequence[str]) -> None:
+    """Let the comms logger record these verbs no longer, unless it records all."""
+    comms_log.of_process().profile(op_name_list, is_on=False)
+
+
+def log_summary(show_straggler: bool = False) -> None:
+    """Log on rank 0 what the comms logger has recorded; without it, what the journal has counted.
+
+    With `show_straggler` a second table says how long rank 0 waited for others, and which rank came last.
+
+    Collective over: all ranks of the job.
+    """
+    world, comms = _world(), comms_log.of_process()
+    if not any(world.comm.library_gather_objects(comms.is_attached or bool(comms.rows()))):
+        log.info("communication of rank %d\n%s", world.rank, world.journal.summary())
+        return
+    world.comm.library_barrier()
+    log.info("communication of rank %d\n%s", world.rank, comms.table())
+    if show_straggler:
+        log.info("waits of rank %d for other ranks\n%s", world.rank, comms.straggler_table(world.comm))
+    world.comm.library_barrier()
 
 
 # -- verbs ---------------------------------------------------------------------------------------------------
@@ -202,6 +263,19 @@ def _world() -> World:
         msg = "this process has not joined its world yet; call mpispeed.init_distributed() first"
         raise UsageError(msg)
     return world
+
+
+def _comms_section(config: object) -> Mapping[str, object]:
+    """The section `comms_logger` of a dict, or of an object that has it."""
+    found = config.get("comms_logger") if isinstance(config, Mapping) else getattr(config, "comms_logger", None)
+    if found is None:
+        return {}
+    values = found if isinstance(found, Mapping) else {name: getattr(found, name) for name in _COMMS_KEYS}
+    unknown = sorted(set(values) - set(_COMMS_KEYS))
+    if unknown:
+        msg = f"comms_logger: unknown key {unknown[0]!r}; its keys are {', '.join(_COMMS_KEYS)}"
+        raise UsageError(msg)
+    return values
 
 
 def _group(group: Comm | None) -> Comm:

@@ -10,6 +10,7 @@ import mpispeed
 from tests.helpers.training import TinyLM, batches, config, zero
 
 TRAIN_BATCH = 12
+BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps")
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -25,9 +26,12 @@ class Numbered(torch.utils.data.Dataset):
         return index, self.tokens[index]
 
 
-def main(folder: Path, steps: int, stage: int, disk: str = "") -> None:
-    """With `disk`, what can rest in swap files does, below that folder."""
+def main(folder: Path, steps: int, stage: int, disk: str = "", elasticity: str = "{}") -> None:
+    """With `disk`, what can rest in swap files does, below that folder; `elasticity` is that section, as JSON."""
     settings = config(stage, TRAIN_BATCH, 1)
+    if json.loads(elasticity):
+        settings = {key: value for key, value in settings.items() if key not in BATCH_KEYS}
+        settings["elasticity"] = json.loads(elasticity)
     if disk:
         files = {"device": "nvme", "nvme_path": disk}
         sections = {"offload_optimizer": files, "offload_param": {**files, "max_in_cpu": 0}}

@@ -83,3 +83,15 @@ class NativeMissing(MpispeedError, ImportError):
 
 class PipelineError(UsageError):
     """A call that makes no sense for a pipeline, whose batches run as a whole."""
+
+
+class ElasticityError(ConfigError):
+    """Batch sizes for changing numbers of ranks cannot be found."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The section `elasticity` is missing, off, incomplete or wrong."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """The number of ranks is none of those that the section `elasticity` allows."""

@@ -1,12 +1,14 @@
-"""Parse and print counts, bytes and durations ("5e8", "2GiB", "1.5 s")."""
+"""Parse and print counts, bytes and durations ("5e8", "2GiB", "1.5 s", "1-12:00:00")."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 _BINARY = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_DAYTIME = re.compile(r"^(?:(?P<days>[0-9]+)-)?(?P<times>[0-9]+(?::[0-9]{1,2}){0,2})$")
 _QUANTITY = re.compile(r"^\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgtp]?)(i?)(b?)\s*$", re.IGNORECASE)
 
 
@@ -33,6 +35,29 @@ def parse_count(text: str | int | float) -> int:
         msg = f"expected a whole number, found {text!r}"
         raise ValueError(msg)
     return int(value)
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds of 90, "90", "1:30", "2:00:00" or "1-12:00:00" (days-hours:minutes:seconds; after days hours come first).
+
+    Raises:
+        ValueError: the text is no duration, or a negative one.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        match = _DAYTIME.match(str(text).strip())
+        if match is None:
+            msg = f"expected seconds, or a time such as 30:00, 2:00:00 or 1-12:00:00, found {text!r}"
+            raise ValueError(msg) from None
+        times = [int(part) for part in match["times"].split(":")]
+        times = [0] * (3 - len(times)) + times if match["days"] is None else times + [0] * (3 - len(times))
+        hours, minutes, rest = times
+        seconds = 3600.0 * (24 * int(match["days"] or 0) + hours) + 60 * minutes + rest
+    if not 0 <= seconds < math.inf:
+        msg = f"expected a duration of at least 0 seconds, found {text!r}"
+        raise ValueError(msg)
+    return seconds
 
 
 def format_bytes(count_bytes: float) -> str:
@@ -64,3 +89,16 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def format_ranks(ranks: Iterable[int], most_runs: int = 8) -> str:
+    """Ranks for people: "rank 3", "ranks 0-3, 8"; of many runs the first ones."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs[:most_runs])
+    return f"rank{'' if is_one else 's'} {shown}{', ...' if len(runs) > most_runs else ''}"

@@ -12,9 +12,14 @@ from mpispeed.cli.lazy import LazyGroup
 
 COMMANDS = {
     "run": ("mpispeed.cli.run", "run", "Start a training script on N ranks."),
+    "sbatch": ("mpispeed.cli.sbatch", "sbatch", "Fill a batch script from a config and a plan, check it, submit it."),
+    "scale": ("mpispeed.cli.scale", "scale", "Measure strong or weak scaling: table, CSV and picture."),
     "config": ("mpispeed.cli.config", "config", "Check and explain configuration files."),
+    "elastic": ("mpispeed.cli.elastic", "elastic", "Show batch sizes and the numbers of ranks they divide among."),
     "plan": ("mpispeed.cli.plan", "plan", "Predict memory and traffic before anything starts; GO or NO-GO."),
     "ckpt": ("mpispeed.cli.ckpt", "ckpt", "List, check, compare, convert and prune checkpoints."),
+    "drill": ("mpispeed.cli.drill", "drill", "Break a run on purpose: does it end, say why, and go on?"),
+    "logs": ("mpispeed.cli.logs", "logs", "Put the logs of all ranks in one, in the order of time."),
     "doctor": ("mpispeed.cli.doctor", "doctor", "Show what is usable on this machine, and why the rest is not."),
 }
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpispeed.engine.budget import Budget, Sent
-    from mpispeed.engine.fit import Setup, Verdict
+    from mpispeed.engine.fit import Limit, Setup, Verdict
     from mpispeed.engine.plan import Plan
 
 # torch and pydantic are imported by the command, so that `mpispeed --help` stays fast.
@@ -33,7 +33,9 @@ MOST_LAYERS = 100_000
 """Layers of a model that is given by its size alone; more would only take time."""
 
 
-class _Count(click.ParamType):
+class Count(click.ParamType):
+    """A whole number as people write it."""
+
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
@@ -48,13 +50,13 @@ class _Count(click.ParamType):
 @click.argument("file", metavar="[CONFIG]", required=False)
 @click.option("--model", "target", metavar="MODULE:CALLABLE", help="What builds the model; it is not allocated.")
 @click.option("--model-args", default="{}", metavar="JSON", help="Its arguments: an object, or a list.")
-@click.option("--params", type=_Count(), help="Instead of --model: parameters of the model, such as 7e9.")
-@click.option("--largest-layer", type=_Count(), help="With --params: parameters of the largest layer.")
+@click.option("--params", type=Count(), help="Instead of --model: parameters of the model, such as 7e9.")
+@click.option("--largest-layer", type=Count(), help="With --params: parameters of the largest layer.")
 @click.option("-n", "--ranks", type=click.IntRange(min=1), help="Ranks in all.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes they run on.")
 @click.option("--zero-init", is_flag=True, help="The model is built inside of mpispeed.zero.Init.")
-@click.option("--activations", type=_Count(), default=0, help="Bytes each rank needs besides, such as activations.")
-@click.option("--memory", type=_Count(), help="Bytes of a node to compare with; default: what this machine has left.")
+@click.option("--activations", type=Count(), default=0, help="Bytes each rank needs besides, such as activations.")
+@click.option("--memory", type=Count(), help="Bytes of a node to compare with; default: what this machine has left.")
 @schedule_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
@@ -88,9 +90,8 @@ def plan(
         if nodes > ranks:
             msg = f"--nodes {nodes} is more than the {ranks} ranks of -n; every node runs at least one rank"
             raise ConfigError(msg)
-        size = _size_of(target, params, largest_layer)
-        config = _load(file)
-        model = _sized_model(*size) if target is None else _build(target, model_args)
+        model = make_model(target, model_args, params, largest_layer)
+        config = read_config(file)
         answer, is_go = _answer(config, model, ranks, nodes, zero_init, activations, memory, as_json=as_json)
     except MpispeedError as error:
         if as_json:
@@ -105,16 +106,26 @@ def _answer(
     config: Any, model: nn.Module, ranks: int, nodes: int, is_born_cut: bool, extra: int, memory: int | None,
     *, as_json: bool,
 ) -> tuple[str, bool]:  # fmt: skip
-    from mpispeed.engine.fit import Limit, Setup, examine, judge, machine_limits
+    from mpispeed.engine.fit import Limit, Setup, machine_limits
 
-    _refuse_other_axes(config)
-    dtype = _dtype_of(model)
     setup = Setup(config, ranks, nodes, is_born_cut, extra)
-    resolved, budget = examine(setup, model, dtype)
     limits = machine_limits() if memory is None else [Limit("--memory", memory)]
-    verdict = judge(setup, model, dtype, limits)
+    resolved, budget, verdict = forecast(setup, model, limits)
     write = _as_json if as_json else _as_text
     return write(setup, resolved, budget, verdict, model), verdict.is_go
+
+
+def forecast(setup: Setup, model: nn.Module, limits: list[Limit]) -> tuple[Plan, Budget, Verdict]:
+    """What a setup means and needs, and whether it fits.
+
+    Raises:
+        ConfigError: the settings cannot hold, or are of a kind that is not planned.
+    """
+    from mpispeed.engine.fit import examine, judge
+
+    _refuse_other_axes(setup.config)
+    dtype = _dtype_of(model)
+    return *examine(setup, model, dtype), judge(setup, model, dtype, limits)
 
 
 def _refuse_other_axes(config: Any) -> None:
@@ -138,6 +149,16 @@ def _refuse_both(file: str | None, ranks: int | None) -> None:
 # -- input -----------------------------------------------------------------------------------------------------------
 
 
+def make_model(target: str | None, arguments: str, params: int | None, largest: int | None) -> nn.Module:
+    """The model to plan, without memory: built by `target`, or of a size.
+
+    Raises:
+        ConfigError: it is given twice or not at all, or cannot be built.
+    """
+    size = _size_of(target, params, largest)
+    return _sized_model(*size) if target is None else _build(target, arguments)
+
+
 def _size_of(target: str | None, params: int | None, largest: int | None) -> tuple[int, int]:
     if (target is None) == (params is None) or (params is None) != (largest is None):
         msg = "give the model either as --model MODULE:CALLABLE or by its size, --params 7e9 --largest-layer 1e8"
@@ -152,7 +173,7 @@ def _size_of(target: str | None, params: int | None, largest: int | None) -> tup
     return params, largest
 
 
-def _load(file: str) -> Any:
+def read_config(file: str) -> Any:
     """The settings; what has no effect in this version is said, not refused: this is only a plan."""
     from mpispeed.config import load
     from mpispeed.config.unavailable import find_unavailable

@@ -2,59 +2,99 @@
 
 from __future__ import annotations
 
-import sys
+import os
+import shlex
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
 from mpispeed.base.errors import UsageError
+from mpispeed.base.units import format_bytes
+from mpispeed.cli.run_options import program_of, runner, wishes_of, with_options
 
-_WITHOUT_FOLDER = "import sys; del sys.path[0]; from mpi4py.run import main; main()"
+__all__ = ["run", "runner"]
 
-
-def runner(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
-    """Python's flags for mpi4py's runner, which ends all ranks when one fails: the others would wait for ever.
-
-    Files of the working folder must not take the place of mpi4py's and our modules before the script starts.
-    """
-    return ["-P", "-m", "mpi4py"] if version >= (3, 11) else ["-c", _WITHOUT_FOLDER]
+MERGE_BYTES = 256 << 20
+"""Logs that are larger in all are merged when somebody asks for it, because the end of the command waits for it."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-n", "--ranks", type=int, help="Number of ranks; by default the tasks of the SLURM job, else 1.")
-@click.option(
-    "--mpi", type=click.Choice(["auto", "site"]), default="auto", show_default=True,
-    help="auto: an mpirun beside Python, else the one on PATH; site: only PATH.",
-)  # fmt: skip
+@with_options
 @click.option("--dry-run", is_flag=True, help="Show the command and start nothing.")
 @click.option("--debug", is_flag=True, help="Set MPISPEED_DEBUG=1: errors of mpispeed come with a traceback.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
+@click.option("--no-python", "--no_python", is_flag=True, help="SCRIPT is a program to start without Python.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def run(
-    ctx: click.Context,
-    ranks: int | None,
-    mpi: str,
-    dry_run: bool,
-    debug: bool,
-    module: bool,
-    script: str,
-    arguments: tuple[str, ...],
-) -> None:
+def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: Any) -> None:
     """Start SCRIPT on N ranks; everything after SCRIPT goes to the script.
 
     The exit code is that of the job. Inside a SLURM allocation srun starts the ranks, elsewhere mpirun does.
     """
     from mpispeed.launch import plan_launch, run_launch  # not needed for --help
 
-    if not module and not Path(script).is_file():
-        msg = f"there is no script {script} (looked from {Path.cwd()}); give its path, or -m for a module"
-        raise UsageError(msg)
-    words = [*(["-m"] if module else []), script, *arguments]
-    program = [sys.executable, *runner(), "-m", "mpispeed.launch.rank", *words]
-    launch = plan_launch(program, ranks, mpi=mpi, is_debug=debug)
-    if dry_run:
+    program = program_of(chosen, script, arguments)
+    wishes = wishes_of(chosen, os.environ)
+    ranks = None if wishes.hosts else chosen["ranks"]
+    if chosen["elastic"]:
+        from mpispeed.cli.run_elastic import supervisor_of
+
+        supervisor = supervisor_of(chosen, wishes, program, arguments)
+        launch = supervisor.plan(supervisor.choose(supervisor.hosts), 0)
+    else:
+        launch = plan_launch(program, ranks, mpi=chosen["mpi"], is_debug=chosen["debug"], wishes=wishes)
+    if chosen["dry_run"]:
         click.echo(launch.describe())
         return
-    ctx.exit(run_launch(launch))
+    if "MPISPEED_RUN_DIR" in wishes.variables:
+        _make_folder(Path(wishes.variables["MPISPEED_RUN_DIR"]))
+    with tempfile.TemporaryDirectory(prefix="mpispeed-run-") as folder:
+        said = Path(folder) / "said"  # made by a watcher that has said why the job ended
+        os.environ["MPISPEED_SAID"] = str(said)
+        code = supervisor.run() if chosen["elastic"] else run_launch(launch)
+        if not said.exists():
+            _explain(code, is_hydra=launch.is_hydra)
+    _merge_logs(wishes.variables.get("MPISPEED_RUN_DIR") or os.environ.get("MPISPEED_RUN_DIR", ""))
+    ctx.exit(code)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"the folder of the run cannot be made: {error}; give another one with --run-dir"
+        raise UsageError(msg) from error
+
+
+def _merge_logs(folder: str) -> None:
+    """Put the logs of the ranks in one, where they are kept; a job's exit code does not depend on that."""
+    if not folder:
+        return
+    from mpispeed.guard.merging import find_logs, merge_logs  # not needed without a folder
+
+    later = f"merge them with `mpispeed logs merge {shlex.quote(folder)}`"
+    try:
+        size_bytes = sum(path.stat().st_size for path in find_logs(Path(folder)).values())
+        if size_bytes > MERGE_BYTES:
+            click.echo(f"mpispeed: the logs of the ranks have {format_bytes(size_bytes)}; {later}", err=True)
+        else:
+            merge_logs(Path(folder))
+    except OSError as error:
+        click.echo(f"mpispeed: notice: the logs in {folder} are not merged: {error}", err=True)
+    except KeyboardInterrupt:
+        click.echo(f"mpispeed: the logs in {folder} are not merged; {later}", err=True)
+
+
+def _explain(code: int, *, is_hydra: bool) -> None:
+    """Say what the exit code of a job means that a signal has ended."""
+    if code > 128 or (is_hydra and code in _FATAL):
+        from mpispeed.guard.exits import describe_exit_code  # not needed by jobs that end well
+
+        click.echo(f"mpispeed: {describe_exit_code(code, is_hydra=is_hydra)}", err=True)
+
+
+_FATAL = (4, 6, 7, 8, 9, 11)
+"""Signals that hydra tells by their bare number and that no program uses as exit code: they end it in mid-work."""

@@ -280,15 +280,30 @@ def _check_elasticity(config: Config) -> Iterator[Problem]:
         yield Problem("elasticity.micro_batch_sizes", "expected at least one number, found []")
     if elastic.min_gpus > elastic.max_gpus:
         yield Problem("elasticity.min_gpus", f"{elastic.min_gpus} is more than max_gpus {elastic.max_gpus}")
-    if elastic.model_parallel_size > 1 and elastic.version < 0.2:
-        what = f"{elastic.model_parallel_size} needs version 0.2, found {elastic.version}"
-        yield Problem("elasticity.model_parallel_size", what)
+    yield from _check_elastic_models(config)
     if elastic.ignore_non_elastic_batch_info:
         return
     for key in (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION):
         if getattr(config, key) is not None:
             cure = "remove it, or set elasticity.ignore_non_elastic_batch_info to true"
             yield Problem(key, "elasticity chooses the batch sizes", cure)
+
+
+def _check_elastic_models(config: Config) -> Iterator[Problem]:
+    """Versions, and what has to divide what."""
+    elastic = config.elasticity
+    if elastic.model_parallel_size > 1 and elastic.version < 0.2:
+        what = f"{elastic.model_parallel_size} needs version 0.2, found {elastic.version}"
+        yield Problem("elasticity.model_parallel_size", what)
+    if elastic.version not in (0.1, 0.2):
+        yield Problem("elasticity.version", f"{elastic.version} is unknown", "use 0.1 or 0.2")
+    large = [micro for micro in elastic.micro_batch_sizes if micro > elastic.max_train_batch_size]
+    if large:
+        what = f"{large[0]} is more than max_train_batch_size {elastic.max_train_batch_size}"
+        yield Problem("elasticity.micro_batch_sizes", what, "leave it out")
+    if elastic.num_gpus_per_node % elastic.model_parallel_size:
+        what = f"{elastic.num_gpus_per_node} is no multiple of model_parallel_size {elastic.model_parallel_size}"
+        yield Problem("elasticity.num_gpus_per_node", what, "a node has whole models")
 
 
 def _check_curriculum(config: Config) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, resolve_batch
+from mpispeed.config.elastic_batch import elastic_triple
 from mpispeed.config.root import Config
 
 
@@ -34,12 +35,14 @@ def measures_wall_clock(config: Config) -> bool:
     return config.wall_clock_breakdown or config.flops_profiler.enabled
 
 
-def batch_sizes(config: Config, world_size: int) -> tuple[int, int, int]:
-    """The complete batch triangle for `world_size` data-parallel ranks.
+def batch_sizes(config: Config, world_size: int, ranks: int | None = None) -> tuple[int, int, int]:
+    """The complete batch triangle for `world_size` data-parallel ranks; of `ranks` in all, None: there are no others.
 
     Raises:
-        ConfigError: see `resolve_batch`.
+        ConfigError: see `resolve_batch`; with the section elasticity, see `elastic_triple`.
     """
+    if config.elasticity.enabled:
+        return elastic_triple(config.elasticity, world_size if ranks is None else ranks, world_size)
     return resolve_batch(
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -71,6 +74,10 @@ def derive(config: Config, world_size: int) -> dict[str, tuple[Any, str]]:
 
 
 def _derive_batch(config: Config, world_size: int) -> dict[str, tuple[Any, str]]:
+    if config.elasticity.enabled:
+        reason = f"derived: elasticity, on {world_size} rank{'s' if world_size > 1 else ''}"
+        sizes = batch_sizes(config, world_size, world_size * config.elasticity.model_parallel_size)
+        return {key: (size, reason) for key, size in zip((TRAIN_BATCH, MICRO_BATCH, ACCUMULATION), sizes, strict=True)}
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         needed = f"missing: give {TRAIN_BATCH} or {MICRO_BATCH}"
         return {TRAIN_BATCH: (None, needed), MICRO_BATCH: (None, needed)}

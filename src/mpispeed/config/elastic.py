@@ -14,17 +14,21 @@ MicroBatch = Annotated[int, Strict(), Field(ge=1)]
 class Elasticity(Section):
     """Choose a batch size that many numbers of ranks divide."""
 
-    enabled: bool = Field(False, description="Choose the batch size; needs the next two keys.")
-    max_train_batch_size: Positive = Field(2000, description="The batch size is not greater than this.")
+    enabled: bool = Field(False, description="Choose the batch sizes; needs the next two keys.")
+    max_train_batch_size: Positive = Field(2000, description="The batch size is not greater than this, as a rule.")
     micro_batch_sizes: list[MicroBatch] = Field([2, 4, 6], description="Allowed micro-batches.")
     min_gpus: Positive = Field(1, description="Fewest ranks.")
     max_gpus: Positive = Field(10000, description="Most ranks.")
-    min_time: Natural = Field(0, description="Minutes a run is expected to last at least.")
-    version: Annotated[float, Field(gt=0, le=0.2), BeforeValidator(refuse_bool)] = Field(0.2, description="0.1 or 0.2.")
+    min_time: Natural = Field(0, description="Accepted; no effect.")
+    version: Annotated[float, Field(gt=0, le=0.2), BeforeValidator(refuse_bool)] = Field(
+        0.2, description="0.1: data-parallel ranks that come one by one; 0.2: also nodes and models that ranks share."
+    )
     prefer_larger_batch: bool = Field(True, description="Prefer the greater of two equal batches.")
     ignore_non_elastic_batch_info: bool = Field(False, description="Ignore the batch keys instead of refusing them.")
-    model_parallel_size: Positive = Field(1, description="Ranks that share a model.")
-    num_gpus_per_node: Positive = Field(1, description="Ranks per node.")
+    model_parallel_size: Positive = Field(
+        1, description="Ranks that share a model: pipeline stages x slices of layers; above 1 only in version 0.2."
+    )
+    num_gpus_per_node: Positive = Field(1, description="Ranks of a node; version 0.2 counts whole nodes.")
 
 
 class ProgressiveLayerDrop(Section):

@@ -13,7 +13,6 @@ from mpispeed.config.root import Config
 _ZERO = "zero_optimization"
 _BUILT = "a PipelineModule is built before the config is read; give it to the constructor"
 _GROUP = "groups of ranks are made for tensor_parallel.autotp_size; or pass an mpu to initialize"
-_KINDS = "communication is counted for all kinds of messages, in one table when the run ends"
 _PINNED = "page-locked memory is for transfers to a GPU"
 _FILES = "it is for states in files (device nvme), and none are"
 _THROUGHPUT = "steps are always timed, by the clock of the host, and reported by steps_per_print"
@@ -53,6 +52,7 @@ NO_EFFECT: dict[str, str] = {
     f"{_ZERO}.use_all_reduce_for_fetch_params": "parameters are fetched by all-gather, which sends half as much",
     f"{_ZERO}.memory_efficient_linear": "no module keeps its weights for the backward pass; they are fetched again",
     f"{_ZERO}.pipeline_loading_checkpoint": "no rank reads more of a checkpoint than its own part",
+    "elasticity.min_time": "nothing is scheduled by it",
     "aio.use_gds": "files are read into host memory, not into that of a GPU",
     "checkpoint.load_universal": "every checkpoint loads at any number of ranks",
     "checkpoint.parallel_write.pipeline_stage": "all ranks of all stages write their parts",
@@ -64,10 +64,6 @@ NO_EFFECT: dict[str, str] = {
     "tensor_parallel.tensor_parallel.tp_group": _GROUP,
     "tensor_parallel.keep_module_on_host": "modules are cut in host memory",
     "tensor_parallel.replace_with_kernel_inject": "there are no fused modules to put in their place",
-    "comms_logger.prof_all": _KINDS,
-    "comms_logger.prof_ops": _KINDS,
-    "comms_logger.verbose": _KINDS,
-    "comms_logger.debug": _KINDS,
     "timers.throughput.enabled": _THROUGHPUT,
     "timers.throughput.synchronized": _THROUGHPUT,
 }

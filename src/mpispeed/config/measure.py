@@ -10,11 +10,11 @@ from mpispeed.config.section import Integer, NonNegative, Positive, Section, sub
 class CommsLogger(Section):
     """Records of communication."""
 
-    enabled: bool = Field(False, description="Record communication.")
+    enabled: bool = Field(False, description="Record latency and bandwidth of verbs; a table when the run ends.")
     prof_all: bool = Field(True, description="Record all verbs; otherwise those of prof_ops.")
-    prof_ops: list[str] = Field(default_factory=list, description="Names of recorded verbs.")
-    verbose: bool = Field(False, description="Print each record at once.")
-    debug: bool = Field(False, description="Also say where the call came from.")
+    prof_ops: list[str] = Field(default_factory=list, description="Names of recorded verbs, such as all_reduce.")
+    verbose: bool = Field(False, description="Log each call at once, on rank 0.")
+    debug: bool = Field(False, description="Tell calls from different places in the script apart.")
 
 
 class Throughput(Section):

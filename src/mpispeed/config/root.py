@@ -11,6 +11,7 @@ from mpispeed.config.checkpoint import Checkpoint, Nebula
 from mpispeed.config.compress import CompressionTraining, QuantizeTraining
 from mpispeed.config.data import CurriculumLearning, DataEfficiency, Eigenvalue
 from mpispeed.config.elastic import Elasticity, ProgressiveLayerDrop
+from mpispeed.config.guard import Guard
 from mpispeed.config.measure import CommsLogger, FlopsProfiler, Timers
 from mpispeed.config.monitor import Comet, CsvMonitor, Tensorboard, Wandb
 from mpispeed.config.offload import Aio
@@ -21,6 +22,7 @@ from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, 
 from mpispeed.config.serve import HybridEngine, WeightQuantization
 from mpispeed.config.sparse import SparseAttention
 from mpispeed.config.tune import Autotuning
+from mpispeed.config.walltime import Walltime
 from mpispeed.config.zero import ZeroOptimization
 
 
@@ -77,6 +79,8 @@ class Config(Section):
     zero_optimization: ZeroOptimization = subsection(ZeroOptimization, "Cutting of model states.")
     aio: Aio = subsection(Aio, "Reads and writes of the nvme tier.")
     checkpoint: Checkpoint = subsection(Checkpoint, "Checkpoints.")
+    guard: Guard = subsection(Guard, "Limits for hangs (mpispeed only).")
+    walltime: Walltime = subsection(Walltime, "Saving before the job ends (mpispeed only).")
     nebula: Nebula = subsection(Nebula, "Accepted; no effect.")
     activation_checkpointing: ActivationCheckpointing = subsection(ActivationCheckpointing, "Kept activations.")
     pipeline: Pipeline = subsection(Pipeline, "Layers spread over ranks.")

@@ -57,7 +57,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row("curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
     Row("wandb", _is_on, "this monitor is not available; use tensorboard or csv_monitor"),
     Row("comet", _is_on, "this monitor is not available; use tensorboard or csv_monitor"),
-    Row("elasticity", _is_on, "elastic batch sizes are not available; set the batch sizes yourself"),
     *(
         Row(f"compression_training.{name}", _has_shared_on, "compression is not available; set enabled to false")
         for name in _COMPRESSION

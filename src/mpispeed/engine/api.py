@@ -12,8 +12,10 @@ import torch
 
 from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError
+from mpispeed.config.elastic_batch import check_schedule, find_run_warnings
 from mpispeed.config.load import LoadedConfig, parse, read_source, validate
 from mpispeed.config.unavailable import require_available
+from mpispeed.engine import drilling, ending_run
 from mpispeed.engine.assemble import assemble
 from mpispeed.engine.axes import choose_axes
 from mpispeed.engine.engine import Engine
@@ -21,6 +23,9 @@ from mpispeed.engine.pipeline import PipelineEngine
 from mpispeed.engine.placements import ranks_per_node
 from mpispeed.engine.plan import Plan, make_plan
 from mpispeed.engine.slicing import slice_layers
+from mpispeed.guard import begin
+from mpispeed.guard import logs as rank_logs
+from mpispeed.mesh import exits
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.topology import Topology
 from mpispeed.mesh.world import start
@@ -60,12 +65,19 @@ def init_distributed(
 ) -> World:
     """Join MPI, once per process.
 
-    Rank and size come from the communicator; the arguments are accepted for DeepSpeed scripts and have no effect.
+    Rank and size come from the communicator. `timeout`, a timedelta or seconds, is for how long ranks may wait for one
+    that is in no operation, where that is longer than `guard.hang_timeout`. The other arguments are accepted for
+    DeepSpeed scripts and have no effect.
 
     Collective over: all ranks of the job.
     """
     world = start()
+    rank_logs.begin(world.rank)
+    exits.keep_silent_errors(rank_logs.note)
     logs.setup(world.rank, world.size)
+    begin.watch_over(world)
+    if timeout is not None:
+        begin.allow(hang_seconds=float(getattr(timeout, "total_seconds", lambda: timeout)()))
     return world
 
 
@@ -125,6 +137,9 @@ def initialize(
     given = optimizer, model_parameters, training_data, lr_scheduler
     parts = assemble(plan, loaded, mesh, model, *given, collate_fn=collate_fn)
     engine = PipelineEngine(parts, model) if isinstance(model, PipelineModule) else Engine(parts)
+    drilling.attach(engine)
+    begin.attach(engine.bus, plan.config.guard.divergence_timeout, plan.config.guard.hang_timeout)
+    ending_run.attach(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -177,6 +192,9 @@ def _resolve(world: World, source: tuple[Any, str], model: nn.Module, mpu: Any) 
         axes = choose_axes(loaded.config, world, model, mpu)
         dtype = _floating_dtype(model)
         resolved = loaded, make_plan(loaded.config, world.size, dtype, ranks_per_node=node, axes=axes)
+        if loaded.config.elasticity.enabled:
+            section = loaded.config.elasticity
+            loaded.warnings.extend([*find_run_warnings(section, world.size), *check_schedule(section, os.environ)])
         digest, own = resolved[1].digest(), _digest_of_stage(resolved[1], world.rank, model)
     except ConfigError as error:
         problem = str(error)

@@ -20,7 +20,7 @@ from mpispeed.engine.host_budget import require_host_budget
 from mpispeed.engine.parts import Counters, Optimization, Parts
 from mpispeed.engine.recomputing import configure_recomputation
 from mpispeed.engine.reducing import choose_reducer
-from mpispeed.engine.reports import observe
+from mpispeed.engine.reports import observe, start_comms_log
 from mpispeed.engine.sharding import Sharding, shard
 from mpispeed.engine.sharing import Sharing, kinds_of
 from mpispeed.engine.swapping import check_rule
@@ -461,6 +461,7 @@ def _watch(parts: Parts, loaded: LoadedConfig) -> None:
     if any(section["enabled"] for section in sections.values()):
         parts.mesh.world.comm.agree(not problem, problem, ConfigError)
     monitor.attach(parts.bus, sinks)
+    start_comms_log(parts)
     if rank == 0:
         for warning in loaded.warnings:
             log.warning("%s", warning)

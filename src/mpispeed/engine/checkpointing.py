@@ -100,6 +100,11 @@ class Checkpoints:
         self._announce(report, stall, stall)
         return True
 
+    @property
+    def is_saving(self) -> bool:
+        """True while a checkpoint is being written in the background, or has not been waited for."""
+        return self._pending is not None
+
     def wait_checkpoint(self) -> None:
         """Wait until the checkpoint that is being written in the background, if any, is complete.
 

@@ -15,6 +15,7 @@ from mpispeed.engine import queries
 from mpispeed.engine.backward import Accumulation, backward_scaled, require_scalar, scale_loss
 from mpispeed.engine.batching import BatchSizes
 from mpispeed.engine.checkpointing import Checkpoints
+from mpispeed.engine.ending_run import EndsInTime
 from mpispeed.engine.offloading import Absence, OffloadStates
 from mpispeed.engine.step import StepContext
 from mpispeed.engine.weights import Weights
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
 
 
-class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
+class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Module):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
     Names that the engine does not have are looked up among the settings (`engine.gradient_clipping()`) and then on
@@ -49,6 +50,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
         self._is_closed = False
         self._absence: Absence | None = None
         self._tried_roots: set[str] = set()
+        self.client_state: dict[str, Any] = {}
 
     # -- what it holds ---------------------------------------------------------------------------------------
 
@@ -126,10 +128,11 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
 
         Gradients that no backward pass summed over ranks, because no boundary was known then, are summed here.
 
-        Collective over: the data axis, at boundaries.
+        Collective over: the data axis, at boundaries; all ranks, where `walltime.save_dir` is set.
 
         Raises:
             UsageError: inside `no_sync`, or there is no optimizer.
+            RunEnded: (a SystemExit) on all ranks: the run was saved because its job ends or it was asked to stop.
         """
         self._optimization("step")
         self._require("step")
@@ -140,6 +143,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, nn.Module):
         if self.is_gradient_accumulation_boundary():
             self._run_step(lr_kwargs or {})
         self.counters.micro_steps += 1
+        self._end_step()
 
     def _run_step(self, lr_kwargs: dict[str, Any]) -> None:
         counters = self.counters

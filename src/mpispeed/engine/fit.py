@@ -206,6 +206,7 @@ def changes(setup: Setup, plan: Plan) -> Iterator[tuple[str, Setup]]:
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "data_parallel_size": None,
+        "elasticity": setup.config.elasticity.model_copy(update={"enabled": False}),
     }
 
     def changed(other: Setup, nodes: int = 1, **keys: object) -> Setup:

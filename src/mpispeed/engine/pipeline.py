@@ -144,6 +144,7 @@ class PipelineEngine(Engine):
 
         Raises:
             UsageError: (a RuntimeError) gradients are switched off, or the iterator ends within the batch.
+            RunEnded: (a SystemExit) on all ranks: the run was saved because its job ends or it was asked to stop.
         """
         if not torch.is_grad_enabled():
             msg = "engine.train_batch() needs gradients and runs under torch.no_grad(); use engine.eval_batch()"
@@ -158,7 +159,9 @@ class PipelineEngine(Engine):
         duties.begin_training(self._feed(data_iter), steps)
         with duties.gathered(is_held=self.plan.gathers_once):
             self._executor.run(self._schedule(steps), is_training=True)
-        return torch.tensor(duties.mean_loss)
+        loss = torch.tensor(duties.mean_loss)
+        self._end_step()
+        return loss
 
     def _finish_batch(self, mean_loss: float) -> None:
         """What the last instruction of a schedule asks for. Collective over: all ranks."""
@@ -197,6 +200,7 @@ class PipelineEngine(Engine):
             msg = f'engine.eval_batch(reduce_output={reduce_output!r}): "avg" and None are known'
             raise UsageError(msg)
         self._require("eval_batch")
+        self.heed_requests()
         was_training, duties, place = self.training, self._duties, self._executor.place
         steps = num_micro_batches or self.plan.batch.gradient_accumulation_steps
         schedule = InferenceSchedule(steps, place.stages, place.stage, chunks=place.chunks)

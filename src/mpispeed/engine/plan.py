@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import ConfigError, TopologyError
-from mpispeed.config.batch import resolve_batch
-from mpispeed.config.derive import overlaps_communication
+from mpispeed.config.derive import batch_sizes, overlaps_communication
 from mpispeed.engine.placements import Placing, States, place
 from mpispeed.precision.policy import Policy, resolve
 
@@ -156,9 +155,7 @@ def make_plan(
     """
     axes = dict(axes) if axes is not None else {"pipe": 1, "data": world_size, "model": 1}
     data = _data_size(config, axes)
-    triple = resolve_batch(
-        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, data
-    )
+    triple = batch_sizes(config, data, math.prod(axes.values()))
     zero = config.zero_optimization
     policy = resolve(
         fp16_enabled=config.fp16.enabled,

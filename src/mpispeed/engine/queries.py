@@ -37,7 +37,7 @@ METHODS: dict[str, Callable[[Parts], Any]] = {
     "sparse_gradients_enabled": lambda p: p.plan.config.sparse_gradients,
     "postscale_gradients": lambda p: not p.plan.config.prescale_gradients,
     "gradient_predivide_factor": lambda p: p.plan.config.gradient_predivide_factor,
-    "elasticity_enabled": lambda p: False,
+    "elasticity_enabled": lambda p: p.plan.config.elasticity.enabled,
     "optimizer_name": lambda p: _optimizer_name(p),
     "optimizer_params": lambda p: dict(p.plan.optimizer_params),
     "scheduler_name": lambda p: p.plan.scheduler_name,

@@ -10,6 +10,8 @@ from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes, format_duration
 from mpispeed.engine import queries
 from mpispeed.engine.coded_report import watch_coded
+from mpispeed.mesh import comms_log
+from mpispeed.monitor import step_times
 from mpispeed.pipe.timeline import expected_bubble
 
 if TYPE_CHECKING:
@@ -71,8 +73,20 @@ class Timings:
         self._seconds = {"fwd": 0.0, "bwd": 0.0}
 
 
+def start_comms_log(parts: Parts) -> None:
+    """`comms_logger`: record from now until the engine closes, on every rank."""
+    section, comms = parts.plan.config.comms_logger, comms_log.of_process()
+    if not section.enabled:
+        return
+    if not comms.is_attached:
+        comms.clear()
+    comms.configure(section.model_dump())
+    comms.attach(parts.mesh.world.journal)
+    parts.bus.subscribe(Event.CLOSE, lambda _: comms.detach())
+
+
 class Traffic:
-    """`comms_logger`: count, bytes and time per verb and axes when the run ends."""
+    """`comms_logger`, when the run ends: verbs by message size, then count, bytes and time per verb and axes."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -82,6 +96,7 @@ class Traffic:
         bus.subscribe(Event.CLOSE, self._on_close)
 
     def _on_close(self, event: Mapping[str, Any]) -> None:
+        log.info("communication of rank 0\n%s", comms_log.of_process().table())
         for (verb, axes), entry in sorted(self._journal.entries().items()):
             where = ",".join(axes) or "all"
             log.info("%-16s over %-10s %8d calls %10s  %s", verb, where, entry.count, format_bytes(entry.bytes),
@@ -189,3 +204,4 @@ def observe(parts: Parts) -> None:
         parts.bus.subscribe(Event.STEP_END, lambda _: report_memory(parts))
     if config.dump_state:
         log.info("config | %s", config.model_dump_json())
+    step_times.watch(parts.bus, ranks=parts.plan.world_size, samples_per_step=parts.plan.batch.train_batch_size)

@@ -9,12 +9,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch import env, srun
-from mpispeed.launch.mpirun import Family, find_mpirun, mpi_choice, mpirun_argv
+from mpispeed.launch.bind import CORES, DEVICES
+from mpispeed.launch.hosts import count_ranks, in_slurm_order, is_here
+from mpispeed.launch.mpirun import Family, find_mpirun, mpi_choice
+from mpispeed.launch.mpirun_words import common_devices, device_variables, launcher_variables, mpirun_argv
+from mpispeed.launch.wishes import Wishes
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
@@ -23,10 +28,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A job that can be started: its command line and the variables added to the environment."""
+    """A job that can be started: its command line and the variables added to the environment.
+
+    `is_hydra` is True for the mpirun of MPICH and Intel MPI, whose exit code is the bare number of a fatal signal.
+    """
 
     argv: tuple[str, ...]
     added: Mapping[str, str] = field(default_factory=dict)
+    is_hydra: bool = False
 
     def describe(self) -> str:
         """The same as a line for a shell."""
@@ -49,33 +58,125 @@ def plan_launch(
     mpi: str = "auto",
     is_debug: bool = False,
     environ: Mapping[str, str] | None = None,
+    wishes: Wishes | None = None,
 ) -> Launch:
-    """Decide how to start `program` on `ranks` ranks; None takes the tasks of a SLURM allocation, else one rank.
+    """Decide how to start `program` on `ranks` ranks.
+
+    None takes the slots of the hosts that are wished for, else the tasks of a SLURM allocation, else one rank.
 
     Raises:
-        ConfigError: the number of ranks is not positive.
+        ConfigError: the number of ranks is not positive, or a wish cannot be had.
         UsageError: there is no launcher, or a variable of SLURM is not a number.
     """
     environ = os.environ if environ is None else environ
+    wishes = wishes or Wishes()
     if ranks is not None and ranks < 1:
         msg = f"the number of ranks is {ranks}; ask for at least 1 (-n)"
         raise ConfigError(msg)
-    cores = env.usable_cores()
-    if srun.is_inside_allocation(environ):
-        tasks, nodes = srun.allocation_size(environ)
-        ranks = tasks if ranks is None else ranks
-        per_node = -(-ranks // nodes)
-        argv = srun.srun_argv(ranks, program, _slurm_family(mpi, environ), environ)
-        share = srun.cores_per_rank(per_node, environ)
-        cores = cores if share is None else share * per_node
-        return Launch(
-            tuple(argv), env.rank_environment(environ, ranks_per_node=per_node, cores=cores, is_debug=is_debug)
-        )
+    variables = {**env.file_variables(environ, Path.cwd()), **wishes.variables, **device_variables(wishes.hosts)}
+    variables |= _listed_cores(wishes)
+    environ = {**environ, **variables}
+    if wishes.hosts:
+        ranks = count_ranks(wishes.hosts)
+    plan = _plan_srun if takes_srun(wishes.launcher, environ) else _plan_mpirun
+    launch = plan(program, ranks, mpi, is_debug, environ, wishes)
+    return replace(launch, added={**variables, **launch.added})
+
+
+def takes_srun(launcher: str, environ: Mapping[str, str]) -> bool:
+    """True if srun is to start the ranks.
+
+    Raises:
+        ConfigError: the launcher is none of those that can be chosen.
+        UsageError: srun was asked for and is not there.
+    """
+    if launcher not in ("auto", "mpirun", "srun"):
+        msg = f'the launcher is "auto", "mpirun" or "srun", not {launcher!r}'
+        raise ConfigError(msg)
+    if launcher == "srun" and not srun.is_installed(environ):
+        msg = "--launcher srun: there is no srun on PATH; start on a machine of a SLURM cluster, or use mpirun"
+        raise UsageError(msg)
+    return launcher == "srun" or (launcher == "auto" and srun.is_inside_allocation(environ))
+
+
+def _listed_cores(wishes: Wishes) -> dict[str, str]:
+    """The variable by which the runner of a rank binds it to its part of the listed cores.
+
+    Raises:
+        ConfigError: there is no such runner, or hosts have different numbers of ranks.
+    """
+    if not wishes.binding.cores:
+        return {}
+    if not wishes.has_runner:
+        msg = "--bind_core_list works for Python scripts only, not with --no_python; bind with --launcher-args"
+        raise ConfigError(msg)
+    return {CORES: ",".join(map(str, wishes.binding.cores))}
+
+
+def _listed_devices(wishes: Wishes) -> dict[str, str]:
+    """The variable by which the runner of a rank shows it the accelerators of its host.
+
+    SLURM sets CUDA_VISIBLE_DEVICES by itself, whatever srun has in its environment, and for all hosts alike.
+
+    Raises:
+        ConfigError: there is no such runner.
+    """
+    common = common_devices(wishes.hosts)
+    if common is None:
+        return {}
+    if not wishes.has_runner:
+        msg = "srun can show chosen GPUs to Python scripts only, not with --no_python; start with --launcher mpirun"
+        raise ConfigError(msg)
+    lists = {host.name: ",".join(map(str, host.slots)) for host in wishes.hosts}
+    return {DEVICES: ";".join(f"{name}={devices}" for name, devices in lists.items())}
+
+
+def _plan_srun(
+    program: Sequence[str],
+    ranks: int | None,
+    mpi: str,
+    is_debug: bool,
+    environ: Mapping[str, str],
+    wishes: Wishes,
+) -> Launch:
+    tasks, nodes = (ranks or 1, len(wishes.hosts)) if wishes.hosts else srun.allocation_size(environ)
+    ranks = tasks if ranks is None else ranks
+    per_node = max((len(host.slots) for host in wishes.hosts), default=-(-ranks // nodes))
+    argv = srun.srun_argv(ranks, program, _slurm_family(mpi, environ), environ, wishes)
+    share = srun.cores_per_rank(per_node, environ)
+    cores = env.usable_cores() if share is None else share * per_node
+    added = env.rank_environment(environ, ranks_per_node=per_node, cores=cores, is_debug=is_debug)
+    return Launch(tuple(argv), {**added, **_listed_devices(wishes)})
+
+
+def _plan_mpirun(
+    program: Sequence[str],
+    ranks: int | None,
+    mpi: str,
+    is_debug: bool,
+    environ: Mapping[str, str],
+    wishes: Wishes,
+) -> Launch:
     ranks = 1 if ranks is None else ranks
     mpirun = find_mpirun(mpi, environ=environ)
-    argv = mpirun_argv(mpirun, ranks, program, cores=cores, is_root=hasattr(os, "geteuid") and os.geteuid() == 0)
+    if len(wishes.hosts) == 1 and is_here(wishes.hosts[0].name):
+        wishes = replace(wishes, hosts=())
+    if wishes.hosts and not wishes.agent and srun.is_inside_allocation(environ):
+        wishes = replace(wishes, hosts=in_slurm_order(wishes.hosts, environ))
+    # How many cores other hosts have is not known here.
+    cores = 0 if wishes.hosts else env.usable_cores()
     added = env.rank_environment(environ, ranks_per_node=ranks, cores=cores, is_debug=is_debug)
-    return Launch(tuple(argv), {**mpi_choice(mpirun), **added})
+    added = {**mpi_choice(mpirun), **launcher_variables(mpirun, wishes, environ), **added}
+    argv = mpirun_argv(
+        mpirun,
+        ranks,
+        program,
+        cores=cores,
+        is_root=hasattr(os, "geteuid") and os.geteuid() == 0,
+        wishes=wishes,
+        exported=env.exported_names(environ, added),
+    )
+    return Launch(tuple(argv), added, is_hydra=mpirun.family in (Family.MPICH, Family.INTEL))
 
 
 def _terminal_sends_interrupts() -> bool:
@@ -104,11 +205,23 @@ def _tie_to_parent() -> Callable[[], None] | None:
     return tie
 
 
-def run_launch(launch: Launch) -> int:
-    """Start the job, pass signals on, wait, and return its exit code (128 + the number of a fatal signal)."""
+def run_launch(
+    launch: Launch,
+    *,
+    on_start: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    on_signal: Callable[[int], None] | None = None,
+) -> int:
+    """Start the job, pass signals on, wait, and return its exit code (128 + the number of a fatal signal).
+
+    `on_start` is called with the process of the launcher, `on_signal` with the number of each signal that came.
+    """
     process = subprocess.Popen(launch.argv, env={**os.environ, **launch.added}, preexec_fn=_tie_to_parent())
+    if on_start is not None:
+        on_start(process)
 
     def forward(number: int, _frame: FrameType | None) -> None:
+        if on_signal is not None:
+            on_signal(number)
         if number not in _OF_TERMINAL or not _terminal_sends_interrupts():
             process.send_signal(number)
 

@@ -1,15 +1,16 @@
-"""Finds the mpirun to use and writes its command line: MPICH and its relatives, Intel MPI, Open MPI."""
+"""Finds the mpirun that fits the MPI library; see mpirun_words for its command line."""
 
 from __future__ import annotations
 
 import enum
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpispeed.base.errors import ConfigError, UsageError
@@ -37,23 +38,34 @@ _WORDS = (
 )
 
 
+_OF_BATCH_SYSTEMS = (
+    "PBS_ENVIRONMENT", "PBS_NODEFILE", "LSB_JOBID", "LOADL_HOSTFILE", "PE_HOSTFILE", "QSUB_REQID",
+    "NB_PARALLEL_JOB_HOSTS",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Mpirun:
-    """A launcher that was found."""
+    """A launcher that was found; `version` is its major version, 0 if it does not tell."""
 
     path: Path
     family: Family
+    version: int = field(default=0, compare=False)
 
 
 @functools.lru_cache(maxsize=8)
-def identify(path: Path) -> Family:
+def identify(path: Path) -> Mpirun:
     """Ask the launcher at `path` which MPI it belongs to."""
+    # Intel's is a shell script that looks for its neighbours on PATH.
+    beside = {**os.environ, "PATH": f"{path.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False, env=beside)
     except (OSError, subprocess.TimeoutExpired):
-        return Family.OTHER
+        return Mpirun(path, Family.OTHER)
     answer = (done.stdout + done.stderr).lower()
-    return next((family for word, family in _WORDS if word in answer), Family.OTHER)
+    family = next((family for word, family in _WORDS if word in answer), Family.OTHER)
+    number = re.search(r"(\d+)\.\d", answer)
+    return Mpirun(path, family, int(number[1]) if number else 0)
 
 
 def find_mpirun(mpi: str = "auto", *, environ: Mapping[str, str] | None = None, python: str = sys.executable) -> Mpirun:
@@ -79,7 +91,7 @@ def find_mpirun(mpi: str = "auto", *, environ: Mapping[str, str] | None = None, 
     for name in ("mpirun", "mpiexec"):
         found = shutil.which(name, path=os.pathsep.join(folders))
         if found:
-            return Mpirun(Path(found), identify(Path(found)))
+            return _without_script(identify(Path(found)), environ)
     msg = (
         f"no mpirun was found beside {python} or on PATH; load your site's MPI module, "
         'or install one: pip install "mpispeed[mpich]"'
@@ -89,16 +101,19 @@ def find_mpirun(mpi: str = "auto", *, environ: Mapping[str, str] | None = None, 
     raise UsageError(msg)
 
 
-def mpirun_argv(mpirun: Mpirun, ranks: int, program: Sequence[str], *, cores: int, is_root: bool) -> list[str]:
-    """The command line that starts `program` on `ranks` ranks of this node."""
-    flags: list[str] = []
-    if mpirun.family is Family.OPEN_MPI:
-        if is_root:
-            flags.append("--allow-run-as-root")
-        if ranks > cores:
-            # Its default binds one rank to a core and refuses the first rank too many.
-            flags += ["--oversubscribe", "--bind-to", "none"]
-    return [str(mpirun.path), *flags, "-n", str(ranks), *program]
+def _without_script(mpirun: Mpirun, environ: Mapping[str, str]) -> Mpirun:
+    """Intel's program behind its mpirun, a shell script that passes no signal on: the job would outlive it.
+
+    The script stays where it does something: it reads settings of an installation, and host files of batch systems.
+    """
+    program = mpirun.path.with_name("mpiexec.hydra")
+    if mpirun.family is not Family.INTEL or not program.exists() or any(name in environ for name in _OF_BATCH_SYSTEMS):
+        return mpirun
+    folder = mpirun.path.parent
+    settings = (folder / "mpivars.sh", folder.parent / "env" / "vars.sh", folder.parent / "setvars.sh")
+    if "I_MPI_ROOT" not in environ and any(path.exists() for path in settings):
+        return mpirun
+    return Mpirun(program, mpirun.family, mpirun.version)
 
 
 def mpi_choice(mpirun: Mpirun, *, python: str = sys.executable) -> dict[str, str]:

@@ -14,15 +14,20 @@ import runpy
 import sys
 from pathlib import Path
 
+from mpispeed.guard import logs
+from mpispeed.launch.bind import bind_rank
+
 
 def run_script(words: list[str]) -> None:
     """Run a script, or a module after -m, as if Python had been started with it."""
     if words[0] == "-m":
         sys.argv[:] = words[1:]
+        _add_import_folder()
         _put_first(Path.cwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     sys.argv[:] = words
+    _add_import_folder()
     _put_first(Path(words[0]).resolve().parent)
     runpy.run_path(words[0], run_name="__main__")
 
@@ -31,6 +36,19 @@ def _put_first(folder: Path) -> None:
     """What Python does at its start, unless the user asked it not to; the runner was started without."""
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, str(folder))
+
+
+def _add_import_folder() -> None:
+    """Put the folder of the start in front of PYTHONPATH, for the script and what it starts.
+
+    Only now, so that files there do not take the place of ours and mpi4py's.
+    """
+    folder = os.environ.get("MPISPEED_IMPORT_FOLDER")
+    if not folder:
+        return
+    path = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *([path] if path else [])])
+    sys.path.insert(0, folder)
 
 
 def join_before_failing() -> None:
@@ -47,7 +65,9 @@ def join_before_failing() -> None:
 
 def main() -> None:
     """Run what the command line names."""
+    logs.begin()
     try:
+        bind_rank()
         run_script(sys.argv[1:])
     except SystemExit as leaving:
         if "mpispeed.mesh.exits" in sys.modules:

@@ -6,17 +6,18 @@ MPI, one rank alone and simulated ranks implement the primitives of `transport.T
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mpispeed.base.errors import AgreementError, CommError, MpispeedError
+from mpispeed.base.ledger_file import Kind
 from mpispeed.mesh import checks, messages, ordered
+from mpispeed.mesh.call import Call
 from mpispeed.mesh.dtypes import COMPLEX, FLOATS, HALF_FLOATS, SUMMED_HERE, as_reducible, check_reduction
 from mpispeed.mesh.journal import Journal
+from mpispeed.mesh.ledger import Channel
 from mpispeed.mesh.progress import Progress
 from mpispeed.mesh.started import Started
 from mpispeed.mesh.transport import Fast, Transport
@@ -55,6 +56,7 @@ class Comm(Started, Transport):
         self.started: Comm = self
         self.progress: Progress | None = None
         self.is_lane = False
+        self.channel: Channel | None = None  # None: not in the ledger
         self.shares_memory = True  # all ranks of the group are on one node
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -67,7 +69,7 @@ class Comm(Started, Transport):
         """
         flat = checks.flat(self, x, "all_reduce")
         check_reduction(x.dtype, op, scale, f"all_reduce over {self}")
-        with self.counting("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size):
+        with self.counting("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size, x, op):
             flat, op, scale = self._normal(flat, op, scale)
             fast = self._shortcut(flat, op)
             if fast is not None:
@@ -87,7 +89,7 @@ class Comm(Started, Transport):
         flat = checks.flat(self, x, "reduce")
         check_reduction(x.dtype, op, 1.0, f"reduce over {self}")
         checks.peer(self, root, "reduce")
-        with self.counting("reduce", 0 if self.rank == root else x.nbytes):
+        with self.counting("reduce", 0 if self.rank == root else x.nbytes, x, op, peer=root):
             flat, op, scale = self._normal(flat, op, 1.0)
             is_ordered = self._is_ordered(flat.dtype, op)
             for piece in messages.pieces(flat, self.window_bytes if is_ordered else self.chunk_bytes):
@@ -109,7 +111,8 @@ class Comm(Started, Transport):
         """
         flat = checks.flat(self, x, "broadcast")
         checks.peer(self, root, "broadcast")
-        with self.counting("broadcast", x.nbytes if self.rank == root and self.size > 1 else 0):
+        sent = x.nbytes if self.rank == root and self.size > 1 else 0
+        with self.counting("broadcast", sent, x, peer=root):
             for piece in messages.pieces(flat, self.chunk_bytes):
                 self.library_broadcast(piece, root)
 
@@ -121,7 +124,7 @@ class Comm(Started, Transport):
         """
         whole, part = checks.flat(self, out, "all_gather"), checks.flat(self, shard, "all_gather")
         checks.cut(self, "all_gather", whole, part)
-        with self.counting("all_gather", out.nbytes * (self.size - 1) // self.size):
+        with self.counting("all_gather", out.nbytes * (self.size - 1) // self.size, out):
             fast = self._shortcut(whole, None)
             if fast is not None:
                 fast.all_gather(whole, part)
@@ -141,7 +144,7 @@ class Comm(Started, Transport):
         is_widened = full.dtype in HALF_FLOATS and shard.dtype == torch.float32
         checks.cut(self, "reduce_scatter", whole, part, is_widened=is_widened)
         check_reduction(full.dtype, op, scale, f"reduce_scatter over {self}")
-        with self.counting("reduce_scatter", full.nbytes * (self.size - 1) // self.size):
+        with self.counting("reduce_scatter", full.nbytes * (self.size - 1) // self.size, full, op):
             part, _, _ = self._normal(part, op, scale)
             whole, op, scale = self._normal(whole, op, scale)
             fast = self._shortcut(whole, op)
@@ -168,7 +171,8 @@ class Comm(Started, Transport):
         target, source = checks.flat(self, out, "all_to_all"), checks.flat(self, x, "all_to_all")
         checks.exchange(self, target, source, out_counts, counts)
         kept = source.numel() // self.size if counts is None else counts[self.rank]
-        with self.counting("all_to_all", (source.numel() - kept) * source.itemsize):
+        sent = (source.numel() - kept) * source.itemsize
+        with self.counting("all_to_all", sent, x, is_even=counts is None):
             if counts is None or out_counts is None:
                 messages.all_to_all(self, target, source)
             else:
@@ -178,7 +182,7 @@ class Comm(Started, Transport):
         """Send `x` to rank `dst` of this group, which receives with the same tag and size."""
         flat = checks.flat(self, x, "send")
         checks.peer(self, dst, "send", is_other=True)
-        with self.counting("send", x.nbytes):
+        with self.counting("send", x.nbytes, x, peer=dst, tag=tag, kind=Kind.SEND):
             for piece in messages.pieces(flat, self.chunk_bytes):
                 self.library_send(piece, dst, tag)
 
@@ -186,7 +190,7 @@ class Comm(Started, Transport):
         """Fill `x` with what rank `src` of this group sends with the same tag and size."""
         flat = checks.flat(self, x, "recv")
         checks.peer(self, src, "recv", is_other=True)
-        with self.counting("recv", 0):
+        with self.counting("recv", 0, x, peer=src, tag=tag, kind=Kind.RECV):
             for piece in messages.pieces(flat, self.chunk_bytes):
                 self.library_recv(piece, src, tag)
 
@@ -223,7 +227,7 @@ class Comm(Started, Transport):
         Collective over: this group.
         """
         checks.peer(self, root, "share")
-        with self.counting("share", 0):
+        with self.counting("share", 0, peer=root):
             return self.library_share(obj, root)
 
     def gather_objects(self, obj: Any) -> list[Any]:
@@ -275,16 +279,23 @@ class Comm(Started, Transport):
         """Elements per rank and window so that a window of all ranks fits scratch and message limits."""
         return max(1, min(self.window_bytes, self.chunk_bytes) // (self.size * dtype.itemsize))
 
-    @contextmanager
-    def counting(self, name: str, sent_bytes: int) -> Iterator[None]:
-        """The time of one verb, for the journal; on a lane, what was started before finishes first."""
-        if self.is_lane and self.progress is not None:
-            self.progress.drain()
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.journal.enter(name, self.axes, sent_bytes, time.perf_counter() - begin)
+    def counting(
+        self,
+        verb: str,
+        sent_bytes: int,
+        x: torch.Tensor | None = None,
+        op: str = "",
+        *,
+        peer: int = -1,
+        tag: int = 0,
+        kind: Kind = Kind.COLLECTIVE,
+        is_even: bool = True,
+    ) -> Call:
+        """One call of a verb on `x`, as a context; on a lane, what was started before finishes first.
+
+        `peer` is a position in this group. `is_even` is False where ranks rightly come with different sizes.
+        """
+        return Call(self, verb, sent_bytes, x, op, peer, tag, kind, is_even)
 
     def fast(self) -> Fast | None:
         """The shared-memory shortcut, if all ranks of the group share memory; the same answer on all of them.

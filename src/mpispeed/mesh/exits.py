@@ -26,6 +26,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpispeed.base.errors import MpispeedError
+from mpispeed.base.ledger_file import State
+from mpispeed.mesh import ledger as ledgers
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.ending import Ending
 from mpispeed.mesh.work import nap_until
@@ -44,9 +46,13 @@ HANDED_SECONDS = 0.3
 SHOWN_SECONDS = 3.0
 """How long a rank whose error is not shown waits to be ended by the one that shows its own."""
 
+WATCHER_SECONDS = 5.0
+"""How long a rank that leaves waits for the watcher to look at its last operations; it takes a quarter of a second."""
+
 _CODE: Any = vars(SystemExit)["code"]
 
 _INSTALLED: dict[str, Exits] = {}
+_KEEPERS: list[Callable[[str], object]] = []
 
 ErrorType = type[BaseException]
 
@@ -80,9 +86,10 @@ class Exits:
         """Agree on a lock for each node. Collective over: all ranks."""
         self._comm, self._ending, self._finish = comm, ending, finish
         self._lock = open_lock(node)
+        self._pid = os.getpid()  # children of a fork inherit the hooks, and are no ranks
         self._exit_code: int | None = None
         self._has_left = False
-        self.has_shown = False
+        self.has_shown = self.has_no_watcher = False
         self._previous = sys.excepthook
 
     def install(self) -> None:
@@ -95,10 +102,17 @@ class Exits:
 
     def on_error(self, kind: ErrorType, error: BaseException, trace: TracebackType | None) -> None:
         """Show the error once for the job and end the job."""
+        if os.getpid() != self._pid:
+            self._previous(kind, error, trace)
+            return
         code = 2 if isinstance(error, MpispeedError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         is_first = self._is_first()
+        note_failure(kind, error, trace, code, is_shown=is_first)
         if is_first:
             self._show(kind, error, trace)
+        else:
+            for keep in _KEEPERS:
+                keep("".join(traceback.format_exception(kind, error, trace)))
         self._flush()
         if self._comm.size == 1:
             self._exit_code = code
@@ -106,6 +120,7 @@ class Exits:
             raise SystemExit(code)
         if getattr(error, "is_collective", False) and self._meet(GRACE_SECONDS):
             self._has_left = True
+            note_state(State.LEFT, code)
             self._ending.forgive()
             raise SystemExit(code)
         if not is_first:
@@ -114,17 +129,21 @@ class Exits:
 
     def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         """An error in a thread is an error of the rank: what waits for that thread would wait for ever."""
-        if not issubclass(args.exc_type, SystemExit) and args.exc_value is not None:
+        if os.getpid() != self._pid:
+            threading.__excepthook__(args)
+        elif not issubclass(args.exc_type, SystemExit) and args.exc_value is not None:
             self.on_error(args.exc_type, args.exc_value, args.exc_traceback)
 
     def on_exit(self) -> None:
         """Leave together; a rank that leaves with an error code does not wait for ever."""
-        if self._comm.size > 1 and not self._has_left:
+        if self._comm.size > 1 and not self._has_left and os.getpid() == self._pid:
             has_failed = self._exit_code not in (None, 0)
+            note_state(State.LEAVING, self._exit_code or 0)
             if not has_failed:
                 self._finish()
             if has_failed and not self._meet(GRACE_SECONDS):
                 if self._is_first():
+                    note_failure(None, None, None, self._exit_code or 1, is_shown=True)
                     sys.stderr.write(
                         f"mpispeed: rank {self._comm.rank} left with exit code {self._exit_code} while other ranks "
                         "went on; ending the job\n"
@@ -134,6 +153,8 @@ class Exits:
                 if self._is_first():
                     log.warning("rank %d has left the program and waits for the others", self._comm.rank)
                 self._meet(None)
+            show_ledger()
+            note_state(State.LEFT, self._exit_code or 0)
             # All ranks have left their programs, so no abort is needed to free them.
             self._ending.forgive()
 
@@ -206,6 +227,7 @@ class Exits:
     def _abort(self, code: int) -> None:
         """End the job once the launcher has had time to take what was written: it drops what is still in the pipe."""
         self._flush()
+        show_ledger()
         time.sleep(HANDED_SECONDS)
         self._ending.abort(code)
 
@@ -215,6 +237,34 @@ class Exits:
                 stream.flush()
             except (OSError, ValueError):
                 continue
+
+
+def note_state(state: State, code: int) -> None:
+    """Write in the ledger how this rank leaves, for whoever wonders."""
+    ledger = ledgers.current()
+    if ledger is not None:
+        ledger.enter(state, code)
+
+
+def show_ledger() -> None:
+    """Let the watcher see the last operations before the job is gone: they may say more than the error does."""
+    ledger = ledgers.current()
+    if ledger is not None and not _INSTALLED["exits"].has_no_watcher:
+        _INSTALLED["exits"].has_no_watcher = not ledger.show(WATCHER_SECONDS)
+        if ledger.has_order:
+            time.sleep(WATCHER_SECONDS)  # the thread that follows the order ends this process
+
+
+def note_failure(
+    kind: ErrorType | None, error: BaseException | None, trace: TracebackType | None, code: int, *, is_shown: bool
+) -> None:
+    """Leave the error in the ledger; `is_shown` if this rank writes it to stderr."""
+    ledger = ledgers.current()
+    if ledger is None:
+        return
+    text = f"exit code {code}" if kind is None else "".join(traceback.format_exception(kind, error, trace))
+    ledger.last_words(text, is_shown=is_shown)
+    ledger.enter(State.FAILED, code)
 
 
 def open_lock(node: Comm) -> int | None:
@@ -264,3 +314,9 @@ def leaves_with(status: object) -> None:
     """Tell the hooks, if they are in place, that this process is ending with the status of a SystemExit."""
     if "exits" in _INSTALLED:
         _INSTALLED["exits"].leaves_with(status)
+
+
+def keep_silent_errors(keep: Callable[[str], object]) -> None:
+    """Hand tracebacks that a rank does not show, because another one shows its own, to `keep`; once for each."""
+    if keep not in _KEEPERS:
+        _KEEPERS.append(keep)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 from mpispeed.base.errors import AgreementError, CommError, MpispeedError, StoreError
+from mpispeed.base.ledger_file import Kind
+from mpispeed.mesh import ledger as ledgers
 from mpispeed.mesh.transport import Comparison
 from mpispeed.mesh.work import Work, nap_until
 
@@ -23,6 +25,12 @@ Ready = Callable[[], str | None]
 
 FAREWELL = 0
 """Code of a rank that only ends a gate at which others wait."""
+
+MOST_TEXTS = 2000
+"""After so many different labels, which may be counters, no more descriptions are asked for."""
+
+_TEXTS: dict[tuple[int, str, Label], str] = {}
+"""What started operations are for, in words, by group, verb and label."""
 
 SHOWN = 8
 """Most ranks, and most different texts, that a message names."""
@@ -112,7 +120,8 @@ class Task:
     """A queued operation. `number` counts the gates of its group from 1; 0 until its own is posted."""
 
     __slots__ = (
-        "_comparison", "_deadline", "_problem", "body", "code", "comm", "describe", "label", "number", "ready", "work",
+        "_comparison", "_deadline", "_problem", "body", "code", "comm", "describe", "label", "number", "ready", "site",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -126,7 +135,7 @@ class Task:
     ) -> None:
         self.comm, self.body, self.work, self.label, self.describe = comm, body, work, label, describe
         self.code, self.number, self.ready = code_of(work.verb, label), 0, ready
-        self._problem = ""
+        self._problem = self.site = ""
         self._comparison: Comparison | None = None
         self._deadline = float("inf")
 
@@ -134,6 +143,23 @@ class Task:
         """The operation in words."""
         plain = f"{self.work.verb} {self.label}".strip()
         return plain if self.describe is None else text_of(self.describe)
+
+    def note(self, lane: int) -> None:
+        """Write to the ledger that this operation has been started on a lane, and remember by whom."""
+        ledger, channel = ledgers.current(), self.comm.channel
+        if channel is None:
+            return
+        if ledger is None:
+            ledgers.skip(channel, Kind.GATE)
+            return
+        self.site = ledgers.caller()
+        verb, known = self.work.verb, (channel.key, self.work.verb, self.label)
+        text = _TEXTS.get(known)
+        if text is None:
+            text = ""
+            if len(_TEXTS) < MOST_TEXTS:
+                text = _TEXTS[known] = self.text().removeprefix(verb).strip()
+        self.work.row = ledger.begin(channel, Kind.GATE, verb, label=text, site=self.site, lane=lane + 1)
 
     def is_open(self, groups: Groups) -> bool:
         """Ask, without blocking, whether all ranks of the group have come to this operation.
@@ -178,6 +204,9 @@ class Task:
         groups.posted[key] += 1
         self.number = groups.posted[key]
         self._comparison = comparison = self.comm.compare(self.code)
+        ledger = ledgers.current() if self.work.row != ledgers.NO_ROW else None
+        if ledger is not None:
+            ledger.post(self.work.row)
         if self.comm.timeout_seconds is not None:
             self._deadline = time.monotonic() + self.comm.timeout_seconds
         return comparison

@@ -1,13 +1,36 @@
-"""The one record of communication: counts, bytes and local seconds per verb and axes; never synchronises."""
+"""The one record of communication. Traffic sums, the comms logger and the ledger of the watcher read it."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpispeed.base.units import format_bytes
 
 Axes = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Record:
+    """One call of a verb on this rank, when it has ended.
+
+    Units: `message_bytes` of the tensor that counts for the verb's size (the whole one of all_gather and
+    reduce_scatter); `sent_bytes` to others by the ring formula; `seconds` inside the verb, waiting included; 0 for
+    messages that were only posted. `size` is the number of ranks of the group, `site` who called: "file:line in
+    function", empty unless a reader asked for it or the ledger is open.
+    """
+
+    verb: str
+    axes: Axes
+    size: int
+    message_bytes: int
+    sent_bytes: int
+    seconds: float
+    site: str = ""
+
+
+Reader = Callable[[Record], None]
 
 
 @dataclass(slots=True)
@@ -23,22 +46,43 @@ class Entry:
 
 
 class Journal:
-    """Counts verbs; entries also go to `parent`, so that one journal can see all of a process."""
+    """Counts verbs; records also go to `parent`, so that one journal can see all of a process."""
 
     def __init__(self, parent: Journal | None = None) -> None:
         self._parent = parent
         self._entries: dict[tuple[str, Axes], Entry] = {}
         self._lock = threading.Lock()
+        self._readers: tuple[Reader, ...] = ()
+        self._wants_sites = False
 
-    def enter(self, verb: str, axes: Axes, sent_bytes: int, seconds: float) -> None:
-        """Add one call of `verb`."""
+    @property
+    def wants_sites(self) -> bool:
+        """Whether a reader of this journal or of those above asked who called."""
+        return self._wants_sites or (self._parent is not None and self._parent.wants_sites)
+
+    def enter(self, record: Record) -> None:
+        """Add one call of a verb."""
         with self._lock:
-            entry = self._entries.setdefault((verb, axes), Entry())
+            entry = self._entries.setdefault((record.verb, record.axes), Entry())
             entry.count += 1
-            entry.bytes += sent_bytes
-            entry.seconds += seconds
+            entry.bytes += record.sent_bytes
+            entry.seconds += record.seconds
+        for reader in self._readers:
+            reader(record)
         if self._parent is not None:
-            self._parent.enter(verb, axes, sent_bytes, seconds)
+            self._parent.enter(record)
+
+    def subscribe(self, reader: Reader, *, wants_sites: bool = False) -> Callable[[], None]:
+        """Call `reader` with every record from now on, on whatever thread makes it; returns what ends that."""
+        with self._lock:
+            self._readers = (*self._readers, reader)
+            self._wants_sites |= wants_sites
+
+        def end() -> None:
+            with self._lock:
+                self._readers = tuple(other for other in self._readers if other is not reader)
+
+        return end
 
     def entries(self) -> dict[tuple[str, Axes], Entry]:
         """A copy of all entries."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from mpispeed.base.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _SIZES = {
     "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
@@ -61,6 +65,24 @@ def prepare(env: dict[str, str] | os._Environ[str] = os.environ) -> None:
     local = next((int(env[name]) for name in _LOCAL_SIZES if env.get(name, "").isdigit()), 1)
     if local > len(cores()):
         env.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
+
+
+def warn_early(env: Mapping[str, str] = os.environ) -> None:
+    """Say what to do before MPI is joined, where joining ends the process: the wheel of MPICH speaks no PMIx."""
+    speaks_pmix = "PMIX_RANK" in env and "PMI_SIZE" not in env
+    if not speaks_pmix or env.get("MPI4PY_LIBMPI") or env.get("MPI4PY_MPIABI", "mpich") != "mpich":
+        return
+    try:
+        version = importlib.metadata.version("mpich")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if env["PMIX_RANK"] == "0":
+        is_mpirun = any(name in env for name in ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED"))
+        name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_ID" in env and not is_mpirun else "OMPI_COMM_WORLD_SIZE"
+        log.warning(
+            "this Python has MPICH %s from a wheel, and the launcher speaks PMIx, which that MPICH may not; if it "
+            'aborts now with "unsupported PMI version": %s', version, _cure(name, "MPICH"),
+        )  # fmt: skip
 
 
 def check(world_size: int, library: str, env: Mapping[str, str] = os.environ) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
+from mpispeed.base.ledger_file import Kind
 from mpispeed.mesh import checks, shared
+from mpispeed.mesh import ledger as ledgers
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.dtypes import REDUCE_NAMES, move_name
 from mpispeed.mesh.ending import Ending
 from mpispeed.mesh.journal import Journal
+from mpispeed.mesh.ledger import Channel
 from mpispeed.mesh.transport import Comparison, Fast, Pairs
 from mpispeed.mesh.work import Poll, nap_until
 
@@ -59,8 +63,10 @@ class MpiComm(Comm):
         reduction: str,
         journal: Journal,
         node_ranks: frozenset[int] = frozenset(),
+        channel: Channel | None = None,
     ) -> None:
         super().__init__(handle.Get_rank(), ranks, axes, reduction, journal)
+        self.channel = channel or Channel.root(",".join(axes), ranks)
         self._handle, self._node_ranks = handle, node_ranks
         self.shares_memory = all(rank in node_ranks for rank in ranks)
         self._has_fast = self.size > 1 and self.shares_memory
@@ -145,14 +151,33 @@ class MpiComm(Comm):
 
     def duplicate(self) -> Comm:
         """MPI_Comm_dup."""
-        return self._made_of(self._handle.Dup(), self.ranks, self.axes)
+        with self._noting("duplicate"):
+            return self._made_of(self._handle.Dup(), self.ranks, self.axes, -1)
 
     def split(self, color: int, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
         """MPI_Comm_split, ordered by rank."""
-        return self._made_of(self._handle.Split(color, self.rank), ranks, axes)
+        with self._noting("split"):
+            return self._made_of(self._handle.Split(color, self.rank), ranks, axes, color)
 
-    def _made_of(self, handle: MPI.Comm, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
-        return MpiComm(handle, ranks, axes, self.reduction, self.journal, self._node_ranks).inherit(self)
+    def _made_of(self, handle: MPI.Comm, ranks: Sequence[int], axes: tuple[str, ...], color: int) -> Comm:
+        channel = self.channel.child(color, ",".join(axes), ranks) if self.channel is not None else None
+        return MpiComm(handle, ranks, axes, self.reduction, self.journal, self._node_ranks, channel).inherit(self)
+
+    @contextmanager
+    def _noting(self, verb: str) -> Iterator[None]:
+        """Making a group is collective as well, though it moves no tensor that the journal would count."""
+        ledger = ledgers.current()
+        row = ledgers.NO_ROW
+        if self.channel is not None:
+            if ledger is None:
+                ledgers.skip(self.channel, Kind.COLLECTIVE)
+            else:
+                row = ledger.begin(self.channel, Kind.COLLECTIVE, verb)
+        try:
+            yield
+        finally:
+            if ledger is not None and row != ledgers.NO_ROW:
+                ledger.end(row)
 
     def grid_coords(self, sizes: Sequence[int]) -> tuple[int, ...] | None:
         """This rank's place on an MPI Cartesian grid without reordering. Collective over: this group."""

@@ -128,7 +128,7 @@ def exchange(
     Shapes: out [count], in fp32, bf16 or fp16; `squares` are of the first `count` elements of errors.worker.
     """
     run = _Exchange(comm, out, errors)
-    with comm.counting("compressed_all_reduce", sent_bytes(out.numel(), comm.size)):
+    with comm.counting("compressed_all_reduce", sent_bytes(out.numel(), comm.size), out):
         tail = errors.worker[out.numel() :]
         squares = [*squares, *square_partials(tail, block=TILE)] if tail.numel() else squares
         scale = scale_of(squares, errors.worker.numel())

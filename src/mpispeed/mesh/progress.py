@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import CommError
+from mpispeed.mesh import ledger as ledgers
 from mpispeed.mesh.gate import FAREWELL, Groups, Key, Label, Ready, Task, again
 from mpispeed.mesh.work import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Poll, Work
 
@@ -79,6 +80,8 @@ class Progress:
             AgreementError: ranks came with different operations; from here only without a thread, else from `wait`.
         """
         task = Task(comm, body, Work(verb, buffers), label, describe, ready)
+        if not self.is_watch:
+            task.note(self.number)
         if not self.is_threaded or self.is_own_thread():
             self._submit_now(task)
             return task.work
@@ -92,9 +95,9 @@ class Progress:
             self._wake.notify()
         return task.work
 
-    def watch(self, poll: Poll, verb: str, buffers: object = None) -> Work:
+    def watch(self, poll: Poll, verb: str, buffers: object = None, row: int = ledgers.NO_ROW) -> Work:
         """Ask `poll` beside the queue until it says yes."""
-        work = Work(verb, buffers)
+        work = Work(verb, buffers, row=row)
         if poll():
             work.finish()
             return work
@@ -169,11 +172,18 @@ class Progress:
     def _submit_now(self, task: Task) -> None:
         if self._broken is not None:
             raise again(self._broken)
+        ledger = ledgers.current() if task.work.row != ledgers.NO_ROW else None
+        if ledger is not None:
+            ledger.waits_for(task.work.row)
         try:
             task.pass_now(self._groups)
         except Exception as error:
             self._broken = error
+            task.work.finish(error)
             raise
+        finally:
+            if ledger is not None:
+                ledger.waits_for(ledgers.NO_ROW)
         _carry_out(task)
 
     def _ensure_thread(self) -> None:
@@ -186,6 +196,14 @@ class Progress:
             self._thread.start()
 
     def _run(self) -> None:
+        ledgers.adopt_thread(self.number)
+        try:
+            self._carry_on()
+        finally:
+            ledgers.leave_thread()
+
+    def _carry_on(self) -> None:
+        """Carry out what is queued until the lane is closed."""
         nap = SHORTEST_NAP_SECONDS
         while True:
             with self._wake:
@@ -272,6 +290,7 @@ class Progress:
 
 
 def _carry_out(task: Task) -> None:
+    ledgers.started_here(task.site)
     try:
         # Autograd's switch is per thread, and communication is never part of a graph.
         with torch.no_grad():
@@ -281,3 +300,5 @@ def _carry_out(task: Task) -> None:
         task.work.finish(error)
     else:
         task.work.finish()
+    finally:
+        ledgers.started_here("")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import StoreError
+from mpispeed.base.ledger_file import Kind
 from mpispeed.mesh import checks, messages
 from mpispeed.mesh.gate import Label, Ready, text_of
 from mpispeed.mesh.work import Poll, Work, nap_until
@@ -119,31 +120,33 @@ class Started:
         comm = self.started
         flat = checks.flat(comm, x, "start_send")
         checks.peer(comm, dst, "start_send", is_other=True)
-        comm.journal.enter("send", comm.axes, x.nbytes, 0.0)
-        return self._post("send", x, [comm.post_send(p, dst, tag) for p in messages.pieces(flat, comm.chunk_bytes)])
+        row = comm.counting("send", x.nbytes, x, peer=dst, tag=tag, kind=Kind.SEND).post()
+        polls = [comm.post_send(p, dst, tag) for p in messages.pieces(flat, comm.chunk_bytes)]
+        return self._post("send", x, polls, row)
 
     def start_recv(self, x: torch.Tensor, src: int, tag: int = 0) -> Work:
         """Post `recv`; not collective."""
         comm = self.started
         flat = checks.flat(comm, x, "start_recv")
         checks.peer(comm, src, "start_recv", is_other=True)
-        comm.journal.enter("recv", comm.axes, 0, 0.0)
-        return self._post("recv", x, [comm.post_recv(p, src, tag) for p in messages.pieces(flat, comm.chunk_bytes)])
+        row = comm.counting("recv", 0, x, peer=src, tag=tag, kind=Kind.RECV).post()
+        polls = [comm.post_recv(p, src, tag) for p in messages.pieces(flat, comm.chunk_bytes)]
+        return self._post("recv", x, polls, row)
 
-    def _post(self, verb: str, buffers: object, polls: list[Poll]) -> Work:
+    def _post(self, verb: str, buffers: object, polls: list[Poll], row: int) -> Work:
         def poll() -> bool:
             while polls and polls[0]():
                 polls.pop(0)
             return not polls
 
         if self.progress is not None and self.progress.is_threaded:
-            return self.progress.watch(poll, verb, buffers)
+            return self.progress.watch(poll, verb, buffers, row)
 
         def drive(work: Work) -> None:
             if poll():
                 work.finish()
 
-        return Work(verb, buffers, drive)
+        return Work(verb, buffers, drive, row)
 
 
 def _outcome(ready: Ready) -> str:

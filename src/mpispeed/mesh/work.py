@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from mpispeed.base.errors import CommError
+from mpispeed.mesh import ledger as ledgers
 
 Poll = Callable[[], bool]
 """Asks without blocking whether something has happened."""
@@ -30,11 +31,14 @@ def nap_until(poll: Poll, limit_seconds: float = float("inf"), longest_seconds: 
 class Work:
     """A started operation; holds on to its buffers until it is done.
 
-    `drive`, if given, is called while waiting, for transports that have no progress thread to do it.
+    `drive`, if given, is called while waiting, for transports that have no progress thread to do it. `row` is that of
+    the ledger.
     """
 
-    def __init__(self, verb: str, buffers: object = None, drive: Callable[[Work], None] | None = None) -> None:
-        self.verb = verb
+    def __init__(
+        self, verb: str, buffers: object = None, drive: Callable[[Work], None] | None = None, row: int = ledgers.NO_ROW
+    ) -> None:
+        self.verb, self.row = verb, row
         self._buffers = buffers
         self._drive = drive
         self._done = threading.Event()
@@ -61,9 +65,18 @@ class Work:
 
     def settle(self, timeout_seconds: float | None = None) -> bool:
         """Block until the operation has ended, well or badly; False if the time ran out first."""
-        if self._drive is None:
-            return self._done.wait(timeout_seconds)
-        return nap_until(self.is_done, float("inf") if timeout_seconds is None else timeout_seconds)
+        if self._done.is_set():
+            return True
+        ledger = ledgers.current() if self.row != ledgers.NO_ROW else None
+        if ledger is not None:
+            ledger.waits_for(self.row)
+        try:
+            if self._drive is None:
+                return self._done.wait(timeout_seconds)
+            return nap_until(self.is_done, float("inf") if timeout_seconds is None else timeout_seconds)
+        finally:
+            if ledger is not None:
+                ledger.waits_for(ledgers.NO_ROW)
 
     def after(self, fn: Callable[[], object]) -> None:
         """Call `fn` once when the operation has ended, well or badly, on whatever thread ends it; now if it has."""
@@ -74,6 +87,9 @@ class Work:
     def finish(self, error: BaseException | None = None) -> None:
         """Mark as done; called by whoever carries the operation out."""
         self._error, self._buffers, self._drive = error, None, None
+        ledger = ledgers.current() if self.row != ledgers.NO_ROW else None
+        if ledger is not None:
+            ledger.end(self.row)
         try:
             self._call_after()
         finally:  # whoever waits must not hang because a callback failed

@@ -131,6 +131,7 @@ def start(
     if "world" in _PROCESS:
         return _PROCESS["world"]
     launcher.prepare()
+    launcher.warn_early()
     try:
         world = _join(reduction, timeout)
     except ConfigError:

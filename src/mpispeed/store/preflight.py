@@ -21,7 +21,7 @@ import torch
 
 from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.base.log import once
-from mpispeed.base.units import format_bytes
+from mpispeed.base.units import format_bytes, format_ranks
 from mpispeed.native.block_io import BlockIO, Options, Transfer, aligned
 from mpispeed.store.mounts import UNKNOWN, Mount, free_bytes, mount_of
 from mpispeed.store.swap import SwapFolder, clean_stale, run_name
@@ -42,7 +42,6 @@ PAGE = 4096
 ODD_PLACE, ODD_BYTES = 1233, 5331
 """A tail of so many bytes, in two pieces cut here: addresses and lengths that direct transfers cannot do alone."""
 
-_SHOWN_RUNS = 16
 _LOCAL = "name a folder of a local disk (nvme_path)"
 
 
@@ -131,9 +130,9 @@ class Report:
         cached = "" if self.is_direct else ", from the page cache where buffered"
         return [
             ("backend", self.backend),
-            ("direct", "yes" if self.is_direct else f"no, buffered on {_ranks(self.buffered_ranks)}"),
+            ("direct", "yes" if self.is_direct else f"no, buffered on {format_ranks(self.buffered_ranks)}"),
             ("file system", "/".join(sorted({mount.type for mount in self.mounts}))),
-            ("wanted", f"{format_bytes(sum(self.wanted_bytes))} on {_ranks(range(len(self.trials)))}"),
+            ("wanted", f"{format_bytes(sum(self.wanted_bytes))} on {format_ranks(range(len(self.trials)))}"),
             ("write", f"{_rate(self.trials[write].write_rate)} on the slowest, rank {write} on {self.hosts[write]}"),
             ("read", f"{_rate(self.trials[read].read_rate)} on the slowest, rank {read} on {self.hosts[read]}{cached}"),
         ]
@@ -162,7 +161,7 @@ class Report:
 
     def _subject(self, ranks: Sequence[int]) -> str:
         first = ranks[0]
-        return f"{_ranks(ranks)} ({self.mounts[first].type} at {self.roots[first]} on {self.hosts[first]})"
+        return f"{format_ranks(ranks)} ({self.mounts[first].type} at {self.roots[first]} on {self.hosts[first]})"
 
 
 def preflight(world_comm: Comm, node_comm: Comm, root: Path, wanted_bytes: int, options: Options) -> Report:
@@ -244,9 +243,9 @@ def _shortages(facts: Sequence[_Facts]) -> dict[int, str]:
         free = min(facts[rank].free or 0 for rank in ranks)
         if free < wanted:
             text = (
-                f"the file system is too full: {_ranks(ranks)} want {_exactly(wanted)} together, {MARGIN_PERCENT} % to "
-                f"spare included, and {_exactly(free)} are free; free {_exactly(wanted - free)} more, use more nodes, "
-                f"or {_LOCAL}"
+                f"the file system is too full: {format_ranks(ranks)} want {_exactly(wanted)} together, "
+                f"{MARGIN_PERCENT} % to spare included, and {_exactly(free)} are free; free {_exactly(wanted - free)} "
+                f"more, use more nodes, or {_LOCAL}"
             )
             found.update(dict.fromkeys(ranks, text))
     return found
@@ -315,22 +314,11 @@ def _text(facts: Sequence[_Facts], outcomes: Sequence[Trial | str]) -> str:
         wanted = sum(facts[rank].wanted_bytes for rank in ranks)
         free = facts[ranks[0]].free
         shown = "unknown" if free is None else _exactly(free)
-        lines.append(f"{_ranks(ranks)} on {host}, folder {root!r} (wanted {_exactly(wanted)}, free {shown}): {problem}")
+        lines.append(
+            f"{format_ranks(ranks)} on {host}, folder {root!r} (wanted {_exactly(wanted)}, free {shown}): {problem}"
+        )
     bad = sum(map(len, groups.values()))
     return "\n  ".join([f"swap files cannot be used on {bad} of {len(facts)} ranks:", *lines])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks for people: "rank 3", "ranks 0-3, 8"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:_SHOWN_RUNS])
-    more = ", ..." if len(runs) > _SHOWN_RUNS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def _exactly(count_bytes: int) -> str:

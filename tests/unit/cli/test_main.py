@@ -1,6 +1,5 @@
 """The command: a fast start without torch, pass-through of the script's options, exit codes."""
 
-import json
 import shlex
 import subprocess
 import sys
@@ -9,10 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 import mpispeed
-from mpispeed.cli import doctor as doctor_module
 from mpispeed.cli.main import COMMANDS, LazyGroup, cli
 from mpispeed.cli.run import runner
-from mpispeed.launch.mpirun import Family, Mpirun
 
 HEAVY = ("torch", "numpy", "pydantic", "h5py", "mpi4py", "rich")
 
@@ -133,31 +130,3 @@ def test_files_beside_the_user_do_not_replace_mpi4py(tmp_path, version):
         argv = [sys.executable, *runner(version), "-m", "mpispeed.launch.rank", *words]
         done = subprocess.run(argv, cwd=tmp_path / "here", capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stdout.strip()) == (0, answer), done.stderr
-
-
-def test_doctor_reports_what_is_needed():
-    done = call("doctor", "--json", timeout=300)
-    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
-    assert done.returncode == 0, done.stdout
-    needed = ("Python", "torch", "MPI library", "mpirun", "world of 2", "HDF5", "cores", "nvcc", "pycuda", "block I/O")
-    for name in needed:
-        assert findings[name]["detail"]
-    assert all(finding["is_usable"] for finding in findings.values() if finding["is_needed"])
-    assert any(name.startswith("compiled ") for name in findings)
-
-
-def test_doctor_sees_ranks_that_are_alone(tmp_path):
-    alone = tmp_path / "mpirun"
-    alone.write_text('#!/bin/sh\nwhile [ "$1" != -n ]; do shift; done; shift 2\n"$@"; "$@"\n')
-    alone.chmod(0o755)
-    finding = doctor_module._check_world(Mpirun(alone, Family.MPICH))
-    assert not finding.is_usable
-    assert "different MPIs" in finding.detail
-
-
-def test_doctor_exits_with_1_when_something_needed_is_missing(monkeypatch):
-    missing = doctor_module.Finding("torch", False, "not there", True)
-    monkeypatch.setattr(doctor_module, "CHECKS", (lambda: [missing],))
-    done = CliRunner().invoke(doctor_module.doctor, [])
-    assert done.exit_code == 1
-    assert done.output.split() == ["MISSING", "torch", "not", "there"]

@@ -63,6 +63,18 @@ CONFLICTS = {
             "enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8, "min_gpus": 3, "max_gpus": 2,
         }
     },
+    "elasticity.micro_batch_sizes": {
+        "elasticity": {"enabled": True, "micro_batch_sizes": [2, 9], "max_train_batch_size": 8}
+    },
+    "elasticity.version": {
+        "elasticity": {"enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8, "version": 0.15}
+    },
+    "elasticity.num_gpus_per_node": {
+        "elasticity": {
+            "enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8, "model_parallel_size": 2,
+            "num_gpus_per_node": 3,
+        }
+    },
     "progressive_layer_drop.gamma": {"progressive_layer_drop": {"enabled": True, "theta": 0.5}},
     "curriculum_learning.max_difficulty": {
         "curriculum_learning": {
@@ -239,7 +251,6 @@ ASKS = {
         }
     },
     "data_efficiency.data_routing.random_ltd": {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}},
-    "elasticity": {"elasticity": {"enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8}},
     "compression_training.layer_reduction": {
         "compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 1, "teacher_layer": [1]}}
     },

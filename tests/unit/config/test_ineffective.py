@@ -24,7 +24,8 @@ READ = {
     "checkpoint.async_save", "checkpoint.writing", "checkpoint.files", "checkpoint.window_bytes",
     "checkpoint.read_back", "checkpoint.load_verify", "checkpoint.keep_last", "checkpoint.keep_every",
     "zero_optimization.load_from_fp32_weights",
-    "comms_logger.enabled", "zero_optimization.stage", "zero_optimization.prefetch_bucket_size",
+    "comms_logger.enabled", "comms_logger.prof_all", "comms_logger.prof_ops", "comms_logger.verbose",
+    "comms_logger.debug", "zero_optimization.stage", "zero_optimization.prefetch_bucket_size",
     "zero_optimization.param_persistence_threshold", "zero_optimization.model_persistence_threshold",
     "zero_optimization.max_live_parameters", "zero_optimization.max_reuse_distance",
     "zero_optimization.gather_16bit_weights_on_model_save", "zero_optimization.module_granularity_threshold",
@@ -40,9 +41,12 @@ READ = {
     "pipeline.pipe_partitioned", "pipeline.grad_partitioned", "tensor_parallel.autotp_size",
     "tensor_parallel.vocab_parallel", "tensor_parallel.sequence_parallel", "tensor_parallel.injection_policy_tuple",
     "tensor_parallel.tensor_parallel.tp_size", "tensor_parallel.tensor_parallel.tp_grain_size",
-    "checkpoint.use_node_local_storage",
+    "checkpoint.use_node_local_storage", "elasticity.enabled", "elasticity.max_train_batch_size",
+    "elasticity.micro_batch_sizes", "elasticity.min_gpus", "elasticity.max_gpus", "elasticity.version",
+    "elasticity.prefer_larger_batch", "elasticity.ignore_non_elastic_batch_info", "elasticity.model_parallel_size",
+    "elasticity.num_gpus_per_node",
 }  # fmt: skip
-READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula", "activation_checkpointing")
+READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula", "activation_checkpointing", "walltime", "guard")
 REFUSED = {row.path for row in UNAVAILABLE} | {"zero_optimization.legacy_stage1"}
 
 

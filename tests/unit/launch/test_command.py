@@ -14,7 +14,8 @@ import pytest
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch import Launch, command, plan_launch, run_launch
 from mpispeed.launch.env import rank_environment
-from mpispeed.launch.mpirun import Family, Mpirun, find_mpirun, identify, mpi_choice, mpirun_argv
+from mpispeed.launch.mpirun import Family, Mpirun, find_mpirun, identify, mpi_choice
+from mpispeed.launch.mpirun_words import mpirun_argv
 from mpispeed.launch.srun import is_inside_allocation, srun_argv
 
 VERSIONS = {
@@ -43,7 +44,7 @@ def site(tmp_path):
 
 @pytest.mark.parametrize("family", list(Family))
 def test_identifies_the_family_by_its_version(family, tmp_path):
-    assert identify(fake_launcher(tmp_path, family)) is family
+    assert identify(fake_launcher(tmp_path, family)).family is family
 
 
 def test_a_launcher_beside_python_wins_unless_the_site_is_asked_for(site):
@@ -59,6 +60,18 @@ def test_mpiexec_is_taken_where_there_is_no_mpirun(site):
     python, folder, environ = site
     path = fake_launcher(folder, Family.INTEL, "mpiexec")
     assert find_mpirun(environ=environ, python=str(python)) == Mpirun(path, Family.INTEL)
+
+
+def test_intels_program_is_taken_in_place_of_its_script(site):
+    python, folder, environ = site
+    script = fake_launcher(folder, Family.INTEL)
+    program = fake_launcher(folder, Family.INTEL, "mpiexec.hydra")
+    assert find_mpirun(environ=environ, python=str(python)).path == program
+    assert find_mpirun(environ={**environ, "PE_HOSTFILE": "x"}, python=str(python)).path == script
+    (folder.parent / "env").mkdir()
+    (folder.parent / "env" / "vars.sh").touch()
+    assert find_mpirun(environ=environ, python=str(python)).path == script
+    assert find_mpirun(environ={**environ, "I_MPI_ROOT": "x"}, python=str(python)).path == program
 
 
 @pytest.mark.parametrize(("mpi", "cure"), [("auto", "mpispeed[mpich]"), ("site", "MPI module")])
@@ -127,7 +140,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
 def test_srun_uses_the_plugin_of_the_family(family, extra, plugin):
     argv = srun_argv(8, ["p"], family, {**SLURM, **extra})
     assert argv == [
-        "srun", "--kill-on-bad-exit=1", *plugin, "--nodes=2", "--ntasks-per-node=4", "--ntasks=8", "p",
+        "srun", "--kill-on-bad-exit=1", "--export=ALL", *plugin, "--nodes=2", "--ntasks-per-node=4", "--ntasks=8", "p",
     ]  # fmt: skip
 
 

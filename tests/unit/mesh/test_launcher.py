@@ -53,6 +53,25 @@ def test_launched_without_mpi_is_refused():
         launcher.check_alone(ImportError("no module"), {"PMI_SIZE": "2"})
 
 
+@pytest.mark.parametrize(
+    ("env", "cure"),
+    [
+        ({"PMIX_RANK": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "srun --mpi=pmi2"),
+        ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_ID": "0"}, "Start with"),
+        ({"PMIX_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, ""),
+        ({"PMIX_RANK": "0", "MPI4PY_MPIABI": "openmpi"}, ""),
+        ({"PMIX_RANK": "0", "MPI4PY_LIBMPI": "/x/libmpi.so"}, ""),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, ""),
+        ({}, ""),
+    ],
+)
+def test_mpich_of_a_wheel_is_warned_of_pmix(monkeypatch, caplog, env, cure):
+    monkeypatch.setattr(launcher.importlib.metadata, "version", {"mpich": "5.0.2"}.__getitem__)
+    launcher.warn_early(env)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(cure)
+    assert cure in caplog.text
+
+
 def test_ranks_yield_when_they_outnumber_cores():
     many = str(len(launcher.cores()) + 1)
     env = {"MPI_LOCALNRANKS": many}

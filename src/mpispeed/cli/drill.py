@@ -1,0 +1,125 @@
+"""`mpispeed drill`: break a run on purpose and see whether it ends, says why, and can go on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mpispeed.base.errors import UsageError
+from mpispeed.guard.drills import DRILLS, choose, names_known, table
+
+if TYPE_CHECKING:
+    from mpispeed.guard.drill_run import Settings
+    from mpispeed.guard.drills import Drill, Result
+
+
+def _show_list(ctx: click.Context, _parameter: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        for drill in DRILLS:
+            click.echo(f"{drill.name:10} the run {drill.end:9} {drill.what}: {drill.inject}")
+        ctx.exit()
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_show_list, help="Show all drills.")
+@click.option("-n", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
+@click.option("--rank", type=click.IntRange(min=0), help="The rank with the fault; by default the last one.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of outputs and of the report.")
+@click.option("--resume-args", default="", help="What the script needs besides ARGS to go on, such as --resume.")
+@click.option("--limit", type=click.FloatRange(min=1), default=300, show_default=True, help="Seconds for one start.")
+@click.option(
+    "--watch-seconds",
+    type=click.FloatRange(min=0.5),
+    default=8,
+    show_default=True,
+    help="By when a hang has to be named.",
+)
+@click.option(
+    "--hang-timeout",
+    type=click.FloatRange(min=1),
+    default=15,
+    show_default=True,
+    help="Seconds that others wait for a late rank before the job is ended.",
+)
+@click.option("--rtol", type=float, default=0.0, show_default=True, help="Relative tolerance of the same result.")
+@click.argument("names", metavar="NAME[,NAME]|all")
+@click.argument("script")
+@click.argument("arguments", metavar="ARGS", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def drill(
+    ctx: click.Context,
+    ranks: int,
+    rank: int | None,
+    out: Path | None,
+    resume_args: str,
+    limit: float,
+    watch_seconds: float,
+    hang_timeout: float,
+    rtol: float,
+    names: str,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run SCRIPT once as it is and once with each fault; the report says what held.
+
+    {dir} in ARGS stands for a folder that each drill has for itself: let the script save its checkpoints there and go
+    on from them when it is started again. Then it is also checked that the last checkpoint is whole, and that the run
+    goes on to the same result. The exit code is 1 if a drill failed.
+    """
+    from mpispeed.guard.drill_run import Settings, run_drill, run_reference  # not needed for --help
+
+    drills, left_out = _chosen(names, ranks)
+    odd = ranks - 1 if rank is None else rank
+    if odd >= ranks:
+        msg = f"--rank {odd}: there are {ranks} ranks, from 0 to {ranks - 1}"
+        raise UsageError(msg)
+    if not Path(script).is_file():
+        msg = f"there is no script {script} (looked from {Path.cwd()}); write NAME or all before it"
+        raise UsageError(msg)
+    folder = (out or Path(f"mpispeed-drills-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+    if folder.exists() and any(folder.iterdir()):
+        msg = f"--out {folder} is not empty; drills need a folder without older checkpoints, name another"
+        raise UsageError(msg)
+    command = [sys.executable, "-m", "mpispeed.cli.main", "run", "-n", str(ranks), script]
+    settings = Settings(
+        command, arguments, shlex.split(resume_args), folder, odd, limit, watch_seconds, hang_timeout, rtol
+    )
+    click.echo(f"without a fault ({len(drills)} drills follow, in {folder})", err=True)
+    reference = run_reference(settings)
+    results = []
+    for each in drills:
+        click.echo(f"{each.name}: {each.what}", err=True)
+        results.append(run_drill(each, settings, reference))
+    _report(settings, ranks, script, results, left_out)
+    ctx.exit(int(not all(result.is_passed for result in results)))
+
+
+def _chosen(names: str, ranks: int) -> tuple[list[Drill], dict[str, str]]:
+    try:
+        drills, left_out = choose(names, ranks)
+    except KeyError as error:
+        msg = f"there is no drill {error.args[0]!r}; choose of {', '.join(names_known())}, or all"
+        raise UsageError(msg) from None
+    if not drills:
+        msg = f"{names}: one rank alone cannot have these; start at least two with -n 2"
+        raise UsageError(msg)
+    return drills, dict.fromkeys(left_out, "needs at least 2 ranks")
+
+
+def _report(settings: Settings, ranks: int, script: str, results: list[Result], left_out: dict[str, str]) -> None:
+    lines = table(results, left_out)
+    click.echo("\n".join(lines))
+    facts = {
+        "passed": all(result.is_passed for result in results), "script": script, "arguments": list(settings.arguments),
+        "ranks": ranks, "rank": settings.rank, "drills": [result.as_row() for result in results],
+        "left_out": left_out,
+    }  # fmt: skip
+    (settings.folder / "drills.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (settings.folder / "drills.txt").write_text("\n".join(lines) + "\n")
+    click.echo(f"report: {settings.folder / 'drills.json'}")

@@ -1,0 +1,258 @@
+"""`mpispeed sbatch`: a batch script from a template, a site's profile, a config and a plan; checked, then submitted.
+
+Exit codes: 0 submitted (or shown, or written), 1 the plan says NO-GO, 2 the question is wrong or a check has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.units import format_bytes
+from mpispeed.cli.plan import Count
+
+if TYPE_CHECKING:
+    from mpispeed.launch.sbatch import Request
+    from mpispeed.launch.sites import Site
+    from mpispeed.launch.submit import Partition
+
+PROCESS_BYTES = 1 << 30
+"""Set aside for each rank's Python, torch and MPI; a rank without a model was seen to take 270 MiB on a CPU."""
+
+SLACK = 1.2
+"""A job asks for so many times what the plan says."""
+
+_UNKNOWN = 1 << 60
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--site", metavar="NAME|FILE", envvar="MPISPEED_SITE", help="A site's profile; default: MPISPEED_SITE.")
+@click.option("--template", metavar="NAME|FILE", default="",
+              help="single, multi, array, requeue, container, or a file; by default what fits.")  # fmt: skip
+@click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes.")
+@click.option("--ntasks-per-node", type=click.IntRange(min=1), help="Ranks on each; default: the site's, else 1.")
+@click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of a rank; default: an equal share.")
+@click.option("--gpus-per-node", type=click.IntRange(min=0), help="GPUs of a node; ranks choose by local rank.")
+@click.option("--mem", type=Count(), help="Memory of a node, such as 100GiB; default: from the plan.")
+@click.option("--time", "-t", "time_limit", default="", help="Time limit as in sbatch: minutes, or D-HH:MM:SS.")
+@click.option("--partition", "-p", default="", help="Default: the site's.")
+@click.option("--account", "-A", default="", help="Default: the site's.")
+@click.option("--qos", "-q", default="", help="Default: the site's.")
+@click.option("--array", "-a", default="", help="Tasks, such as 0-9%2; {task} in an argument is the number.")
+@click.option("--image", default="", help="Run in a container of this image (template container).")
+@click.option("--python", default="", help="The interpreter; default: this one, in a container python3.")
+@click.option("--job-name", "-J", default="", help="Default: the name of the script.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="For logs and reports; default: a new one in runs/.")
+@click.option(
+    "--signal-seconds",
+    type=click.IntRange(min=0),
+    help="USR1 so long before the limit; default: 120, less in short jobs, where the config saves at USR1; else none.",
+)
+@click.option("--flag", "flags", multiple=True, metavar="--NAME=VALUE", help="Further flag of sbatch; repeatable.")
+@click.option("--config", type=click.Path(), help="Checked, planned, and given to SCRIPT as --deepspeed_config.")
+@click.option("--no-plan", is_flag=True, help="Submit without asking whether memory will do.")
+@click.option("--model", "target", metavar="MODULE:CALLABLE", help="For the plan: what builds the model.")
+@click.option("--model-args", default="{}", metavar="JSON", help="Its arguments.")
+@click.option("--params", type=Count(), help="Instead of --model: parameters of the model, such as 7e9.")
+@click.option("--largest-layer", type=Count(), help="With --params: parameters of the largest layer.")
+@click.option("--zero-init", is_flag=True, help="The model is built inside of mpispeed.zero.Init.")
+@click.option("--activations", type=Count(), default=0, help="Bytes each rank needs besides, such as activations.")
+@click.option("--dry-run", is_flag=True, help="Show the script and what the checks say; nothing is written.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the script to this file; not submitted.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
+    """Submit SCRIPT with its arguments as a batch job; options of this command come before SCRIPT."""
+    from mpispeed.launch.sbatch import choose_template, fill, values_of
+    from mpispeed.launch.sites import Site, find_site
+    from mpispeed.launch.submit import ask_partition
+
+    if not Path(script).is_file():
+        msg = f"there is no script {script} (looked from {Path.cwd()}); give its path"
+        raise UsageError(msg)
+    site = find_site(asked["site"]) if asked["site"] else Site()
+    partition = ask_partition(asked["partition"] or site.partition)
+    words, config = _with_config(script, arguments, asked)
+    request = _request(words, config, site, asked)
+    template = choose_template(request)
+    _check_chain(config, template)
+    request = _with_memory(request, config, template, site, partition, asked)
+    text = fill(template, values_of(request, site, partition))
+    check(text, is_dry=asked["dry_run"])
+    if not asked["dry_run"]:
+        _deliver(text, request, asked["output"])
+
+
+# -- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def _with_config(script: str, arguments: Sequence[str], asked: dict[str, Any]) -> tuple[list[str], Any]:
+    """The words of a rank, and the settings if they stand in a file that can be found."""
+    from mpispeed.launch.scale import CONFIG_FLAGS
+
+    words, file = [script, *arguments], asked["config"]
+    if file:
+        words += ["--deepspeed_config", file]
+    else:
+        file = next((word for flag, word in _pairs(arguments) if flag in CONFIG_FLAGS), None)
+        if file is None or not Path(file).is_file():
+            return words, None  # made by the script, or one for each task of an array
+    from mpispeed.cli.plan import read_config
+
+    return words, read_config(file)
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
+    """(flag, value) of `--flag value` and `--flag=value`."""
+    joined = [tuple(word.split("=", 1)) for word in words if word.startswith("--") and "=" in word]
+    return [(pair[0], pair[1]) for pair in joined] + list(pairwise(words))
+
+
+def _saves_in_time(config: Any) -> bool:
+    section = getattr(config, "walltime", None)
+    return section is not None and section.enabled and section.save_dir is not None
+
+
+def _request(words: Sequence[str], config: Any, site: Site, asked: dict[str, Any]) -> Request:
+    from mpispeed.launch.sbatch import Request, signal_seconds
+
+    requeues = _saves_in_time(config) and config.walltime.chain == "requeue"
+    # A script that does not wait for it would die of the signal, before its time.
+    saves_at_signal = _saves_in_time(config) and "USR1" in config.walltime.signals
+    seconds = asked["signal_seconds"]
+    if seconds is None:
+        seconds = signal_seconds(asked["time_limit"] or site.time) if saves_at_signal else 0
+    name = asked["job_name"] or Path(words[0]).stem
+    return Request(
+        words, _run_folder(asked["run_dir"], name, site), Path.cwd(), asked["template"], name, asked["nodes"],
+        asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"], asked["mem"], asked["time_limit"],
+        asked["partition"], asked["account"], asked["qos"], asked["array"], asked["image"], requeues, seconds,
+        asked["flags"], asked["python"] or ("python3" if asked["image"] else sys.executable), saves_at_signal,
+    )  # fmt: skip
+
+
+def _run_folder(asked: Path | None, name: str, site: Site) -> Path:
+    if asked is not None:
+        return asked.absolute()
+    scratch = os.path.expandvars(site.scratch)
+    if "$" in scratch:
+        msg = f"{site.name}: scratch is {site.scratch!r}, and not all of its variables are set here; use --run-dir"
+        raise ConfigError(msg)
+    first = Path(scratch or ".").absolute() / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = first, 1
+    while folder.exists():
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
+
+
+def _check_chain(config: Any, template: str) -> None:
+    """A run goes on in one way: two jobs would write the same checkpoints."""
+    if not _saves_in_time(config):
+        return
+    chain = config.walltime.chain
+    if chain == "requeue" and template in ("single", "multi", "array"):
+        msg = (
+            f'walltime.chain in the config is "requeue", and the template {template} does not requeue; '
+            'leave out --template, or set it to "dependency"'
+        )
+        raise UsageError(msg)
+    if chain == "dependency" and template in ("requeue", "container"):
+        msg = (
+            f'walltime.chain in the config is "dependency", and the template {template} requeues; set it to "requeue" '
+            "(there is no sbatch in a container)"
+        )
+        raise UsageError(msg)
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+def _with_memory(
+    request: Request, config: Any, template: str, site: Site, partition: Partition, asked: dict[str, Any]
+) -> Request:
+    """The request with what the plan says of memory; ends the program where it will not do."""
+    has_model = asked["target"] is not None or asked["params"] is not None
+    gpus = site.gpus_per_node if request.gpus_per_node is None else request.gpus_per_node
+    if asked["no_plan"]:
+        return request
+    if config is None or not has_model or gpus:
+        why = (
+            "give the config with --config" if config is None
+            else "give the model with --model, or --params and --largest-layer" if not has_model
+            else "memory of GPUs is not planned"
+        )  # fmt: skip
+        click.echo(f"memory is not planned: {why}", err=True)
+        return request
+    from dataclasses import replace
+
+    from mpispeed.cli.plan import forecast, make_model
+    from mpispeed.engine.fit import Limit, Setup
+
+    ranks = request.ranks_per_node or site.ranks_per_node or 1
+    known = {"--mem": request.memory_bytes, site.name: site.memory_bytes, "SLURM": partition.memory_per_node_bytes}
+    source, most = next(((name, value) for name, value in known.items() if value), ("no limit is known", _UNKNOWN))
+    aside = ranks * PROCESS_BYTES
+    limit = Limit(f"{source}, less {format_bytes(aside)} for Python, torch and MPI", max(0, most - aside))
+    setup = Setup(config, ranks * request.nodes, request.nodes, asked["zero_init"], asked["activations"])
+    model = make_model(asked["target"], asked["model_args"], asked["params"], asked["largest_layer"])
+    verdict = forecast(setup, model, [limit])[2]
+    click.echo(f"{'GO' if verdict.is_go else 'NO-GO'}: {verdict.reason}", err=True)
+    if not verdict.is_go:
+        click.echo(f"would fit: {verdict.change}" if verdict.change else "no change that was tried would fit", err=True)
+        sys.exit(1)
+    if request.memory_bytes or template == "multi":  # whose nodes are wholly ours
+        return request
+    return replace(request, memory_bytes=min(most, int(verdict.need_bytes * SLACK) + aside))
+
+
+# -- what comes of it ------------------------------------------------------------------------------------------------
+
+
+def check(text: str, *, is_dry: bool) -> None:
+    """Show the script if asked to, and what the checks found.
+
+    Raises:
+        UsageError: they found something.
+    """
+    from mpispeed.launch.submit import check_script
+
+    if is_dry:
+        click.echo(text, nl=False)
+    checked = check_script(text)
+    for note in checked.notes:
+        click.echo(note, err=True)
+    if checked.problems:
+        msg = "the batch script is not submitted:\n" + "\n".join(f"- {problem}" for problem in checked.problems)
+        if not is_dry:
+            msg += "\nsee the script with --dry-run"
+        raise UsageError(msg)
+
+
+def _deliver(text: str, request: Request, output: Path | None) -> None:
+    """Write the script, and submit it unless it was only asked for."""
+    from mpispeed.launch.submit import submit
+
+    try:
+        # SLURM does not make the folder of its log.
+        request.run_folder.mkdir(parents=True, exist_ok=True)
+        target = output or request.run_folder / "job.sbatch"
+        target.write_text(text)
+    except OSError as error:
+        msg = f"the batch script cannot be written to {error.filename}: {error.strerror}"
+        raise UsageError(msg) from error
+    if output is not None:
+        click.echo(f"written to {output}; submit it with: sbatch {output}")
+        return
+    job = submit(target)
+    click.echo(f"job {job}, {request.job_name}; logs and reports in {request.run_folder}")
+    folder = request.run_folder / ("task-N" if request.array else "")
+    click.echo(f"to save and stop: touch {folder}/STOP; to save and go on: touch {folder}/SAVE")

@@ -1,0 +1,12 @@
+"""Batch sizes for changing numbers of ranks, under the names that users of DeepSpeed know."""
+
+from mpispeed.base.errors import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
+from mpispeed.config.elastic_batch import compute_elastic_config, elastic_counts
+
+__all__ = [
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
+    "compute_elastic_config",
+    "elastic_counts",
+]

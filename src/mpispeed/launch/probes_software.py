@@ -1,0 +1,97 @@
+"""What of the software is usable: Python, torch, compiled modules, HDF5, CUDA."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+
+from mpispeed.launch.findings import Finding, Verdict
+from mpispeed.launch.probes import ask
+
+AREA = "software"
+SECONDS = 120.0
+
+_TORCH = """
+import json, torch
+gpu = torch.cuda.is_available()
+print(json.dumps({"version": torch.__version__, "threads": torch.get_num_threads(), "cuda": torch.version.cuda,
+    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if gpu else []}))
+"""
+_HDF5 = """
+import json, h5py
+print(json.dumps({"h5py": h5py.version.version, "hdf5": h5py.version.hdf5_version}))
+"""
+_NATIVE = """
+import json
+from mpispeed.native import status
+print(json.dumps([[c.name, c.is_usable, c.reason or c.purpose] for c in status.report()]))
+"""
+
+
+def check_software() -> Iterator[Finding]:
+    """All findings of this area."""
+    yield Finding(AREA, "mpispeed", Verdict.OK, importlib.metadata.version("mpispeed"))
+    yield Finding(AREA, "Python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
+    yield from _check_torch()
+    yield from _check_hdf5()
+    yield from _check_compiled()
+    yield from _check_cuda()
+
+
+def _check_torch() -> Iterator[Finding]:
+    found, reason = ask(["-c", _TORCH], seconds=SECONDS)
+    if not isinstance(found, dict):
+        cure = "install torch 2.6 or newer into the environment of this Python"
+        yield Finding(AREA, "torch", Verdict.FAIL, reason, cure)
+        return
+    yield Finding(AREA, "torch", Verdict.OK, f"{found['version']}, {found['threads']} threads")
+    if found["gpus"]:
+        names = ", ".join(found["gpus"])
+        yield Finding(AREA, "GPU", Verdict.OK, f"{len(found['gpus'])} seen by torch: {names}")
+    elif found["cuda"] is None:
+        yield Finding(AREA, "GPU", Verdict.INFO, "no GPU for torch: it is built for the CPU only")
+    else:
+        what = f"no GPU: torch is built for CUDA {found['cuda']} and sees no device"
+        yield Finding(AREA, "GPU", Verdict.INFO, what, "where there is one, load its driver or ask SLURM for it")
+
+
+def _check_hdf5() -> Iterator[Finding]:
+    found, reason = ask(["-c", _HDF5], seconds=SECONDS)
+    if isinstance(found, dict):
+        yield Finding(AREA, "HDF5", Verdict.OK, f"{found['hdf5']} in h5py {found['h5py']}")
+    else:
+        yield Finding(AREA, "HDF5", Verdict.FAIL, reason, "checkpoints need it: pip install h5py")
+
+
+def _check_compiled() -> Iterator[Finding]:
+    found, reason = ask(["-c", _NATIVE], seconds=SECONDS)
+    if not isinstance(found, list):
+        yield Finding(AREA, "compiled modules", Verdict.WARN, reason, "install mpispeed again with a C compiler")
+        return
+    for name, is_usable, detail in found:
+        cure = "" if is_usable else "slower twins in torch take over; install mpispeed again with a C compiler"
+        yield Finding(AREA, f"compiled {name}", Verdict.OK if is_usable else Verdict.WARN, detail, cure)
+
+
+def _check_cuda() -> Iterator[Finding]:
+    nvcc = find_nvcc()
+    yield Finding(
+        AREA, "nvcc", Verdict.OK if nvcc else Verdict.INFO,
+        nvcc or "not on PATH nor under CUDA_HOME; CUDA kernels cannot be compiled",
+    )  # fmt: skip
+    has_pycuda = importlib.util.find_spec("pycuda") is not None
+    yield Finding(
+        AREA, "pycuda", Verdict.OK if has_pycuda else Verdict.INFO, "installed" if has_pycuda else "not installed",
+        "" if has_pycuda else 'only for CUDA kernels: pip install "mpispeed[cuda]"',
+    )  # fmt: skip
+
+
+def find_nvcc() -> str | None:
+    """Path of the CUDA compiler: on PATH, or under CUDA_HOME."""
+    folders = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]  # noqa: PTH118
+    return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders) or os.devnull)

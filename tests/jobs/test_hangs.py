@@ -1,0 +1,57 @@
+"""Jobs whose ranks diverge, die or sleep: what the watcher says, and that it ends them."""
+
+import json
+import re
+import time
+
+import pytest
+
+from tests.helpers import hangs
+
+WATCH_SECONDS = 3.0
+
+
+def settings(folder, **more):
+    return {"MPISPEED_RUN_DIR": str(folder), "MPISPEED_WATCH_SECONDS": str(WATCH_SECONDS), **more}
+
+
+@pytest.mark.parametrize("way", hangs.WAYS)
+def test_a_divergence_is_named_and_ends_the_job(job, way, tmp_path):
+    begin = time.monotonic()
+    done = job(hangs.RANKS, hangs.WORKER, way, **settings(tmp_path))
+    found = hangs.problems(way, done.returncode, done.stderr, tmp_path, time.monotonic() - begin, WATCH_SECONDS)
+    assert not found, "\n".join(found)
+
+
+def test_a_rank_asleep_gives_a_notice_and_the_job_goes_on(job, tmp_path):
+    done = job(2, hangs.WORKER, "asleep", "6", **settings(tmp_path))
+    assert done.returncode == 0, done.stderr
+    sleeps, waits = (hangs.place("asleep", mark) for mark in ("sleeps", "waits"))
+    assert re.search(rf"notice: waiting for rank 1 at \S*{sleeps} in asleep since \d+ s", done.stderr)
+    assert re.search(rf"rank 0 is in all_reduce .* at \S*{waits}", done.stderr)
+    assert done.stderr.count("notice: ") == 1
+    assert not list(tmp_path.glob("report*"))
+
+
+def test_a_rank_that_sleeps_too_long_ends_the_job(job, tmp_path):
+    begin = time.monotonic()
+    done = job(2, hangs.WORKER, "asleep", "100", **settings(tmp_path, MPISPEED_HANG_TIMEOUT="5"))
+    assert done.returncode != 0
+    assert time.monotonic() - begin < 60
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["kind"], report["ranks"]) == ("late", [1])
+    assert f"{hangs.place('asleep', 'sleeps')}" in report["text"]
+    assert report["last_operations"]["0"]
+    assert "MPISPEED_HANG_TIMEOUT" in done.stderr
+
+
+def test_a_limit_that_is_no_time_is_refused_once(job):
+    done = job(2, hangs.WORKER, "nothing", MPISPEED_HANG_TIMEOUT="soon")
+    assert done.returncode == 2
+    assert done.stderr.count("MPISPEED_HANG_TIMEOUT is 'soon'") == 1
+
+
+def test_nobody_watches_when_that_is_switched_off(job, tmp_path):
+    done = job(2, hangs.WORKER, "asleep", "4", **settings(tmp_path, MPISPEED_WATCH="0"))
+    assert done.returncode == 0
+    assert "notice" not in done.stderr

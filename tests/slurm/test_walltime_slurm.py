@@ -1,0 +1,166 @@
+"""Runs that outlive their jobs, on a real SLURM: chained, requeued, signalled, cancelled, moved, preempted.
+
+Most of this is waiting: all jobs are submitted when the first test asks, and run side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parents[1] / "jobs" / "walltime_worker.py"
+STEPS = 400
+SLOWLY = -0.25  # seconds of a step in the first job, which the time limit has to interrupt
+SCRIPT = """\
+export MPISPEED_RUN_DIR={folder}
+srun --mpi=pmi2 --kill-on-bad-exit=1 {python} -m mpi4py {worker} {folder} {steps} {seconds} '{wishes}'
+code=$?
+echo "arguments: $*"
+"""
+REQUEUE = """
+if grep -q '"state": "interrupted"' {folder}/state.json; then scontrol requeue $SLURM_JOB_ID; fi
+"""
+
+
+class Run:
+    """A run, made of one job after another."""
+
+    def __init__(self, slurm, name, seconds=SLOWLY, *arguments, steps=STEPS, end="", wishes=None, **options):
+        self.slurm, self.folder = slurm, slurm.jobs / name
+        self.folder.mkdir()
+        text = (SCRIPT + end + "exit $code\n").format(
+            folder=self.folder, python=sys.executable, worker=WORKER, steps=steps, seconds=seconds,
+            wishes=json.dumps(wishes or {}),
+        )  # fmt: skip
+        where = {"nodes": 2, "ntasks_per_node": 1, "time": 1, "job_name": name}
+        self.job = slurm.submit(text, *arguments, **{**where, **options})
+
+    @property
+    def state(self):
+        return json.loads((self.folder / "state.json").read_text())
+
+    @property
+    def rows(self):
+        file = self.folder / "log.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def wait_for_steps(self, count, seconds=60):
+        self.slurm.wait(self.job, seconds, lambda state: state != "PENDING" and len(self.rows) >= count)
+
+    def output(self, job=None):
+        return self.slurm.output(job or self.job)
+
+    def check_is_over(self, expected):
+        """The same steps and losses as without any interruption."""
+        assert self.state["state"] == "finished", self.state
+        assert self.rows == expected
+
+
+@pytest.fixture(scope="module")
+def runs(slurm_cluster):
+    """Jobs that have begun, by what will happen to them."""
+    return {
+        "straight": Run(slurm_cluster, "straight", 0),
+        # By --signal, up to a minute early: after 20 to 80 s.
+        "requeued": Run(slurm_cluster, "requeued", time=2, signal="USR1@40", requeue=True, end=REQUEUE,
+                        wishes={"walltime": {"chain": "requeue"}}),
+        # After 45 s, so that a busy machine has time left for the save.
+        "chained": Run(slurm_cluster, "chained", SLOWLY, "one", "two", time=2,
+                       wishes={"walltime": {"margin_seconds": 75}}),
+        "signalled": Run(slurm_cluster, "signalled", time=5),
+        "cancelled": Run(slurm_cluster, "cancelled", time=5),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(slurm_cluster, runs):
+    """Steps, losses and samples of an unbroken run."""
+    run = runs["straight"]
+    assert slurm_cluster.wait(run.job, 120) == "COMPLETED", run.output()
+    assert run.state["state"] == "finished"
+    assert [row[0] for row in run.rows] == list(range(1, STEPS + 1))
+    return run.rows
+
+
+def test_a_signal_interrupts_a_run_and_the_next_job_ends_it(slurm, runs, expected):
+    run = runs["signalled"]
+    run.wait_for_steps(3)
+    slurm.run("scancel", "--signal=USR1", run.job)
+    assert slurm.wait(run.job, 60) == "COMPLETED", run.output()
+    following = run.state["next_job"]
+    assert following, run.output()
+    assert re.search(r"SIGUSR1 on rank [01]", run.output())
+    assert slurm.wait(following, 120) == "COMPLETED", run.output(following)
+    run.check_is_over(expected)
+
+
+def test_a_cancelled_run_is_saved_and_nothing_follows(slurm, runs):
+    run = runs["cancelled"]
+    run.wait_for_steps(3)
+    slurm.run("scancel", run.job)
+    assert slurm.wait(run.job, 60) == "CANCELLED"
+    state = run.state
+    assert (state["state"], state["next_job"]) == ("stopped", ""), run.output()
+    assert "cancelled" in state["reason"]
+    assert (run.folder / "checkpoints" / state["tag"] / "manifest.json").exists()
+    assert "cancelled" not in slurm.run("squeue", "--noheader", "--states=PENDING,RUNNING", "--format=%j").stdout
+
+
+def test_a_run_that_reaches_its_time_limit_is_saved_and_chained(slurm, runs, expected):
+    run = runs["chained"]
+    assert slurm.wait(run.job, 120) == "COMPLETED", "ended by itself, before SLURM did: " + run.output()
+    assert "by SLURM" in run.output()
+    assert "the job ends" in run.output()
+    following = re.search(r"job (\d+) was submitted", run.output())
+    assert following, run.output()
+    assert slurm.wait(following[1], 120) == "COMPLETED", run.output(following[1])
+    assert "arguments: one two" in run.output(following[1])
+    about = slurm.run("scontrol", "show", "job", following[1]).stdout
+    assert "NumNodes=2" in about
+    assert "JobName=chained" in about
+    run.check_is_over(expected)
+    assert run.state["first_step"] > 1
+
+
+def test_a_run_that_slurm_signals_is_requeued(slurm, runs, expected):
+    run = runs["requeued"]
+
+    def is_done_again(state):
+        return state == "COMPLETED" and "Restarts=1" in slurm.run("scontrol", "show", "job", run.job).stdout
+
+    slurm.wait(run.job, 150, is_done_again)
+    assert "SIGUSR1" in run.output()
+    assert "was submitted" not in run.output()
+    run.check_is_over(expected)
+
+
+def test_a_run_whose_node_is_drained_goes_on_on_the_other_one(slurm, expected):
+    run = Run(slurm, "drained", nodes=1, ntasks_per_node=2, nodelist="n1")
+    run.wait_for_steps(3)
+    slurm.drain("n1")
+    steps = len(run.rows)
+    run.wait_for_steps(steps + 2)  # a drained node lets its jobs go on
+    (run.folder / "SAVE").touch()
+    slurm.wait(run.job, 30, lambda _: not (run.folder / "SAVE").exists())
+    slurm.run("scancel", "--signal=USR1", run.job)
+    assert slurm.wait(run.job, 60) == "COMPLETED", run.output()
+    following = run.state["next_job"]
+    assert slurm.wait(following, 90) == "COMPLETED", run.output(following)
+    assert "NodeList=n2" in slurm.run("scontrol", "show", "job", following).stdout
+    run.check_is_over(expected)
+
+
+def test_a_run_that_has_to_give_way_is_saved_and_comes_back(slurm, expected):
+    run = Run(slurm, "preempted", nodes=1, ntasks_per_node=2, exclusive=True, partition="low")
+    run.wait_for_steps(3)
+    other = slurm.submit("sleep 1", nodes=2, exclusive=True, partition="high", time=1)
+    assert slurm.wait(run.job, 60) == "COMPLETED", run.output()
+    assert "SIGTERM" in run.state["reason"]
+    following = run.state["next_job"]
+    assert slurm.wait(other, 60) == "COMPLETED"
+    assert slurm.wait(following, 90) == "COMPLETED", run.output(following)
+    run.check_is_over(expected)

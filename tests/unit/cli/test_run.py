@@ -1,0 +1,191 @@
+"""Options of `mpispeed run`: DeepSpeed's spelling, what they set, what they refuse."""
+
+import json
+import shlex
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from mpispeed.cli import run_options
+from mpispeed.cli.main import cli, main
+from mpispeed.cli.run import runner
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with a script and a host file; no SLURM around."""
+    for name in ("SLURM_JOB_ID", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "hosts").write_text("far-a slots=2\nfar-b slots=2\n")
+    return tmp_path
+
+
+def shown(*words):
+    """(variables, command line) of a dry run."""
+    done = CliRunner().invoke(cli, ["run", "--dry-run", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    parts = shlex.split(done.output)
+    first = next(place for place, part in enumerate(parts) if "=" not in part.split("/")[0])
+    return dict(part.split("=", 1) for part in parts[:first]), parts[first:]
+
+
+def refused(capsys, *words):
+    """What a start is refused with: one line, exit code 2."""
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", *words])
+    assert leaving.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-H", "hosts", "-i", "far-b:1", "train.py"],
+        ["--hostfile", "hosts", "--include", "far-b:1", "train.py"],
+        ["--hostfile=hosts", "--exclude", "far-a@far-b:0", "train.py"],
+    ],
+)
+def test_hosts_are_chosen_as_in_deepspeed(here, words):
+    variables, argv = shown(*words)
+    assert variables["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "far-b" in " ".join(argv)
+    assert "far-a" not in " ".join(argv)
+
+
+def test_both_spellings_of_the_counts(here):
+    for nodes, gpus in (("--num_nodes", "--num_gpus"), ("--num-nodes", "--num-gpus")):
+        _, argv = shown("-H", "hosts", nodes, "1", gpus, "3", "train.py")
+        assert argv[argv.index("-n") + 1] == "3"
+        assert "far-b" not in " ".join(argv)
+
+
+def test_ranks_fill_the_hosts(here, capsys):
+    _, argv = shown("-H", "hosts", "-n", "3", "train.py")
+    assert argv[argv.index("-n") + 1] == "3"
+    assert "5 ranks (-n) need as many slots" in refused(capsys, "-H", "hosts", "-n", "5", "train.py")
+
+
+def test_gpus_of_this_machine(here):
+    variables, argv = shown("--include", "localhost:2,3", "train.py")
+    assert (variables["CUDA_VISIBLE_DEVICES"], argv[argv.index("-n") + 1]) == ("2,3", "2")
+    variables, argv = shown("--num_gpus", "2", "train.py")
+    assert ("CUDA_VISIBLE_DEVICES" in variables, argv[argv.index("-n") + 1]) == (False, "2")
+
+
+def test_variables_of_the_ranks(here):
+    words = ["--run-dir", "logs", "--inject", "kill:rank=1@step=5", "--hang-timeout", "30", "--walltime", "0-00:10:00"]
+    variables, _ = shown(*words, "--master_addr", "h", "--master_port", "29500", "-H", "hosts", "train.py")
+    assert variables["MPISPEED_RUN_DIR"] == str(here / "logs")
+    assert variables["MPISPEED_INJECT"] == "kill:rank=1@step=5"
+    assert variables["MPISPEED_HANG_TIMEOUT"] == "30"
+    assert variables["MPISPEED_WALLTIME"] == "0-00:10:00"
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("h", "29500")
+    assert variables["MPISPEED_IMPORT_FOLDER"] == str(here)
+    assert not (here / "logs").exists()  # a dry run makes nothing
+    variables, _ = shown("--enable_each_rank_log", "logs", "train.py")
+    assert variables["MPISPEED_RUN_DIR"] == str(here / "logs")
+    assert "MPISPEED_IMPORT_FOLDER" not in variables
+
+
+def test_programs_of_other_kinds(here):
+    _, argv = shown("-n", "2", "--no_python", "./a.out", "-x", "1")
+    assert argv[-5:] == ["-n", "2", "./a.out", "-x", "1"]
+    variables, _ = shown("-H", "hosts", "--no-python", "a.out")
+    assert variables["PYTHONPATH"] == str(here)
+    _, argv = shown("--module", "pkg.train", "--lr", "1")
+    assert argv[-5:] == ["mpispeed.launch.rank", "-m", "pkg.train", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--module", "--no_python", "x"], "--module and --no_python exclude each other"),
+        (["-H", "no.hosts", "train.py"], "no.hosts cannot be read"),
+        (["-H", "hosts", "--num_gpus", "1", "--exclude", "far-a", "train.py"], "--num_gpus 1 cannot be combined"),
+        (["-H", "hosts", "-i", "far-a", "-e", "far-b", "train.py"], "exclude each other"),
+        (["--num_nodes", "2", "train.py"], "give --hostfile FILE"),
+        (["--bind", "sockets", "train.py"], "--bind is 'sockets'"),
+        (["--bind", "none", "--bind_cores_to_rank", "train.py"], "exclude each other"),
+        (["--bind_core_list", "3-1", "train.py"], "does not ascend"),
+        (["--run-dir", "train.py", "train.py"], "is a file; name a folder"),
+        (["--inject", "kil:rank=1@step=5", "train.py"], "--inject"),
+        (["--walltime", "soon", "train.py"], "--walltime: expected seconds"),
+        (["--elastic", "--min-nodes", "2", "--max-nodes", "1", "train.py"], "--max-nodes is 1, below --min-nodes 2"),
+    ],
+)
+def test_what_is_refused(here, capsys, words, why):
+    error = refused(capsys, *words)
+    assert why in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"), [("OpenMPI", "mpirun"), ("pdsh", "mpirun"), ("SLURM", "srun"), ("auto", "auto")]
+)
+def test_deepspeeds_launchers(name, launcher):
+    assert run_options.launcher_of(None, None, name) == launcher
+
+
+def test_an_unknown_launcher_is_refused(here):
+    done = CliRunner().invoke(cli, ["run", "--launcher", "jsrun", "train.py"])
+    assert done.exit_code == 2
+    assert "'jsrun' is none of auto, mpirun, srun" in done.output
+
+
+def test_words_for_the_launcher(here):
+    _, argv = shown("--launcher_args", "-prepend-rank -x 'a b'", "train.py")
+    place = argv.index("-prepend-rank")
+    assert argv[place : place + 3] == ["-prepend-rank", "-x", "a b"]
+    assert place < argv.index(sys.executable)
+    assert argv[argv.index(sys.executable) + 1 :][: len(runner())] == runner()
+
+
+SECTION = {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2, 3], "min_gpus": 1, "max_gpus": 6,
+           "version": 0.1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words", [["--deepspeed_config", "ds.json"], ["--lr", "1", "--config=ds.json"], ["--deepspeed", "ds.json"]]
+)
+def test_elastic_starts_take_a_number_of_ranks_that_the_config_allows(here, words):
+    (here / "ds.json").write_text(json.dumps({"elasticity": SECTION}))
+    counts = run_options.elastic_counts_of(words)
+    assert counts == [1, 2, 3, 4, 6]
+    (here / "hosts").write_text("far-a slots=3\nfar-b slots=2\n")
+    variables, argv = shown("--elastic", "-H", "hosts", "train.py", *words)
+    assert argv[argv.index("-n") + 1] == "4"
+    assert (variables["MPISPEED_ELASTIC"], variables["MPISPEED_RESTART_COUNT"]) == ("1", "0")
+
+
+def test_a_config_without_the_section_allows_any_number(here, capsys):
+    (here / "ds.json").write_text("{}")
+    assert run_options.elastic_counts_of(["--deepspeed_config", "ds.json"]) is None
+    assert run_options.elastic_counts_of(["--deepspeed", "--lr", "1"]) is None
+    (here / "ds.json").write_text("{")
+    assert "ds.json, but that cannot be read" in refused(
+        capsys, "--elastic", "train.py", "--deepspeed_config", "ds.json"
+    )
+
+
+def test_an_elastic_job_is_restarted_and_ends(here):
+    (here / "train.py").write_text(
+        "import os, sys\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n"
+        "open('left', 'w').write(os.environ['MPISPEED_WALLTIME'])\n"
+        "sys.exit(3 if os.environ['MPISPEED_RESTART_COUNT'] == '0' else 0)"
+    )
+    done = CliRunner().invoke(
+        cli, ["run", "--elastic", "--restart-pause", "0.1", "--walltime", "1:00:00", "-n", "2", "train.py"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "restart 1 of 3 on localhost (2)" in done.output
+    assert 3500 < int((here / "left").read_text()) < 3600  # of all starts together
+
+
+def test_the_last_line_says_what_a_signal_means(here):
+    (here / "train.py").write_text("import os\nos.kill(os.getpid(), 9)")
+    done = CliRunner().invoke(cli, ["run", "-n", "1", "train.py"])
+    assert done.exit_code in (9, 137)
+    assert "SIGKILL" in done.output.splitlines()[-1]
