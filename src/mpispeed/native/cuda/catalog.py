@@ -1,0 +1,67 @@
+"""Every kernel: its source below cuda/, its arguments, and whether spilled registers would matter.
+
+An argument format is one of Python's `struct` in native mode, as pycuda's `prepare` takes it: "P" a pointer, "Q" an
+unsigned 64-bit and "i" a signed 32-bit integer, "I" an unsigned one, "f" fp32, "40s" a packed structure. A structure
+stands after the pointers, because "s" aligns to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+TAGS: dict[torch.dtype, str] = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""How the name of a kernel says the dtype it works on."""
+
+ARCHITECTURES = ("sm_80", "sm_90")
+"""What continuous integration compiles for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One entry point.
+
+    Attributes:
+        name: of the function; unique over all files.
+        source: file below cuda/.
+        arguments: format of its arguments.
+        is_hot: a spilled register is a failure of the build, not a note.
+    """
+
+    name: str
+    source: str
+    arguments: str
+    is_hot: bool = False
+
+
+def _each(source: str, arguments: str, names: Iterable[str], *, is_hot: bool = False) -> Iterator[tuple[str, Kernel]]:
+    for name in names:
+        yield name, Kernel(name, source, arguments, is_hot)
+
+
+def _typed(*stems: str) -> list[str]:
+    return [f"{stem}_{tag}" for stem in stems for tag in TAGS.values()]
+
+
+def _grad_out(stem: str) -> list[str]:
+    """One name per dtype of the gradient and of the 16-bit copy, if there is one."""
+    return [f"{stem}_{grad}{out}" for grad in TAGS.values() for out in ("", "_bf16", "_fp16")]
+
+
+# fmt: off
+KERNELS: dict[str, Kernel] = dict([
+    *_each("optim/multi_tensor_adam.cu", "P40s", _grad_out("adam"), is_hot=True),
+])
+# fmt: on
+
+
+def sources() -> list[str]:
+    """Every file with kernels, in order."""
+    return sorted({kernel.source for kernel in KERNELS.values()})
+
+
+def of_source(source: str) -> list[Kernel]:
+    """The kernels of one file."""
+    return [kernel for kernel in KERNELS.values() if kernel.source == source]

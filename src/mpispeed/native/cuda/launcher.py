@@ -1,0 +1,157 @@
+"""Launches kernels on torch's device, in torch's primary context and on torch's current stream.
+
+A launch does not wait for the device. On the default stream it goes there; on any other it goes through one stream of
+pycuda, which takes no handles of others, with an event on both sides: whatever torch allocates on its stream stays
+ordered, so no tensor needs `record_stream`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mpispeed.base.errors import NativeMissing
+from mpispeed.base.log import once
+from mpispeed.native.cuda import store
+from mpispeed.native.cuda.catalog import KERNELS, of_source
+
+_logger = logging.getLogger(__name__)
+
+Size = tuple[int, int, int]
+
+
+class Launcher(Protocol):
+    """Runs a kernel of the catalog."""
+
+    def launch(self, kernel: str, grid: Size, threads: Size, *args: Any, shared_bytes: int = 0) -> None:
+        """Run `kernel` on `grid` blocks of `threads` threads; pointers are integers, structures packed bytes."""
+
+    @property
+    def processors(self) -> int:
+        """Multiprocessors of the device, by which a grid that walks over its work is sized."""
+
+
+_stand_in: Launcher | None = None
+
+
+@contextmanager
+def standing_in(launcher: Launcher) -> Iterator[None]:
+    """Give every tensor `launcher`, on the host too: how tests run kernels that were compiled for the host."""
+    global _stand_in
+    before, _stand_in = _stand_in, launcher
+    try:
+        yield
+    finally:
+        _stand_in = before
+
+
+def for_tensor(x: Tensor) -> Launcher | None:
+    """What launches kernels where `x` is; None if its twin has to run: on the host, or when kernels are not usable.
+
+    The reason why they are not is logged once for each device.
+    """
+    if _stand_in is not None and x.device.type == "cpu":
+        return _stand_in
+    if x.device.type != "cuda":
+        return None
+    launcher, reason = _on_device(x.device.index if x.device.index is not None else torch.cuda.current_device())
+    if launcher is None:
+        once(_logger, logging.WARNING, f"no fused kernels on {x.device}: {reason}; slower twins in torch run instead")
+    return launcher
+
+
+@cache
+def _on_device(index: int) -> tuple[Launcher | None, str]:
+    try:
+        return DeviceLauncher(index), ""
+    except NativeMissing as error:
+        return None, str(error)
+
+
+def unusable_reason() -> str:
+    """Why kernels cannot run on the current device; "" if they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
+    return _on_device(torch.cuda.current_device())[1]
+
+
+class DeviceLauncher:
+    """Kernels of one device.
+
+    Collective over: nothing; the first process of a node that needs a source compiles it, the others wait for that.
+    """
+
+    def __init__(self, index: int) -> None:
+        """Raises NativeMissing: pycuda cannot be used, or there is no machine code for the device."""
+        self._driver = _driver()
+        self._lock = threading.Lock()
+        self._functions: dict[str, Any] = {}
+        self._modules: list[Any] = []
+        with torch.cuda.device(index):
+            torch.zeros(1, device="cuda")  # makes the primary context, which pycuda then shares
+            properties = torch.cuda.get_device_properties(index)
+            self._processors = int(properties.multi_processor_count)
+            self.arch = f"sm_{properties.major}{properties.minor}"
+            self.index = index
+            self._driver.init()
+            self._context = self._driver.Device(index).retain_primary_context()
+            with self._current() as driver:
+                self._side = driver.Stream()
+            self._outer = torch.cuda.ExternalStream(self._side.handle, device=index)
+        # A device without compiler or machine code is found out here, once, not in the middle of a step.
+        self._load(KERNELS[next(iter(KERNELS))].source)
+
+    @property
+    def processors(self) -> int:
+        """Multiprocessors of the device."""
+        return self._processors
+
+    @contextmanager
+    def _current(self) -> Iterator[Any]:
+        self._context.push()
+        try:
+            yield self._driver
+        finally:
+            self._driver.Context.pop()
+
+    def _load(self, source: str) -> None:
+        code = store.machine_code(source, self.arch)
+        with self._current() as driver:
+            module = driver.module_from_buffer(code)
+            self._modules.append(module)  # unloaded never: kernels may be on their way until the process ends
+            for kernel in of_source(source):
+                function = module.get_function(kernel.name)
+                function.prepare(kernel.arguments)
+                self._functions[kernel.name] = function
+
+    def launch(self, kernel: str, grid: Size, threads: Size, *args: Any, shared_bytes: int = 0) -> None:
+        """Run `kernel` on torch's current stream of this device."""
+        if kernel not in self._functions:
+            with self._lock:
+                if kernel not in self._functions:
+                    self._load(KERNELS[kernel].source)
+        function = self._functions[kernel]
+        now = torch.cuda.current_stream(self.index)
+        if now.cuda_stream == 0:
+            function.prepared_async_call(grid, threads, None, *args, shared_size=shared_bytes)
+            return
+        self._outer.wait_stream(now)
+        function.prepared_async_call(grid, threads, self._side, *args, shared_size=shared_bytes)
+        now.wait_stream(self._outer)
+
+
+def _driver() -> Any:
+    try:
+        import pycuda.driver
+    except ImportError as error:
+        hint = "install mpispeed[cuda]" if isinstance(error, ModuleNotFoundError) else "it was built for another driver"
+        msg = f"pycuda cannot be imported ({error}); {hint}"
+        raise NativeMissing(msg) from error
+    return pycuda.driver

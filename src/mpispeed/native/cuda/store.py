@@ -1,0 +1,149 @@
+"""Machine code of the kernels: built ahead into a folder, or compiled once per node at first use.
+
+The key of a file is a hash of all sources below cuda/, the flags, the compiler's version and the architecture. The
+first process of a node compiles under a lock while the others wait, and publishes by rename; nobody ever reads a
+half-written file. No MPI is needed for that, because the folder is one of the node.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import hashlib
+import logging
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from mpispeed.base import assets
+from mpispeed.base.errors import NativeMissing
+from mpispeed.base.log import once
+from mpispeed.native.cuda import toolchain
+
+_logger = logging.getLogger(__name__)
+
+BUILT_VARIABLE = "MPISPEED_KERNELS"
+"""A folder of `mpispeed kernels build`, to be used instead of a compiler."""
+
+CACHE_VARIABLE = "MPISPEED_KERNEL_CACHE"
+"""Where kernels are kept that were compiled at first use, instead of a folder in TMPDIR."""
+
+
+@cache
+def source_digest() -> str:
+    """A hash of every file below cuda/, with its name."""
+    folder, digest = assets.folder("cuda"), hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in {".cu", ".cuh", ".h"}:
+            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def file_name(source: str, arch: str, compiler: str | None = None) -> str:
+    """Name of the machine code of a source: with the compiler's version in its hash for what is compiled at first use,
+    without for what was built ahead, which no compiler has to be there for.
+    """
+    words = "\0".join([source_digest(), *toolchain.FLAGS, compiler or "", arch])
+    return f"{Path(source).stem}.{arch}.{hashlib.sha256(words.encode()).hexdigest()[:16]}.cubin"
+
+
+def machine_code(source: str, arch: str) -> bytes:
+    """The machine code of one file below cuda/: built ahead, kept, or compiled now.
+
+    Raises:
+        NativeMissing: nothing fitting was built, and it cannot be compiled here.
+    """
+    built = _built_ahead(source, arch)
+    if built is not None:
+        return built
+    compiler = toolchain.version(toolchain.find_nvcc())
+    kept = cache_folder() / file_name(source, arch, compiler)
+    if not kept.exists():
+        with _locked(kept):
+            if not kept.exists():
+                code, _ = toolchain.compile_source(source, arch)
+                publish(code, kept)
+    return kept.read_bytes()
+
+
+def publish(code: bytes, path: Path) -> None:
+    """Write a file so that nobody sees a part of it."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _built_ahead(source: str, arch: str) -> bytes | None:
+    named = os.environ.get(BUILT_VARIABLE)
+    folders = [Path(named)] if named else []
+    folders.append(assets.folder("cuda") / "built")
+    for folder in folders:
+        path = folder / file_name(source, arch)
+        if path.is_file():
+            return path.read_bytes()
+    if named:
+        what = f"{BUILT_VARIABLE}={named} has no {file_name(source, arch)}: it was built for "
+        once(
+            _logger,
+            logging.WARNING,
+            what + f"{_found(Path(named))}; this one needs {arch}. Run `mpispeed kernels build`",
+        )
+    return None
+
+
+def _found(folder: Path) -> str:
+    names = sorted(path.name for path in folder.glob("*.cubin")) if folder.is_dir() else []
+    archs = sorted({found[0] for name in names for found in [re.findall(r"sm_\w+", name)] if found})
+    return (
+        f"{' and '.join(archs)}, maybe of another version" if archs else "nothing (no such folder, or no cubin in it)"
+    )
+
+
+def cache_folder() -> Path:
+    """The folder of this user and node for kernels that were compiled at first use; made if it is missing.
+
+    Raises:
+        NativeMissing: it cannot be made, or another user could write into it.
+    """
+    named = os.environ.get(CACHE_VARIABLE)
+    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"mpispeed-kernels-{_user()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat() if not named else folder.stat()
+    except OSError as error:
+        msg = f"cannot make {folder} for compiled kernels: {error}; set {CACHE_VARIABLE} to a folder on a local disk"
+        raise NativeMissing(msg) from error
+    is_open = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)) and not named
+    if not stat.S_ISDIR(found.st_mode) or is_open or (not named and found.st_uid != os.getuid()):
+        msg = (
+            f"{folder} is not a folder that only you can write, so kernels in it are not trusted; remove it, or set "
+            f"{CACHE_VARIABLE} to a folder of yours on a local disk"
+        )
+        raise NativeMissing(msg)
+    return folder
+
+
+def _user() -> str:
+    try:
+        return re.sub(r"\W", "_", getpass.getuser())
+    except (KeyError, OSError):  # a user without a name, as in a container
+        return str(os.getuid())
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with (path.parent / f".{path.stem}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,27 @@
+"""Tests on a real GPU: skipped, with the reason, where kernels cannot run. CI has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpispeed.native.cuda import launcher
+
+
+def pytest_collection_modifyitems(items):
+    """Mark everything here, and skip it without a usable GPU."""
+    reason = launcher.unusable_reason()
+    for item in items:
+        if "tests/gpu/" not in item.path.as_posix():
+            continue
+        item.add_marker(pytest.mark.gpu)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=f"no kernels on a GPU: {reason}"))
+
+
+@pytest.fixture
+def device():
+    """The GPU, idle before and after a test, so that a failed kernel is that of its test."""
+    torch.cuda.synchronize()
+    yield torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.synchronize()

@@ -1,0 +1,97 @@
+"""Kernels of cuda/ compiled for the host, and a launcher that runs them on tensors in host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpispeed.native.cuda.catalog import KERNELS, sources
+from mpispeed.native.cuda.store import source_digest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = Path(__file__).parent / "cuda_host" / "mpispeed_cuda_host.h"
+FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-Wall", "-Wno-unknown-pragmas"]
+_RESULTS = {1: "there is no such kernel", 2: "its arguments are not those of the catalog"}
+
+
+class HostLauncher:
+    """Runs a kernel as a loop over blocks, with fibers where it has barriers; warps in order, or the other way round."""
+
+    processors = 4
+
+    def __init__(self, *, is_reversed: bool = False) -> None:
+        library = host_library()
+        self._launch, self._reverse, self._is_reversed = (
+            library.mpispeed_host_launch,
+            library.mpispeed_host_reverse,
+            is_reversed,
+        )
+        self.launched: list[str] = []
+
+    def launch(
+        self, kernel: str, grid: tuple[int, int, int], threads: tuple[int, int, int], *args: Any, shared_bytes: int = 0
+    ) -> None:
+        packed = struct.pack(KERNELS[kernel].arguments, *args)
+        triple = ctypes.c_uint * 3
+        assert all(grid), f"{kernel}: a grid of {grid} blocks, which a device refuses"
+        assert threads[0] * threads[1] * threads[2] <= 1024, f"{kernel}: {threads} threads in a block"
+        assert grid[1] < 65536, f"{kernel}: {grid} blocks"
+        assert grid[2] < 65536, f"{kernel}: {grid} blocks"
+        assert shared_bytes <= 48 * 1024, f"{kernel}: {shared_bytes} bytes of dynamic shared memory"
+        self._reverse(int(self._is_reversed))
+        result = self._launch(
+            kernel.encode(),
+            triple(*grid),
+            triple(*threads),
+            ctypes.c_size_t(shared_bytes),
+            packed,
+            ctypes.c_size_t(len(packed)),
+        )
+        assert result == 0, f"{kernel}: {_RESULTS.get(result, result)}"
+        self.launched.append(kernel)
+
+
+@cache
+def host_library() -> ctypes.CDLL:
+    """All kernels of the catalog as a library for the host; compiled once for each state of the sources."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.fail("g++ is missing, and kernels are tested on the host by compiling them with it; install it")
+    words = source_digest() + hashlib.sha256(HEADER.read_bytes()).hexdigest() + " ".join(FLAGS + sources())
+    key = hashlib.sha256(words.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"mpispeed-host-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.lstat().st_uid == os.getuid()
+    library = folder / f"kernels-{key}.so"
+    if not library.exists():
+        _build(compiler, library)
+    return ctypes.CDLL(str(library))
+
+
+def _build(compiler: str, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as place:
+        include = [f"-I{ROOT / 'cuda' / 'include'}", f"-I{HEADER.parent}"]
+
+        def compiled(source: str) -> str:
+            out = f"{place}/{source.replace('/', '.')}.o"
+            command = [compiler, *FLAGS, *include, "-x", "c++", "-c", str(ROOT / "cuda" / source), "-o", out]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, f"{source} does not compile for the host:\n{done.stderr[-6000:]}"
+            return out
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, sources()))
+        made = f"{place}/kernels.so"
+        subprocess.run([compiler, "-shared", *objects, "-o", made], check=True)
+        Path(made).replace(library)
