@@ -83,6 +83,13 @@ def run(command: list[str], what: str) -> None:
         raise Unable(msg)
 
 
+def has_nvcc() -> bool:
+    """True if there is a CUDA compiler where the package looks for one."""
+    homes = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
+    found = shutil.which("nvcc") or any(Path(home, "bin", "nvcc").is_file() for home in homes if home)
+    return bool(found or os.environ.get("MPISPEED_NVCC"))
+
+
 class Environment:
     """One virtual environment and the stamps that say what is in it."""
 
@@ -93,6 +100,8 @@ class Environment:
         self.mpi = mpi
         self.torch_index = torch_index
         self.extras = EXTRAS[purpose] + (["mpich"] if mpi == "wheel" else [])
+        # Tests compile the CUDA kernels, with or without a GPU; demo does not need them.
+        self.extras += ["kernels"] if "test" in self.extras and not has_nvcc() else []
         settings = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
         sources = [path for path in (ROOT / "cython").rglob("*") if path.suffix in (".pyx", ".pxd", ".h", ".c")]
         # The interpreter is part of both: another Python needs other wheels and other compiled modules.

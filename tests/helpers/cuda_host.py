@@ -26,7 +26,7 @@ _RESULTS = {1: "there is no such kernel", 2: "its arguments are not those of the
 
 
 class HostLauncher:
-    """Runs a kernel as a loop over blocks, with fibers where it has barriers; warps in order, or the other way round."""
+    """Runs a kernel as a loop over blocks, with fibers where it has barriers; warps in order, or in reverse."""
 
     processors = 4
 

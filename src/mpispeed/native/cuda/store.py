@@ -46,8 +46,10 @@ def source_digest() -> str:
 
 
 def file_name(source: str, arch: str, compiler: str | None = None) -> str:
-    """Name of the machine code of a source: with the compiler's version in its hash for what is compiled at first use,
-    without for what was built ahead, which no compiler has to be there for.
+    """Name of the machine code of a source.
+
+    Its hash has the compiler's version for what is compiled at first use, and not for what was built ahead, which no
+    compiler has to be there for.
     """
     words = "\0".join([source_digest(), *toolchain.FLAGS, compiler or "", arch])
     return f"{Path(source).stem}.{arch}.{hashlib.sha256(words.encode()).hexdigest()[:16]}.cubin"

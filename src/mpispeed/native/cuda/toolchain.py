@@ -61,7 +61,7 @@ def find_nvcc() -> Path:
 
 
 def _in_wheels() -> list[Path]:
-    """nvcc of the wheels: CUDA 13 has it in nvidia/cu13/bin, CUDA 12 in nvidia/cuda_nvcc/bin."""
+    """The nvcc of the wheels: CUDA 13 has it in nvidia/cu13/bin, CUDA 12 in nvidia/cuda_nvcc/bin."""
     try:
         spec = importlib.util.find_spec("nvidia")
     except (ImportError, ValueError):
@@ -123,7 +123,8 @@ def compile_source(source: str, arch: str) -> tuple[bytes, list[Resources]]:
             raise NativeMissing(msg) from error
         if done.returncode or not out.exists():
             words = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-            msg = f"{nvcc} ({version(nvcc)}) could not compile {source} for {arch} (exit code {done.returncode}):\n{words}"
+            who = f"{nvcc} ({version(nvcc)})"
+            msg = f"{who} could not compile {source} for {arch} (exit code {done.returncode}):\n{words}"
             raise NativeMissing(msg)
         return out.read_bytes(), read_resources(done.stdout + done.stderr)
 
