@@ -246,8 +246,7 @@ class Scheduler {
                                 i / (block->block.x * block->block.y));
 #if defined(__x86_64__)
             void** top = reinterpret_cast<void**>(stacks_ + (i + 1) * kStack);
-            *--top = nullptr;
-            *--top = nullptr;
+            *--top = nullptr;  // entry finds the stack as after a call: 8 bytes below a multiple of 16
             *--top = reinterpret_cast<void*>(&entry);
             for (int k = 0; k < 6; k++) *--top = nullptr;
             fiber.stack_pointer = top;
