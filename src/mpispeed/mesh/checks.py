@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def flat(comm: Comm, x: torch.Tensor, verb: str) -> torch.Tensor:
-    """`x` as a flat view, or a CommError if it is not a contiguous host tensor."""
-    if not isinstance(x, torch.Tensor) or x.device.type != "cpu" or x.layout != torch.strided:
+    """`x` as a flat view, or a CommError if it is not a contiguous tensor with data."""
+    if not isinstance(x, torch.Tensor) or x.device.type == "meta" or x.layout != torch.strided:
         found = f"{x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
-        msg = f"{verb} over {comm} needs a dense tensor in host memory, got a {found}; copy it to the CPU first"
+        msg = f"{verb} over {comm} needs a dense tensor in memory, got a {found}; copy it to the CPU first"
         raise CommError(msg)
     if not x.is_contiguous():
         msg = (
@@ -83,9 +83,13 @@ def exchange(
 
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two contiguous tensors share bytes."""
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+    return a.device == b.device and a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def is_own_cut(whole: torch.Tensor, part: torch.Tensor, rank: int) -> bool:
     """True if `part` is the slice of `rank` in `whole`."""
-    return part.dtype == whole.dtype and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+    return (
+        part.dtype == whole.dtype
+        and part.device == whole.device
+        and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+    )

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from mpispeed.base.device import is_on_device
 from mpispeed.base.errors import AgreementError, CommError, MpispeedError
 from mpispeed.base.ledger_file import Kind
-from mpispeed.mesh import checks, messages, ordered
+from mpispeed.mesh import checks, hosted, staging
 from mpispeed.mesh.call import Call
-from mpispeed.mesh.dtypes import COMPLEX, FLOATS, HALF_FLOATS, SUMMED_HERE, as_reducible, check_reduction
+from mpispeed.mesh.dtypes import HALF_FLOATS, check_reduction
 from mpispeed.mesh.journal import Journal
 from mpispeed.mesh.ledger import Channel
 from mpispeed.mesh.progress import Progress
@@ -31,15 +32,44 @@ WINDOW_BYTES = 64 << 20
 FAST_BYTES = 1 << 20
 """From this size on ordered sums go through shared memory where ranks share it."""
 
-FAST_FACTOR = 4
-"""How much larger a tensor has to be where the library has a good verb of its own to compete with."""
+
+class Verbs(Protocol):
+    """The verbs on flat tensors that were checked: a module for memory of the host, one for that of devices."""
+
+    def all_reduce(self, comm: Comm, x: torch.Tensor, op: str, scale: float) -> None:
+        """Combine in place."""
+
+    def reduce(self, comm: Comm, x: torch.Tensor, root: int, op: str) -> None:
+        """Combine into `x` of `root`."""
+
+    def broadcast(self, comm: Comm, x: torch.Tensor, root: int) -> None:
+        """Copy `x` of `root` to all."""
+
+    def all_gather(self, comm: Comm, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Equal shards in rank order."""
+
+    def reduce_scatter(self, comm: Comm, shard: torch.Tensor, full: torch.Tensor, op: str, scale: float) -> None:
+        """Combine and keep the own cut."""
+
+    def all_to_all(
+        self, comm: Comm, out: torch.Tensor, x: torch.Tensor, out_counts: Sequence[int] | None,
+        counts: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        """Equal parts, or parts of given lengths."""
+
+    def send(self, comm: Comm, x: torch.Tensor, dst: int, tag: int) -> None:
+        """One message."""
+
+    def recv(self, comm: Comm, x: torch.Tensor, src: int, tag: int) -> None:
+        """One message."""
 
 
 class Comm(Started, Transport):
     """A group of ranks and the verbs over it.
 
-    Verbs are collective over this group unless their docstring says otherwise, take contiguous CPU
-    tensors of any dtype and shape, and never allocate a result.
+    Verbs are collective over this group unless their docstring says otherwise, take contiguous tensors of
+    any dtype and shape, and never allocate a result. Tensors of a device go through `staging`: on all ranks
+    of a collective, or on none.
     """
 
     def __init__(
@@ -70,16 +100,7 @@ class Comm(Started, Transport):
         flat = checks.flat(self, x, "all_reduce")
         check_reduction(x.dtype, op, scale, f"all_reduce over {self}")
         with self.counting("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size, x, op):
-            flat, op, scale = self._normal(flat, op, scale)
-            fast = self._shortcut(flat, op)
-            if fast is not None:
-                fast.all_reduce(flat, scale)
-            elif self._is_ordered(flat.dtype, op):
-                ordered.all_reduce(self, flat, op, scale)
-            else:
-                for piece in messages.pieces(flat, self.chunk_bytes):
-                    self.library_all_reduce(piece, op)
-                _multiply(flat, scale)
+            _verbs(flat).all_reduce(self, flat, op, scale)
 
     def reduce(self, x: torch.Tensor, root: int = 0, op: str = "sum") -> None:
         """Combine `x` of all ranks into `x` of `root`; other ranks keep theirs.
@@ -90,19 +111,7 @@ class Comm(Started, Transport):
         check_reduction(x.dtype, op, 1.0, f"reduce over {self}")
         checks.peer(self, root, "reduce")
         with self.counting("reduce", 0 if self.rank == root else x.nbytes, x, op, peer=root):
-            flat, op, scale = self._normal(flat, op, 1.0)
-            is_ordered = self._is_ordered(flat.dtype, op)
-            for piece in messages.pieces(flat, self.window_bytes if is_ordered else self.chunk_bytes):
-                if is_ordered:
-                    copy = self.scratch("copy", piece.numel(), piece.dtype)
-                    copy.copy_(piece)
-                    ordered.all_reduce(self, copy, op, scale)
-                    if self.rank == root:
-                        piece.copy_(copy)
-                else:
-                    self.library_reduce(piece, root, op)
-                    if self.rank == root:
-                        _multiply(piece, scale)
+            _verbs(flat).reduce(self, flat, root, op)
 
     def broadcast(self, x: torch.Tensor, root: int = 0) -> None:
         """Copy `x` of `root` to all ranks.
@@ -113,8 +122,7 @@ class Comm(Started, Transport):
         checks.peer(self, root, "broadcast")
         sent = x.nbytes if self.rank == root and self.size > 1 else 0
         with self.counting("broadcast", sent, x, peer=root):
-            for piece in messages.pieces(flat, self.chunk_bytes):
-                self.library_broadcast(piece, root)
+            _verbs(flat).broadcast(self, flat, root)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Collect the shards of all ranks in rank order; `shard` may be this rank's own slice of `out`.
@@ -125,11 +133,7 @@ class Comm(Started, Transport):
         whole, part = checks.flat(self, out, "all_gather"), checks.flat(self, shard, "all_gather")
         checks.cut(self, "all_gather", whole, part)
         with self.counting("all_gather", out.nbytes * (self.size - 1) // self.size, out):
-            fast = self._shortcut(whole, None)
-            if fast is not None:
-                fast.all_gather(whole, part)
-            else:
-                messages.all_gather(self, whole, part)
+            _verbs(whole, part).all_gather(self, whole, part)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> None:
         """Combine `full` of all ranks and keep this rank's equal cut in `shard`.
@@ -145,16 +149,7 @@ class Comm(Started, Transport):
         checks.cut(self, "reduce_scatter", whole, part, is_widened=is_widened)
         check_reduction(full.dtype, op, scale, f"reduce_scatter over {self}")
         with self.counting("reduce_scatter", full.nbytes * (self.size - 1) // self.size, full, op):
-            part, _, _ = self._normal(part, op, scale)
-            whole, op, scale = self._normal(whole, op, scale)
-            fast = self._shortcut(whole, op)
-            if fast is not None:
-                fast.reduce_scatter(part, whole, scale)
-            elif self._is_ordered(whole.dtype, op):
-                ordered.reduce_scatter(self, part, whole, op, scale)
-            else:
-                messages.reduce_scatter(self, part, whole, op)
-                _multiply(part, scale)
+            _verbs(whole, part).reduce_scatter(self, part, whole, op, scale)
 
     def all_to_all(
         self,
@@ -173,26 +168,21 @@ class Comm(Started, Transport):
         kept = source.numel() // self.size if counts is None else counts[self.rank]
         sent = (source.numel() - kept) * source.itemsize
         with self.counting("all_to_all", sent, x, is_even=counts is None):
-            if counts is None or out_counts is None:
-                messages.all_to_all(self, target, source)
-            else:
-                messages.exchange(self, target, source, out_counts, counts)
+            _verbs(target, source).all_to_all(self, target, source, out_counts, counts)
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send `x` to rank `dst` of this group, which receives with the same tag and size."""
         flat = checks.flat(self, x, "send")
         checks.peer(self, dst, "send", is_other=True)
         with self.counting("send", x.nbytes, x, peer=dst, tag=tag, kind=Kind.SEND):
-            for piece in messages.pieces(flat, self.chunk_bytes):
-                self.library_send(piece, dst, tag)
+            _verbs(flat).send(self, flat, dst, tag)
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
         """Fill `x` with what rank `src` of this group sends with the same tag and size."""
         flat = checks.flat(self, x, "recv")
         checks.peer(self, src, "recv", is_other=True)
         with self.counting("recv", 0, x, peer=src, tag=tag, kind=Kind.RECV):
-            for piece in messages.pieces(flat, self.chunk_bytes):
-                self.library_recv(piece, src, tag)
+            _verbs(flat).recv(self, flat, src, tag)
 
     def barrier(self) -> None:
         """Return when all ranks have called.
@@ -304,25 +294,7 @@ class Comm(Started, Transport):
         """
         return None
 
-    def _shortcut(self, x: torch.Tensor, op: str | None) -> Fast | None:
-        """The shortcut if it takes this tensor; `op` is None where bytes only move."""
-        if self.size == 1 or (op is not None and (op != "sum" or x.dtype not in SUMMED_HERE)):
-            return None
-        is_ours = op is not None and self._is_ordered(x.dtype, op)
-        return self.fast() if x.nbytes >= self.fast_bytes * (1 if is_ours else FAST_FACTOR) else None
 
-    def _is_ordered(self, dtype: torch.dtype, op: str) -> bool:
-        """Whether the order of reduction is ours; integers and extrema give the same bits in any order."""
-        if dtype in HALF_FLOATS:
-            return True
-        rounds = op in ("sum", "prod") and (dtype in FLOATS or dtype in COMPLEX)
-        return rounds and (self.reduction == "ordered" or self.size == 1)
-
-    def _normal(self, x: torch.Tensor, op: str, scale: float) -> tuple[torch.Tensor, str, float]:
-        x, op = as_reducible(x, op)
-        return (x, "sum", scale / self.size) if op == "avg" else (x, op, scale)
-
-
-def _multiply(x: torch.Tensor, scale: float) -> None:
-    if scale != 1.0:
-        x.mul_(scale)
+def _verbs(*tensors: torch.Tensor) -> Verbs:
+    """What carries verbs out where the tensors are."""
+    return staging if any(is_on_device(x) for x in tensors) else hosted

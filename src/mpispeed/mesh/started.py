@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base.device import is_on_device
 from mpispeed.base.errors import StoreError
 from mpispeed.base.ledger_file import Kind
-from mpispeed.mesh import checks, messages
+from mpispeed.mesh import checks, handover, hosted, staging
 from mpispeed.mesh.gate import Label, Ready, text_of
 from mpispeed.mesh.work import Poll, Work, nap_until
 
@@ -68,7 +69,11 @@ class Started:
             else:
                 work.finish()
             return work
-        return self.progress.submit(comm, lambda: fn(comm), verb, buffers, label, describe, ready)
+        handed = handover.begin()
+        body = fn if handed is None else handed.carrying(fn)
+        work = self.progress.submit(comm, lambda: body(comm), verb, buffers, label, describe, ready)
+        work.join = None if handed is None else handed.join
+        return work
 
     def start_all_reduce(self, x: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> Work:
         """Start `all_reduce`. Collective over: the group."""
@@ -121,8 +126,10 @@ class Started:
         flat = checks.flat(comm, x, "start_send")
         checks.peer(comm, dst, "start_send", is_other=True)
         row = comm.counting("send", x.nbytes, x, peer=dst, tag=tag, kind=Kind.SEND).post()
-        polls = [comm.post_send(p, dst, tag) for p in messages.pieces(flat, comm.chunk_bytes)]
-        return self._post("send", x, polls, row)
+        if not is_on_device(flat):
+            return self._post("send", x, hosted.post_send(comm, flat, dst, tag), row)
+        polls, host = staging.post_send(comm, flat, dst, tag)
+        return self._post("send", (x, host), polls, row)
 
     def start_recv(self, x: torch.Tensor, src: int, tag: int = 0) -> Work:
         """Post `recv`; not collective."""
@@ -130,8 +137,12 @@ class Started:
         flat = checks.flat(comm, x, "start_recv")
         checks.peer(comm, src, "start_recv", is_other=True)
         row = comm.counting("recv", 0, x, peer=src, tag=tag, kind=Kind.RECV).post()
-        polls = [comm.post_recv(p, src, tag) for p in messages.pieces(flat, comm.chunk_bytes)]
-        return self._post("recv", x, polls, row)
+        if not is_on_device(flat):
+            return self._post("recv", x, hosted.post_recv(comm, flat, src, tag), row)
+        polls, host, bring = staging.post_recv(comm, flat, src, tag)
+        work = self._post("recv", (x, host), polls, row)
+        work.bring = bring
+        return work
 
     def _post(self, verb: str, buffers: object, polls: list[Poll], row: int) -> Work:
         def poll() -> bool:

@@ -32,8 +32,12 @@ class Work:
     """A started operation; holds on to its buffers until it is done.
 
     `drive`, if given, is called while waiting, for transports that have no progress thread to do it. `row` is that of
-    the ledger.
+    the ledger. For tensors of a device, `join` makes what a waiting thread queues from then on come after the
+    operation, and `bring` brings a message from host memory to where it is expected, once.
     """
+
+    join: Callable[[], object] | None = None
+    bring: Callable[[], object] | None = None
 
     def __init__(
         self, verb: str, buffers: object = None, drive: Callable[[Work], None] | None = None, row: int = ledgers.NO_ROW
@@ -62,11 +66,18 @@ class Work:
             raise CommError(msg)
         if self._error is not None:
             raise self._error
+        if self.bring is not None:
+            bring, self.bring = self.bring, None
+            bring()
 
     def settle(self, timeout_seconds: float | None = None) -> bool:
         """Block until the operation has ended, well or badly; False if the time ran out first."""
-        if self._done.is_set():
-            return True
+        has_ended = self._done.is_set() or self._await(timeout_seconds)
+        if has_ended and self.join is not None:
+            self.join()
+        return has_ended
+
+    def _await(self, timeout_seconds: float | None) -> bool:
         ledger = ledgers.current() if self.row != ledgers.NO_ROW else None
         if ledger is not None:
             ledger.waits_for(self.row)

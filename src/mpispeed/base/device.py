@@ -1,0 +1,61 @@
+"""Memory that is not the host's: how this process sees its device, without the name of any kind of device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+HOST = torch.device("cpu")
+
+_USED: list[torch.device] = []
+"""The device that this process computes on, once something has told or shown it; a process has one."""
+
+
+def is_on_device(x: torch.Tensor) -> bool:
+    """True if `x` is neither in host memory nor without data."""
+    return x.device.type not in ("cpu", "meta")
+
+
+def module_of(device: torch.device) -> Any:
+    """torch.cuda or what other kinds of devices have in its place; torch.cpu for the host."""
+    return torch.get_device_module(device)
+
+
+def use(device: torch.device) -> None:
+    """From now on this process computes on `device`: started verbs keep to the order of its streams."""
+    if device.type not in ("cpu", "meta") and device not in _USED:
+        _USED[:] = [device]
+
+
+def used() -> torch.device | None:
+    """The device of this process; None while it computes on the host."""
+    return _USED[0] if _USED else None
+
+
+def pinned(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Host memory that copies to and from the device run beside; ordinary memory without a device. Shapes: [count]."""
+    return torch.empty(count, dtype=dtype, device=HOST, pin_memory=bool(_USED))
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream on which this thread's work for `device` is queued."""
+    return module_of(device).current_stream(device)
+
+
+def mark(device: torch.device) -> Any:
+    """An event behind everything that this thread has queued so far."""
+    event = module_of(device).Event()
+    event.record(current_stream(device))
+    return event
+
+
+def follow(device: torch.device, event: Any) -> None:
+    """What this thread queues from now on comes after `event`; nothing is waited for here."""
+    current_stream(device).wait_event(event)
+
+
+def on_stream(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
+    """The time in which this thread queues work for `device` on `stream`."""
+    return nullcontext() if stream is None else module_of(device).stream(stream)
