@@ -53,6 +53,11 @@ def _grad_out(stem: str) -> list[str]:
 # fmt: off
 KERNELS: dict[str, Kernel] = dict([
     *_each("optim/multi_tensor_adam.cu", "P40s", _grad_out("adam"), is_hot=True),
+    *_each("softmax/softmax.cu", "PPPP80s", _typed(*(f"softmax_{d}{t}"
+           for d in ("", "drop_") for t in ("8", "16", "block", "long"))), is_hot=True),
+    *_each("softmax/softmax.cu", "PPP80s", _typed(*(f"softmax_grad_{d}{t}"
+           for d in ("", "drop_") for t in ("8", "16", "block", "long"))), is_hot=True),
+    *_each("softmax/softmax.cu", "PPQQIf", _typed("dropout"), is_hot=True),
 ])
 # fmt: on
 
