@@ -45,14 +45,28 @@ def _typed(*stems: str) -> list[str]:
     return [f"{stem}_{tag}" for stem in stems for tag in TAGS.values()]
 
 
-def _grad_out(stem: str) -> list[str]:
-    """One name per dtype of the gradient and of the 16-bit copy, if there is one."""
-    return [f"{stem}_{grad}{out}" for grad in TAGS.values() for out in ("", "_bf16", "_fp16")]
+def _low(stem: str, *, has_grad: bool = True) -> list[str]:
+    """One name per 16-bit parameter (w), state (s) and gradient, which are fp32 or of the parameter's dtype."""
+    names = [(w, f"{stem}_{w}w_{s}s") for w in ("bf16", "fp16") for s in ("f32", w)]
+    return [f"{name}_{grad}" for w, name in names for grad in ("f32", w)] if has_grad else [name for _, name in names]
+
+
+def _multi(stem: str) -> list[str]:
+    """One name per dtype of the gradient and of the 16-bit copy, if there is one; and those for 16-bit parameters."""
+    return [f"{stem}_{grad}{out}" for grad in TAGS.values() for out in ("", "_bf16", "_fp16")] + _low(stem)
 
 
 # fmt: off
 KERNELS: dict[str, Kernel] = dict([
-    *_each("optim/multi_tensor_adam.cu", "P40s", _grad_out("adam"), is_hot=True),
+    *_each("optim/multi_tensor_adam.cu", "PPP72s", _multi("adam"), is_hot=True),
+    *_each("optim/multi_tensor_adagrad.cu", "PPP72s", _multi("adagrad"), is_hot=True),
+    *_each("optim/multi_tensor_lion.cu", "PPP72s", _multi("lion"), is_hot=True),
+    *_each("optim/multi_tensor_lamb.cu", "PPPP72s", [*_typed("lamb_moments"), *_low("lamb_moments")], is_hot=True),
+    *_each("optim/multi_tensor_lamb.cu", "PPP72s", ["lamb_ratios"]),
+    *_each("optim/multi_tensor_lamb.cu", "PPP72s", ["lamb_apply", "lamb_apply_bf16", "lamb_apply_fp16"], is_hot=True),
+    *_each("optim/multi_tensor_lamb.cu", "PPP72s", _low("lamb_apply", has_grad=False), is_hot=True),
+    *_each("optim/global_norm.cu", "PPP", _typed("square_sum"), is_hot=True),
+    *_each("optim/global_norm.cu", "PPPQ", ["square_sum_total"]),
     *_each("softmax/softmax.cu", "PPPP80s", _typed(*(f"softmax_{d}{t}"
            for d in ("", "drop_") for t in ("8", "16", "block", "long"))), is_hot=True),
     *_each("softmax/softmax.cu", "PPP80s", _typed(*(f"softmax_grad_{d}{t}"
