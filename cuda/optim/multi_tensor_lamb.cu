@@ -60,7 +60,7 @@ struct LambMoments {
 };
 
 template <class P, class S, class G>
-__device__ __forceinline__ void lamb_moments(const TensorRow* rows, const Chunk* chunks, const float* scale,
+__device__ __forceinline__ void lamb_moments_chunk(const TensorRow* rows, const Chunk* chunks, const float* scale,
                                              double* partials, const RuleTerms& terms) {
     __shared__ double shared[32];
     const Chunk chunk = chunks[blockIdx.x];
@@ -146,7 +146,7 @@ struct LambApply {
 };
 
 template <class P, class S, class Out>
-__device__ __forceinline__ void lamb_apply(const TensorRow* rows, const Chunk* chunks, const double* ratios,
+__device__ __forceinline__ void lamb_apply_chunk(const TensorRow* rows, const Chunk* chunks, const double* ratios,
                                            const RuleTerms& terms) {
     const Chunk chunk = chunks[blockIdx.x];
     const TensorRow row = rows[chunk.row];
@@ -167,14 +167,14 @@ __device__ __forceinline__ void lamb_apply(const TensorRow* rows, const Chunk* c
     extern "C" __global__ void __launch_bounds__(kBlock)                                                        \
         name(const TensorRow* rows, const Chunk* chunks, const float* scale, double* partials,                  \
              const RuleTerms terms) {                                                                           \
-        lamb_moments<P, S, G>(rows, chunks, scale, partials, terms);                                            \
+        lamb_moments_chunk<P, S, G>(rows, chunks, scale, partials, terms);                                            \
     }                                                                                                           \
     MPISPEED_KERNEL_SYNC(name)
 
 #define LAMB_APPLY(name, P, S, Out)                                                                             \
     extern "C" __global__ void __launch_bounds__(kBlock)                                                        \
         name(const TensorRow* rows, const Chunk* chunks, const double* ratios, const RuleTerms terms) {         \
-        lamb_apply<P, S, Out>(rows, chunks, ratios, terms);                                                     \
+        lamb_apply_chunk<P, S, Out>(rows, chunks, ratios, terms);                                                     \
     }                                                                                                           \
     MPISPEED_KERNEL(name)
 
