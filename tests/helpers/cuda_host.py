@@ -80,15 +80,23 @@ def host_library() -> ctypes.CDLL:
 
 
 def _build(compiler: str, library: Path) -> None:
+    include = [f"-I{ROOT / 'cuda' / 'include'}", f"-I{HEADER.parent}"]
+    headers = [*sorted((ROOT / "cuda" / "include").glob("*.cuh")), HEADER]
+    shared_words = b"".join(path.read_bytes() for path in headers) + " ".join(FLAGS).encode()
     with tempfile.TemporaryDirectory(dir=library.parent) as place:
-        include = [f"-I{ROOT / 'cuda' / 'include'}", f"-I{HEADER.parent}"]
 
         def compiled(source: str) -> str:
+            path = ROOT / "cuda" / source
+            digest = hashlib.sha256(shared_words + path.read_bytes() + source.encode()).hexdigest()[:16]
+            kept = library.parent / f"{path.stem}-{digest}.o"
+            if kept.exists():
+                return str(kept)
             out = f"{place}/{source.replace('/', '.')}.o"
-            command = [compiler, *FLAGS, *include, "-x", "c++", "-c", str(ROOT / "cuda" / source), "-o", out]
+            command = [compiler, *FLAGS, *include, "-x", "c++", "-c", str(path), "-o", out]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, f"{source} does not compile for the host:\n{done.stderr[-6000:]}"
-            return out
+            Path(out).replace(kept)
+            return str(kept)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compiled, sources()))

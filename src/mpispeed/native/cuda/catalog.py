@@ -56,6 +56,8 @@ def _multi(stem: str) -> list[str]:
     return [f"{stem}_{grad}{out}" for grad in TAGS.values() for out in ("", "_bf16", "_fp16")] + _low(stem)
 
 
+_SOFTMAX = [f"{drop}{kind}" for drop in ("", "drop_") for kind in ("8", "16", "block", "long")]
+
 # fmt: off
 KERNELS: dict[str, Kernel] = dict([
     *_each("optim/multi_tensor_adam.cu", "PPP72s", _multi("adam"), is_hot=True),
@@ -72,6 +74,19 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("softmax/softmax.cu", "PPP80s", _typed(*(f"softmax_grad_{d}{t}"
            for d in ("", "drop_") for t in ("8", "16", "block", "long"))), is_hot=True),
     *_each("softmax/softmax.cu", "PPQQIf", _typed("dropout"), is_hot=True),
+    *_each("quant/block_encode.cu", "PPPPP48s", _typed(*(f"block_quantize{b}{e}"
+           for b in (8, 4) for e in ("", "_error"))), is_hot=True),
+    *_each("quant/block_encode.cu", "PPPP48s2056s", (f"block_requantize{a}_{b}{e}"
+           for a in (8, 4) for b in (8, 4) for e in ("", "_error")), is_hot=True),
+    *_each("quant/block_decode.cu", "P48s2056s", _typed(*(f"block_dequantize{b}{e}"
+           for b in (8, 4) for e in ("", "_add"))), is_hot=True),
+    *_each("norm/norm.cu", "PPPPPPPP24s", _typed("layer_norm_kept", "rms_norm_kept"), is_hot=True),
+    *_each("norm/norm.cu", "PPPPPPPP24s", _typed("layer_norm_any", "rms_norm_any")),
+    *_each("norm/norm_backward.cu", "PPPPPPPPP24s", _typed(*(f"{n}_norm_backward_{width}"
+           for n in ("layer", "rms") for width in (8, 16))), is_hot=True),
+    *_each("norm/norm_backward.cu", "PPPPPPP24s", _typed("layer_norm_backward_any", "rms_norm_backward_any")),
+    *_each("norm/norm_backward.cu", "PPPPPP24s", _typed("layer_norm_columns", "rms_norm_columns")),
+    *_each("norm/column_sum.cu", "PPPQQ", _typed("column_sum")),
 ])
 # fmt: on
 

@@ -1,0 +1,59 @@
+"""What faces share that walk down columns: shapes of launches, and sums over rows in a fixed order.
+
+Partial sums of rows are made by the kernels (cuda/include/mpispeed_columns.cuh) and added up by `add_up`, so that a
+gradient of a bias has the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.launcher import Launcher
+
+TILE_THREADS = 256
+_BLOCKS = 8  # of a walking grid on each multiprocessor, about as many as fit
+
+
+def vector(dtype: torch.dtype) -> int:
+    """Elements in 16 bytes, the widest access of a thread."""
+    return 16 // dtype.itemsize
+
+
+def is_wide(cols: int, *tensors: Tensor | None) -> bool:
+    """Whether rows of `cols` elements of all these tensors can be moved by 16 bytes."""
+    first = next(x for x in tensors if x is not None)
+    return cols % vector(first.dtype) == 0 and all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def pointer(x: Tensor | None) -> int:
+    """Address of the data; 0 for None and for a tensor without elements."""
+    return 0 if x is None else x.data_ptr()
+
+
+def tile(launcher: Launcher, rows: int, cols: int, width: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Grid and block that walk down columns, with `width` columns in a thread; grid y counts rows of partial sums."""
+    vectors = -(-cols // width)
+    x = min(32, 1 << (vectors - 1).bit_length())
+    y = TILE_THREADS // x
+    across = -(-vectors // x)
+    down = min(-(-rows // y), max(1, launcher.processors * _BLOCKS // across), 65535)
+    return (across, down, 1), (x, y, 1)
+
+
+def add_up(launcher: Launcher, partial: Tensor, outs: tuple[Tensor | None, ...]) -> None:
+    """Add the rows of partial sums into one or two vectors. Shapes: partial [vectors, rows, cols] fp32, outs [cols].
+
+    A vector that is None is left out, and its partial sums need not be written.
+    """
+    wanted = [k for k, out in enumerate(outs) if out is not None]
+    if not wanted:
+        return
+    rows, cols = partial.shape[1:]
+    first = outs[wanted[0]]
+    name = f"column_sum_{TAGS[first.dtype]}"  # type: ignore[union-attr]
+    second = outs[wanted[1]] if len(wanted) == 2 else None
+    grid = (-(-cols // 32), len(wanted), 1)
+    start = partial[wanted[0]].data_ptr()
+    launcher.launch(name, grid, (32, 32, 1), pointer(first), pointer(second), start, rows, cols)
