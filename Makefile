@@ -9,13 +9,14 @@ IN_VENV := $(VENV)/bin
 SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on PATH; install Python 3.10 or newer, or name one with PYTHON=" >&2; exit 1; }; \
 	"$(PYTHON)" tools/setup_env.py --venv "$(VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)"
 
-.PHONY: help demo test soak matrix lint build clean
+.PHONY: help demo test soak matrix gpu lint build clean
 
 help:
 	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
 	@echo "make test    unit, property and rule tests, then the MPI tests on 1, 2, 3 and 4 ranks, whole jobs, jobs of SLURM, the package"
 	@echo "make soak    kill jobs a hundred times while they save; what was saved has to stay (about ten minutes)"
 	@echo "make matrix  train in every layout of ranks by every schedule; save under every layout, load under every other"
+	@echo "make gpu     the tests and benchmarks of kernels on this machine's GPU (needs pycuda: the extra [cuda])"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"
 	@echo "make build   the compiled modules in $(VENV) and a wheel in dist/"
 	@echo "make clean   remove what was built; $(VENV) stays"
@@ -43,6 +44,10 @@ matrix:
 	$(SETUP) test
 	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/jobs/test_reshard.py tests/jobs/test_parallel_matrix.py
 	@MPISPEED_MATRIX=full $(IN_VENV)/python tests/run_mpi.py -n 1,2,4 --seconds 14400 --test-seconds 600 pipe -k test_losses_are_those_of_one_process
+
+gpu:
+	$(SETUP) test
+	@$(IN_VENV)/python tools/run_gpu.py
 
 lint:
 	$(SETUP) lint

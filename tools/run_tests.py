@@ -81,6 +81,8 @@ def plain_pieces() -> Iterator[Piece]:
         yield Piece("unit", "unit/*", (*PYTEST, *map(str, files)))
     yield Piece("property", "property", (*PYTEST, "tests/property"))
     yield Piece("rules", "rules", (*PYTEST, "tests/rules"))
+    # Without a GPU all of them are skipped, with the reason; what they import and what they are called is checked.
+    yield Piece("gpu", "gpu", (*PYTEST, "tests/gpu"))
 
 
 def mpi_pieces(records: Path) -> Iterator[Piece]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 
+from mpispeed.base.errors import NativeMissing
 from mpispeed.launch.findings import Finding, Verdict
 from mpispeed.launch.probes import ask
+from mpispeed.native.cuda import toolchain
 
 AREA = "software"
 SECONDS = 120.0
@@ -30,6 +30,16 @@ _NATIVE = """
 import json
 from mpispeed.native import status
 print(json.dumps([[c.name, c.is_usable, c.reason or c.purpose] for c in status.report()]))
+"""
+_KERNELS = """
+import json
+from mpispeed.native.cuda import launcher
+reason, said = launcher.unusable_reason(), ""
+if not reason:
+    import torch
+    from mpispeed.native.cuda.selfcheck import run
+    said = run(torch.cuda.current_device())
+print(json.dumps({"reason": reason, "said": said}))
 """
 
 
@@ -53,6 +63,7 @@ def _check_torch() -> Iterator[Finding]:
     if found["gpus"]:
         names = ", ".join(found["gpus"])
         yield Finding(AREA, "GPU", Verdict.OK, f"{len(found['gpus'])} seen by torch: {names}")
+        yield from _check_kernels()
     elif found["cuda"] is None:
         yield Finding(AREA, "GPU", Verdict.INFO, "no GPU for torch: it is built for the CPU only")
     else:
@@ -79,11 +90,12 @@ def _check_compiled() -> Iterator[Finding]:
 
 
 def _check_cuda() -> Iterator[Finding]:
-    nvcc = find_nvcc()
-    yield Finding(
-        AREA, "nvcc", Verdict.OK if nvcc else Verdict.INFO,
-        nvcc or "not on PATH nor under CUDA_HOME; CUDA kernels cannot be compiled",
-    )  # fmt: skip
+    try:
+        nvcc = toolchain.find_nvcc()
+        yield Finding(AREA, "nvcc", Verdict.OK, f"{toolchain.version(nvcc)} at {nvcc}")
+    except NativeMissing as error:
+        what, _, cure = str(error).partition("; ")
+        yield Finding(AREA, "nvcc", Verdict.INFO, what, cure)
     has_pycuda = importlib.util.find_spec("pycuda") is not None
     yield Finding(
         AREA, "pycuda", Verdict.OK if has_pycuda else Verdict.INFO, "installed" if has_pycuda else "not installed",
@@ -91,7 +103,11 @@ def _check_cuda() -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def find_nvcc() -> str | None:
-    """Path of the CUDA compiler: on PATH, or under CUDA_HOME."""
-    folders = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]  # noqa: PTH118
-    return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders) or os.devnull)
+def _check_kernels() -> Iterator[Finding]:
+    """Whether a kernel runs on the GPU, tried in a process of its own."""
+    found, reason = ask(["-c", _KERNELS], seconds=SECONDS)
+    if isinstance(found, dict) and not found["reason"]:
+        yield Finding(AREA, "fused kernels", Verdict.OK, found["said"])
+        return
+    what = found["reason"] if isinstance(found, dict) else reason
+    yield Finding(AREA, "fused kernels", Verdict.WARN, what, "slower twins in torch take over")

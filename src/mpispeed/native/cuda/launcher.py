@@ -95,7 +95,7 @@ class DeviceLauncher:
         self._functions: dict[str, Any] = {}
         self._modules: list[Any] = []
         with torch.cuda.device(index):
-            torch.zeros(1, device="cuda")  # makes the primary context, which pycuda then shares
+            torch.cuda.synchronize(index)  # makes the primary context, which pycuda then shares
             properties = torch.cuda.get_device_properties(index)
             self._processors = int(properties.multi_processor_count)
             self.arch = f"sm_{properties.major}{properties.minor}"

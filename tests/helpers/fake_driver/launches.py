@@ -1,0 +1,113 @@
+"""Kernels through pycuda, with the driver of the tests: every entry of the catalog, streams, threads, contexts."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pycuda._pvt_struct
+import torch
+
+from mpispeed.native.cuda import launcher
+from mpispeed.native.cuda.catalog import KERNELS
+from mpispeed.native.norm import layer_norm
+from mpispeed.native.transformer import bias_gelu
+
+_driver = ctypes.CDLL("libcuda.so.1")
+
+
+class Stream:
+    """As torch.cuda.ExternalStream: remembers who waited for whom."""
+
+    waits: list[tuple[int, int]] = []  # noqa: RUF012
+
+    def __init__(self, handle: int, device: int = 0) -> None:
+        self.cuda_stream = handle
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append((self.cuda_stream, other.cuda_stream))
+
+
+now = Stream(0)
+
+
+def stand_in_for_torch() -> None:
+    """This torch knows no device: what the launcher asks it is answered here."""
+    torch.cuda.device = lambda index: nullcontext()
+    torch.cuda.synchronize = lambda index=None: None
+    torch.cuda.get_device_properties = lambda index: SimpleNamespace(multi_processor_count=4, major=9, minor=0)
+    torch.cuda.ExternalStream = Stream
+    torch.cuda.current_stream = lambda index=None: now
+
+
+def values_of(arguments: str) -> list[object]:
+    """Some value for each field of a format."""
+    found: list[object] = []
+    digits = ""
+    for letter in arguments:
+        if letter.isdigit():
+            digits += letter
+            continue
+        found.append(bytes(range(int(digits or 1))) if letter == "s" else len(found) + 3)
+        digits = ""
+    return found
+
+
+def main() -> None:
+    """Print what was found as one line of JSON."""
+    global now
+    stand_in_for_torch()
+    device = launcher.DeviceLauncher(0)
+    said: dict[str, object] = {"arch": device.arch, "processors": device.processors}
+    said["packed alike"] = sum(
+        pycuda._pvt_struct.pack(kernel.arguments, *values_of(kernel.arguments))
+        == struct.pack(kernel.arguments, *values_of(kernel.arguments))
+        for kernel in KERNELS.values()
+    )
+    for kernel in KERNELS.values():
+        if kernel.name not in device._functions:
+            device._load(kernel.source)
+    said["loaded"] = len(device._functions)
+    said["depth after loading"] = _driver.mpispeed_fake_depth()
+
+    x, w, b = torch.randn(5, 96), torch.randn(96), torch.randn(96)
+    wanted = torch.nn.functional.layer_norm(x, (96,), w, b, 1e-5)
+    with launcher.standing_in(device):
+        said["default stream"] = (layer_norm(x, w, b, 1e-5) - wanted).abs().max().item()
+        said["launches there"] = _driver.mpispeed_fake_launches(0) > 0 and _driver.mpispeed_fake_launches(1) == 0
+        now = Stream(77)
+        said["side stream"] = (layer_norm(x, w, b, 1e-5) - wanted).abs().max().item()
+        said["launches on the side"] = _driver.mpispeed_fake_launches(1) > 0
+        said["ordered"] = Stream.waits[0] == (0x4000, 77) and Stream.waits[-1] == (77, 0x4000)
+
+        # Backward runs in a thread of its own, in which pycuda has no context.
+        leaf = x.clone().requires_grad_()
+        errors: list[str] = []
+
+        def backward() -> None:
+            try:
+                bias_gelu(leaf, b).sum().backward()
+            except Exception as error:
+                errors.append(repr(error))
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        said["errors of a thread"] = errors
+        other = x.clone().requires_grad_()
+        torch.nn.functional.gelu(other + b, approximate="tanh").sum().backward()
+        said["gradient of a thread"] = (leaf.grad - other.grad).abs().max().item() if not errors else None
+    try:
+        device.launch("layer_norm_forward_f32", (1, 1, 1), (32, 1, 1), 1)
+    except Exception as error:
+        said["too few arguments"] = type(error).__name__
+    said["depth at the end"] = _driver.mpispeed_fake_depth()
+    print(json.dumps(said))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Kernels go through pycuda itself: built here, with a driver that runs them on the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mpispeed.native.cuda.catalog import KERNELS
+from tests.helpers.cuda_host import host_library
+from tests.helpers.fake_driver import built
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_kernel_is_launched_by_pycuda():
+    site, driver = built()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), str(site)]),
+        "LD_LIBRARY_PATH": os.pathsep.join([str(driver), os.environ.get("LD_LIBRARY_PATH", "")]),
+        "MPISPEED_HOST_KERNELS": host_library()._name,
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.helpers.fake_driver.launches"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["arch"], said["processors"]) == ("sm_90", 4)
+    assert said["packed alike"] == said["loaded"] == len(KERNELS)
+    assert said["depth after loading"] == said["depth at the end"] == 0
+    # Two orders of adding 96 numbers in fp32.
+    assert said["default stream"] < 1e-5
+    assert said["side stream"] < 1e-5
+    assert said["launches there"]
+    assert said["launches on the side"]
+    assert said["ordered"]
+    assert said["errors of a thread"] == []
+    assert said["gradient of a thread"] < 1e-5
+    assert said["too few arguments"]
+    assert not done.stderr.strip(), done.stderr
