@@ -7,6 +7,9 @@ a level, and the roundings of the quotient and of the product. Two corners:
 - Scales below 2**-126 become 2**-126, and blocks with m <= 2**-127 become zeros, so that scales are normal floats.
 - A block with an infinity or a NaN has the scale NaN: it comes back as NaN throughout, so that an overflow is seen.
 
+Tensors are on the host or all on one device, where kernels give the same bytes: what one side has coded the other can
+decode. A device without kernels gets the twins.
+
 Quantizing what was dequantized to the dtype it came from gives the same bytes.
 
 Source of the scheme: ZeRO++ (arXiv 2306.10209), block quantization of weights and gradients; LoCo
@@ -17,12 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpispeed.native import status
+from mpispeed.native import device_quant, status
+from mpispeed.native.cuda import launcher
 from mpispeed.native.flat import KINDS, TWIN_SPAN, check_tensors, check_threads, overlaps
 
 BLOCK_UNIT = 256
@@ -120,8 +125,8 @@ class Coded(NamedTuple):
     scales: Tensor
 
     @classmethod
-    def zeros(cls, grid: Grid, bits: int) -> Coded:
-        """The code of a buffer of zeros.
+    def zeros(cls, grid: Grid, bits: int, device: torch.device | str = "cpu") -> Coded:
+        """The code of a buffer of zeros, on `device`.
 
         Raises:
             ValueError: `bits` is not 8 or 4.
@@ -129,7 +134,8 @@ class Coded(NamedTuple):
         if bits not in _LEVELS:
             msg = f"codes of {bits} bits; 8 and 4 are possible"
             raise ValueError(msg)
-        return cls(torch.zeros(grid.codes(bits), dtype=_CODE_DTYPES[bits]), torch.zeros(grid.scales))
+        codes = torch.zeros(grid.codes(bits), dtype=_CODE_DTYPES[bits], device=device)
+        return cls(codes, torch.zeros(grid.scales, dtype=torch.float32, device=device))
 
     @property
     def bits(self) -> int:
@@ -146,14 +152,18 @@ def quantize(
     beta * error + (1 - beta) * (v - dequantized v), again in 8 bits; it becomes zero in blocks that are not finite.
 
     Shapes:
-        x [grid.numel] in fp32, bf16 or fp16, contiguous and on the host, as are all tensors here.
+        x [grid.numel] in fp32, bf16 or fp16; all tensors are contiguous and on one device, which may be the host.
+        `threads` is for the host.
 
     Raises:
         ValueError: lengths, layouts, overlaps, beta or threads do not fit.
         TypeError: a dtype does not fit.
     """
     _check("quantize", grid, {"coded": coded}, {"x": x}, [], error=error, beta=beta, threads=threads)
-    module = status.compiled("block_quant")
+    if kernels := launcher.for_tensor(x):
+        device_quant.encode(kernels, coded, x, [], grid, error, beta)
+        return
+    module = _host_loops(x)
     if module is None:
         quantize_reference(coded, x, grid, error=error, beta=beta)
         return
@@ -181,7 +191,10 @@ def sum_requantize(
         TypeError: a dtype does not fit.
     """
     _check("sum_requantize", grid, {"coded": coded}, {}, parts, error=error, beta=beta, threads=threads)
-    module = status.compiled("block_quant")
+    if kernels := launcher.for_tensor(coded.codes):
+        device_quant.encode(kernels, coded, None, parts, grid, error, beta)
+        return
+    module = _host_loops(coded.codes)
     if module is None:
         sum_requantize_reference(coded, parts, grid, error=error, beta=beta)
         return
@@ -372,11 +385,14 @@ def _encode_span(coded: Coded, x: Tensor, span: _Span, error: Coded | None, beta
 def _decode(
     where: str, out: Tensor, parts: Sequence[Coded], grid: Grid, scale: float, *, is_added: bool, threads: int
 ) -> None:
-    module = status.compiled("block_quant")
+    _check(where, grid, {}, {"out": out}, parts, is_written=True, threads=threads)
+    if kernels := launcher.for_tensor(out):
+        device_quant.decode(kernels, out, parts, grid, scale, is_added=is_added)
+        return
+    module = _host_loops(out)
     if module is None:
         _decode_reference(where, out, parts, grid, scale, is_added=is_added, threads=threads)
         return
-    _check(where, grid, {}, {"out": out}, parts, is_written=True, threads=threads)
     codes, scales, bits = _addends(parts)
     module.decode(out.data_ptr(), KINDS[out.dtype], codes, scales, bits, _numbers(grid), is_added, scale, threads)
 
@@ -390,6 +406,10 @@ def _decode_reference(
     for span in _spans(grid):
         place = flat[span.elements]
         place.copy_(_sum_span(parts, span, place.float() if is_added else None) * scale)
+
+
+def _host_loops(x: Tensor) -> ModuleType | None:
+    return status.compiled("block_quant") if x.device.type == "cpu" else None
 
 
 def _numbers(grid: Grid) -> tuple[int, int, int]:
@@ -429,13 +449,16 @@ def _check(
         msg = f"{where}: no parts; pass at least one"
         raise ValueError(msg)
     kept = {} if error is None else {"error": error}
+    device = [*(one.codes for one in coded.values()), *floats.values()][0].device
     for name, one in {**coded, **kept, **{f"parts[{i}]": part for i, part in enumerate(parts)}}.items():
-        _check_coded(where, name, one, grid, only=8 if name == "error" else parts[0].bits if name[0] == "p" else None)
+        _check_coded(
+            where, name, one, grid, device, only=8 if name == "error" else parts[0].bits if name[0] == "p" else None
+        )
     for name, x in floats.items():
         if x.dtype not in _FLOATS:
             msg = f"{where}: {name} has dtype {x.dtype}; use fp32, bf16 or fp16"
             raise TypeError(msg)
-        _check_length(where, name, x, grid.numel)
+        _check_length(where, name, x, grid.numel, device)
     written = [x for one in (*coded.values(), *kept.values()) for x in one] + list(floats.values()) * is_written
     read = [x for one in parts for x in one] + list(floats.values()) * (not is_written)
     if any(
@@ -445,7 +468,7 @@ def _check(
         raise ValueError(msg)
 
 
-def _check_coded(where: str, name: str, coded: Coded, grid: Grid, only: int | None) -> None:
+def _check_coded(where: str, name: str, coded: Coded, grid: Grid, device: torch.device, only: int | None) -> None:
     if coded.codes.dtype not in _BITS or coded.scales.dtype != torch.float32:
         found = f"{coded.codes.dtype} and scales of {coded.scales.dtype}"
         msg = f"{where}: {name} has codes of {found}; use int8 (8 bits) or uint8 (4 bits), and fp32 scales"
@@ -453,11 +476,11 @@ def _check_coded(where: str, name: str, coded: Coded, grid: Grid, only: int | No
     if only is not None and coded.bits != only:
         msg = f"{where}: {name} has codes of {coded.bits} bits where {only} are needed"
         raise TypeError(msg)
-    _check_length(where, f"{name}.codes", coded.codes, grid.codes(coded.bits))
-    _check_length(where, f"{name}.scales", coded.scales, grid.scales)
+    _check_length(where, f"{name}.codes", coded.codes, grid.codes(coded.bits), device)
+    _check_length(where, f"{name}.scales", coded.scales, grid.scales, device)
 
 
-def _check_length(where: str, name: str, x: Tensor, wanted: int) -> None:
-    if check_tensors(where, {name: x}) != wanted:
+def _check_length(where: str, name: str, x: Tensor, wanted: int, device: torch.device) -> None:
+    if check_tensors(where, {name: x}, device=device) != wanted:
         msg = f"{where}: {name} has {x.numel()} elements, its grid needs {wanted}"
         raise ValueError(msg)

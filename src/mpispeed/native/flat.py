@@ -1,4 +1,4 @@
-"""Checks that flat host tensors may be handed to compiled code by address."""
+"""Checks that flat tensors may be handed to compiled code by address."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4
 TWIN_SPAN = 1 << 18
 
 
-def check_tensors(where: str, tensors: Mapping[str, Tensor]) -> int:
+def check_tensors(where: str, tensors: Mapping[str, Tensor], *, device: torch.device | None = None) -> int:
     """Check that all tensors are contiguous, on the host and of one length; gives the length in elements.
+
+    With `device` they have to be there instead of on the host.
 
     Raises:
         ValueError: one of them is not; `where` and its name are in the message.
@@ -24,7 +26,10 @@ def check_tensors(where: str, tensors: Mapping[str, Tensor]) -> int:
     length = -1
     first = ""
     for name, x in tensors.items():
-        if x.device.type != "cpu":
+        if device is not None and x.device != device:
+            msg = f"{where}: {name} is on {x.device}, but another tensor is on {device}; put all on one device"
+            raise ValueError(msg)
+        if device is None and x.device.type != "cpu":
             msg = f"{where}: {name} is on {x.device}; this pass works on host memory, copy it to the CPU first"
             raise ValueError(msg)
         if not x.is_contiguous():

@@ -26,6 +26,7 @@
 #define __host__
 #define __constant__ static const
 #define __forceinline__ inline
+#define __grid_constant__
 #define __noinline__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
@@ -96,6 +97,12 @@ inline int __ffs(int a) { return __builtin_ffs(a); }
 inline unsigned __brev(unsigned a) {
     unsigned out = 0;
     for (int i = 0; i < 32; i++) out |= ((a >> i) & 1u) << (31 - i);
+    return out;
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t all = static_cast<uint64_t>(b) << 32 | a;
+    unsigned out = 0;
+    for (int i = 0; i < 4; i++) out |= static_cast<unsigned>(all >> (8 * ((selector >> (4 * i)) & 7u)) & 0xffu) << (8 * i);
     return out;
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((static_cast<uint64_t>(a) * b) >> 32); }
