@@ -79,7 +79,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float 
 def norm_twin(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, the sum, mean and reciprocal deviation in torch. Shapes: mean and deviation [rows], the sum empty without one."""
+    """y, the sum, mean and reciprocal deviation in torch.
+
+    Shapes: mean and deviation [rows]; the sum is empty without a residual, the mean if nothing is subtracted.
+    """
     wide = _inner(x.dtype)
     total = x.new_empty(0)
     if residual is not None:
@@ -196,9 +199,8 @@ def _run_backward(
 
 def _partial(x: Tensor, rows: int, sums: tuple[Tensor | None, ...]) -> tuple[Tensor, list[int]]:
     """Room for partial sums of both vectors, and where those are written that are wanted (else 0)."""
+    rows = 0 if all(out is None for out in sums) else rows
     partial = torch.empty((2, rows, x.shape[-1]), dtype=torch.float32, device=x.device)
-    if all(out is None for out in sums):
-        return partial, [0, 0]
     return partial, [0 if out is None else partial[k].data_ptr() for k, out in enumerate(sums)]
 
 
@@ -255,7 +257,7 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, _, is_centered = inputs
+    x, residual, weight, _, _, is_centered = inputs
     _, total, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x if residual is None else total, weight, mean if is_centered else None, rstd)
