@@ -49,7 +49,7 @@ _COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Row(NamedTuple):
-    """One tensor of a table. Shapes: all tensors are contiguous, on the host and of equal length."""
+    """One tensor of a table. Shapes: all tensors are contiguous, on one device and of equal length."""
 
     param: Tensor
     states: tuple[Tensor, ...]
@@ -135,8 +135,8 @@ class HostTable:
         return found if self.rule == "lamb" else []
 
 
-def check_row(rule: str, row: Row) -> None:
-    """Check that a row can be updated.
+def check_row(rule: str, row: Row, device: torch.device | None = None) -> None:
+    """Check that a row can be updated, on the host or on `device`.
 
     Raises:
         ValueError: lengths, layouts, devices or overlaps do not fit.
@@ -148,7 +148,7 @@ def check_row(rule: str, row: Row) -> None:
     elif rule == "zero_one_local":
         msg = f"{rule}: there is no out; the new parameter goes there, and the master stays as it is"
         raise ValueError(msg)
-    check_tensors(rule, tensors)
+    check_tensors(rule, tensors, device=device)
     for name, x in tensors.items():
         if not x.dtype.is_floating_point:
             msg = f"{rule}: {name} has dtype {x.dtype}; this rule works on floating-point tensors"
