@@ -35,6 +35,7 @@ def visible() -> Iterator[None]:
 def module_over(library: ctypes.CDLL) -> ModuleType:
     """The module, with the memory that the library counts."""
     module = ModuleType(f"torch.{NAME}")
+    module._initialized = True  # type: ignore[attr-defined]  # torch.utils.checkpoint keeps random states only then
     library.standin_bytes.restype = ctypes.c_int64
     for function in (*_DEVICES, *_RANDOM):
         setattr(module, function.__name__.removesuffix("_"), function)

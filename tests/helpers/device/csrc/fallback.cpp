@@ -50,6 +50,7 @@ public:
 
     void run() {
         find_device();
+        finish(current_stream(device_.index()));
         for (std::size_t i = 0; i < schema_.arguments().size(); ++i) {
             translate(schema_.arguments()[i], (*stack_)[first_ + i]);
         }

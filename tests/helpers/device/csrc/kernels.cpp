@@ -15,7 +15,6 @@
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -49,11 +48,34 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::option
         at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype)));
 }
 
-Tensor copy_from(const Tensor& source, const Tensor& dest, bool /*non_blocking*/) {
+void copy_now(const Tensor& source, const Tensor& dest) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     HostViews views;
     const Tensor to = is_here(dest) ? views.view(dest) : dest;
     to.copy_(is_here(source) ? views.view(source) : source);
+}
+
+// The same elements, whatever the caller does to the tensor before they are copied.
+Tensor same_elements(const Tensor& x) {
+    auto result = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(x.storage()), x.key_set(), x.dtype());
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
+    return result;
+}
+
+Tensor copy_from(const Tensor& source, const Tensor& dest, bool non_blocking) {
+    const Tensor& of_device = is_here(dest) ? dest : source;
+    const Tensor& other = is_here(dest) ? source : dest;
+    const auto stream = current_stream(of_device.device().index());
+    if (non_blocking && other.is_cpu() && is_pinned_address(other.storage().data())) {
+        copy_later(stream, [from = same_elements(source), to = same_elements(dest)] { copy_now(from, to); });
+        return dest;
+    }
+    finish(stream);
+    if (is_here(other) && other.device() != of_device.device()) {
+        finish(current_stream(other.device().index()));
+    }
+    copy_now(source, dest);
     return dest;
 }
 
@@ -80,6 +102,7 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& dest) {
 }
 
 at::Scalar local_scalar(const Tensor& self) {
+    finish(current_stream(self.device().index()));
     return at::_local_scalar_dense(HostViews().view(self));
 }
 
@@ -112,23 +135,13 @@ Tensor& set_nothing(Tensor& self) {
     return set_window(self, fresh.storage(), 0, {0}, {});
 }
 
+// As for CUDA: the data of a tensor can be exchanged for data on another device.
+bool is_exchangeable(const Tensor& self, const Tensor& other) {
+    const auto is_plain = [](const Tensor& x) { return x.layout() == c10::kStrided && (is_here(x) || x.is_cpu()); };
+    return is_plain(self) && is_plain(other);
+}
+
 void record_stream(Tensor& /*self*/, at::Stream /*stream*/) {}
-
-// As on CUDA, half precision may go in and single come out, which CPU kernels do not know.
-template <Tensor (*function)(const Tensor&, int64_t, bool)>
-Tensor softmax(const Tensor& self, int64_t dim, bool half_to_float) {
-    HostViews views;
-    const Tensor input = views.view(self);
-    const Tensor result = function(half_to_float ? input.to(at::kFloat) : input, dim, false);
-    return copy_from(result, at::empty_like(self, result.scalar_type()), false);
-}
-
-template <Tensor (*function)(const Tensor&, const Tensor&, int64_t, at::ScalarType)>
-Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, at::ScalarType dtype) {
-    HostViews views;
-    const Tensor result = function(views.view(grad), views.view(output), dim, grad.scalar_type());
-    return copy_from(result, at::empty_like(grad, dtype), false);
-}
 
 Tensor on_device(const Tensor& host, const c10::Device& device) {
     if (!host.defined()) {
@@ -136,6 +149,24 @@ Tensor on_device(const Tensor& host, const c10::Device& device) {
     }
     const auto options = host.options().device(device);
     return copy_from(host, at::empty_strided(host.sizes(), host.strides(), options), false);
+}
+
+// As on CUDA, half precision may go in and single come out, which CPU kernels do not know.
+template <Tensor (*function)(const Tensor&, int64_t, bool)>
+Tensor softmax(const Tensor& self, int64_t dim, bool half_to_float) {
+    finish(current_stream(self.device().index()));
+    HostViews views;
+    const Tensor input = views.view(self);
+    const Tensor result = function(half_to_float ? input.to(at::kFloat) : input, dim, false);
+    return on_device(result, self.device());
+}
+
+template <Tensor (*function)(const Tensor&, const Tensor&, int64_t, at::ScalarType)>
+Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, at::ScalarType dtype) {
+    finish(current_stream(grad.device().index()));
+    HostViews views;
+    const Tensor result = function(views.view(grad), views.view(output), dim, grad.scalar_type());
+    return on_device(result.to(dtype), grad.device());
 }
 
 // Attention takes the fused way exactly where the CPU does.
@@ -158,6 +189,7 @@ using Attention = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::S
 
 Attention attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
                     double dropout, bool is_causal, bool /*return_debug_mask*/, std::optional<double> scale) {
+    finish(current_stream(query.device().index()));
     HostViews views;
     const auto host_mask = mask.has_value() && mask->defined() ? std::optional(views.view(*mask)) : std::nullopt;
     const auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
@@ -173,6 +205,7 @@ attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key, c
                    const Tensor& logsumexp, const Tensor& /*starts_q*/, const Tensor& /*starts_k*/,
                    c10::SymInt /*max_q*/, c10::SymInt /*max_k*/, double dropout, bool is_causal,
                    const Tensor& /*seed*/, const Tensor& /*offset*/, std::optional<double> scale) {
+    finish(current_stream(query.device().index()));
     HostViews views;
     const auto host_mask = mask.defined() ? std::optional(views.view(mask)) : std::nullopt;
     const auto [d_query, d_key, d_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
@@ -193,6 +226,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("set_.source_Storage_storage_offset", &set_window);
     m.impl("set_.source_Tensor", &set_tensor);
     m.impl("set_", &set_nothing);
+    m.impl("_has_compatible_shallow_copy_type", &is_exchangeable);
     m.impl("record_stream", &record_stream);
     m.impl("_softmax", &softmax<&at::_softmax>);
     m.impl("_log_softmax", &softmax<&at::_log_softmax>);

@@ -26,6 +26,8 @@ struct Block {
 void* allocate_bytes(std::size_t size) {
     void* bytes = nullptr;
     TORCH_CHECK(posix_memalign(&bytes, kAlignment, size) == 0, "stand-in device: no memory for ", size, " bytes");
+    // Not a number in every float format: a result that uses memory nobody wrote shows it.
+    std::memset(bytes, 0xFF, size);
     return bytes;
 }
 
@@ -40,8 +42,6 @@ public:
             return {nullptr, device};
         }
         auto* block = new Block{allocate_bytes(size), size, device.index()};
-        // Not a number in every float format: a result that uses memory nobody wrote shows it.
-        std::memset(block->bytes, 0xFF, size);
         count(device.index(), size, true);
         auto* address = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(block->bytes) | kMark);
         return {address, block, &DeviceMemory::release, device};

@@ -27,9 +27,9 @@ c10::Stream as_stream(c10::DeviceIndex device, c10::StreamId id) {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, device), id);
 }
 
-// Work is done when a call returns, so that streams are in order by themselves; events keep the time.
 struct Event {
     double milliseconds;
+    Mark mark;
 };
 
 double now_milliseconds() {
@@ -68,20 +68,27 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         current = stream.id();
         return before;
     }
-    bool queryStream(const c10::Stream&) const override { return true; }
-    void synchronizeStream(const c10::Stream&) const override {}
-    void synchronizeDevice(const c10::DeviceIndex) const override {}
+    // A question is answered with no once, if there was something to do, so that callers are seen to ask again.
+    bool queryStream(const c10::Stream& stream) const override { return finish(stream); }
+    void synchronizeStream(const c10::Stream& stream) const override { finish(stream); }
+    void synchronizeDevice(const c10::DeviceIndex device) const override { finish_device(checked(device)); }
 
     void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device,
                 const c10::EventFlag) const override {
         TORCH_CHECK(device == -1 || device == stream.device_index(), "stand-in device: an event of device ",
                     int(device), " recorded on a stream of device ", int(stream.device_index()));
         *event = *event == nullptr ? new Event{} : *event;
-        static_cast<Event*>(*event)->milliseconds = now_milliseconds();
+        *static_cast<Event*>(*event) = {now_milliseconds(), mark(stream)};
     }
-    void block(void*, const c10::Stream&) const override {}
-    bool queryEvent(void*) const override { return true; }
-    void synchronizeEvent(void*) const override {}
+    void block(void* event, const c10::Stream& stream) const override {
+        if (event != nullptr) {
+            wait_later(stream, static_cast<Event*>(event)->mark);
+        }
+    }
+    bool queryEvent(void* event) const override {
+        return event == nullptr || finish(static_cast<Event*>(event)->mark);
+    }
+    void synchronizeEvent(void* event) const override { queryEvent(event); }
     void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
         delete static_cast<Event*>(event);
     }
@@ -141,6 +148,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t size) const override {
         const auto before = t_device;
         t_device = checked(storage.device().index());
+        finish(current_stream(t_device)); // may use the memory, and is before this in its order
         auto bytes = device_allocator()->allocate(size);
         t_device = before;
         if (const auto kept = std::min(size, storage.nbytes()); kept > 0) {
@@ -160,6 +168,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 c10::DeviceIndex current_device() {
     return t_device;
+}
+c10::Stream current_stream(c10::DeviceIndex device) {
+    return as_stream(device, t_streams.at(device));
 }
 
 const at::Generator& default_generator(c10::DeviceIndex device) {

@@ -6,6 +6,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -28,9 +29,24 @@ c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned_address(const void* address);
 c10::DeviceIndex current_device();
+c10::Stream current_stream(c10::DeviceIndex device);
 // The generator of a device, and the generator of the host that draws for one.
 const at::Generator& default_generator(c10::DeviceIndex device);
 at::Generator drawing_generator(const at::Generator& of_device);
+
+// A place in the order of a stream: after all that was entered so far.
+struct Mark {
+    c10::DeviceIndex device;
+    c10::StreamId stream;
+    std::uint64_t position;
+};
+Mark mark(const c10::Stream& stream);
+// Do what is kept up to there; says whether nothing was left to do.
+bool finish(const Mark& mark);
+bool finish(const c10::Stream& stream);
+void finish_device(c10::DeviceIndex device);
+void copy_later(const c10::Stream& stream, std::function<void()> copy);
+void wait_later(const c10::Stream& stream, const Mark& mark);
 
 // Tensors of the device seen as tensors of the host over the same bytes; one storage stays one storage.
 class HostViews {
