@@ -78,7 +78,7 @@ def norm_and_finite_reference(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor
     is_finite = torch.ones((), dtype=torch.bool, device=device)
     for x in tensors:
         for span in x.detach().view(-1).split(TWIN_SPAN):
-            squares += span.double().square_().sum()
+            squares += span.double().square().sum()
             is_finite &= torch.isfinite(span).all()
     return squares, is_finite
 
