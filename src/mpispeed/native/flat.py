@@ -26,6 +26,9 @@ def check_tensors(where: str, tensors: Mapping[str, Tensor], *, device: torch.de
     length = -1
     first = ""
     for name, x in tensors.items():
+        if device is not None and x.is_meta:
+            msg = f"{where}: {name} is on meta, where nothing is kept; give a tensor with data"
+            raise ValueError(msg)
         if device is not None and x.device != device:
             msg = f"{where}: {name} is on {x.device}, but another tensor is on {device}; put all on one device"
             raise ValueError(msg)

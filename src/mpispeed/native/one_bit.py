@@ -3,6 +3,9 @@
 A value x with the kept error e becomes y = x + e, y is coded as scale * sgn(y), and e becomes what is left. sgn(0) is
 +1. Bits are most significant first, as in `numpy.packbits`; 1 means not negative.
 
+Tensors are on the host or all on one device, where kernels give the same bits; a device without kernels gets the twins.
+Sums of squares wait for the device.
+
 Source: 1-bit Adam (arXiv 2102.02888), error-compensated compression.
 """
 
@@ -11,11 +14,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from mpispeed.native import status
+from mpispeed.native import device_signs, status
+from mpispeed.native.cuda import launcher
 from mpispeed.native.flat import KINDS, check_tensors, check_threads
 from mpispeed.native.reduce import square_partials_reference
 
@@ -46,7 +51,7 @@ def compensate(
 ) -> list[float]:
     """Add keep * x + take * grad to `error`, in fp32; doubles whose exact sum is that of the squares of the result.
 
-    Shapes: all of one length; `error` in fp32, `x` and `grad` in fp32, bf16 or fp16.
+    Shapes: all of one length and on one device; `error` in fp32, `x` and `grad` in fp32, bf16 or fp16.
 
     Raises:
         ValueError: lengths, layouts or threads do not fit.
@@ -54,7 +59,9 @@ def compensate(
     """
     named = {"error": error, "x": x} if grad is None else {"error": error, "x": x, "grad": grad}
     length = _check("compensate", named, threads)
-    module = status.compiled("one_bit")
+    if kernels := launcher.for_tensor(error):
+        return device_signs.compensate(kernels, error, x, keep, grad, take)
+    module = _host_loops(error)
     if module is None:
         return compensate_reference(error, x, keep=keep, grad=grad, take=take)
     second = (0, KINDS[torch.float32], 0.0) if grad is None else (grad.data_ptr(), KINDS[grad.dtype], take)
@@ -71,7 +78,7 @@ def compensate_reference(
     if grad is not None:
         value = value + grad.float() * take
     error.copy_(value + error)
-    return square_partials_reference(error, block=TILE)
+    return square_partials_reference(error.cpu(), block=TILE)
 
 
 def add_parts(error: Tensor, parts: Sequence[Tensor], weights: Sequence[float], *, threads: int = 1) -> list[float]:
@@ -90,8 +97,10 @@ def add_parts(error: Tensor, parts: Sequence[Tensor], weights: Sequence[float], 
         msg = f"add_parts: {len(parts)} parts and {len(weights)} weights; pass at least one part, and a weight for each"
         raise ValueError(msg)
     for i, part in enumerate(parts):
-        _check_bits("add_parts", f"parts[{i}]", part, length, is_whole=True)
-    module = status.compiled("one_bit")
+        _check_bits("add_parts", f"parts[{i}]", part, error, is_whole=True)
+    if len(parts) <= device_signs.MOST_PARTS and (kernels := launcher.for_tensor(error)):
+        return device_signs.add_parts(kernels, error, parts, weights)
+    module = _host_loops(error)
     if module is None:
         return add_parts_reference(error, parts, weights)
     addresses = [part.data_ptr() for part in parts]
@@ -106,7 +115,7 @@ def add_parts_reference(error: Tensor, parts: Sequence[Tensor], weights: Sequenc
     for other in others:
         total = total + other
     error.copy_(total + error)
-    return square_partials_reference(error, block=TILE)
+    return square_partials_reference(error.cpu(), block=TILE)
 
 
 def encode(bits: Tensor, error: Tensor, scale: float, *, threads: int = 1) -> None:
@@ -119,8 +128,11 @@ def encode(bits: Tensor, error: Tensor, scale: float, *, threads: int = 1) -> No
         TypeError: a dtype does not fit.
     """
     length = _check("encode", {"error": error}, threads)
-    _check_bits("encode", "bits", bits, length, is_whole=True)
-    module = status.compiled("one_bit")
+    _check_bits("encode", "bits", bits, error, is_whole=True)
+    if kernels := launcher.for_tensor(error):
+        device_signs.encode(kernels, bits, error, scale)
+        return
+    module = _host_loops(error)
     if module is None:
         encode_reference(bits, error, scale)
     else:
@@ -131,7 +143,7 @@ def encode(bits: Tensor, error: Tensor, scale: float, *, threads: int = 1) -> No
 def encode_reference(bits: Tensor, error: Tensor, scale: float) -> None:
     """The same as `encode`, in torch, with the same bits."""
     flags = error >= 0.0
-    places = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+    places = _places(bits)
     bits.copy_((flags.view(-1, 8) * places).sum(1, dtype=torch.uint8))
     error.sub_(torch.where(flags, scale, -scale))
 
@@ -146,8 +158,11 @@ def decode(out: Tensor, bits: Tensor, scale: float, *, threads: int = 1) -> None
         TypeError: a dtype does not fit.
     """
     length = _check("decode", {"out": out}, threads)
-    _check_bits("decode", "bits", bits, length, is_whole=False)
-    module = status.compiled("one_bit")
+    _check_bits("decode", "bits", bits, out, is_whole=False)
+    if kernels := launcher.for_tensor(out):
+        device_signs.decode(kernels, out, bits, scale)
+        return
+    module = _host_loops(out)
     if module is None:
         decode_reference(out, bits, scale)
     else:
@@ -160,14 +175,21 @@ def decode_reference(out: Tensor, bits: Tensor, scale: float) -> None:
     out.copy_(_signs(bits, out.numel()) * scale)
 
 
+def _places(bits: Tensor) -> Tensor:
+    return torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=bits.device)
+
+
 def _signs(bits: Tensor, count: int) -> Tensor:
-    places = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
-    flags = (bits.view(-1, 1) & places).ne(0).view(-1)[:count]
+    flags = (bits.view(-1, 1) & _places(bits)).ne(0).view(-1)[:count]
     return torch.where(flags, 1.0, -1.0)
 
 
+def _host_loops(x: Tensor) -> ModuleType | None:
+    return status.compiled("one_bit") if x.device.type == "cpu" else None
+
+
 def _check(where: str, tensors: dict[str, Tensor], threads: int) -> int:
-    length = check_tensors(where, tensors)
+    length = check_tensors(where, tensors, device=next(iter(tensors.values())).device)
     check_threads(where, threads)
     for name, x in tensors.items():
         wanted = (torch.float32,) if name == "error" else _FLOATS
@@ -177,8 +199,9 @@ def _check(where: str, tensors: dict[str, Tensor], threads: int) -> int:
     return length
 
 
-def _check_bits(where: str, name: str, bits: Tensor, length: int, *, is_whole: bool) -> None:
-    check_tensors(where, {name: bits})
+def _check_bits(where: str, name: str, bits: Tensor, of: Tensor, *, is_whole: bool) -> None:
+    check_tensors(where, {name: bits}, device=of.device)
+    length = of.numel()
     if bits.dtype != torch.uint8:
         msg = f"{where}: {name} has dtype {bits.dtype}; bits are packed in uint8"
         raise TypeError(msg)

@@ -87,6 +87,14 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("norm/norm_backward.cu", "PPPPPPP24s", _typed("layer_norm_backward_any", "rms_norm_backward_any")),
     *_each("norm/norm_backward.cu", "PPPPPP24s", _typed("layer_norm_columns", "rms_norm_columns")),
     *_each("norm/column_sum.cu", "PPPQQ", _typed("column_sum")),
+    *_each("bits/sign_pack.cu", "PPPP16s", (f"sign_mix_{x}{grad}" for x in TAGS.values()
+           for grad in ("", "_f32", "_bf16", "_fp16")), is_hot=True),
+    *_each("bits/sign_pack.cu", "PP3088s", ["sign_sum"], is_hot=True),
+    *_each("bits/sign_pack.cu", "PP16s", ["sign_encode", *_typed("sign_decode")], is_hot=True),
+    *_each("transformer/bias_gelu.cu", "PPP24s", _typed("gelu_tanh", "gelu_exact"), is_hot=True),
+    *_each("transformer/bias_gelu.cu", "PPPPP24s", _typed("gelu_tanh_grad", "gelu_exact_grad"), is_hot=True),
+    *_each("transformer/bias_dropout_residual.cu", "PPPP48s", _typed("bias_dropout_residual"), is_hot=True),
+    *_each("transformer/bias_dropout_residual.cu", "PPP48s", _typed("bias_dropout_residual_grad"), is_hot=True),
 ])
 # fmt: on
 

@@ -1,0 +1,101 @@
+"""Signs on a device: launches the kernels of `cuda/bits`, which give the bits of the host loops.
+
+`one_bit` checks and dispatches. Sums of squares come to the host, because a scale is a number there: they wait for the
+device. The others do not.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from ctypes import c_float
+
+import torch
+from torch import Tensor
+
+from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.launcher import Launcher
+
+MOST_PARTS = 256
+"""Coded parts of one sum: their addresses travel with the arguments of the launch."""
+
+_THREADS = 256
+_WARPS = _THREADS // 32
+_TILES_OF_BLOCK, _TILE = 8 * _WARPS, 256
+_BLOCKS_OF_PROCESSOR = 8
+_LIMBS, _UNIT, _INFINITIES, _NANS = 32, -352, 30, 31
+
+
+def compensate(
+    launcher: Launcher, error: Tensor, x: Tensor, keep: float, grad: Tensor | None, take: float
+) -> list[float]:
+    """Add keep * x + take * grad to `error`; squares as from `one_bit.compensate`."""
+    limbs = _limbs(error)
+    name = f"sign_mix_{TAGS[x.dtype]}" + ("" if grad is None else f"_{TAGS[grad.dtype]}")
+    second = 0 if grad is None else grad.data_ptr()
+    terms = struct.pack("Qff", error.numel(), c_float(keep).value, c_float(take).value)
+    if error.numel():
+        launcher.launch(
+            name, _walking(launcher, error), (_THREADS, 1, 1),
+            error.data_ptr(), x.data_ptr(), second, limbs.data_ptr(), terms,
+        )  # fmt: skip
+    return _partials(limbs)
+
+
+def add_parts(launcher: Launcher, error: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
+    """Add the sum of at most MOST_PARTS decoded parts to `error`; squares as from `one_bit.add_parts`."""
+    limbs, rest = _limbs(error), MOST_PARTS - len(parts)
+    addresses = [part.data_ptr() for part in parts] + [0] * rest
+    factors = [c_float(weight).value for weight in weights] + [0.0] * rest
+    packed = struct.pack(f"{MOST_PARTS}Q{MOST_PARTS}fQQ", *addresses, *factors, len(parts), error.numel())
+    if error.numel():
+        grid = _walking(launcher, error)
+        launcher.launch("sign_sum", grid, (_THREADS, 1, 1), error.data_ptr(), limbs.data_ptr(), packed)
+    return _partials(limbs)
+
+
+def encode(launcher: Launcher, bits: Tensor, error: Tensor, scale: float) -> None:
+    """Write signs and take them away from `error`, as `one_bit.encode`."""
+    if not error.numel():
+        return
+    grid = (-(-error.numel() // (512 * _WARPS)), 1, 1)
+    launcher.launch("sign_encode", grid, (_THREADS, 1, 1), bits.data_ptr(), error.data_ptr(), _terms(error, scale))
+
+
+def decode(launcher: Launcher, out: Tensor, bits: Tensor, scale: float) -> None:
+    """Write scale times the signs, as `one_bit.decode`."""
+    if not out.numel():
+        return
+    run = 32 * 4 * 16 // out.element_size()  # elements of a warp
+    grid = (-(-out.numel() // (run * _WARPS)), 1, 1)
+    name = f"sign_decode_{TAGS[out.dtype]}"
+    launcher.launch(name, grid, (_THREADS, 1, 1), out.data_ptr(), bits.data_ptr(), _terms(out, scale))
+
+
+def _terms(x: Tensor, scale: float) -> bytes:
+    return struct.pack("Qf4x", x.numel(), c_float(scale).value)
+
+
+def _walking(launcher: Launcher, error: Tensor) -> tuple[int, int, int]:
+    blocks = -(-error.numel() // (_TILE * _TILES_OF_BLOCK))
+    return min(blocks, _BLOCKS_OF_PROCESSOR * launcher.processors), 1, 1
+
+
+def _limbs(error: Tensor) -> Tensor:
+    return torch.zeros(_LIMBS, dtype=torch.int64, device=error.device)
+
+
+def _partials(limbs: Tensor) -> list[float]:
+    """Doubles of decreasing size whose exact sum is that of the limbs; an infinity or a NaN stands alone."""
+    found: list[int] = limbs.tolist()
+    if found[_NANS]:
+        return [math.nan]
+    if found[_INFINITIES]:
+        return [math.inf]
+    total, values = sum(limb << (32 * i) for i, limb in enumerate(found)), []
+    while total:
+        shift = max(0, total.bit_length() - 53)
+        values.append(math.ldexp(total >> shift, shift + _UNIT))
+        total &= (1 << shift) - 1
+    return values
