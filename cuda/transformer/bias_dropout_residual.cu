@@ -1,0 +1,132 @@
+// residual + dropout(x + bias), and its gradient with the sum over rows that the bias gets. The mask is repeated
+// from the seed, never stored; element i of the matrix has random word i, however it is cut into rows.
+#include "mpispeed_columns.cuh"
+
+using namespace mpispeed;
+
+struct DropTerms {
+    unsigned long long rows, cols;
+    unsigned long long first;  // element that the pointers stand on
+    unsigned long long seed;
+    unsigned int threshold;    // 0: everything is kept, and no random number is made
+    float scale;
+    int is_wide;
+    int unused;
+};
+
+// Which of V neighbours are kept; `element` is a multiple of V.
+template <int V>
+__device__ __forceinline__ void keep(const DropTerms& t, u64 element, bool* kept) {
+    if constexpr (V == 1) {
+        kept[0] = is_kept(t.seed, element, t.threshold);
+    } else {
+#pragma unroll
+        for (int part = 0; part < V / 4; part++) {
+            const Bits4 bits = philox(t.seed, element / 4 + part, 0);
+#pragma unroll
+            for (int j = 0; j < 4; j++) kept[4 * part + j] = bits.item[j] >= t.threshold;
+        }
+    }
+}
+
+template <int V>
+__device__ __forceinline__ void drop(const DropTerms& t, u64 element, float* x) {
+    if (t.threshold == 0) return;
+    bool kept[V];
+    keep<V>(t, t.first + element, kept);
+#pragma unroll
+    for (int j = 0; j < V; j++) x[j] = kept[j] ? __fmul_rn(x[j], t.scale) : 0.0f;
+}
+
+template <class T, int V>
+struct DropForward {
+    struct Loaded {
+        Vec<T, V> x, residual;
+    };
+    T* y;
+    const T *x, *residual;
+    const DropTerms& t;
+    u64 col;
+    float bias[V];
+
+    __device__ __forceinline__ Loaded load(u64 row) const {
+        const u64 from = row * t.cols + col;
+        return {*reinterpret_cast<const Vec<T, V>*>(x + from), *reinterpret_cast<const Vec<T, V>*>(residual + from)};
+    }
+    __device__ __forceinline__ void finish(const Loaded& got, u64 row) const {
+        const u64 element = row * t.cols + col;
+        float out[V];
+#pragma unroll
+        for (int j = 0; j < V; j++) out[j] = __fadd_rn(to_float(got.x.item[j]), bias[j]);
+        drop<V>(t, element, out);
+#pragma unroll
+        for (int j = 0; j < V; j++) out[j] = __fadd_rn(to_float(got.residual.item[j]), out[j]);
+        store_floats<T, V>(out, y + element);
+    }
+};
+
+template <class T, int V>
+struct DropBackward {
+    using Loaded = Vec<T, V>;
+    T* dx;
+    const T* dy;
+    const DropTerms& t;
+    u64 col;
+    float sums[V];
+
+    __device__ __forceinline__ Loaded load(u64 row) const {
+        return *reinterpret_cast<const Vec<T, V>*>(dy + row * t.cols + col);
+    }
+    __device__ __forceinline__ void finish(const Loaded& got, u64 row) {
+        const u64 element = row * t.cols + col;
+        float out[V];
+#pragma unroll
+        for (int j = 0; j < V; j++) out[j] = to_float(got.item[j]);
+        drop<V>(t, element, out);
+#pragma unroll
+        for (int j = 0; j < V; j++) sums[j] += out[j];
+        if (dx) store_floats<T, V>(out, dx + element);
+    }
+};
+
+template <class T, int V>
+__device__ __forceinline__ void drop_forward(T* y, const T* x, const T* bias, const T* residual, const DropTerms& t) {
+    const u64 col = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) * V;
+    if (col >= t.cols) return;
+    DropForward<T, V> body = {y, x, residual, t, col, {}};
+#pragma unroll
+    for (int j = 0; j < V; j++) body.bias[j] = 0;
+    if (bias) load_floats<T, V>(bias + col, body.bias);
+    walk_rows<2>(t.rows, body);
+}
+
+template <class T, int V>
+__device__ __forceinline__ void drop_backward(T* dx, float* dbias, const T* dy, const DropTerms& t) {
+    MPISPEED_DYNAMIC_SHARED(float, room);
+    const u64 col = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) * V;
+    DropBackward<T, V> body = {dx, dy, t, col, {}};
+    if (col < t.cols) walk_rows<2>(t.rows, body);
+    if (dbias) store_partial<V>(body.sums, dbias, t.cols, room);
+}
+
+#define DROP(tag, T)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256)                                                              \
+        bias_dropout_residual_##tag(T* y, const T* x, const T* bias, const T* residual, const DropTerms t) {       \
+        if (t.is_wide)                                                                                             \
+            drop_forward<T, kWide<T>>(y, x, bias, residual, t);                                                    \
+        else                                                                                                       \
+            drop_forward<T, 1>(y, x, bias, residual, t);                                                           \
+    }                                                                                                              \
+    MPISPEED_KERNEL(bias_dropout_residual_##tag)                                                                   \
+    extern "C" __global__ void __launch_bounds__(256)                                                              \
+        bias_dropout_residual_grad_##tag(T* dx, float* dbias, const T* dy, const DropTerms t) {                    \
+        if (t.is_wide)                                                                                             \
+            drop_backward<T, kWide<T>>(dx, dbias, dy, t);                                                          \
+        else                                                                                                       \
+            drop_backward<T, 1>(dx, dbias, dy, t);                                                                 \
+    }                                                                                                              \
+    MPISPEED_KERNEL_SYNC(bias_dropout_residual_grad_##tag)
+
+DROP(f32, float)
+DROP(bf16, bf16)
+DROP(fp16, fp16)
