@@ -109,7 +109,7 @@ def train_engine(engine: Any, data: list[torch.Tensor]) -> list[float]:
             loss = engine(batch[start : start + micro])
             engine.backward(loss)
             engine.step()
-            total += loss.detach().double() / (accumulation * size)
+            total += loss.detach().double().cpu() / (accumulation * size)
         engine.mesh["data"].all_reduce(total)
         losses.append(float(total))
     return losses

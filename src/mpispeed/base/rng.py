@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpispeed.base import device as devices
+
 
 def capture() -> dict[str, bytes]:
     """The state of all generators of this process, by kind, as plain bytes."""
@@ -20,8 +22,9 @@ def capture() -> dict[str, bytes]:
         "numpy": _pack({**head, "pos": state["state"]["pos"]}, state["state"]["key"]),
         "python": _pack({"version": version, "gauss": gauss}, np.asarray(numbers, dtype="<u4")),
     }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    device = devices.used()
+    if device is not None:
+        states[device.type] = devices.module_of(device).get_rng_state().cpu().numpy().tobytes()
     return states
 
 
@@ -35,8 +38,10 @@ def restore(states: dict[str, bytes]) -> None:
     if "python" in states:
         head, words = _unpack(states["python"])
         random.setstate((head["version"], tuple(int(w) for w in words), head["gauss"]))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8))
+    device = devices.used()
+    if device is not None and device.type in states:
+        state = torch.frombuffer(bytearray(states[device.type]), dtype=torch.uint8)
+        devices.module_of(device).set_rng_state(state)
 
 
 def seed_all(*numbers: int) -> None:

@@ -10,7 +10,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError
+from mpispeed.base.tensor_tree import move
 from mpispeed.data.sampler import RankBatches, SampleOrder
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class ShardedLoader:
         workers: int = 0,
         pin_memory: bool = False,
         step_samples: int | None = None,
+        device: torch.device = HOST,
     ) -> None:
         """Prepare the loader of data rank `rank` of `size`.
 
@@ -95,6 +98,7 @@ class ShardedLoader:
         _check_sizes(micro_batch, rank, size, workers, step_samples)
         self.dataset, self.micro_batch, self.rank, self.size = dataset, micro_batch, rank, size
         self.drop_last, self.workers, self.pin_memory, self.collate_fn = drop_last, workers, pin_memory, collate_fn
+        self.device = device  # where tensors of batches go
         self._is_stream = isinstance(dataset, IterableDataset)
         self._unit = step_samples or micro_batch * size
         self._epoch = self._offset = self._loads = 0
@@ -144,7 +148,7 @@ class ShardedLoader:
             for batch in self._open():
                 self._offset += self.micro_batch * self.size
                 is_empty = False
-                yield batch
+                yield batch if self.device.type == "cpu" else move(batch, self.device)
                 if loads != self._loads:
                     break  # a state was loaded meanwhile; go on from there
             else:

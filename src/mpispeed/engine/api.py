@@ -18,6 +18,7 @@ from mpispeed.config.unavailable import require_available
 from mpispeed.engine import drilling, ending_run
 from mpispeed.engine.assemble import assemble
 from mpispeed.engine.axes import choose_axes
+from mpispeed.engine.device import choose_device
 from mpispeed.engine.engine import Engine
 from mpispeed.engine.pipeline import PipelineEngine
 from mpispeed.engine.placements import ranks_per_node
@@ -130,7 +131,7 @@ def initialize(
         raise ConfigError(msg)
     world = init_distributed()
     source = _shared_source(world, args, config if config is not None else config_params)
-    loaded, plan = _resolve(world, source, model, mpu)
+    loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model))
     _adopt_local_rank(args, world)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
     slice_layers(plan, mesh, model)
@@ -179,7 +180,9 @@ def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -
     return (text, name) if text is not None else (content, where)
 
 
-def _resolve(world: World, source: tuple[Any, str], model: nn.Module, mpu: Any) -> tuple[LoadedConfig, Plan]:
+def _resolve(
+    world: World, source: tuple[Any, str], model: nn.Module, mpu: Any, device: torch.device
+) -> tuple[LoadedConfig, Plan]:
     """Validate and plan; every rank comes to the same plan, or all raise.
 
     Collective over: all ranks.
@@ -191,7 +194,8 @@ def _resolve(world: World, source: tuple[Any, str], model: nn.Module, mpu: Any) 
     try:
         axes = choose_axes(loaded.config, world, model, mpu)
         dtype = _floating_dtype(model)
-        resolved = loaded, make_plan(loaded.config, world.size, dtype, ranks_per_node=node, axes=axes)
+        plan = make_plan(loaded.config, world.size, dtype, ranks_per_node=node, axes=axes, device=device)
+        resolved = loaded, plan
         if loaded.config.elasticity.enabled:
             section = loaded.config.elasticity
             loaded.warnings.extend([*find_run_warnings(section, world.size), *check_schedule(section, os.environ)])

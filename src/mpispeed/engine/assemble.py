@@ -86,7 +86,7 @@ def assemble(
     table, params = sharding.table, sharding.params
     if not isinstance(model, PipelineModule):  # those know only with their schedule how much is kept at once
         configure_recomputation(plan, mesh)
-    broadcast_rest(model, table, mesh, _cast_to(plan))
+    broadcast_rest(model, table, mesh, _cast_to(plan), plan.device)
     counters = Counters()
     optimization, scheduler = None, None
     parts_of_step: Sequence[step.StepPart] = ()
@@ -439,6 +439,7 @@ def make_loader(plan: Plan, mesh: Mesh, dataset: Any, collate_fn: Any) -> Sharde
         drop_last=plan.config.dataloader_drop_last,
         seed=plan.config.seed,
         step_samples=plan.batch.train_batch_size,
+        device=plan.device,
     )
 
 

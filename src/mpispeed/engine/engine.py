@@ -11,6 +11,7 @@ from torch import nn
 
 from mpispeed.base.errors import MpispeedError, UsageError
 from mpispeed.base.events import Event
+from mpispeed.base.tensor_tree import move
 from mpispeed.engine import queries
 from mpispeed.engine.backward import Accumulation, backward_scaled, require_scalar, scale_loss
 from mpispeed.engine.batching import BatchSizes
@@ -45,7 +46,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         self._accumulation = Accumulation(parts.plan.batch.gradient_accumulation_steps)
         self._was_step_applied = False
         self._norm: float | None = None
-        self._loss_sum = 0.0
+        self._losses: list[float | torch.Tensor] = []  # of this batch; those of a device are read once in a step
         self._step_start = time.perf_counter()
         self._is_closed = False
         self._absence: Absence | None = None
@@ -91,6 +92,8 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         self._require("forward", (Kind.lp_params,))
         micro_step, global_step = self.counters.micro_steps, self.counters.global_steps
         self.bus.announce(Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training)
+        if self.plan.device.type != "cpu":
+            inputs, kwargs = move((inputs, kwargs), self.plan.device)
         if self.plan.casts_inputs:
             inputs = cast_inputs(inputs, self.plan.policy.compute)
         start = time.perf_counter()
@@ -119,7 +122,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
             backward_scaled(loss, self.parts.scaler.scale, retain_graph=retain_graph)
         self.parts.end_backward()
         self.counters.pending_backwards += 1
-        self._loss_sum += float(loss.detach())
+        self._losses.append(float(loss.detach()) if loss.device.type == "cpu" else loss.detach())
         self.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
         return loss
 
@@ -159,7 +162,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
             Event.STEP_END,
             global_step=counters.global_steps,
             samples=counters.global_samples,
-            loss=self._loss_sum,
+            loss=sum(map(float, self._losses)),
             lr=lr[0] if lr else 0.0,
             norm=ctx.norm,
             loss_scale=ctx.scale,
@@ -167,7 +170,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
             seconds=now - self._step_start,
             update_seconds=now - start,
         )
-        self._step_start, self._loss_sum = now, 0.0
+        self._step_start, self._losses = now, []
         self.parts.expect_step()
 
     def train_batch(self, data_iter: Iterator[Any], loss_fn: Callable[..., torch.Tensor] | None = None) -> float:
@@ -182,6 +185,8 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         total = 0.0
         for _ in range(self.plan.batch.gradient_accumulation_steps):
             batch = next(data_iter)
+            if self.plan.device.type != "cpu":
+                batch = move(batch, self.plan.device)
             arguments = batch if isinstance(batch, tuple | list) else (batch,)
             output = self(*arguments)
             total += float(self.backward(output if loss_fn is None else loss_fn(output, batch)).detach())

@@ -140,7 +140,8 @@ def require_host_budget(
         ConfigError: on every rank, if one of them needs more than it may have.
     """
     limit, found, problem = plan.config.host_memory_limit, read_limits(model), ""
-    if limit is not None or found.rlimit is not None:
+    # What is predicted is all in host memory.
+    if (limit is not None or found.rlimit is not None) and plan.device.type == "cpu":
         try:
             rows = predict_host(plan, model, group_of=group_of, slots=slots, rule=rule)
             problem = check_host_budget(rows, limit, mapped=found.mapped, rlimit=found.rlimit)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base import log as logs
-from mpispeed.base.errors import ConfigError, StoreError, UsageError
+from mpispeed.base.errors import ConfigError, StoreError, UnsupportedOption, UsageError
 from mpispeed.base.registry import did_you_mean
 from mpispeed.base.units import format_bytes
 from mpispeed.engine.swapping import io_options
@@ -68,6 +68,7 @@ class OffloadStates:
         Raises:
             UsageError: an unknown kind or device, or the engine is closed.
             ConfigError: on every rank, if there is no folder, or one cannot be used.
+            UnsupportedOption: the engine computes on a device.
             StoreError: on every rank, if states of one cannot be written or are in use; all states stay in memory then.
 
         Source: `offload_states` of DeepSpeed's documentation; device "nvme" is not part of it.
@@ -79,6 +80,12 @@ class OffloadStates:
         if device not in DEVICES:
             msg = f"engine.offload_states: device is {device!r}; choose one of {', '.join(DEVICES)}"
             raise UsageError(msg)
+        if self.parts.plan.device.type != "cpu":
+            msg = (
+                f"engine.offload_states works on host memory, and this engine computes on {self.parts.plan.device}; "
+                "use zero_optimization.offload_optimizer and offload_param instead"
+            )
+            raise UnsupportedOption(msg)
         if device != "nvme":
             logs.once(
                 log, logging.WARNING,

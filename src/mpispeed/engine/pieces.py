@@ -93,7 +93,7 @@ def _kept_slots(parts: Parts, whole: Whole, windows: Sequence[Window]) -> dict[t
         for slot, tensor in rule.slots(window.key).items():
             for entry, common in unit.layout.overlaps(span.intersect(_share(parts, unit))):
                 local = common.shifted(-span.start).slice
-                pieces = whole.pieces(unit, entry.name, common.start - entry.offset, tensor.reshape(-1)[local])
+                pieces = whole.pieces(unit, entry.name, common.start - entry.offset, tensor.reshape(-1)[local].cpu())
                 found.setdefault((entry.name, slot), []).extend(pieces)
     return found
 
@@ -131,7 +131,7 @@ def _pieces(parts: Parts, whole: Whole, place: Place, cell: Cell, cuts: _Cuts) -
     if not common.numel:
         return ()
     local = common.shifted(-held.start)
-    values = _later(parts, cell, local) if cell.is_swapped else cell.get()[local.slice]
+    values = _later(parts, cell, local) if cell.is_swapped else cell.get()[local.slice].cpu()
     return whole.pieces(place.unit, place.entry.name, common.start - place.entry.offset, values)
 
 

@@ -77,6 +77,7 @@ class PipelineEngine(Engine):
             slices if config.grad_partitioned else None,
             is_cut,
             mark_cut,
+            parts.plan.device,
         )
         self._duties = StageDuties(parts, model, self._finish_batch)
         self._executor = Executor(place, exchange, self._duties)
@@ -165,7 +166,7 @@ class PipelineEngine(Engine):
 
     def _finish_batch(self, mean_loss: float) -> None:
         """What the last instruction of a schedule asks for. Collective over: all ranks."""
-        self._loss_sum = mean_loss
+        self._losses = [mean_loss]
         steps = self.plan.batch.gradient_accumulation_steps
         self.counters.micro_steps += steps - 1
         self._was_step_applied = False

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import ConfigError, TopologyError
+from mpispeed.base.device import HOST
+from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
 from mpispeed.engine.placements import Placing, States, place
 from mpispeed.precision.policy import Policy, resolve
@@ -25,6 +26,8 @@ UNIT_ELEMENTS_MAX = 2**31 - 1
 
 CODED = ("onebitadam", "zerooneadam", "onebitlamb")
 """Optimizers that exchange one bit for each element."""
+
+_CURE = "leave it out, or set MPISPEED_DEVICE=cpu"
 
 REPLICATED = ("zerooneadam", "onebitlamb")
 """Optimizers that look at whole tensors on every rank: with ZeRO stage 1 their states are not cut."""
@@ -134,6 +137,7 @@ class Plan:
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
             ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.reduction}"),
             ("optimizer", self.optimizer_name or "given in code"),
+            *([("device", str(self.device))] if self.device.type != "cpu" else []),
         ]
 
 
@@ -144,12 +148,15 @@ def make_plan(
     *,
     ranks_per_node: int | None = None,
     axes: Mapping[str, int] | None = None,
+    device: torch.device = HOST,
 ) -> Plan:
     """Resolve `config` for `world_size` ranks, of which neighbours share nodes; None: all share one.
 
-    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel.
+    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
+    is what this rank computes on.
 
     Raises:
+        UnsupportedOption: something that is not there on a device.
         ConfigError: settings that cannot hold together, with the keys, the values and the cure.
         TopologyError: axis sizes that do not multiply to the number of ranks.
     """
@@ -165,6 +172,7 @@ def make_plan(
         model_dtype=model_dtype,
     )
     optimizer, scheduler = config.optimizer, config.scheduler
+    _check_device(config, device)
     name = (optimizer.type if optimizer and optimizer.type else "").lower()
     return Plan(
         config=config,
@@ -193,8 +201,25 @@ def make_plan(
         scheduler_name=scheduler.type if scheduler else None,
         scheduler_params=dict(scheduler.params) if scheduler else {},
         steps_per_print=config.steps_per_print,
-        device=torch.device("cpu"),
+        device=device,
     )
+
+
+def _check_device(config: Config, device: torch.device) -> None:
+    """Refuse what was made for host memory alone.
+
+    Raises:
+        UnsupportedOption: a setting is on that is not there on a device.
+    """
+    name = (config.optimizer.type if config.optimizer and config.optimizer.type else "").lower()
+    refused = {
+        f"optimizer {name}, which codes gradients in one bit,": name in CODED,
+        "sparse_gradients": config.sparse_gradients,
+    }
+    for what, is_on in refused.items():
+        if is_on and device.type != "cpu":
+            msg = f"{what} works on host memory only, and this rank computes on {device}; {_CURE}"
+            raise UnsupportedOption(msg)
 
 
 def _data_size(config: Config, axes: Mapping[str, int]) -> int:

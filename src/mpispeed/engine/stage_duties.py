@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpispeed.base.device import HOST
 from mpispeed.base.errors import UsageError
 from mpispeed.base.events import Event
+from mpispeed.base.tensor_tree import move
 from mpispeed.engine.backward import backward_scaled, require_scalar, scale_loss
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.precision.cast import cast_inputs
@@ -94,6 +96,8 @@ class StageDuties:
             msg = f"a pipeline's batch is a pair (inputs, labels), each a tensor or a tuple of tensors; found {found}"
             raise UsageError(msg)
         inputs, labels = batch
+        if self._parts.plan.device.type != "cpu":
+            inputs, labels = move((inputs, labels), self._parts.plan.device)
         if self._parts.plan.casts_inputs:
             inputs = cast_inputs((inputs,), self._parts.plan.policy.compute)[0]
         return inputs, labels
@@ -216,7 +220,8 @@ class StageDuties:
                     f"engine.eval_batch cannot take the mean of what {len(results)} micro-batches gave: {error}; give "
                     "tensors of one shape, or pass reduce_output=None"
                 )
-        problem, shared = pipe.share((problem, result if is_shared else None), pipe.size - 1)
+        told = move(result, HOST) if is_shared else None
+        problem, shared = pipe.share((problem, told), pipe.size - 1)
         if problem:
             raise UsageError(problem)
         return result if is_last else shared

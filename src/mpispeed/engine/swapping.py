@@ -95,12 +95,14 @@ def _state_cells(
     total = sum(unit.layout.padded for unit in table.units)
     ratio = offload_of(plan.config.zero_optimization).ratio
     chosen = leading_units(((unit.index, unit.layout.padded) for unit in table.units), ratio * total)
+    # On a device, parameters of the same dtype that stay there cannot be the masters.
+    is_apart = plan.device.type != "cpu" and plan.states.param.tier is Tier.DEVICE
     for unit in table.units:
         if unit.index not in chosen:
             continue
         span = own_span(mesh, plan.states.master, unit.layout.padded).numel
         own, master, accumulate = _dtypes(plan, unit, compute)
-        if own != master:
+        if own != master or is_apart:
             yield (MASTER, unit.index), (span, master)
         for slot in slots:
             yield (slot, unit.index), (span, master)
@@ -135,8 +137,9 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
             written.
         StoreError: on every rank, if files cannot be made.
     """
+    where = _where(plan)
     if not is_swapping(plan):
-        return Tiers()
+        return Tiers(**where)
     zero, world, options = plan.config.zero_optimization, mesh.world, io_options(plan.config.aio)
     roots = {kind: _root(zero, kind) for kind in swap.file_bytes}
     run = world.comm.share(run_name() if world.rank == 0 else "")
@@ -144,13 +147,13 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
     for root in sorted(set(roots.values())):
         wanted = sum(size for kind, size in swap.file_bytes.items() if roots[kind] == root)
         preflight(world.comm, world.node, Path(root), wanted, options)
-    problem, tiers = "", Tiers()
+    problem, tiers = "", Tiers(**where)
     folders: dict[Path, SwapFolder] = {}
     try:
         places = {kind: Path(root).resolve() for kind, root in roots.items()}
         for place in sorted(set(places.values())):
             folders[place] = SwapFolder(place, run, world.rank)
-        tiers = Tiers(swap, {kind: folders[place] for kind, place in places.items()}, options)
+        tiers = Tiers(swap, {kind: folders[place] for kind, place in places.items()}, options, **where)
     except (MpispeedError, OSError) as error:
         problem = f"{socket.gethostname()}: {error}"
         for folder in folders.values():
@@ -158,6 +161,15 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
     world.comm.agree(not problem, problem, StoreError)
     _tell(mesh, tiers)
     return tiers
+
+
+def _where(plan: Plan) -> dict[str, Any]:
+    """What of this rank is in host memory though the model computes on a device, as arguments of `Tiers`."""
+    states, zero = plan.states, plan.config.zero_optimization
+    tiers = {PARAM: states.param.tier, MASTER: states.master.tier, GRAD: states.grad.tier}
+    pins = any(section is not None and section.pin_memory for section in (zero.offload_param, zero.offload_optimizer))
+    on_host = [kind for kind, tier in tiers.items() if tier is not Tier.DEVICE]
+    return {"device": plan.device, "on_host": on_host, "pins": pins and plan.device.type != "cpu"}
 
 
 def io_options(aio: Aio) -> Options:

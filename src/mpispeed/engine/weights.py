@@ -245,7 +245,7 @@ def load_by(parts: Parts, function: Callable[..., Any], state: Mapping[str, Any]
 
 def _trace_of(param: torch.Tensor) -> tuple[int, int, bytes]:
     """Differs after a write: in place, through `.data`, or by other data."""
-    values = bits.as_bytes(param.detach().contiguous().reshape(-1))
+    values = bits.as_bytes(param.detach().contiguous().reshape(-1).cpu())
     return param._version, param.data_ptr(), hashlib.blake2b(values, digest_size=16).digest()
 
 

@@ -100,7 +100,7 @@ class Whole:
         mesh, cut = self.parts.mesh, self.slices.get(name)
         pieces: Iterable[Piece] = ()
         if mesh.index("data") == 0 and self._owns(name):
-            flat = tensor.detach().contiguous().reshape(-1)
+            flat = tensor.detach().contiguous().reshape(-1).cpu()
             if cut is not None:
                 pieces = gather_pieces(cut, 0, flat)
             elif mesh.index("model") == 0:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base.device import is_on_device
 from mpispeed.base.errors import CommError
-from mpispeed.mesh import checks
+from mpispeed.mesh import checks, staging
 from mpispeed.native.block_quant import Coded, Grid, dequantize, dequantize_sum, quantize, sum_requantize
 
 if TYPE_CHECKING:
@@ -122,6 +123,9 @@ def quantized_gather_through(comms: Sequence[Comm], out: torch.Tensor, shard: to
     Raises:
         CommError: tensors or block do not fit.
     """
+    if is_on_device(out) or is_on_device(shard):
+        staging.filled_by(out, lambda host: quantized_gather_through(comms, host, staging.on_host(shard), block=block))
+        return
     where = "quantized gather"
     grid, hops, whole, part = _gather_grid(comms, out, shard, block, where)
     if not hops:
@@ -142,6 +146,9 @@ def gather_codes_through(comms: Sequence[Comm], out: torch.Tensor, own: Coded, *
     Raises:
         CommError: tensors or block do not fit.
     """
+    if is_on_device(out):
+        staging.filled_by(out, lambda host: gather_codes_through(comms, host, own, block=block))
+        return
     where = "gather of codes"
     grid, hops, whole, _ = _gather_grid(comms, out, own.codes, block, where)
     if not hops:
@@ -199,6 +206,15 @@ def quantized_reduce_scatter(
     Raises:
         CommError: tensors, block or feedback do not fit.
     """
+    if is_on_device(shard) or is_on_device(full):
+        source = staging.on_host(full)
+        staging.filled_by(
+            shard,
+            lambda host: quantized_reduce_scatter(
+                inner, outer, host, source, block=block, scale=scale, feedback=feedback
+            ),
+        )
+        return
     where = "quantized reduce-scatter"
     part, whole = (_floats(inner, x, where) for x in (shard, full))
     pieces = inner.size * outer.size

@@ -335,10 +335,10 @@ def post_recv(
 
 
 def _fetched(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x` in pinned memory, complete."""
+    """A copy of `x` in pinned memory, complete; `x` itself where it is on the host."""
     if not is_on_device(x):
         return x
-    host = _fill(devices.pinned(x.numel(), x.dtype), x)
+    host = _fill(devices.pinned(x.numel(), x.dtype).view(x.shape), x)
     _finish(x.device)
     return host
 
@@ -351,3 +351,13 @@ def _finish(device: torch.device) -> None:
 def on_host(x: torch.Tensor) -> torch.Tensor:
     """`x` itself in host memory, or a complete copy there."""
     return _fetched(x.detach())
+
+
+def filled_by(out: torch.Tensor, fill: Callable[[torch.Tensor], object]) -> None:
+    """Let `fill` fill a host tensor like `out`, and bring it there; `out` itself where it is on the host."""
+    if not is_on_device(out):
+        fill(out)
+        return
+    host = devices.pinned(out.numel(), out.dtype).view(out.shape)
+    fill(host)
+    _fill(out, host)

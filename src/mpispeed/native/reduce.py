@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mpispeed.native import status
+from mpispeed.native import exact_squares, status
 from mpispeed.native.flat import KINDS, TWIN_SPAN, check_tensors, check_threads, is_same_memory, overlaps
 
 _MOST_PARTS = 65536
@@ -144,12 +144,14 @@ def square_partials(x: Tensor, *, block: int = 256, threads: int = 1) -> list[fl
     sum beyond fp64, gives [inf].
 
     Shapes:
-        `x` is contiguous and on the host; fp32, bf16, fp16 or fp64.
+        `x` is contiguous; fp32, bf16, fp16 or fp64.
 
     Raises:
         ValueError: the layout, block or threads do not fit.
         TypeError: the dtype is none of these.
     """
+    if x.device.type != "cpu":
+        return exact_squares.square_partials(x.detach().view(-1), block=block)
     length = _check_squares(x, block)
     check_threads("square_partials", threads)
     module = status.compiled("fp_sum")

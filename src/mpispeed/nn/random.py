@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from mpispeed.base import device as devices
 from mpispeed.base.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,9 @@ State = dict[str, torch.Tensor]
 def capture() -> State:
     """The states of the generators that layers draw from on this rank."""
     state = {"cpu": torch.get_rng_state()}
-    if _has_device():
-        state["cuda"] = torch.cuda.get_rng_state()
+    device = _device()
+    if device is not None:
+        state[device.type] = devices.module_of(device).get_rng_state()
     return state
 
 
@@ -42,13 +44,18 @@ def restore(state: Mapping[str, torch.Tensor]) -> None:
     """Put the generators back to what `capture` saw; devices that are missing in it stay as they are."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
-    if "cuda" in state and _has_device():
-        torch.cuda.set_rng_state(state["cuda"])
+    device = _device()
+    if device is not None and device.type in state:
+        devices.module_of(device).set_rng_state(state[device.type])
 
 
-def _has_device() -> bool:
+def _device() -> torch.device | None:
+    """What this process computes on, as an engine or a script has chosen it; None: the host."""
+    if devices.used() is not None:
+        return devices.used()
     # Asking a device that nobody uses for its state would start it.
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
 
 
 class RNGStatesTracker:

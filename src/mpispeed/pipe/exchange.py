@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from mpispeed.base.device import HOST
 from mpispeed.base.errors import CommError
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class Exchange:
         grad_slices: Slices | None = None,
         is_own: IsOwn = lambda _: False,
         mark: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        device: torch.device = HOST,
     ) -> None:
         """Make the exchange.
 
@@ -158,8 +160,9 @@ class Exchange:
             grad_slices: cuts gradients; alike.
             is_own: True for tensors that differ between the ranks of a slicing group: they are sent whole.
             mark: makes `is_own` true of a tensor that was received.
+            device: where tensors are received.
         """
-        self._mark = mark
+        self._mark, self._device = mark, device
         self._comm, self._slices, self._grad_slices, self._is_own = comm, slices, grad_slices, is_own
         self._sent: dict[int, tuple[Any, list[Any]]] = {}
         self._known: dict[int, tuple[Any, list[Any]]] = {}
@@ -242,7 +245,7 @@ class Exchange:
         self.peak_in_flight = max(self.peak_in_flight, len(self._works))
 
     def _recv(self, row: Leaf, src: int, tag: int, slices: Slices | None) -> torch.Tensor:
-        tensor = torch.empty(row.shape, dtype=row.dtype)
+        tensor = torch.empty(row.shape, dtype=row.dtype, device=self._device)
         flat = tensor.view(-1)
         if flat.numel():
             if slices is not None and not row.is_own and slices.takes(flat):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
+
+from mpispeed.base.tensor_tree import map_tensors
 
 
 def cast_inputs(tree: Any, dtype: torch.dtype) -> Any:
@@ -14,19 +15,7 @@ def cast_inputs(tree: Any, dtype: torch.dtype) -> Any:
 
     Containers are copied, leaves that need no cast are the same objects; other types are returned as they are.
     """
-    if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, dict):
-        result = copy.copy(tree)
-        for key, value in tree.items():
-            result[key] = cast_inputs(value, dtype)
-        return result
-    if isinstance(tree, tuple):
-        items = [cast_inputs(item, dtype) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, list):
-        return [cast_inputs(item, dtype) for item in tree]
-    return tree
+    return map_tensors(tree, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:

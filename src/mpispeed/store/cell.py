@@ -210,7 +210,7 @@ class SwapCell:
             msg = f"a swapped tensor of {wanted} cannot be set to {found}"
             raise StoreError(msg)
         self._written = self.numel
-        return self._carry(values, is_write=True)
+        return self._carry(values.to("cpu"), is_write=True)
 
     def _carry(self, values: torch.Tensor, *, is_write: bool) -> Carried:
         try:

@@ -98,7 +98,7 @@ def reduce_into(
         if part == target.numel() and receives(target.dtype, source.dtype):
             shard = target
         elif source.dtype in HALF_FLOATS:
-            shard = arena.take(part, torch.float32)
+            shard = arena.take(part, torch.float32, on_host=source.device.type == "cpu")
             borrowed.append(shard)
         else:
             shard = source[comm.rank * part : (comm.rank + 1) * part]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
 from mpispeed.native.block_io import ALIGNMENT, BlockIO, Options
 from mpispeed.store.cell import STEP, Cell, MemoryCell, SwapCell
@@ -84,6 +85,10 @@ class Tiers:
         plan: SwapPlan | None = None,
         folders: Mapping[str, SwapFolder] | None = None,
         options: Options | None = None,
+        *,
+        device: torch.device = devices.HOST,
+        on_host: Collection[str] = (),
+        pins: bool = False,
     ) -> None:
         """Reserve what the plan asks for.
 
@@ -91,11 +96,15 @@ class Tiers:
             plan: what is swapped; nothing by default.
             folders: where the swap file of each kind goes.
             options: how files are read and written.
+            device: what the model computes on.
+            on_host: kinds that rest in host memory all the same; those of optimizer states go with the masters.
+            pins: what rests in host memory is page-locked.
 
         Raises:
             StoreError: a file cannot be made, or there is no space for it.
         """
         self.plan = plan or SwapPlan()
+        self.device, self._on_host, self._pins = device, frozenset(on_host), pins
         self.is_swapping = bool(self.plan.cells)
         self.problem = ""  # the first failure of `keep`
         self._folders = {id(folder): folder for folder in (folders or {}).values()}
@@ -134,6 +143,22 @@ class Tiers:
         """True if that kind of the unit rests in a swap file."""
         return (kind, unit) in self.plan.cells
 
+    def home(self, kind: str) -> torch.device:
+        """Where values of that kind are while they are used: those of swap files in host memory."""
+        group = kind if kind in (PARAM, GRAD) else MASTER
+        return devices.HOST if group in self._on_host else self.device
+
+    def is_apart(self, kind: str) -> bool:
+        """True if that kind rests in other memory than the model computes in."""
+        return self.home(kind) != self.device
+
+    def bring(self, kind: str, values: torch.Tensor, dtype: torch.dtype, *, copies: bool) -> torch.Tensor:
+        """`values` in `dtype` where that kind is at home; themselves if they are so already, unless `copies`."""
+        home = self.home(kind)
+        if home.type != "cpu" or not self._pins or values.device == home:
+            return values.to(device=home, dtype=dtype, copy=copies)
+        return torch.empty(values.shape, dtype=dtype, device=home, pin_memory=True).copy_(values)
+
     def keep(self, kind: str, unit: int, values: torch.Tensor) -> Cell:
         """A cell that holds `values`; in memory it is that tensor.
 
@@ -152,7 +177,9 @@ class Tiers:
         """A cell of zeros; in a swap file nothing is written for them."""
         if self.holds(kind, unit):
             return self._swapped(kind, numel, dtype)
-        return MemoryCell(torch.zeros(numel, dtype=dtype))
+        home = self.home(kind)
+        pins = self._pins and home.type == "cpu" and self.device.type != "cpu"
+        return MemoryCell(torch.zeros(numel, dtype=dtype, device=home, pin_memory=pins))
 
     def _swapped(self, kind: str, numel: int, dtype: torch.dtype) -> SwapCell:
         end = self._ends[kind] + padded_bytes(numel, dtype)

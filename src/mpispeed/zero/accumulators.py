@@ -86,7 +86,7 @@ class Accumulators:
         if not isinstance(cell, SwapCell):
             return self.reduced(unit)
         self._take_back(unit.index)
-        buffer = self._buffers[unit.index] = self.arena.take(self._longest[cell.dtype], cell.dtype)
+        buffer = self._buffers[unit.index] = self.arena.take(self._longest[cell.dtype], cell.dtype, on_host=True)
         values = buffer[: cell.numel]
         if reads:
             self._await(cell.start_get(values))

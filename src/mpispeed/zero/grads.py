@@ -112,7 +112,7 @@ class GradStore(Accumulators):
         self._accumulate, self._communicate, self._requires_all = accumulate, communicate, requires_all
         super().__init__(table, mesh, rest, target, self.dtype, tiers)
         self.is_overlapped = is_overlapped and mesh["data"].size > 1
-        self.arena = Arena()
+        self.arena = Arena(tiers.device)
         outer = remaining_axes(mesh, target, PARTIAL_AXES)
         self._outer = outer if not rest.is_whole and mesh.topology.group_size(outer) > 1 else ()
         partial = target.axes if self._outer else PARTIAL_AXES
@@ -286,7 +286,8 @@ class GradStore(Accumulators):
         wire = _scaled(bucket, before, self.wire_dtype(unit), self.arena)
         target = self.begin(unit, reads=adds)
         if adds:
-            part = self.arena.take(target.numel(), torch.promote_types(target.dtype, wire.dtype))
+            wide = torch.promote_types(target.dtype, wire.dtype)
+            part = self.arena.take(target.numel(), wide, on_host=target.device.type == "cpu")
             self._reducer(self._lane, unit, wire, part, after, self.arena)
             target.add_(part)
             self.arena.give(part)

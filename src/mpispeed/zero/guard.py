@@ -54,7 +54,7 @@ class Keeper(Protocol):
 _KEEPERS = WeakIdKeyDictionary()
 """Parameter -> weak reference to its keeper. By the parameter and not by its `id`, which a new one may get again."""
 
-_STAND_INS: dict[torch.dtype, torch.Tensor] = {}
+_STAND_INS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 _SEALED_CLASSES: dict[type, type] = {}
 
 
@@ -101,13 +101,16 @@ class Sealed:
 # -- sealing -----------------------------------------------------------------------------------------------------
 
 
-def seal(param: nn.Parameter, keeper: Keeper, dtype: torch.dtype) -> None:
-    """Let go of the data of `param`; from now on `keeper` answers for it, and its dtype is `dtype`."""
-    cls, shape = type(param), param.shape
-    if issubclass(cls, Sealed) and param.dtype != dtype:
+def seal(param: nn.Parameter, keeper: Keeper, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Let go of the data of `param`; from now on `keeper` answers for it, and its dtype is `dtype`.
+
+    It seems to be on `device`, by default on that of its data.
+    """
+    cls, shape, device = type(param), param.shape, device or param.device
+    if issubclass(cls, Sealed) and (param.dtype != dtype or param.device != device):
         param.__class__ = cls = cls.__mro__[2]
     if not issubclass(cls, Sealed):
-        param.data = _stand_in(dtype).expand(shape)
+        param.data = _stand_in(dtype, device).expand(shape)
         param.__class__ = _sealed_class(cls)
     watch(param, keeper)
 
@@ -147,15 +150,16 @@ def forget(param: nn.Parameter) -> None:
         known.left(param)
 
 
-def _stand_in(dtype: torch.dtype) -> torch.Tensor:
-    if dtype not in _STAND_INS:
+def _stand_in(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    key = dtype, device
+    if key not in _STAND_INS:
         # A few functions of torch ask no class (torch.tensor, vmap): what they read must not look like weights.
         value: float | bool = float("nan")
         if not dtype.is_floating_point and not dtype.is_complex:
             value = dtype == torch.bool or torch.iinfo(dtype).max
         with torch.inference_mode(False):
-            _STAND_INS[dtype] = torch.full((1,), value, dtype=dtype).squeeze(0)
-    return _STAND_INS[dtype]
+            _STAND_INS[key] = torch.full((1,), value, dtype=dtype, device=device).squeeze(0)
+    return _STAND_INS[key]
 
 
 def _sealed_class(cls: type) -> type:
@@ -229,9 +233,13 @@ def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data" and args[0] is args[1]
     if name not in _CASTS or not is_sealed(args[0]):
         return False
-    probe = torch.empty(0, dtype=args[0].dtype)
-    others = [torch.empty(0, dtype=arg.dtype) if isinstance(arg, Sealed) else arg for arg in args[1:]]  # type: ignore[attr-defined]
+    probe = _empty_like(args[0])
+    others = [_empty_like(arg) if is_sealed(arg) else arg for arg in args[1:]]
     return func(probe, *others, **kwargs) is probe
+
+
+def _empty_like(param: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=param.dtype, device=param.device)
 
 
 def _spoken(func: Callable[..., Any]) -> str:

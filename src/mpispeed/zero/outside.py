@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from mpispeed.store.table import Table
 
 
-def broadcast_rest(model: nn.Module, table: Table, mesh: Mesh, compute: torch.dtype | None) -> None:
-    """Equalise what the store does not manage: frozen parameters and buffers; floats go to `compute` if it is given.
+def broadcast_rest(
+    model: nn.Module, table: Table, mesh: Mesh, compute: torch.dtype | None, device: torch.device
+) -> None:
+    """Equalise what the store does not manage: frozen parameters and buffers.
+
+    They go to `device`, and floats to `compute` if it is given.
 
     Collective over: the data axis.
     """
@@ -30,5 +34,5 @@ def broadcast_rest(model: nn.Module, table: Table, mesh: Mesh, compute: torch.dt
     for tensor in tensors:
         if compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:
             tensor.data = tensor.data.to(compute)
-        tensor.data = tensor.data.contiguous()
+        tensor.data = tensor.data.to(device).contiguous()
         mesh["data"].broadcast(tensor.data)

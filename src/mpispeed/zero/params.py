@@ -88,9 +88,11 @@ class ParamStore(Holdings):
         """
         self.table, self.mesh, self.tiers = table, mesh, tiers
         self.compute, self.master_dtype, self.placement = compute, master, master_placement
-        self.arena, self._codes_frozen, self._own_masters = Arena(), codes_frozen, own_masters
+        self.device = tiers.device
+        self.arena, self._codes_frozen, self._own_masters = Arena(self.device), codes_frozen, own_masters
         self._collector = Collector(mesh, widener=widener, second=second)
-        is_cut = mesh.topology.group_size(param_placement.axes) > 1
+        # What rests in other memory than the model computes in is fetched, also where one rank has all of it.
+        is_cut = mesh.topology.group_size(param_placement.axes) > 1 or tiers.is_apart(PARAM)
         self._placements = [
             param_placement if (is_cut and unit.index not in resident) or tiers.holds(PARAM, unit.index) else WHOLE
             for unit in table.all_units
@@ -113,7 +115,7 @@ class ParamStore(Holdings):
             self._adopt(unit)
 
     def _adopt(self, unit: Unit) -> None:
-        source = torch.zeros(unit.layout.padded, dtype=unit.dtype)
+        source = torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self.device)
         # What zero.Init cut over all data ranks has equal values there.
         group_sizes = [getattr(guard.keeper_of(p), "group_size", 0) if guard.is_sealed(p) else 0 for p in unit.params]
         is_born_cut = min(group_sizes, default=0) >= self.mesh["data"].size
@@ -125,7 +127,9 @@ class ParamStore(Holdings):
             self.mesh["data"].broadcast(source)
         compute, master = self.dtypes(unit)
         own, span = self.rest_span(unit), self.span(unit)
-        rest = source[own.slice].to(compute, copy=not self.is_resident(unit))
+        rest = source[own.slice].to(compute, copy=not self.is_resident(unit) and not self.tiers.is_apart(PARAM))
+        if not self.is_resident(unit):
+            rest = self.tiers.bring(PARAM, rest, compute, copies=False)
         if self._codes_frozen and not unit.is_trainable and not self.is_resident(unit) and Codes.takes(compute):
             self._collector.codes[unit.index] = Codes(rest)
             rest = rest[:0].clone()
@@ -133,8 +137,9 @@ class ParamStore(Holdings):
         # Masters of another dtype start from the model as given, before it is rounded to the compute dtype.
         if not unit.is_trainable:
             self._masters.append(MemoryCell(rest[:0].clone()))
-        elif master != compute or self._own_masters:
-            self._masters.append(self.tiers.keep(MASTER, unit.index, source[span.slice].to(master, copy=True)))
+        elif master != compute or self._own_masters or self.tiers.home(MASTER) != rest.device:
+            values = self.tiers.bring(MASTER, source[span.slice], master, copies=True)
+            self._masters.append(self.tiers.keep(MASTER, unit.index, values))
         else:
             self._shared.add(unit.index)
             is_same = own == span and self._rest[-1].is_swapped
@@ -159,7 +164,7 @@ class ParamStore(Holdings):
     def hide(self, unit: Unit) -> None:
         """Seal the unit's parameters."""
         for param in unit.params:
-            guard.seal(param, self, self.dtypes(unit)[0])
+            guard.seal(param, self, self.dtypes(unit)[0], self.device)
 
     def start_collect(self, lane: Mesh, unit: Unit, full: torch.Tensor, reader: Callable[[], str]) -> Work:
         """Start to fill `full` with the whole unit, from the second copy if that is of use.
@@ -253,7 +258,7 @@ class ParamStore(Holdings):
             self.mesh["data"].agree(not problem, problem, StoreError)
         if shard is None:
             raise StoreError(problem)
-        full = torch.empty(unit.layout.padded, dtype=self.dtypes(unit)[0])
+        full = torch.empty(unit.layout.padded, dtype=self.dtypes(unit)[0], device=self.device)
         widen(self.mesh, full, shard, self._placements[unit.index], WHOLE, unit.layout.padded)
         return full
 

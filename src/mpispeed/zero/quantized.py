@@ -52,7 +52,7 @@ class Codes:
 
     def keep(self, shard: torch.Tensor) -> None:
         """Replace what is kept. Shapes: shard [numel]."""
-        quantize(self._coded, shard, self._grid)
+        quantize(self._coded, shard.to("cpu"), self._grid)
 
     def values(self) -> torch.Tensor:
         """What is kept, rounded. Shapes: [numel]."""

@@ -151,7 +151,10 @@ class Walker:
             for group, span, entry in self._ranges(borrowed.unit):
                 common = span.intersect(borrowed.chunk)
                 if common.numel:
-                    yield self._window(borrowed, group, common, groups[group], step, entry)
+                    window, out = self._window(borrowed, group, common, groups[group], step, entry)
+                    yield window
+                    if out is not None:
+                        out.copy_(window.master)
             changed = True
         finally:
             waiting.popleft()
@@ -188,15 +191,20 @@ class Walker:
 
     def _window(
         self, borrowed: _Borrowed, index: int, span: Span, group: dict[str, Any], step: int, entry: Entry | None
-    ) -> Window:
+    ) -> tuple[Window, torch.Tensor | None]:
+        """A window, and what has to be filled from its master afterwards because it is in other memory."""
         local = span.shifted(-borrowed.chunk.start).slice
-        return Window(
-            master=borrowed.master.wait()[local],
-            grad=borrowed.grad.wait()[local],
+        master = borrowed.master.wait()[local]
+        out = None if borrowed.out is None else borrowed.out.wait()[local]
+        is_near = out is None or out.device == master.device
+        window = Window(
+            master=master,
+            grad=borrowed.grad.wait()[local].to(master.device),
             state={slot: loan.wait()[local] for slot, loan in borrowed.state.items()},
             group=group,
             step=step,
-            out=None if borrowed.out is None else borrowed.out.wait()[local],
+            out=out if is_near else None,
             key=(borrowed.unit.index, index, span.start),
             shape=None if entry is None else entry.shape,
         )
+        return window, None if is_near else out

@@ -1,0 +1,26 @@
+"""The device of these tests: memory of its own that the host cannot read, with the arithmetic of the host."""
+
+import pytest
+
+from mpispeed.base import device as devices
+from tests.helpers.device import stand_in
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Engines that are made in the test compute on it; the process has none afterwards."""
+    found = stand_in()
+    monkeypatch.setenv("MPISPEED_DEVICE", found.type)
+    yield found
+    devices._USED.clear()
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    """Call it to let engines that are made afterwards compute on the host again."""
+
+    def switch():
+        monkeypatch.setenv("MPISPEED_DEVICE", "cpu")
+        devices._USED.clear()
+
+    return switch
