@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpispeed.data.loader import RepeatingLoader
     from mpispeed.engine import Engine, add_config_arguments, init_distributed, initialize
     from mpispeed.guard.walltime import RunEnded
+    from mpispeed.optim import FusedAdam, FusedLamb
 
 __version__: str
 
@@ -36,6 +37,8 @@ _HOME = {
     "elasticity": "mpispeed.elasticity",
     "RepeatingLoader": "mpispeed.data.loader",
     "RunEnded": "mpispeed.guard.walltime",
+    "FusedAdam": "mpispeed.optim",
+    "FusedLamb": "mpispeed.optim",
     "pipe": "mpispeed.pipe",
     "zero": "mpispeed.zero",
     "get_fp32_state_dict_from_zero_checkpoint": "mpispeed.ckpt.fp32",
@@ -46,6 +49,8 @@ _HOME = {
 
 __all__ = [
     "Engine",
+    "FusedAdam",
+    "FusedLamb",
     "RepeatingLoader",
     "RunEnded",
     "__version__",

@@ -15,9 +15,10 @@ from __future__ import annotations
 from mpispeed.optim.adagrad import Adagrad
 from mpispeed.optim.adam import Adam
 from mpispeed.optim.choice import build
-from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion, FusedLamb
+from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion
 from mpispeed.optim.exchange import Exchange, Exchanges, MixesMomentum
 from mpispeed.optim.foreign import Foreign, is_elementwise, split_state
+from mpispeed.optim.fused import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
 from mpispeed.optim.lamb import Lamb
 from mpispeed.optim.lion import Lion
 from mpispeed.optim.onebit_adam import OnebitAdam
@@ -58,7 +59,10 @@ __all__ = [
     "Exchange",
     "Exchanges",
     "Foreign",
+    "FusedAdagrad",
+    "FusedAdam",
     "FusedLamb",
+    "FusedLion",
     "KeepsState",
     "LRRangeTest",
     "Lamb",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from mpispeed.native.host_terms import Terms, adagrad_terms
 from mpispeed.optim.host_rule import HostRule, read_hyper
 from mpispeed.optim.rule import RULES, Rule, Window
@@ -33,7 +35,7 @@ class Adagrad(HostRule):
     def __init__(self, **hyper: Any) -> None:
         super().__init__("Adagrad", {**DEFAULTS, **hyper})
 
-    def update_one(self, window: Window, grad_scale: float, threads: int) -> float:
+    def update_one(self, window: Window, grad_scale: float, threads: int) -> float | Tensor:
         """Update one window that is not empty."""
         hyper = {**self.defaults, **window.group}
         if window.step == 1 and hyper["initial_accumulator_value"]:

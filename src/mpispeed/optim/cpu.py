@@ -1,7 +1,7 @@
 """Adam, Adagrad, Lion and LAMB as optimizers of torch for any model in host memory.
 
-The names and arguments are those of DeepSpeed's CPU optimizers and FusedLamb; the rules are those that a JSON
-file chooses, see `adam`, `adagrad`, `lion` and `lamb`.
+The names and arguments are those of DeepSpeed's CPU optimizers; the rules are those that a JSON file chooses, see
+`adam`, `adagrad`, `lion` and `lamb`. For models on a device there are those of `fused`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mpispeed.base.errors import ConfigError
 from mpispeed.optim.adagrad import Adagrad
 from mpispeed.optim.adam import Adam
 from mpispeed.optim.host_optimizer import HostOptimizer
@@ -101,11 +100,10 @@ class CPULion(HostOptimizer):
         super().__init__(Lion(), model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, threads=threads)
 
 
-class FusedLamb(HostOptimizer):
+class CPULamb(HostOptimizer):
     """LAMB; the ratio of the norms of a parameter and its step is kept within [min_coeff, max_coeff].
 
-    One call updates all parameters. Gradients are unscaled and clipped by `grad_scale` of `step`; `max_grad_norm`
-    has its place among the arguments and must be 0.
+    Gradients are unscaled and clipped by `grad_scale` of `step`.
     """
 
     def __init__(
@@ -117,7 +115,6 @@ class FusedLamb(HostOptimizer):
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
         weight_decay: float = 0,
-        max_grad_norm: float = 0.0,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         amsgrad: bool = False,
@@ -125,12 +122,6 @@ class FusedLamb(HostOptimizer):
         *,
         threads: int | None = None,
     ) -> None:
-        if max_grad_norm:
-            msg = (
-                f"max_grad_norm of FusedLamb is {max_grad_norm!r}; clip before the step with "
-                "torch.nn.utils.clip_grad_norm_, or give the factor to step as grad_scale"
-            )
-            raise ConfigError(msg)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -146,12 +137,8 @@ class FusedLamb(HostOptimizer):
 
     def _check_hyper(self, hyper: Mapping[str, Any]) -> None:
         super()._check_hyper(hyper)
-        check_coefficients("FusedLamb", hyper)
+        check_coefficients("CPULamb", hyper)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The ratios of the last step, one for each parameter with a gradient, in the order of the groups."""
-        return list(self._ratios)
-
-
-CPULamb = FusedLamb
-"""The same class under a name like those of its siblings."""
+        return [float(ratio) for ratio in self._ratios]

@@ -1,4 +1,4 @@
-"""Base of the optimizers for models in host memory: one call into compiled code for all parameters of a step."""
+"""Base of the optimizers for any model: one call into compiled code for all parameters of a step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import torch
 from torch import Tensor
 
 from mpispeed.base.errors import UnsupportedOption, UsageError
+from mpispeed.native.device_optim import DeviceTable
 from mpispeed.native.host_table import HostTable, Row, check_pair
 from mpispeed.optim.host_rule import HostRule, read_hyper
 
 _HALVES = (torch.bfloat16, torch.float16)
 
+Factor = float | Tensor
+"""What gradients are multiplied by: a number, or a scalar on the device that nobody has to wait for."""
+
 
 class _Prepared(NamedTuple):
     """A table, and what must stay the same for it to be used again; lists are in the order of its rows."""
 
-    table: HostTable
+    table: HostTable | DeviceTable
     params: list[Tensor]
     states: list[dict[str, Any]]
     everything: list[dict[str, Any]]  # the states of all parameters, also those without gradient
@@ -40,6 +44,8 @@ class HostOptimizer(torch.optim.Optimizer):
     What one step prepares is kept for the next, as long as the tensors stay where they are.
     """
 
+    is_on_host = True  # False: `_make_table` also takes tensors of a device
+
     def __init__(
         self,
         rule: HostRule,
@@ -58,7 +64,7 @@ class HostOptimizer(torch.optim.Optimizer):
         """
         self._rule = rule
         self._prepared: _Prepared | None = None
-        self._ratios: list[float] = []
+        self._ratios: list[float] | Tensor = []
         self.fp32_optimizer_states = bool(fp32_optimizer_states)
         self.threads = threads
         super().__init__(params, defaults)
@@ -105,7 +111,7 @@ class HostOptimizer(torch.optim.Optimizer):
             if x.is_sparse:
                 msg += ": make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
             raise UsageError(msg)
-        if x.device.type != "cpu":
+        if self.is_on_host and x.device.type != "cpu":
             msg = (
                 f"{what} {name} is on {x.device}, and this optimizer updates host memory; keep the parameters there "
                 "(zero_optimization.offload_optimizer with device cpu does), or use an optimizer of torch.optim"
@@ -137,38 +143,66 @@ class HostOptimizer(torch.optim.Optimizer):
             UsageError: a parameter or gradient is sparse, not contiguous or not in host memory.
             ValueError: `lowp_out` does not fit.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._called(closure)
+        self._update_all(None, lowp_out, [float(grad_scale)] * len(self.param_groups))
+        return loss
+
+    @staticmethod
+    def _called(closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _update_all(
+        self, grads: Sequence[Any] | None, lowp_out: Sequence[Tensor] | None, factors: Sequence[Factor]
+    ) -> None:
+        """One update; `grads` instead of those of the parameters, where given, and a factor for each group."""
         params = [param for group in self.param_groups for param in group["params"]]
         outs = list(lowp_out or ())
         if lowp_out is not None:
             _check_outs(params, outs)
-        grads: list[Any] = list(map(attrgetter("grad"), params))
+        grads = list(map(attrgetter("grad"), params)) if grads is None else list(grads)
         if any(grad is None for grad in grads):
             is_live = [grad is not None for grad in grads]
             for param, out in compress(zip(params, outs, strict=False), map(not_, is_live)):
                 out.view(-1).copy_(param.view(-1))
             params, grads, outs = (list(compress(x, is_live)) for x in (params, grads, outs))
-        self._update(params, grads, outs, float(grad_scale))
-        return loss
+        self._update(params, grads, outs, factors)
 
-    def _update(self, live: list[Tensor], grads: list[Tensor], outs: list[Tensor], grad_scale: float) -> None:
+    def _update(self, live: list[Tensor], grads: list[Tensor], outs: list[Tensor], factors: Sequence[Factor]) -> None:
         prepared, self._prepared = self._prepared, None
         if prepared is None or not (
             _is_same(prepared, live, self.state, self._rule.state_names) and prepared.table.take(live, grads, outs)
         ):
             prepared = self._prepare(live, grads, outs)
-        terms = [
-            self._rule.terms({**self._rule.defaults, **self.param_groups[index]}, done + 1, grad_scale)
-            for index, done in prepared.lots
-        ]
-        self._ratios = prepared.table.run(terms, threads=self.threads or torch.get_num_threads())
+        self._run(prepared, factors)
         steps = [done + 1 for done in prepared.steps]
         for state, done in zip(prepared.states, steps, strict=True):
             state["step"] = done
         self._prepared = prepared._replace(steps=steps, lots=[(index, done + 1) for index, done in prepared.lots])
+
+    def _run(self, prepared: _Prepared, factors: Sequence[Factor]) -> None:
+        table = prepared.table
+        is_host = isinstance(table, HostTable)
+        given = [factors[index] for index, _ in prepared.lots]
+        terms = [
+            self._rule.terms(
+                {**self._rule.defaults, **self.param_groups[index]},
+                done + 1,
+                float(factor) if is_host or not isinstance(factor, Tensor) else 1.0,
+            )
+            for (index, done), factor in zip(prepared.lots, given, strict=True)
+        ]
+        if isinstance(table, HostTable):
+            self._ratios = table.run(terms, threads=self.threads or torch.get_num_threads())
+        else:
+            scales = [factor if isinstance(factor, Tensor) else None for factor in given]
+            self._ratios = table.run(terms, scales=scales)
+
+    def _make_table(self, rows: list[Row]) -> HostTable | DeviceTable:
+        """What updates these tensors together."""
+        return HostTable(self._rule.kernel, rows)
 
     def _prepare(self, live: list[Tensor], grads: list[Tensor], outs: list[Tensor]) -> _Prepared:
         """Check everything, begin the states that are not there, and lay out the table."""
@@ -193,7 +227,7 @@ class HostOptimizer(torch.optim.Optimizer):
             rows.append(Row(param, tuple(state[name] for name in names), grad, outs[row] if outs else None, lot))
         states = [self.state[param] for param in live]
         return _Prepared(
-            table=HostTable(self._rule.kernel, rows),
+            table=self._make_table(rows),
             params=live,
             states=states,
             everything=list(self.state.values()),
@@ -240,15 +274,21 @@ class HostOptimizer(torch.optim.Optimizer):
                 group.setdefault("amsgrad", False)
 
 
+def _place_of(param: Tensor) -> str:
+    return "the host" if param.device.type == "cpu" else str(param.device)
+
+
 def _check_outs(params: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     if len(outs) != len(params):
         msg = f"lowp_out has {len(outs)} buffers for {len(params)} parameters; give one for each"
         raise ValueError(msg)
     for position, (param, out) in enumerate(zip(params, outs, strict=True)):
-        if out.dtype not in _HALVES or out.numel() != param.numel() or not out.is_contiguous() or out.is_cuda:
+        fits = out.numel() == param.numel() and out.is_contiguous() and out.device == param.device
+        if out.dtype not in _HALVES or not fits:
             msg = (
                 f"lowp_out[{position}] is a {out.dtype} tensor of shape {tuple(out.shape)} and strides {out.stride()} "
-                f"on {out.device}; expected a contiguous bf16 or fp16 buffer of {param.numel()} elements on the host"
+                f"on {out.device}; expected a contiguous bf16 or fp16 buffer of {param.numel()} elements on "
+                f"{_place_of(param)}"
             )
             raise ValueError(msg)
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from mpispeed.base.errors import ConfigError, UnsupportedOption
+from mpispeed.native.cuda.launcher import for_tensor
+from mpispeed.native.device_optim import update_row
 from mpispeed.native.host_table import STATE_NAMES, HostTable, Row
 from mpispeed.native.host_terms import Terms
-from mpispeed.native.host_twins import run_twin
 from mpispeed.optim.rule import Window, check_range, drop_auto, refuse_keyword
 
 
@@ -19,7 +20,7 @@ class HostRule(ABC):
     """A rule whose loops are in `native.host_table`; a subclass says which factors an update has.
 
     Windows are taken one at a time, and each is finished before the next is asked for. Gradients are not
-    modified. Windows outside of host memory are updated by the torch twin.
+    modified. Windows on a device are updated there, and nothing waits for that.
     """
 
     kernel: str  # name of the rule in `native.host_table`
@@ -37,8 +38,8 @@ class HostRule(ABC):
             if window.master.numel():
                 self.update_one(window, grad_scale, threads)
 
-    def update_one(self, window: Window, grad_scale: float, threads: int) -> float:
-        """Update one window that is not empty; gives LAMB's trust ratio, or 1."""
+    def update_one(self, window: Window, grad_scale: float, threads: int) -> float | Tensor:
+        """Update one window that is not empty; gives LAMB's trust ratio, on a device as a scalar there, or 1."""
         states = tuple(window.state[name] for name in self.state_names)
         terms = self.terms({**self.defaults, **window.group}, window.step, grad_scale)
         return run_kernel(self.kernel, window.master, states, window.grad, window.out, terms, threads)
@@ -63,11 +64,12 @@ def run_kernel(
     out: Tensor | None,
     terms: Terms,
     threads: int = 1,
-) -> float:
-    """One update by a kernel of `native.host_table`, outside of host memory by its twin; gives the ratio or 1."""
-    if param.device.type != "cpu":
-        return run_twin(kernel, param, states, grad, out, terms)
-    ratios = HostTable(kernel, [Row(param, states, grad, out)]).run([terms], threads=threads)
+) -> float | Tensor:
+    """One update by a kernel of `native.host_table` or `native.device_optim`; gives the ratio (of LAMB) or 1."""
+    row = Row(param, states, grad, out)
+    if param.device.type != "cpu" or for_tensor(param) is not None:
+        return update_row(kernel, row, terms)
+    ratios = HostTable(kernel, [row]).run([terms], threads=threads)
     return ratios[0] if ratios else 1.0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from mpispeed.native.host_terms import Terms, lamb_terms
 from mpispeed.optim.host_rule import HostRule, check_coefficients, read_hyper
 from mpispeed.optim.rule import RULES, Rule, Window
@@ -37,7 +39,7 @@ class Lamb(HostRule):
 
     def __init__(self, **hyper: Any) -> None:
         super().__init__("Lamb", {**DEFAULTS, **hyper})
-        self._coefficients: list[float] = []
+        self._coefficients: list[float | Tensor] = []
 
     def update(self, windows: Iterable[Window], *, grad_scale: float = 1.0, threads: int = 1) -> None:
         """Update the master, state and `out` of every window from its gradient times `grad_scale`."""
@@ -46,8 +48,8 @@ class Lamb(HostRule):
         ]
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The ratios of the last update, one for each window that was not empty."""
-        return list(self._coefficients)
+        """The ratios of the last update, one for each window that was not empty; waits for the device."""
+        return [float(ratio) for ratio in self._coefficients]
 
     def terms(self, hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
         """The factors of update number `step`, from 1, with the hyper-parameters of a group."""

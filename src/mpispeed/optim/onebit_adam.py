@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from mpispeed.native.host_terms import Terms, onebit_terms
 from mpispeed.optim.exchange import Exchange
 from mpispeed.optim.host_rule import HostRule, run_kernel
@@ -45,7 +47,7 @@ class OnebitAdam(HostRule):
         """1: the agreed momentum is taken as it is."""
         return 1.0
 
-    def update_one(self, window: Window, grad_scale: float, threads: int) -> float:
+    def update_one(self, window: Window, grad_scale: float, threads: int) -> float | Tensor:
         """Update one window that is not empty; gives 1."""
         if self.exchanges(window.step, window.group) is Exchange.GRADIENT:
             return super().update_one(window, grad_scale, threads)

@@ -137,7 +137,8 @@ class OnebitLamb(HostRule):
         if numbers.scaling_coeff is not None:
             numbers = self._numbers[key_text(window.key)] = _Numbers()
         terms = self.terms(hyper, window.step, grad_scale)
-        ratio = run_kernel(self.kernel, window.master, (m, v), window.grad, window.out, terms, threads)
+        # A number, since a checkpoint has the moving mean as one: on a device this waits for the update.
+        ratio = float(run_kernel(self.kernel, window.master, (m, v), window.grad, window.out, terms, threads))
         if ratio != 1.0:
             share = float(hyper["coeff_beta"])
             numbers.lamb_coeff_freeze = share * numbers.lamb_coeff_freeze + (1.0 - share) * ratio

@@ -111,7 +111,7 @@ class ZeroOneAdam(HostRule):
             return Exchange.DRIFT if self.intervals.is_sync_step(step) else Exchange.NOTHING
         return Exchange.GRADIENT if self.intervals.is_variance_step(step) else Exchange.CODED_GRADIENT
 
-    def update_one(self, window: Window, grad_scale: float, threads: int) -> float:
+    def update_one(self, window: Window, grad_scale: float, threads: int) -> float | Tensor:
         """Update one window that is not empty; gives 1.
 
         Raises:

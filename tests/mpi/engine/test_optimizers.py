@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mpispeed
-from mpispeed.optim import CPULion, FusedLamb
+from mpispeed.optim import CPULamb, CPULion
 from tests.helpers.small import (
     ADAM,
     Net,
@@ -114,7 +114,7 @@ def test_lamb_at_stage_0_and_refused_at_others():
     engine = start(settings(0, optimizer=section), model, model_parameters=groups_of(model))
     data = samples(5)
     train(engine, data)
-    train_plain(plain, FusedLamb(groups_of(plain), lr=1e-2, max_coeff=5.0), data)
+    train_plain(plain, CPULamb(groups_of(plain), lr=1e-2, max_coeff=5.0), data)
     check_equal(engine.module, plain)
     engine.destroy()
     for stage in (1, 2, 3):

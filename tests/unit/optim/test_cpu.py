@@ -1,4 +1,4 @@
-"""CPUAdam, CPUAdagrad, CPULion and FusedLamb on models in host memory."""
+"""CPUAdam, CPUAdagrad, CPULion and CPULamb on models in host memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.native import status
 from mpispeed.native.host_optim import adam, lamb
-from mpispeed.optim import CPUAdagrad, CPUAdam, CPULamb, CPULion, FusedLamb
+from mpispeed.optim import CPUAdagrad, CPUAdam, CPULamb, CPULion
 
-ALL = [CPUAdam, CPUAdagrad, CPULion, FusedLamb]
+ALL = [CPUAdam, CPUAdagrad, CPULion, CPULamb]
 HALVES = [torch.bfloat16, torch.float16]
 LENGTHS = [(3, 5), (7,), (), (40, 30), (0,), (1000,)]
 
@@ -95,16 +95,9 @@ def test_lion_written_out() -> None:
         torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_fused_lamb_has_two_names_and_clips_elsewhere() -> None:
-    assert CPULamb is FusedLamb
-    FusedLamb(make_params(), 1e-3, True, (0.9, 0.999), 1e-8, False, 0.0, 0.0, 10.0, 0.01, False)
-    with pytest.raises(ConfigError, match=r"max_grad_norm of FusedLamb is 1\.0"):
-        FusedLamb(make_params(), max_grad_norm=1.0)
-
-
 def test_lamb_takes_every_tensor_by_itself() -> None:
     params, plain = make_params(), [param.detach().clone() for param in make_params()]
-    optimizer = FusedLamb(params, lr=0.01, weight_decay=0.1, max_coeff=3.0)
+    optimizer = CPULamb(params, lr=0.01, weight_decay=0.1, max_coeff=3.0)
     states = [[torch.zeros_like(param) for _ in range(2)] for param in plain]
     for seed in range(3):
         give_grads(params, seed)
@@ -140,7 +133,7 @@ def test_low_precision_parameters(cls: Any, dtype: torch.dtype, has_fp32_states:
         for name in (name for name in state if name != "step"):
             assert state[name].dtype == (torch.float32 if has_fp32_states else dtype)
             assert torch.equal(state[name], expected[name].to(state[name].dtype))
-        if cls is not FusedLamb or has_fp32_states:  # LAMB's direction is that of the moments as stored
+        if cls is not CPULamb or has_fp32_states:  # LAMB's direction is that of the moments as stored
             assert torch.equal(param, other.to(dtype))
 
 
@@ -370,7 +363,7 @@ def test_nan_and_infinity_propagate(cls: Any) -> None:
     give_grads(params, 0)
     params[3].grad[0, 0], params[5].grad[999] = math.nan, math.inf  # type: ignore[index]
     optimizer.step()
-    assert params[3].isnan().sum() == (1200 if cls is FusedLamb else 1)
+    assert params[3].isnan().sum() == (1200 if cls is CPULamb else 1)
     assert all(param.isfinite().all() for param in params[:3])
     if cls is not CPULion:
         assert params[5][999].isnan()
@@ -413,7 +406,7 @@ def test_sparse_gradients_are_refused_by_name(way: str) -> None:
         (CPUAdam, {"amsgrad": True}),
         (CPUAdagrad, {"weight_decay": "much"}),
         (CPULion, {"betas": 0.9}),
-        (FusedLamb, {"min_coeff": 2.0, "max_coeff": 1.0}),
+        (CPULamb, {"min_coeff": 2.0, "max_coeff": 1.0}),
     ],
 )
 def test_impossible_hyper_parameters_are_refused(cls: Any, hyper: dict[str, Any]) -> None:
