@@ -95,6 +95,11 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("transformer/bias_gelu.cu", "PPPPP24s", _typed("gelu_tanh_grad", "gelu_exact_grad"), is_hot=True),
     *_each("transformer/bias_dropout_residual.cu", "PPPP48s", _typed("bias_dropout_residual"), is_hot=True),
     *_each("transformer/bias_dropout_residual.cu", "PPP48s", _typed("bias_dropout_residual_grad"), is_hot=True),
+    *_each("token_drop/token_drop.cu", "PPP48s", (f"token_gather_{width}_{index}"
+           for width in (16, 8, 4, 2, 1) for index in ("i32", "i64")), is_hot=True),
+    *_each("token_drop/token_drop.cu", "PPPP48s", (f"token_merge_{width}" for width in (16, 8, 4, 2, 1)), is_hot=True),
+    *_each("token_drop/token_drop.cu", "PP48s", ["token_sources_i32", "token_sources_i64"]),
+    *_each("transformer/split_qkv.cu", "PPPPPPP40s", _typed("split_qkv", "merge_qkv"), is_hot=True),
 ])
 # fmt: on
 
