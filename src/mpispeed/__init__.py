@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpispeed.data.loader import RepeatingLoader
     from mpispeed.engine import Engine, add_config_arguments, init_distributed, initialize
     from mpispeed.guard.walltime import RunEnded
+    from mpispeed.nn.block import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
     from mpispeed.optim import FusedAdam, FusedLamb
 
 __version__: str
@@ -39,6 +40,8 @@ _HOME = {
     "RunEnded": "mpispeed.guard.walltime",
     "FusedAdam": "mpispeed.optim",
     "FusedLamb": "mpispeed.optim",
+    "DeepSpeedTransformerConfig": "mpispeed.nn.block",
+    "DeepSpeedTransformerLayer": "mpispeed.nn.block",
     "pipe": "mpispeed.pipe",
     "zero": "mpispeed.zero",
     "get_fp32_state_dict_from_zero_checkpoint": "mpispeed.ckpt.fp32",
@@ -48,6 +51,8 @@ _HOME = {
 }
 
 __all__ = [
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
     "Engine",
     "FusedAdam",
     "FusedLamb",

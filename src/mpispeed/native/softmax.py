@@ -211,7 +211,7 @@ def _kept(x: Tensor, seed: Tensor | None, ratio: float) -> Tensor:
 
 
 def _word(seed: Tensor | None) -> int:
-    return 0 if seed is None else int(seed)
+    return 0 if seed is None else int(seed) % 2**64
 
 
 # ---- launches ---------------------------------------------------------------------------------------------------

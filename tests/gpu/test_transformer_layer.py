@@ -1,0 +1,102 @@
+"""The fused transformer layer on the device, against its own twins in fp64 on the same numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from mpispeed import checkpointing
+from mpispeed.nn.block import TransformerConfig, TransformerLayer
+
+
+def layers(hidden, heads, count, **changes):
+    given = {
+        "hidden_size": hidden, "heads": heads, "num_hidden_layers": count, "initializer_range": 0.02,
+        "attn_dropout_ratio": 0.0, "hidden_dropout_ratio": 0.0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = TransformerConfig(**{**given, **changes})
+    return torch.nn.ModuleList(TransformerLayer(config) for _ in range(count))
+
+
+def run(model, x, mask):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    out = x
+    for layer in model:
+        out = layer(out, mask)
+    out.float().square().sum().div(64).backward()
+    return [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def batch(device, size, length, hidden, dtype):
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randn(size, length, hidden, generator=generator).to(device, dtype)
+    mask = torch.zeros(size, 1, 1, length, device=device, dtype=dtype)
+    mask[..., length - length // 4 :] = -10000.0
+    return x, mask
+
+
+SHAPES = [
+    (8, 256, 53, 4, 3),
+    (64, 160, 128, 2, 24),
+    (3, 1024, 119, 16, 3),
+    (7, 1024, 384, 16, 3),
+    (1, 2048, 511, 32, 1),
+]
+
+
+@pytest.mark.parametrize("is_pre", [True, False], ids=["pre", "post"])
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize(("size", "hidden", "length", "heads", "count"), SHAPES)
+def test_16_bits_are_as_close_to_fp64_as_16_bits_are(device, is_pre, attention, size, hidden, length, heads, count):
+    model = layers(hidden, heads, count, pre_layer_norm=is_pre, attention=attention).to(device).half()
+    x, mask = batch(device, size, length, hidden, torch.float16)
+    exact = run(copy.deepcopy(model).double(), x.double(), mask.double())
+    for a, b in zip(run(model, x, mask), exact, strict=True):
+        # About ten roundings of a layer, which add up like a walk, relative to the largest number.
+        assert (a.double() - b).abs().max() <= 10 * count**0.5 * 2**-10 * b.abs().max().clamp(min=1e-2)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+def test_dropout_repeats_in_a_checkpointed_call(device, attention):
+    ratios = {"attn_dropout_ratio": 0.1, "hidden_dropout_ratio": 0.1}
+    model = layers(256, 4, 2, attention=attention, **ratios).to(device).half()
+    x, mask = batch(device, 4, 56, 256, torch.float16)
+    torch.manual_seed(1)
+    want = run(model, x, mask)
+    wrapped = [lambda *args, layer=layer: checkpointing.checkpoint(layer, *args) for layer in model]
+    model.zero_grad()
+    torch.manual_seed(1)
+    out = x.clone().requires_grad_()
+    for call in wrapped:
+        out = call(out, mask)
+    out.float().square().sum().div(64).backward()
+    assert torch.equal(out, want[0])
+    for p, grad in zip(model.parameters(), want[2:], strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+@pytest.mark.parametrize("flag", ["gelu_checkpoint", "attn_dropout_checkpoint"])
+def test_flags_save_memory_of_the_device(device, flag):
+    peaks = []
+    for value in (False, True):
+        model = layers(256, 4, 4, attention="explicit", attn_dropout_ratio=0.1, **{flag: value}).to(device).half()
+        x, mask = batch(device, 8, 256, 256, torch.float16)
+        out = x.requires_grad_()
+        before = torch.cuda.memory_allocated()
+        for layer in model:
+            out = layer(out, mask)
+        peaks.append(torch.cuda.memory_allocated() - before)
+        del out
+    saved = {"gelu_checkpoint": 8 * 256 * 1024, "attn_dropout_checkpoint": 8 * 4 * 256 * 256}[flag]
+    assert peaks[0] - peaks[1] >= 4 * 2 * saved * 0.99
+
+
+def test_the_compiler_takes_it_whole(device):
+    model = layers(256, 4, 1).to(device).half()
+    x, mask = batch(device, 4, 56, 256, torch.float16)
+    compiled = torch.compile(model[0], fullgraph=True)
+    torch.testing.assert_close(compiled(x, mask), model[0](x, mask), rtol=1e-2, atol=1e-2)
