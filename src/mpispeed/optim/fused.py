@@ -304,7 +304,7 @@ class FusedLamb(FusedOptimizer):
 
 def _clipped(scale: Factor, clip: Factor) -> Factor:
     if isinstance(clip, Tensor):
-        return torch.where(clip > 1, clip * scale, torch.as_tensor(scale, dtype=clip.dtype, device=clip.device))
+        return torch.where(clip > 1, clip * scale, scale)
     return clip * scale if clip > 1 else scale
 
 
