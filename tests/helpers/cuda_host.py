@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -74,8 +75,10 @@ def host_library() -> ctypes.CDLL:
     folder.mkdir(mode=0o700, exist_ok=True)
     assert folder.lstat().st_uid == os.getuid()
     library = folder / f"kernels-{key}.so"
-    if not library.exists():
-        _build(compiler, library)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _build(compiler, library)
     return ctypes.CDLL(str(library))
 
 

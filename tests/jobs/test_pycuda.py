@@ -20,7 +20,7 @@ def test_every_kernel_is_launched_by_pycuda():
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), str(site)]),
-        "LD_LIBRARY_PATH": os.pathsep.join([str(driver), os.environ.get("LD_LIBRARY_PATH", "")]),
+        "LD_PRELOAD": str(driver / "libcuda.so.1"),
         "MPISPEED_HOST_KERNELS": host_library()._name,
         "OMP_NUM_THREADS": "1",
     }

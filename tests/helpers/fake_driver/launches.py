@@ -52,7 +52,7 @@ def values_of(arguments: str) -> list[object]:
         if letter.isdigit():
             digits += letter
             continue
-        found.append(bytes(range(int(digits or 1))) if letter == "s" else len(found) + 3)
+        found.append(bytes(at % 251 for at in range(int(digits or 1))) if letter == "s" else len(found) + 3)
         digits = ""
     return found
 
