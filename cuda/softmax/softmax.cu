@@ -1,8 +1,8 @@
 // Softmax of attention scores over the last dim, with an additive or boolean mask, or causal, with dropout.
 //
 // A team of threads keeps one row in registers, 8 or 16 elements a thread: up to 32 lanes of a warp for short
-// rows, a block for rows of up to 8192. Longer rows are walked over twice; the second pass finds them in cache.
-// So device memory is read once and written once (twice with dropout, whose backward pass needs the
+// rows, a block for rows of up to 8192. Longer rows are walked over twice; the second pass finds them in
+// cache. So device memory is read once and written once (twice with dropout, whose backward pass needs the
 // probabilities as well). Sums and the softmax are in fp32.
 #include "mpispeed_cuda.cuh"
 
@@ -15,13 +15,13 @@ struct SoftmaxTerms {
     u64 mask_batch, mask_head, mask_query;  // strides of the mask in elements; the last dim is dense
     u64 seed;
     u32 rows, columns, queries, heads;
-    u32 lanes;                  // threads of a team within a warp: a power of two
+    u32 lanes;  // threads of a team within a warp: a power of two
     u32 mask_kind;
     u32 mask_is_wide, is_wide;  // 16 bytes of the scores (or as many elements of the mask) in one access
     u32 is_causal;
-    u32 threshold;              // of Philox words
+    u32 threshold;  // of Philox words
     float scale;
-    float keep_scale;           // 1 / (1 - ratio)
+    float keep_scale;  // 1 / (1 - ratio)
 };
 
 // Several rows in a warp, or one row in a part of it.
@@ -51,7 +51,9 @@ struct Larger {
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float to_mask(unsigned char x) { return x ? 0.0f : -infinity(); }
 template <class T>
-__device__ __forceinline__ float to_mask(T x) { return to_float(x); }
+__device__ __forceinline__ float to_mask(T x) {
+    return to_float(x);
+}
 
 // Columns a row may look at: the last query sees all keys.
 __device__ __forceinline__ u32 row_limit(const SoftmaxTerms& t, u32 row) {
@@ -143,7 +145,8 @@ struct Row {
         : t(t), scores(scores + static_cast<u64>(row) * t.columns), mask(mask), limit(row_limit(t, row)) {
         if (t.mask_kind == kMaskNone || limit == 0) return;
         const u32 line = row / t.queries;
-        const u64 at = line / t.heads * t.mask_batch + line % t.heads * t.mask_head + row % t.queries * t.mask_query;
+        const u64 at =
+            line / t.heads * t.mask_batch + line % t.heads * t.mask_head + row % t.queries * t.mask_query;
         const u64 width = t.mask_kind == kMaskSame ? sizeof(T) : t.mask_kind == kMaskFloat ? 4 : 1;
         this->mask = static_cast<const char*>(mask) + at * width;
     }
@@ -171,7 +174,8 @@ __device__ __forceinline__ float largest(const float (&x)[S]) {
     return top;
 }
 
-// Turns x into exp(x - top) and gives its sum. A top of -inf (all masked, or all NaN) counts as 0; the sum tells.
+// Turns x into exp(x - top) and gives its sum. A top of -inf (all masked, or all NaN) counts as 0; the sum
+// tells.
 template <int S>
 __device__ __forceinline__ float raise_all(float (&x)[S], float top) {
     if (top == -infinity()) top = 0.0f;
@@ -184,8 +188,8 @@ __device__ __forceinline__ float raise_all(float (&x)[S], float top) {
 __device__ __forceinline__ float inverse_of(float sum) { return sum == 0.0f ? 0.0f : __frcp_rn(sum); }
 
 template <bool kDrops, class T, int W, int S>
-__device__ __forceinline__ void put(const Share<T, W, S>& share, float (&x)[S], float inverse, T* probs, T* dropped,
-                                    u64 first, u32 limit, const SoftmaxTerms& t) {
+__device__ __forceinline__ void put(const Share<T, W, S>& share, float (&x)[S], float inverse, T* probs,
+                                    T* dropped, u64 first, u32 limit, const SoftmaxTerms& t) {
 #pragma unroll
     for (int i = 0; i < S; i++) {
         T low;  // what is dropped from is what was stored, so that it can be repeated from there
@@ -201,7 +205,8 @@ __device__ __forceinline__ void put(const Share<T, W, S>& share, float (&x)[S], 
 
 template <bool kDrops, int W, int S, class T, class Team>
 __device__ __forceinline__ void softmax_row(const T* scores, const void* mask, T* probs, T* dropped,
-                                            const SoftmaxTerms& t, u32 row_number, u32 lane, const Team& team) {
+                                            const SoftmaxTerms& t, u32 row_number, u32 lane,
+                                            const Team& team) {
     const Share<T, W, S> share = {team.size, lane, 0};
     const Row<T, W, S> row(scores, mask, t, row_number);
     float x[S];
@@ -209,7 +214,8 @@ __device__ __forceinline__ void softmax_row(const T* scores, const void* mask, T
     const float top = team.reduce(largest(x), -infinity(), Larger());
     const float sum = team.reduce(raise_all(x, top), 0.0f, Sum());
     if (row_number >= t.rows) return;
-    put<kDrops>(share, x, inverse_of(sum), probs, dropped, static_cast<u64>(row_number) * t.columns, row.limit, t);
+    put<kDrops>(share, x, inverse_of(sum), probs, dropped, static_cast<u64>(row_number) * t.columns,
+                row.limit, t);
 }
 
 template <bool kDrops, int W, int S, class T>
@@ -233,14 +239,16 @@ __device__ __forceinline__ void softmax_long_row(const T* scores, const void* ma
         const Share<T, W, S> share = {team.size, threadIdx.x, base};
         row.load(share, x);
         raise_all(x, top);
-        put<kDrops>(share, x, inverse, probs, dropped, static_cast<u64>(blockIdx.x) * t.columns, row.limit, t);
+        put<kDrops>(share, x, inverse, probs, dropped, static_cast<u64>(blockIdx.x) * t.columns, row.limit,
+                    t);
     }
 }
 
 // The probabilities and the gradient of what was dropped from them.
 template <bool kDrops, int W, int S, class T>
-__device__ __forceinline__ void load_grad(const Share<T, W, S>& share, const T* probs, const T* grad, u64 first,
-                                          u32 limit, const SoftmaxTerms& t, float (&p)[S], float (&g)[S]) {
+__device__ __forceinline__ void load_grad(const Share<T, W, S>& share, const T* probs, const T* grad,
+                                          u64 first, u32 limit, const SoftmaxTerms& t, float (&p)[S],
+                                          float (&g)[S]) {
     share.load(probs + first, limit, 0.0f, p);
     share.load(grad + first, limit, 0.0f, g);
     if constexpr (kDrops) share.drop(g, first, limit, t);
@@ -255,8 +263,8 @@ __device__ __forceinline__ float product_sum(const float (&p)[S], const float (&
 }
 
 template <bool kDrops, int W, int S, class T, class Team>
-__device__ __forceinline__ void grad_row(const T* probs, const T* grad, T* out, const SoftmaxTerms& t, u32 row,
-                                         u32 lane, const Team& team) {
+__device__ __forceinline__ void grad_row(const T* probs, const T* grad, T* out, const SoftmaxTerms& t,
+                                         u32 row, u32 lane, const Team& team) {
     const Share<T, W, S> share = {team.size, lane, 0};
     const u64 first = static_cast<u64>(row) * t.columns;
     float p[S], g[S];
@@ -299,63 +307,66 @@ __device__ __forceinline__ void grad_long_row(const T* probs, const T* grad, T* 
     }
 
 // Blocks of 128 threads, teams of up to 32 lanes of which each has S elements.
-#define SOFTMAX_LANES(name, T, S, drops)                                                                         \
-    extern "C" __global__ void __launch_bounds__(128)                                                            \
-        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {          \
-        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                             \
-        const u32 lane = threadIdx.x % t.lanes;                                                                  \
-        const LaneTeam team = {t.lanes};                                                                         \
-        SOFTMAX_WIDE_OR_SINGLE(T, (softmax_row<drops, W, S>(scores, mask, probs, dropped, t, row, lane, team)))  \
-    }                                                                                                            \
-    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                         \
-    extern "C" __global__ void __launch_bounds__(128)                                                            \
-        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                       \
-        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                             \
-        const u32 lane = threadIdx.x % t.lanes;                                                                  \
-        const LaneTeam team = {t.lanes};                                                                         \
-        SOFTMAX_WIDE_OR_SINGLE(T, (grad_row<drops, W, S>(probs, grad, out, t, row, lane, team)))                 \
-    }                                                                                                            \
+#define SOFTMAX_LANES(name, T, S, drops)                                                                     \
+    extern "C" __global__ void __launch_bounds__(128)                                                        \
+        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {      \
+        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                         \
+        const u32 lane = threadIdx.x % t.lanes;                                                              \
+        const LaneTeam team = {t.lanes};                                                                     \
+        SOFTMAX_WIDE_OR_SINGLE(T,                                                                            \
+                               (softmax_row<drops, W, S>(scores, mask, probs, dropped, t, row, lane, team))) \
+    }                                                                                                        \
+    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                     \
+    extern "C" __global__ void __launch_bounds__(128)                                                        \
+        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                   \
+        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                         \
+        const u32 lane = threadIdx.x % t.lanes;                                                              \
+        const LaneTeam team = {t.lanes};                                                                     \
+        SOFTMAX_WIDE_OR_SINGLE(T, (grad_row<drops, W, S>(probs, grad, out, t, row, lane, team)))             \
+    }                                                                                                        \
     MPISPEED_KERNEL_SYNC(softmax_grad_##name)
 
 // A block has a row: as many threads as it needs, a multiple of 32.
-#define SOFTMAX_BLOCK(name, T, drops)                                                                            \
-    extern "C" __global__ void __launch_bounds__(1024)                                                           \
-        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {          \
-        __shared__ float parts[32];                                                                              \
-        const BlockTeam team = {blockDim.x, parts};                                                              \
-        const u32 row = blockIdx.x, lane = threadIdx.x;                                                          \
-        SOFTMAX_WIDE_OR_SINGLE(T, (softmax_row<drops, W, 8>(scores, mask, probs, dropped, t, row, lane, team)))  \
-    }                                                                                                            \
-    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                         \
-    extern "C" __global__ void __launch_bounds__(1024)                                                           \
-        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                       \
-        __shared__ float parts[32];                                                                              \
-        const BlockTeam team = {blockDim.x, parts};                                                              \
-        SOFTMAX_WIDE_OR_SINGLE(T, (grad_row<drops, W, 8>(probs, grad, out, t, blockIdx.x, threadIdx.x, team)))   \
-    }                                                                                                            \
+#define SOFTMAX_BLOCK(name, T, drops)                                                                        \
+    extern "C" __global__ void __launch_bounds__(1024)                                                       \
+        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {      \
+        __shared__ float parts[32];                                                                          \
+        const BlockTeam team = {blockDim.x, parts};                                                          \
+        const u32 row = blockIdx.x, lane = threadIdx.x;                                                      \
+        SOFTMAX_WIDE_OR_SINGLE(T,                                                                            \
+                               (softmax_row<drops, W, 8>(scores, mask, probs, dropped, t, row, lane, team))) \
+    }                                                                                                        \
+    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                     \
+    extern "C" __global__ void __launch_bounds__(1024)                                                       \
+        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                   \
+        __shared__ float parts[32];                                                                          \
+        const BlockTeam team = {blockDim.x, parts};                                                          \
+        SOFTMAX_WIDE_OR_SINGLE(T,                                                                            \
+                               (grad_row<drops, W, 8>(probs, grad, out, t, blockIdx.x, threadIdx.x, team)))  \
+    }                                                                                                        \
     MPISPEED_KERNEL_SYNC(softmax_grad_##name)
 
-#define SOFTMAX_LONG(name, T, drops)                                                                             \
-    extern "C" __global__ void __launch_bounds__(512)                                                            \
-        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {          \
-        __shared__ float parts[32];                                                                              \
-        const BlockTeam team = {blockDim.x, parts};                                                              \
-        SOFTMAX_WIDE_OR_SINGLE(T, (softmax_long_row<drops, W, 16>(scores, mask, probs, dropped, t, team)))       \
-    }                                                                                                            \
-    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                         \
-    extern "C" __global__ void __launch_bounds__(512)                                                            \
-        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                       \
-        __shared__ float parts[32];                                                                              \
-        const BlockTeam team = {blockDim.x, parts};                                                              \
-        SOFTMAX_WIDE_OR_SINGLE(T, (grad_long_row<drops, W, 16>(probs, grad, out, t, team)))                      \
-    }                                                                                                            \
+#define SOFTMAX_LONG(name, T, drops)                                                                       \
+    extern "C" __global__ void __launch_bounds__(512)                                                      \
+        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {    \
+        __shared__ float parts[32];                                                                        \
+        const BlockTeam team = {blockDim.x, parts};                                                        \
+        SOFTMAX_WIDE_OR_SINGLE(T, (softmax_long_row<drops, W, 16>(scores, mask, probs, dropped, t, team))) \
+    }                                                                                                      \
+    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                   \
+    extern "C" __global__ void __launch_bounds__(512)                                                      \
+        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                 \
+        __shared__ float parts[32];                                                                        \
+        const BlockTeam team = {blockDim.x, parts};                                                        \
+        SOFTMAX_WIDE_OR_SINGLE(T, (grad_long_row<drops, W, 16>(probs, grad, out, t, team)))                \
+    }                                                                                                      \
     MPISPEED_KERNEL_SYNC(softmax_grad_##name)
 
-#define SOFTMAX_KERNELS(tag, T)             \
-    SOFTMAX_LANES(8_##tag, T, 8, false)     \
-    SOFTMAX_LANES(16_##tag, T, 16, false)   \
-    SOFTMAX_BLOCK(block_##tag, T, false)    \
-    SOFTMAX_LONG(long_##tag, T, false)      \
+#define SOFTMAX_KERNELS(tag, T)               \
+    SOFTMAX_LANES(8_##tag, T, 8, false)       \
+    SOFTMAX_LANES(16_##tag, T, 16, false)     \
+    SOFTMAX_BLOCK(block_##tag, T, false)      \
+    SOFTMAX_LONG(long_##tag, T, false)        \
     SOFTMAX_LANES(drop_8_##tag, T, 8, true)   \
     SOFTMAX_LANES(drop_16_##tag, T, 16, true) \
     SOFTMAX_BLOCK(drop_block_##tag, T, true)  \
@@ -367,7 +378,8 @@ SOFTMAX_KERNELS(fp16, fp16)
 
 // Repeats the dropout of probabilities that were kept whole: out = x * mask / (1 - ratio).
 template <int W, class T>
-__device__ __forceinline__ void drop_chunk(const T* x, T* out, u64 chunk, u64 seed, u32 threshold, float keep_scale) {
+__device__ __forceinline__ void drop_chunk(const T* x, T* out, u64 chunk, u64 seed, u32 threshold,
+                                           float keep_scale) {
     const Vec<T, W> raw = reinterpret_cast<const Vec<T, W>*>(x)[chunk];
     Vec<T, W> kept;
 #pragma unroll
@@ -383,23 +395,25 @@ __device__ __forceinline__ void drop_chunk(const T* x, T* out, u64 chunk, u64 se
 }
 
 template <class T>
-__device__ __forceinline__ void drop_again(const T* x, T* out, u64 count, u64 seed, u32 threshold, float keep_scale) {
+__device__ __forceinline__ void drop_again(const T* x, T* out, u64 count, u64 seed, u32 threshold,
+                                           float keep_scale) {
     constexpr int W = kWide<T>;
     const u64 first = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
     const u64 stride = static_cast<u64>(gridDim.x) * blockDim.x;
     const u64 chunks = is_aligned_for<W>(x) && is_aligned_for<W>(out) ? count / W : 0;
-    for (u64 chunk = first; chunk < chunks; chunk += stride) drop_chunk<W>(x, out, chunk, seed, threshold, keep_scale);
+    for (u64 chunk = first; chunk < chunks; chunk += stride)
+        drop_chunk<W>(x, out, chunk, seed, threshold, keep_scale);
     for (u64 i = chunks * W + first; i < count; i += stride) {
         const float product = __fmul_rn(to_float(x[i]), keep_scale);
         store(is_kept(seed, i, threshold) ? product : 0.0f, out + i);
     }
 }
 
-#define DROPOUT_KERNEL(tag, T)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256)                                                            \
-        dropout_##tag(const T* x, T* out, u64 count, u64 seed, u32 threshold, float keep_scale) {                \
-        drop_again(x, out, count, seed, threshold, keep_scale);                                                  \
-    }                                                                                                            \
+#define DROPOUT_KERNEL(tag, T)                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                             \
+        dropout_##tag(const T* x, T* out, u64 count, u64 seed, u32 threshold, float keep_scale) { \
+        drop_again(x, out, count, seed, threshold, keep_scale);                                   \
+    }                                                                                             \
     MPISPEED_KERNEL(dropout_##tag)
 
 DROPOUT_KERNEL(f32, float)
