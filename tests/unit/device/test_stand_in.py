@@ -235,6 +235,15 @@ def test_views_share_memory_and_versions(device):
         y.sum().backward()
 
 
+def test_lazy_conjugates_and_negatives_are_numbers_like_others(device):
+    x = torch.tensor([1 + 2j, -3j], device=device)
+    assert x.conj().is_conj()
+    assert x.conj().cpu().tolist() == x.cpu().conj().tolist() == [1 - 2j, 3j]
+    assert x.conj().imag.tolist() == [-2, 3]
+    assert (x.conj() * x).real.sum() == 14
+    assert x.copy_(x.conj()).tolist() == [1 - 2j, 3j]
+
+
 def test_results_grow_to_their_size(device):
     out = torch.empty(0, device=device)
     torch.add(torch.ones(3, device=device), 1, out=out)

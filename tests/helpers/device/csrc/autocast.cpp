@@ -11,14 +11,14 @@ namespace {
 
 using torch::jit::Stack;
 
-template <typename Function> void cast_all(Stack* stack, std::size_t count, Function cast) {
+template <typename Function> void cast_all(Stack *stack, std::size_t count, Function cast) {
     for (std::size_t i = stack->size() - count; i < stack->size(); ++i) {
-        c10::IValue& value = (*stack)[i];
+        c10::IValue &value = (*stack)[i];
         if (value.isTensor()) {
             value = cast(value.toTensor());
         } else if (value.isTensorList()) {
             c10::List<at::Tensor> list;
-            for (const at::Tensor& x : value.toTensorVector()) {
+            for (const at::Tensor &x : value.toTensorVector()) {
                 list.push_back(cast(x));
             }
             value = std::move(list);
@@ -26,8 +26,8 @@ template <typename Function> void cast_all(Stack* stack, std::size_t count, Func
     }
 }
 
-void call_cast(const c10::OperatorHandle& op, Stack* stack, at::ScalarType dtype) {
-    cast_all(stack, op.schema().arguments().size(), [&](const at::Tensor& x) {
+void call_cast(const c10::OperatorHandle &op, Stack *stack, at::ScalarType dtype) {
+    cast_all(stack, op.schema().arguments().size(), [&](const at::Tensor &x) {
         return x.defined() ? at::autocast::cached_cast(dtype, x, kType) : x;
     });
     op.callBoxed(stack);
@@ -35,20 +35,20 @@ void call_cast(const c10::OperatorHandle& op, Stack* stack, at::ScalarType dtype
 
 const c10::DispatchKeySet kAutocast(c10::DispatchKey::AutocastPrivateUse1);
 
-void in_low_precision(const c10::OperatorHandle& op, Stack* stack) {
+void in_low_precision(const c10::OperatorHandle &op, Stack *stack) {
     const c10::impl::ExcludeDispatchKeyGuard guard(kAutocast);
     call_cast(op, stack, at::autocast::get_autocast_dtype(kType));
 }
 
-void in_single_precision(const c10::OperatorHandle& op, Stack* stack) {
+void in_single_precision(const c10::OperatorHandle &op, Stack *stack) {
     const c10::impl::ExcludeDispatchKeyGuard guard(kAutocast);
     call_cast(op, stack, at::kFloat);
 }
 
 // Results in single precision, unless the caller names a dtype.
-void into_single_precision(const c10::OperatorHandle& op, Stack* stack) {
+void into_single_precision(const c10::OperatorHandle &op, Stack *stack) {
     const c10::impl::ExcludeDispatchKeyGuard guard(kAutocast);
-    const auto& arguments = op.schema().arguments();
+    const auto &arguments = op.schema().arguments();
     const auto first = stack->size() - arguments.size();
     const at::Tensor input = (*stack)[first].toTensor();
     for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -60,17 +60,17 @@ void into_single_precision(const c10::OperatorHandle& op, Stack* stack) {
     op.callBoxed(stack);
 }
 
-void in_widest_precision(const c10::OperatorHandle& op, Stack* stack) {
+void in_widest_precision(const c10::OperatorHandle &op, Stack *stack) {
     const c10::impl::ExcludeDispatchKeyGuard guard(kAutocast);
     auto dtype = at::autocast::get_autocast_dtype(kType);
-    cast_all(stack, op.schema().arguments().size(), [&](const at::Tensor& x) {
+    cast_all(stack, op.schema().arguments().size(), [&](const at::Tensor &x) {
         dtype = x.defined() ? at::autocast::prioritize(dtype, x, kType) : dtype;
         return x;
     });
     call_cast(op, stack, dtype);
 }
 
-std::string joined(const char* name, const char* overload = nullptr) {
+std::string joined(const char *name, const char *overload = nullptr) {
     return overload == nullptr ? name : std::string(name) + "." + overload;
 }
 
@@ -85,9 +85,9 @@ const std::vector<std::string> kSingle = {AT_FORALL_FP32(JOINED) "norm.Scalar", 
 const std::vector<std::string> kIntoSingle = {AT_FORALL_FP32_SET_OPT_DTYPE(JOINED)};
 const std::vector<std::string> kWidest = {AT_FORALL_PROMOTE(JOINED)};
 
-template <c10::BoxedKernel::BoxedKernelFunction* function>
-void enter(torch::Library& m, const std::vector<std::string>& names) {
-    for (const auto& name : names) {
+template <c10::BoxedKernel::BoxedKernelFunction *function>
+void enter(torch::Library &m, const std::vector<std::string> &names) {
+    for (const auto &name : names) {
         m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<function>());
     }
 }

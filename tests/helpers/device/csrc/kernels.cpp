@@ -26,7 +26,8 @@ using at::Tensor;
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-c10::Device chosen(std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pinned) {
+c10::Device chosen(std::optional<c10::Layout> layout, std::optional<c10::Device> device,
+                   std::optional<bool> pinned) {
     TORCH_CHECK(layout.value_or(c10::kStrided) == c10::kStrided, "stand-in device: only strided tensors");
     TORCH_CHECK(!pinned.value_or(false), "stand-in device: only tensors of the host can be pinned");
     const auto index = device.has_value() ? device->index() : c10::DeviceIndex{-1};
@@ -37,18 +38,19 @@ Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::o
              std::optional<c10::Device> device, std::optional<bool> pinned,
              std::optional<c10::MemoryFormat> format) {
     const c10::DeviceGuard guard(chosen(layout, device, pinned));
-    return Tensor(at::detail::empty_generic(size, device_allocator(), kKeys, c10::dtype_or_default(dtype), format));
+    return Tensor(
+        at::detail::empty_generic(size, device_allocator(), kKeys, c10::dtype_or_default(dtype), format));
 }
 
 Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
                      std::optional<c10::Layout> layout, std::optional<c10::Device> device,
                      std::optional<bool> pinned) {
     const c10::DeviceGuard guard(chosen(layout, device, pinned));
-    return Tensor(
-        at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype)));
+    return Tensor(at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys,
+                                                    c10::dtype_or_default(dtype)));
 }
 
-void copy_now(const Tensor& source, const Tensor& dest) {
+void copy_now(const Tensor &source, const Tensor &dest) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     HostViews views;
     const Tensor to = is_here(dest) ? views.view(dest) : dest;
@@ -56,16 +58,16 @@ void copy_now(const Tensor& source, const Tensor& dest) {
 }
 
 // The same elements, whatever the caller does to the tensor before they are copied.
-Tensor same_elements(const Tensor& x) {
-    auto result = at::detail::make_tensor<c10::TensorImpl>(
-        c10::TensorImpl::VIEW, c10::Storage(x.storage()), x.key_set(), x.dtype());
+Tensor same_elements(const Tensor &x) {
+    auto result = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(x.storage()),
+                                                           x.key_set(), x.dtype());
     result.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
     return result;
 }
 
-Tensor copy_from(const Tensor& source, const Tensor& dest, bool non_blocking) {
-    const Tensor& of_device = is_here(dest) ? dest : source;
-    const Tensor& other = is_here(dest) ? source : dest;
+Tensor copy_from(const Tensor &source, const Tensor &dest, bool non_blocking) {
+    const Tensor &of_device = is_here(dest) ? dest : source;
+    const Tensor &other = is_here(dest) ? source : dest;
     const auto stream = current_stream(of_device.device().index());
     if (non_blocking && other.is_cpu() && is_pinned_address(other.storage().data())) {
         copy_later(stream, [from = same_elements(source), to = same_elements(dest)] { copy_now(from, to); });
@@ -79,16 +81,16 @@ Tensor copy_from(const Tensor& source, const Tensor& dest, bool non_blocking) {
     return dest;
 }
 
-const Tensor& resize(const Tensor& self, c10::IntArrayRef size, std::optional<c10::MemoryFormat> format) {
-    auto* impl = self.unsafeGetTensorImpl();
+const Tensor &resize(const Tensor &self, c10::IntArrayRef size, std::optional<c10::MemoryFormat> format) {
+    auto *impl = self.unsafeGetTensorImpl();
     if (self.sizes() != size) {
         impl->set_sizes_contiguous(size);
     }
     if (format.has_value()) {
         impl->empty_tensor_restride(*format);
     }
-    const auto needed =
-        at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.element_size(), self.storage_offset());
+    const auto needed = at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.element_size(),
+                                                         self.storage_offset());
     if (self.numel() > 0 && self.storage().nbytes() < needed) {
         TORCH_CHECK(self.storage().resizable(), "Trying to resize storage that is not resizable");
         at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), needed);
@@ -96,21 +98,21 @@ const Tensor& resize(const Tensor& self, c10::IntArrayRef size, std::optional<c1
     return self;
 }
 
-Tensor copy_from_and_resize(const Tensor& source, const Tensor& dest) {
+Tensor copy_from_and_resize(const Tensor &source, const Tensor &dest) {
     dest.resize_(source.sizes());
     return copy_from(source, dest, false);
 }
 
-at::Scalar local_scalar(const Tensor& self) {
+at::Scalar local_scalar(const Tensor &self) {
     finish(current_stream(self.device().index()));
     return at::_local_scalar_dense(HostViews().view(self));
 }
 
-Tensor& set_window(Tensor& self, at::Storage storage, int64_t offset, c10::IntArrayRef size,
+Tensor &set_window(Tensor &self, at::Storage storage, int64_t offset, c10::IntArrayRef size,
                    c10::IntArrayRef stride) {
     TORCH_CHECK(storage.device() == self.device(), "Attempted to set the storage of a tensor on device \"",
                 self.device(), "\" to a storage on different device \"", storage.device(), "\"");
-    auto* impl = self.unsafeGetTensorImpl();
+    auto *impl = self.unsafeGetTensorImpl();
     impl->set_storage_keep_dtype(std::move(storage));
     impl->set_storage_offset(offset);
     if (stride.data() == nullptr) {
@@ -121,29 +123,31 @@ Tensor& set_window(Tensor& self, at::Storage storage, int64_t offset, c10::IntAr
     return self;
 }
 
-Tensor& set_storage(Tensor& self, at::Storage storage) {
+Tensor &set_storage(Tensor &self, at::Storage storage) {
     const auto count = static_cast<int64_t>(storage.nbytes() / self.element_size());
     return set_window(self, std::move(storage), 0, {count}, {});
 }
 
-Tensor& set_tensor(Tensor& self, const Tensor& source) {
+Tensor &set_tensor(Tensor &self, const Tensor &source) {
     return set_window(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-Tensor& set_nothing(Tensor& self) {
+Tensor &set_nothing(Tensor &self) {
     const auto fresh = at::empty({0}, self.options());
     return set_window(self, fresh.storage(), 0, {0}, {});
 }
 
 // As for CUDA: the data of a tensor can be exchanged for data on another device.
-bool is_exchangeable(const Tensor& self, const Tensor& other) {
-    const auto is_plain = [](const Tensor& x) { return x.layout() == c10::kStrided && (is_here(x) || x.is_cpu()); };
+bool is_exchangeable(const Tensor &self, const Tensor &other) {
+    const auto is_plain = [](const Tensor &x) {
+        return x.layout() == c10::kStrided && (is_here(x) || x.is_cpu());
+    };
     return is_plain(self) && is_plain(other);
 }
 
-void record_stream(Tensor& /*self*/, at::Stream /*stream*/) {}
+void record_stream(Tensor & /*self*/, at::Stream /*stream*/) {}
 
-Tensor on_device(const Tensor& host, const c10::Device& device) {
+Tensor on_device(const Tensor &host, const c10::Device &device) {
     if (!host.defined()) {
         return host;
     }
@@ -152,8 +156,8 @@ Tensor on_device(const Tensor& host, const c10::Device& device) {
 }
 
 // As on CUDA, half precision may go in and single come out, which CPU kernels do not know.
-template <Tensor (*function)(const Tensor&, int64_t, bool)>
-Tensor softmax(const Tensor& self, int64_t dim, bool half_to_float) {
+template <Tensor (*function)(const Tensor &, int64_t, bool)>
+Tensor softmax(const Tensor &self, int64_t dim, bool half_to_float) {
     finish(current_stream(self.device().index()));
     HostViews views;
     const Tensor input = views.view(self);
@@ -161,8 +165,8 @@ Tensor softmax(const Tensor& self, int64_t dim, bool half_to_float) {
     return on_device(result, self.device());
 }
 
-template <Tensor (*function)(const Tensor&, const Tensor&, int64_t, at::ScalarType)>
-Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, at::ScalarType dtype) {
+template <Tensor (*function)(const Tensor &, const Tensor &, int64_t, at::ScalarType)>
+Tensor softmax_backward(const Tensor &grad, const Tensor &output, int64_t dim, at::ScalarType dtype) {
     finish(current_stream(grad.device().index()));
     HostViews views;
     const Tensor result = function(views.view(grad), views.view(output), dim, grad.scalar_type());
@@ -170,8 +174,8 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, a
 }
 
 // Attention takes the fused way exactly where the CPU does.
-int64_t attention_choice(const Tensor& query, const Tensor& key, const Tensor& value,
-                         const std::optional<Tensor>& mask, double dropout, bool is_causal,
+int64_t attention_choice(const Tensor &query, const Tensor &key, const Tensor &value,
+                         const std::optional<Tensor> &mask, double dropout, bool is_causal,
                          std::optional<double> scale, bool has_groups) {
     HostViews views;
     std::optional<Tensor> host_mask;
@@ -179,32 +183,42 @@ int64_t attention_choice(const Tensor& query, const Tensor& key, const Tensor& v
         host_mask = views.view(*mask);
         host_mask->set_requires_grad(mask->requires_grad());
     }
-    const auto choice = at::_fused_sdp_choice(views.view(query), views.view(key), views.view(value), host_mask,
-                                              dropout, is_causal, scale, has_groups);
+    const auto choice = at::_fused_sdp_choice(views.view(query), views.view(key), views.view(value),
+                                              host_mask, dropout, is_causal, scale, has_groups);
     const bool is_fused = choice == static_cast<int64_t>(at::SDPBackend::flash_attention);
     return static_cast<int64_t>(is_fused ? at::SDPBackend::overrideable : at::SDPBackend::math);
 }
 
-using Attention = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+using Attention =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
-Attention attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
-                    double dropout, bool is_causal, bool /*return_debug_mask*/, std::optional<double> scale) {
+Attention attention(const Tensor &query, const Tensor &key, const Tensor &value,
+                    const std::optional<Tensor> &mask, double dropout, bool is_causal,
+                    bool /*return_debug_mask*/, std::optional<double> scale) {
     finish(current_stream(query.device().index()));
     HostViews views;
-    const auto host_mask = mask.has_value() && mask->defined() ? std::optional(views.view(*mask)) : std::nullopt;
+    const auto host_mask =
+        mask.has_value() && mask->defined() ? std::optional(views.view(*mask)) : std::nullopt;
     const auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
         views.view(query), views.view(key), views.view(value), dropout, is_causal, host_mask, scale);
     const auto none = [&] { return at::empty({0}, query.options().dtype(at::kLong)); };
-    return {on_device(output, query.device()), on_device(logsumexp, query.device()), none(), none(), query.sym_size(2),
-            key.sym_size(2), none(), none(), none()};
+    return {on_device(output, query.device()),
+            on_device(logsumexp, query.device()),
+            none(),
+            none(),
+            query.sym_size(2),
+            key.sym_size(2),
+            none(),
+            none(),
+            none()};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor>
-attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
-                   const Tensor& mask, std::array<bool, 4> /*needed*/, const Tensor& output,
-                   const Tensor& logsumexp, const Tensor& /*starts_q*/, const Tensor& /*starts_k*/,
+attention_backward(const Tensor &grad, const Tensor &query, const Tensor &key, const Tensor &value,
+                   const Tensor &mask, std::array<bool, 4> /*needed*/, const Tensor &output,
+                   const Tensor &logsumexp, const Tensor & /*starts_q*/, const Tensor & /*starts_k*/,
                    c10::SymInt /*max_q*/, c10::SymInt /*max_k*/, double dropout, bool is_causal,
-                   const Tensor& /*seed*/, const Tensor& /*offset*/, std::optional<double> scale) {
+                   const Tensor & /*seed*/, const Tensor & /*offset*/, std::optional<double> scale) {
     finish(current_stream(query.device().index()));
     HostViews views;
     const auto host_mask = mask.defined() ? std::optional(views.view(mask)) : std::nullopt;
@@ -234,6 +248,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_log_softmax_backward_data", &softmax_backward<&at::_log_softmax_backward_data>);
     m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
     m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
+}
+
+// A copy does these itself; torch's general way for them is a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+    m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+    m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 } // namespace

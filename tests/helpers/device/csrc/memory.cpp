@@ -18,14 +18,15 @@ namespace {
 constexpr std::size_t kAlignment = 512; // as CUDA's allocator of torch
 
 struct Block {
-    void* bytes;
+    void *bytes;
     std::size_t size;
     c10::DeviceIndex device;
 };
 
-void* allocate_bytes(std::size_t size) {
-    void* bytes = nullptr;
-    TORCH_CHECK(posix_memalign(&bytes, kAlignment, size) == 0, "stand-in device: no memory for ", size, " bytes");
+void *allocate_bytes(std::size_t size) {
+    void *bytes = nullptr;
+    TORCH_CHECK(posix_memalign(&bytes, kAlignment, size) == 0, "stand-in device: no memory for ", size,
+                " bytes");
     // Not a number in every float format: a result that uses memory nobody wrote shows it.
     std::memset(bytes, 0xFF, size);
     return bytes;
@@ -41,19 +42,19 @@ public:
         if (size == 0) {
             return {nullptr, device};
         }
-        auto* block = new Block{allocate_bytes(size), size, device.index()};
+        auto *block = new Block{allocate_bytes(size), size, device.index()};
         count(device.index(), size, true);
-        auto* address = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(block->bytes) | kMark);
+        auto *address = reinterpret_cast<void *>(reinterpret_cast<std::uintptr_t>(block->bytes) | kMark);
         return {address, block, &DeviceMemory::release, device};
     }
 
-    void copy_data(void* dest, const void* source, std::size_t size) const override {
+    void copy_data(void *dest, const void *source, std::size_t size) const override {
         std::memcpy(host_address(dest), host_address(source), size);
     }
 
     bool initialized() override { return true; }
     void emptyCache(c10::MempoolId_t) override {}
-    void recordStream(const c10::DataPtr&, c10::Stream) override {}
+    void recordStream(const c10::DataPtr &, c10::Stream) override {}
 
     Stats getDeviceStats(c10::DeviceIndex device) override {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -71,12 +72,12 @@ public:
     }
 
 private:
-    static void release(void* context);
+    static void release(void *context);
 
     void count(c10::DeviceIndex device, std::size_t size, bool is_more) {
         std::lock_guard<std::mutex> lock(mutex_);
-        auto& bytes = stats_.at(device).allocated_bytes[kAll];
-        auto& blocks = stats_.at(device).allocation[kAll];
+        auto &bytes = stats_.at(device).allocated_bytes[kAll];
+        auto &blocks = stats_.at(device).allocation[kAll];
         is_more ? bytes.increase(size) : bytes.decrease(size);
         is_more ? blocks.increase(1) : blocks.decrease(1);
     }
@@ -85,13 +86,24 @@ private:
     std::array<Stats, kDevices> stats_;
 };
 
-DeviceMemory& device_memory() {
-    static auto* memory = new DeviceMemory(); // never destroyed: tensors may live longer than statics
+// Bits of a lazy conjugate or negative belong to a tensor and not to its memory.
+at::Tensor with_bits_of(const at::Tensor &x, at::Tensor result) {
+    if (result.is_conj() != x.is_conj()) {
+        result._set_conj(x.is_conj());
+    }
+    if (result.is_neg() != x.is_neg()) {
+        result._set_neg(x.is_neg());
+    }
+    return result;
+}
+
+DeviceMemory &device_memory() {
+    static auto *memory = new DeviceMemory(); // never destroyed: tensors may live longer than statics
     return *memory;
 }
 
-void DeviceMemory::release(void* context) {
-    auto* block = static_cast<Block*>(context);
+void DeviceMemory::release(void *context) {
+    auto *block = static_cast<Block *>(context);
     device_memory().count(block->device, block->size, false);
     std::free(block->bytes);
     delete block;
@@ -103,17 +115,17 @@ public:
         if (size == 0) {
             return {nullptr, c10::Device(c10::kCPU)};
         }
-        void* bytes = allocate_bytes(size);
+        void *bytes = allocate_bytes(size);
         std::lock_guard<std::mutex> lock(mutex_);
         ends_[reinterpret_cast<std::uintptr_t>(bytes)] = reinterpret_cast<std::uintptr_t>(bytes) + size;
         return {bytes, bytes, &PinnedMemory::release, c10::Device(c10::kCPU)};
     }
 
-    void copy_data(void* dest, const void* source, std::size_t size) const override {
+    void copy_data(void *dest, const void *source, std::size_t size) const override {
         default_copy_data(dest, source, size);
     }
 
-    bool holds(const void* address) {
+    bool holds(const void *address) {
         const auto value = reinterpret_cast<std::uintptr_t>(address);
         std::lock_guard<std::mutex> lock(mutex_);
         const auto after = ends_.upper_bound(value);
@@ -121,18 +133,18 @@ public:
     }
 
 private:
-    static void release(void* bytes);
+    static void release(void *bytes);
 
     std::mutex mutex_;
     std::map<std::uintptr_t, std::uintptr_t> ends_;
 };
 
-PinnedMemory& pinned_memory() {
-    static auto* memory = new PinnedMemory();
+PinnedMemory &pinned_memory() {
+    static auto *memory = new PinnedMemory();
     return *memory;
 }
 
-void PinnedMemory::release(void* bytes) {
+void PinnedMemory::release(void *bytes) {
     {
         std::lock_guard<std::mutex> lock(pinned_memory().mutex_);
         pinned_memory().ends_.erase(reinterpret_cast<std::uintptr_t>(bytes));
@@ -144,45 +156,47 @@ const bool kIsRegistered = (c10::SetAllocator(kType, &device_memory()), true);
 
 } // namespace
 
-c10::DeviceAllocator* device_allocator() {
+c10::DeviceAllocator *device_allocator() {
     return &device_memory();
 }
-c10::Allocator* pinned_allocator() {
+c10::Allocator *pinned_allocator() {
     return &pinned_memory();
 }
-bool is_pinned_address(const void* address) {
+bool is_pinned_address(const void *address) {
     return pinned_memory().holds(address);
 }
 
-at::Tensor HostViews::view(const at::Tensor& x) {
-    const auto& storage = x.storage();
-    const auto end = x.numel() == 0 ? 0 : at::detail::computeStorageNbytes(
-        x.sizes(), x.strides(), x.element_size(), x.storage_offset());
+at::Tensor HostViews::view(const at::Tensor &x) {
+    const auto &storage = x.storage();
+    const auto end = x.numel() == 0 ? 0
+                                    : at::detail::computeStorageNbytes(x.sizes(), x.strides(),
+                                                                       x.element_size(), x.storage_offset());
     TORCH_CHECK(end <= storage.nbytes(), "stand-in device: a tensor of shape ", x.sizes(), " needs ", end,
                 " bytes of a storage of ", storage.nbytes(), ": its memory was given back by resize_()");
-    const c10::Storage* host = nullptr;
-    for (const auto& [on_device, host_storage] : storages_) {
+    const c10::Storage *host = nullptr;
+    for (const auto &[on_device, host_storage] : storages_) {
         host = on_device.storage().is_alias_of(storage) ? &host_storage : host;
     }
     if (host == nullptr) {
         c10::DataPtr bytes(host_address(storage.data()), c10::Device(c10::kCPU));
-        c10::Storage made(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bytes), nullptr, false);
+        c10::Storage made(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bytes), nullptr,
+                          false);
         storages_.emplace_back(x, std::move(made));
         host = &storages_.back().second;
     }
     auto result = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(*host), c10::DispatchKeySet(c10::DispatchKey::CPU), x.dtype());
     result.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
-    return result;
+    return with_bits_of(x, std::move(result));
 }
 
-std::optional<at::Tensor> HostViews::back(const at::Tensor& x) const {
-    for (const auto& [on_device, host_storage] : storages_) {
+std::optional<at::Tensor> HostViews::back(const at::Tensor &x) const {
+    for (const auto &[on_device, host_storage] : storages_) {
         if (x.has_storage() && x.storage().is_alias_of(host_storage)) {
             auto result = at::detail::make_tensor<c10::TensorImpl>(
                 c10::TensorImpl::VIEW, c10::Storage(on_device.storage()), on_device.key_set(), x.dtype());
             result.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
-            return result;
+            return with_bits_of(x, std::move(result));
         }
     }
     return std::nullopt;

@@ -57,51 +57,58 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         const auto index = checked(device.index());
         return as_stream(index, t_streams.at(index));
     }
-    c10::Stream getDefaultStream(c10::Device device) const override { return as_stream(checked(device.index()), 0); }
+    c10::Stream getDefaultStream(c10::Device device) const override {
+        return as_stream(checked(device.index()), 0);
+    }
     c10::Stream getNewStream(c10::Device device, int) const override {
         return as_stream(checked(device.index()), ++g_last_stream);
     }
-    c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+    c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+        return getNewStream(device, 0);
+    }
     c10::Stream exchangeStream(c10::Stream stream) const override {
-        auto& current = t_streams.at(checked(stream.device_index()));
+        auto &current = t_streams.at(checked(stream.device_index()));
         const auto before = as_stream(stream.device_index(), current);
         current = stream.id();
         return before;
     }
-    // A question is answered with no once, if there was something to do, so that callers are seen to ask again.
-    bool queryStream(const c10::Stream& stream) const override { return finish(stream); }
-    void synchronizeStream(const c10::Stream& stream) const override { finish(stream); }
+    // A question is answered with no once, if there was something to do, so that callers are seen to ask
+    // again.
+    bool queryStream(const c10::Stream &stream) const override { return finish(stream); }
+    void synchronizeStream(const c10::Stream &stream) const override { finish(stream); }
     void synchronizeDevice(const c10::DeviceIndex device) const override { finish_device(checked(device)); }
 
-    void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device,
+    void record(void **event, const c10::Stream &stream, const c10::DeviceIndex device,
                 const c10::EventFlag) const override {
         TORCH_CHECK(device == -1 || device == stream.device_index(), "stand-in device: an event of device ",
                     int(device), " recorded on a stream of device ", int(stream.device_index()));
         *event = *event == nullptr ? new Event{} : *event;
-        *static_cast<Event*>(*event) = {now_milliseconds(), mark(stream)};
+        *static_cast<Event *>(*event) = {now_milliseconds(), mark(stream)};
     }
-    void block(void* event, const c10::Stream& stream) const override {
+    void block(void *event, const c10::Stream &stream) const override {
         if (event != nullptr) {
-            wait_later(stream, static_cast<Event*>(event)->mark);
+            wait_later(stream, static_cast<Event *>(event)->mark);
         }
     }
-    bool queryEvent(void* event) const override {
-        return event == nullptr || finish(static_cast<Event*>(event)->mark);
+    bool queryEvent(void *event) const override {
+        return event == nullptr || finish(static_cast<Event *>(event)->mark);
     }
-    void synchronizeEvent(void* event) const override { queryEvent(event); }
-    void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-        delete static_cast<Event*>(event);
+    void synchronizeEvent(void *event) const override { queryEvent(event); }
+    void destroyEvent(void *event, const c10::DeviceIndex) const noexcept override {
+        delete static_cast<Event *>(event);
     }
-    double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
-        TORCH_CHECK(first && second, "stand-in device: both events have to be recorded before their times are compared");
-        return static_cast<Event*>(second)->milliseconds - static_cast<Event*>(first)->milliseconds;
+    double elapsedTime(void *first, void *second, const c10::DeviceIndex) const override {
+        TORCH_CHECK(first && second,
+                    "stand-in device: both events have to be recorded before their times are compared");
+        return static_cast<Event *>(second)->milliseconds - static_cast<Event *>(first)->milliseconds;
     }
 };
 
 // Draws what the CPU's generator would from the same seed, out of a state of its own.
 class DeviceGenerator final : public c10::GeneratorImpl {
 public:
-    explicit DeviceGenerator(c10::DeviceIndex device, std::uint64_t seed = c10::detail::getNonDeterministicRandom())
+    explicit DeviceGenerator(c10::DeviceIndex device,
+                             std::uint64_t seed = c10::detail::getNonDeterministicRandom())
         : c10::GeneratorImpl(c10::Device(kType, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
           drawing(at::detail::createCPUGenerator(seed)) {}
 
@@ -110,7 +117,9 @@ public:
     std::uint64_t seed() override { return drawing.seed(); }
     void set_offset(std::uint64_t offset) override { drawing.set_offset(offset); }
     std::uint64_t get_offset() const override { return drawing.get_offset(); }
-    void set_state(const c10::TensorImpl& state) override { drawing.unsafeGetGeneratorImpl()->set_state(state); }
+    void set_state(const c10::TensorImpl &state) override {
+        drawing.unsafeGetGeneratorImpl()->set_state(state);
+    }
     c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
         return drawing.unsafeGetGeneratorImpl()->get_state();
     }
@@ -118,8 +127,8 @@ public:
     at::Generator drawing;
 
 private:
-    DeviceGenerator* clone_impl() const override {
-        auto* copy = new DeviceGenerator(device_.index(), 0);
+    DeviceGenerator *clone_impl() const override {
+        auto *copy = new DeviceGenerator(device_.index(), 0);
         copy->drawing = drawing.clone();
         return copy;
     }
@@ -135,17 +144,19 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
         return std::exchange(t_device, checked(device));
     }
-    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
-    const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+        return exchangeDevice(device);
+    }
+    const at::Generator &getDefaultGenerator(c10::DeviceIndex device) const override {
         return default_generator(checked(device));
     }
     at::Generator getNewGenerator(c10::DeviceIndex device) const override {
         return at::make_generator<DeviceGenerator>(checked(device));
     }
-    bool isPinnedPtr(const void* address) const override { return is_pinned_address(address); }
-    c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+    bool isPinnedPtr(const void *address) const override { return is_pinned_address(address); }
+    c10::Allocator *getPinnedMemoryAllocator() const override { return pinned_allocator(); }
 
-    void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t size) const override {
+    void resizePrivateUse1Bytes(const c10::Storage &storage, std::size_t size) const override {
         const auto before = t_device;
         t_device = checked(storage.device().index());
         finish(current_stream(t_device)); // may use the memory, and is before this in its order
@@ -154,7 +165,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         if (const auto kept = std::min(size, storage.nbytes()); kept > 0) {
             device_allocator()->copy_data(bytes.get(), storage.data(), kept);
         }
-        auto* impl = storage.unsafeGetStorageImpl();
+        auto *impl = storage.unsafeGetStorageImpl();
         impl->set_data_ptr_noswap(std::move(bytes));
         impl->set_nbytes(size);
     }
@@ -173,15 +184,15 @@ c10::Stream current_stream(c10::DeviceIndex device) {
     return as_stream(device, t_streams.at(device));
 }
 
-const at::Generator& default_generator(c10::DeviceIndex device) {
-    static const auto* generators = new std::array<at::Generator, kDevices>{
+const at::Generator &default_generator(c10::DeviceIndex device) {
+    static const auto *generators = new std::array<at::Generator, kDevices>{
         at::make_generator<DeviceGenerator>(c10::DeviceIndex{0}),
         at::make_generator<DeviceGenerator>(c10::DeviceIndex{1}),
     };
     return generators->at(device);
 }
 
-at::Generator drawing_generator(const at::Generator& of_device) {
+at::Generator drawing_generator(const at::Generator &of_device) {
     return of_device.get<DeviceGenerator>()->drawing;
 }
 

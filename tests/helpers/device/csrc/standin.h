@@ -21,18 +21,18 @@ constexpr c10::DeviceIndex kDevices = 2;
 constexpr std::uintptr_t kMark = std::uintptr_t{1} << 52;
 
 // Where the bytes of a device address are; only code that plays the device may ask.
-inline void* host_address(const void* device_address) {
-    return reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(device_address) & ~kMark);
+inline void *host_address(const void *device_address) {
+    return reinterpret_cast<void *>(reinterpret_cast<std::uintptr_t>(device_address) & ~kMark);
 }
 
-c10::DeviceAllocator* device_allocator();
-c10::Allocator* pinned_allocator();
-bool is_pinned_address(const void* address);
+c10::DeviceAllocator *device_allocator();
+c10::Allocator *pinned_allocator();
+bool is_pinned_address(const void *address);
 c10::DeviceIndex current_device();
 c10::Stream current_stream(c10::DeviceIndex device);
 // The generator of a device, and the generator of the host that draws for one.
-const at::Generator& default_generator(c10::DeviceIndex device);
-at::Generator drawing_generator(const at::Generator& of_device);
+const at::Generator &default_generator(c10::DeviceIndex device);
+at::Generator drawing_generator(const at::Generator &of_device);
 
 // A place in the order of a stream: after all that was entered so far.
 struct Mark {
@@ -40,26 +40,26 @@ struct Mark {
     c10::StreamId stream;
     std::uint64_t position;
 };
-Mark mark(const c10::Stream& stream);
+Mark mark(const c10::Stream &stream);
 // Do what is kept up to there; says whether nothing was left to do.
-bool finish(const Mark& mark);
-bool finish(const c10::Stream& stream);
+bool finish(const Mark &mark);
+bool finish(const c10::Stream &stream);
 void finish_device(c10::DeviceIndex device);
-void copy_later(const c10::Stream& stream, std::function<void()> copy);
-void wait_later(const c10::Stream& stream, const Mark& mark);
+void copy_later(const c10::Stream &stream, std::function<void()> copy);
+void wait_later(const c10::Stream &stream, const Mark &mark);
 
 // Tensors of the device seen as tensors of the host over the same bytes; one storage stays one storage.
 class HostViews {
 public:
-    at::Tensor view(const at::Tensor& on_device);
+    at::Tensor view(const at::Tensor &on_device);
     // A host tensor over the bytes of an argument, as a tensor of the device; nothing for other memory.
-    std::optional<at::Tensor> back(const at::Tensor& on_host) const;
+    std::optional<at::Tensor> back(const at::Tensor &on_host) const;
 
 private:
     std::vector<std::pair<at::Tensor, c10::Storage>> storages_; // of the device, and its bytes on the host
 };
 
-inline bool is_here(const at::Tensor& x) {
+inline bool is_here(const at::Tensor &x) {
     return x.defined() && x.device().type() == kType;
 }
 
