@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mpispeed.base.errors import UsageError
 from mpispeed.native import norm
 from mpispeed.native.cuda import launcher, ops
+from mpispeed.native.transformer import bias_dropout_residual
 from tests.helpers.cuda_host import HostLauncher
 
 
@@ -164,3 +168,33 @@ def test_compiled_code_launches_kernels():
         y = whole(x, weight)
     assert host.launched == ["rms_norm_kept_f32"]
     assert torch.allclose(y, norm.rms_norm(x, weight), atol=1e-6)  # another order of a sum of 8
+
+
+def test_compiled_for_any_number_of_rows():
+    weight = leaf(8, dtype=torch.float32)
+    torch._dynamo.reset()
+    whole = torch.compile(norm.rms_norm, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 5, 9):
+        x = leaf(rows, 8, dtype=torch.float32)
+        pairs = [torch.autograd.grad(call(x, weight).square().sum(), (x, weight)) for call in (norm.rms_norm, whole)]
+        assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def test_a_recomputed_dropout_drops_the_same():
+    x, bias = leaf(4, 8, dtype=torch.float32), leaf(8, dtype=torch.float32)
+
+    def step(x, bias):
+        return bias_dropout_residual(x, bias, x, 0.5).square().sum()
+
+    grads = []
+    for call in (step, lambda *inputs: checkpoint(step, *inputs, use_reentrant=False)):
+        torch.manual_seed(4)
+        grads.append(torch.autograd.grad(call(x, bias), (x, bias)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_threads_may_call_operators_at_once():
+    x, weight = torch.randn(64, 64), torch.randn(64)
+    wanted = norm.rms_norm(x, weight)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(wanted, y) for y in pool.map(lambda _: norm.rms_norm(x, weight), range(40)))
