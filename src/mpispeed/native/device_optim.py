@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,9 +142,10 @@ class DeviceTable:
         self._launcher: Launcher | None = for_tensor(self._rows[0].param) if self._rows else None
         names = [kernels_of(rule, row) if self._launcher is not None else () for row in self._rows]
         self._by_twin = [place for place, kernels in enumerate(names) if not kernels]
-        self._order, self._launches = _grouped(names, [row.lot for row in self._rows])
+        order, self._launches = _grouped(names, [row.lot for row in self._rows])
+        self._order = np.array(order, np.intp)
         self._array = np.zeros(len(self._order), _ROW)
-        for at, place in enumerate(self._order):
+        for at, place in enumerate(order):
             self._array[at] = (*_numbers(self._rows[place]), 0, place)
         self._chunks = _lay_out(self._array)
         self._launches = [_with_chunks(launch, self._array) for launch in self._launches]
@@ -168,10 +171,12 @@ class DeviceTable:
         contiguous and on the device. The caller keeps the gradients alive until `run` returns.
         """
         fits = (
-            [x.data_ptr() for x in (*params, *outs)] == self._addresses
-            and [x.numel() for x in params] == self._lengths == [x.numel() for x in grads]
-            and [x.dtype for x in grads] == self._grad_dtypes
-            and all(x.layout == torch.strided and x.device == self._device and x.is_contiguous() for x in grads)
+            list(map(Tensor.data_ptr, chain(params, outs))) == self._addresses
+            and list(map(Tensor.numel, params)) == self._lengths == list(map(Tensor.numel, grads))
+            and list(map(attrgetter("dtype"), grads)) == self._grad_dtypes
+            and set(map(attrgetter("layout"), grads)) <= {torch.strided}
+            and set(map(attrgetter("device"), grads)) <= {self._device}
+            and all(map(Tensor.is_contiguous, grads))
         )
         self._grads = grads if fits else None
         return fits
@@ -213,7 +218,7 @@ class DeviceTable:
         return ratios if self.rule == "lamb" else []
 
     def _upload(self, grads: list[Tensor]) -> _Uploaded:
-        now = np.fromiter((grads[place].data_ptr() for place in self._order), np.uint64, len(self._order))
+        now = np.fromiter(map(Tensor.data_ptr, grads), np.uint64, len(grads))[self._order]
         stream, before = stream_of(self._device), self._uploaded
         is_moved = not np.array_equal(now, self._array["grad"])
         if before is not None and before.stream == stream and not is_moved:
