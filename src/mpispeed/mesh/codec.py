@@ -4,6 +4,9 @@ Each is made of the verbs of the groups it is given, so that the journal counts 
 in one message and fp32 scales in a second one. A group of one rank is no hop: nothing is sent for it, and
 where all groups have one rank nothing is quantized. Every rank passes the same lengths, dtypes and block.
 
+Values are coded and decoded where they are, on the host or on a device, to the same bytes: only codes go from one to
+the other.
+
 Source: ZeRO++ (arXiv 2306.10209), qwZ and qgZ; LoCo (arXiv 2407.04480), the error feedback.
 """
 
@@ -15,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.base.device import is_on_device
+from mpispeed.base.device import HOST
 from mpispeed.base.errors import CommError
-from mpispeed.mesh import checks, staging
+from mpispeed.mesh import checks
 from mpispeed.native.block_quant import Coded, Grid, dequantize, dequantize_sum, quantize, sum_requantize
 
 if TYPE_CHECKING:
@@ -57,18 +60,20 @@ class Feedback:
         """Bytes held, 0 before the first reduction."""
         return sum(x.nbytes for _, coded in self._errors.values() for x in coded)
 
-    def error(self, hop: str, grid: Grid) -> Coded:
-        """The kept error of a hop, zeros at first.
+    def error(self, hop: str, grid: Grid, device: torch.device = HOST) -> Coded:
+        """The kept error of a hop, zeros at first, on `device`.
 
         Raises:
             CommError: the hop was used with another grid before.
         """
         kept = self._errors.get(hop)
         if kept is None:
-            kept = self._errors[hop] = (grid, Coded.zeros(grid, ERROR_BITS))
+            kept = self._errors[hop] = (grid, Coded.zeros(grid, ERROR_BITS, device))
         if kept[0] != grid:
             msg = f"a Feedback belongs to one buffer: hop {hop!r} had {kept[0]} before and has {grid} now"
             raise CommError(msg)
+        if kept[1].codes.device != device:
+            kept = self._errors[hop] = (grid, _moved(kept[1], device))
         return kept[1]
 
     def count_use(self) -> None:
@@ -123,16 +128,13 @@ def quantized_gather_through(comms: Sequence[Comm], out: torch.Tensor, shard: to
     Raises:
         CommError: tensors or block do not fit.
     """
-    if is_on_device(out) or is_on_device(shard):
-        staging.filled_by(out, lambda host: quantized_gather_through(comms, host, staging.on_host(shard), block=block))
-        return
     where = "quantized gather"
     grid, hops, whole, part = _gather_grid(comms, out, shard, block, where)
     if not hops:
         whole.copy_(part)
         return
     own = Grid(grid.piece, block)
-    have = _scratch(hops[0], "own", own, VALUE_BITS)
+    have = _room(hops[0], "own", own, VALUE_BITS, part.device)
     quantize(have, part, own, threads=hops[0].threads)
     _gather_codes(hops, whole, have, grid)
 
@@ -146,13 +148,10 @@ def gather_codes_through(comms: Sequence[Comm], out: torch.Tensor, own: Coded, *
     Raises:
         CommError: tensors or block do not fit.
     """
-    if is_on_device(out):
-        staging.filled_by(out, lambda host: gather_codes_through(comms, host, own, block=block))
-        return
     where = "gather of codes"
     grid, hops, whole, _ = _gather_grid(comms, out, own.codes, block, where)
     if not hops:
-        dequantize(whole, own, grid)
+        dequantize(whole, _moved(own, whole.device), grid)
         return
     _gather_codes(hops, whole, own, grid)
 
@@ -175,13 +174,15 @@ def _gather_grid(
 
 def _gather_codes(hops: Sequence[Comm], whole: torch.Tensor, have: Coded, grid: Grid) -> None:
     count = 1
+    if have.codes.device != whole.device:
+        have = _moved(have, HOST)
     for comm in hops:
         count *= comm.size
-        gathered = _scratch(comm, "gathered", Grid(grid.piece, grid.block, count), VALUE_BITS)
+        gathered = _room(comm, "gathered", Grid(grid.piece, grid.block, count), VALUE_BITS, have.codes.device)
         for target, source in zip(gathered, have, strict=True):
             comm.all_gather(target, source)
         have = gathered
-    dequantize(whole, have, grid, threads=hops[0].threads)
+    dequantize(whole, _moved(have, whole.device), grid, threads=hops[0].threads)
 
 
 def quantized_reduce_scatter(
@@ -206,15 +207,6 @@ def quantized_reduce_scatter(
     Raises:
         CommError: tensors, block or feedback do not fit.
     """
-    if is_on_device(shard) or is_on_device(full):
-        source = staging.on_host(full)
-        staging.filled_by(
-            shard,
-            lambda host: quantized_reduce_scatter(
-                inner, outer, host, source, block=block, scale=scale, feedback=feedback
-            ),
-        )
-        return
     where = "quantized reduce-scatter"
     part, whole = (_floats(inner, x, where) for x in (shard, full))
     pieces = inner.size * outer.size
@@ -226,22 +218,25 @@ def quantized_reduce_scatter(
     if not hops:
         part.copy_(whole.float() * scale if scale != 1.0 else whole)
         return
-    threads, beta = hops[0].threads, feedback.beta if feedback else 0.0
-    coded = _scratch(hops[0], "sent", grid, SUM_BITS)
-    error = feedback.error("first", grid) if feedback else None
+    threads, beta, place = hops[0].threads, feedback.beta if feedback else 0.0, whole.device
+    result = part if part.device == place else torch.empty_like(part, device=place)
+    coded = _room(hops[0], "sent", grid, SUM_BITS, place)
+    error = feedback.error("first", grid, place) if feedback else None
     quantize(coded, whole, grid, error=error, beta=beta, threads=threads)
     for i, comm in enumerate(hops):
-        received = _scratch(comm, "received", grid, SUM_BITS)
+        received = _room(comm, "received", grid, SUM_BITS, place)
         for target, source in zip(received, coded, strict=True):
             comm.all_to_all(target, source)
         grid = Grid(grid.piece, block, grid.pieces // comm.size)
         parts = _parts(received, comm.size)
         if i == len(hops) - 1:
-            dequantize_sum(part, parts, grid, scale=scale, threads=threads)
+            dequantize_sum(result, parts, grid, scale=scale, threads=threads)
         else:
-            coded = _scratch(hops[i + 1], "sent", grid, SUM_BITS)
-            error = feedback.error("second", grid) if feedback else None
+            coded = _room(hops[i + 1], "sent", grid, SUM_BITS, place)
+            error = feedback.error("second", grid, place) if feedback else None
             sum_requantize(coded, parts, grid, error=error, beta=beta, threads=threads)
+    if result is not part:
+        part.copy_(result)
     if feedback:
         feedback.count_use()
 
@@ -283,10 +278,18 @@ def _grid(where: str, piece: int, block: int, pieces: int) -> Grid:
         raise CommError(msg) from error
 
 
-def _scratch(comm: Comm, name: str, grid: Grid, bits: int) -> Coded:
-    """Room for codes in the group's scratch."""
+def _room(comm: Comm, name: str, grid: Grid, bits: int, device: torch.device) -> Coded:
+    """Room for codes: in the group's scratch, or new on a device, where memory is free again in the order of work."""
+    if device != HOST:
+        codes = torch.empty(grid.codes(bits), dtype=_CODES[bits], device=device)
+        return Coded(codes, torch.empty(grid.scales, dtype=torch.float32, device=device))
     codes = comm.scratch(f"codec {name} codes", grid.codes(bits), _CODES[bits])
     return Coded(codes, comm.scratch(f"codec {name} scales", grid.scales, torch.float32))
+
+
+def _moved(coded: Coded, device: torch.device) -> Coded:
+    """The same code on `device`; itself if it is there."""
+    return Coded(*(x.to(device) for x in coded))
 
 
 def _parts(coded: Coded, count: int) -> list[Coded]:
