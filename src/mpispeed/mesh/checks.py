@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base import device as devices
 from mpispeed.base.errors import CommError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ def flat(comm: Comm, x: torch.Tensor, verb: str) -> torch.Tensor:
             "call .contiguous() and copy the result back"
         )
         raise CommError(msg)
+    if x.device.type != "cpu":
+        devices.use(x.device)  # before anything is started: what is, keeps to the order of its streams
     return x.detach().view(-1)
 
 

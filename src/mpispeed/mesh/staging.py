@@ -123,9 +123,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _device_of(*tensors: torch.Tensor) -> torch.device:
-    found = next(x.device for x in tensors if is_on_device(x))
-    devices.use(found)
-    return found
+    return next(x.device for x in tensors if is_on_device(x))
 
 
 # -- sums --------------------------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
 """The device of these tests: memory of its own that the host cannot read, with the arithmetic of the host."""
 
 import pytest
+import torch
 
+import mpispeed
 from mpispeed.base import device as devices
 from tests.helpers.device import stand_in
 
 
 @pytest.fixture
 def device(monkeypatch):
-    """Engines that are made in the test compute on it; the process has none afterwards."""
-    found = stand_in()
-    monkeypatch.setenv("MPISPEED_DEVICE", found.type)
-    yield found
+    """Engines that are made in the test compute on it; the process has none afterwards. A node has two for all ranks."""
+    kind = stand_in().type
+    monkeypatch.setenv("MPISPEED_DEVICE", kind)
+    yield torch.device(kind, mpispeed.init_distributed().local_rank % torch.get_device_module(kind).device_count())
     devices._USED.clear()
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mpispeed
+from mpispeed.base.errors import ConfigError, UnsupportedOption
 from tests.helpers.on_device import moved
 from tests.helpers.training import TinyLM, batches, config, train_engine, weights, zero
 
@@ -46,3 +47,83 @@ def test_stages(device, on_host, section, accumulation, dtype):
     found = run(section, accumulation, device, dtype)
     on_host()
     check_same(found, run(section, accumulation, None, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    "section",
+    [
+        *(zero(stage, offload_optimizer=CPU) for stage in (1, 2, 3)),
+        zero(3, offload_param=CPU),
+        zero(3, offload_param=CPU, offload_optimizer={"device": "cpu", "pin_memory": True}),
+        {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU},
+    ],
+    ids=str,
+)
+def test_tiers_in_host_memory(device, on_host, section, accumulation, dtype):
+    found = run(section, accumulation, device, dtype)
+    on_host()
+    check_same(found, run(section, accumulation, None, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kinds", [("optimizer",), ("param",), ("optimizer", "param")], ids=str)
+def test_tiers_in_files(device, on_host, mpi_tmp_path, kinds, dtype):
+    nvme = {"device": "nvme", "nvme_path": str(mpi_tmp_path)}
+    section = zero(3, **{f"offload_{kind}": nvme for kind in kinds})
+    found = run(section, 3, device, dtype)
+    on_host()
+    check_same(found, run(zero(3), 3, None, dtype))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"zero_quantized_weights": True},
+        {"zero_hpz_partition_size": 2},
+        {"mics_shard_size": 2},
+        {"zero_quantized_nontrainable_weights": True},
+    ],
+    ids=str,
+)
+@pytest.mark.ranks(2, 4)
+def test_schemes(device, on_host, more):
+    found = run(zero(3, **more), 3, device, "bf16")
+    on_host()
+    check_same(found, run(zero(3, **more), 3, None, "bf16"))
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Lion", "Adagrad", "SGD"])
+def test_optimizers(device, on_host, optimizer):
+    more = {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
+    section = zero(2)
+    found = run(section, 1, device, "bf16", **more)
+    on_host()
+    check_same(found, run(section, 1, None, "bf16", **more))
+
+
+def test_an_optimizer_of_the_script(device, on_host):
+    def train(where):
+        model = moved(TinyLM(), where)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        settings = config(0, BATCH, 1, reduction="ordered") | {"zero_optimization": zero(1)}
+        del settings["optimizer"]
+        engine = mpispeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        losses = train_engine(engine, batches(4, BATCH))
+        engine.destroy()
+        return losses
+
+    found = train(device)
+    on_host()
+    assert found == train(None)
+
+
+def test_what_is_refused(device):
+    settings = config(0, BATCH, 1, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}})
+    with pytest.raises(ConfigError, match="host memory only"):
+        mpispeed.initialize(model=moved(TinyLM(), device), config=settings)
+    engine = mpispeed.initialize(model=moved(TinyLM(), device), config=config(1, BATCH, 1))[0]
+    with pytest.raises(UnsupportedOption, match="offload_states"):
+        engine.offload_states()
+    engine.destroy()

@@ -1,0 +1,159 @@
+"""Verbs on tensors of a device: the results of the host to the bit, in many windows, blocking and started."""
+
+import pytest
+import torch
+
+from mpispeed.base.errors import CommError
+from mpispeed.mesh import staging
+from mpispeed.mesh.codec import quantized_all_gather, quantized_reduce_scatter
+from tests.helpers import verbs
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64)
+COUNTS = (0, 1, 1003)
+SMALL = 1 << 10
+
+
+@pytest.fixture(params=[SMALL, staging.STAGE_BYTES], ids=["many windows", "one window"])
+def window(request, monkeypatch):
+    monkeypatch.setattr(staging, "STAGE_BYTES", request.param)
+
+
+def noise(rank, count, dtype):
+    found = torch.randn(count, generator=torch.Generator().manual_seed(17 + rank), dtype=torch.float64)
+    return found > 0 if dtype == torch.bool else (found * 100).to(dtype)
+
+
+def same(x, expected):
+    return verbs.same(x.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+def test_sums(comm, device, window, count, dtype):
+    comm.reduction = "ordered"
+    scale = 0.375 if dtype.is_floating_point else 1.0
+    own, whole = noise(comm.rank, count, dtype), noise(comm.rank, count * comm.size, dtype)
+    expected, x = own.clone(), own.to(device)
+    comm.all_reduce(expected, scale=scale)
+    comm.all_reduce(x, scale=scale)
+    assert same(x, expected)
+    expected, x = own.clone(), own.to(device)
+    comm.reduce(expected, comm.size - 1)
+    comm.reduce(x, comm.size - 1)
+    assert same(x, expected)
+    for out in {dtype, torch.float32 if dtype == torch.bfloat16 else dtype}:
+        expected, x = torch.zeros(count, dtype=out), torch.zeros(count, dtype=out, device=device)
+        on_host = torch.zeros(count, dtype=out)
+        comm.reduce_scatter(expected, whole.clone(), scale=scale)
+        comm.reduce_scatter(x, whole.to(device), scale=scale)
+        comm.reduce_scatter(on_host, whole.to(device), scale=scale)
+        assert same(x, expected)
+        assert same(on_host, expected)
+    in_place = whole.to(device)
+    cut = in_place[comm.rank * count : (comm.rank + 1) * count]
+    comm.reduce_scatter(cut, in_place)
+    expected = torch.zeros(count, dtype=dtype)
+    comm.reduce_scatter(expected, whole)
+    assert same(cut, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+def test_moves(comm, device, window, count, dtype):
+    size, rank = comm.size, comm.rank
+    own, whole = noise(rank, count, dtype), noise(rank, count * size, dtype)
+    expected = torch.cat([noise(r, count, dtype) for r in range(size)])
+    for source in (own, own.to(device)):
+        out = torch.zeros(count * size, dtype=dtype, device=device)
+        comm.all_gather(out, source)
+        assert same(out, expected)
+    out = torch.zeros(count * size, dtype=dtype, device=device)
+    out[rank * count : (rank + 1) * count] = own.to(device)
+    comm.all_gather(out, out[rank * count : (rank + 1) * count])
+    assert same(out, expected)
+    x = own.to(device)
+    comm.broadcast(x, size - 1)
+    assert same(x, noise(size - 1, count, dtype))
+    out, expected = torch.zeros(count * size, dtype=dtype, device=device), torch.zeros(count * size, dtype=dtype)
+    comm.all_to_all(out, whole.to(device))
+    comm.all_to_all(expected, whole)
+    assert same(out, expected)
+    counts, out_counts = [j + 1 for j in range(size)], [rank + 1] * size
+    source = noise(rank, sum(counts), dtype)
+    out, expected = torch.zeros(sum(out_counts), dtype=dtype, device=device), torch.zeros(sum(out_counts), dtype=dtype)
+    comm.all_to_all(out, source.to(device), out_counts, counts)
+    comm.all_to_all(expected, source, out_counts, counts)
+    assert same(out, expected)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("count", COUNTS)
+def test_messages(comm, device, count):
+    """Between a device and a host too: what travels is the same."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for near in (device, torch.device("cpu")):
+        sent, got = noise(comm.rank, count, torch.float32).to(device), torch.zeros(count, device=near)
+        arriving = comm.start_recv(got, before, 4)
+        comm.start_send(sent, after, 4).wait()
+        arriving.wait()
+        assert same(got, noise(before, count, torch.float32))
+        got.zero_()
+        for turn in range(comm.size):  # one pair at a time
+            if turn == comm.rank:
+                comm.send(sent, after, 5)
+            if turn == before:
+                comm.recv(got, before, 5)
+        assert same(got, noise(before, count, torch.float32))
+
+
+def test_started_verbs_keep_to_the_order_of_streams(comm, device, window):
+    """What was queued before comes first, and what is queued after a wait comes after, without a word to the device."""
+    comm.reduction = "ordered"
+    streams = [torch.get_device_module(device).Stream(device=device) for _ in range(2)]
+    for stream in streams:
+        with torch.get_device_module(device).stream(stream):
+            x = noise(comm.rank, 1003, torch.float32).to(device, non_blocking=True)
+            x.mul_(2)
+            works = [comm.start_all_reduce(x), comm.start_all_reduce(x, scale=0.5)]
+            for work in works:
+                work.wait()
+            x.add_(1)
+        expected = noise(comm.rank, 1003, torch.float32) * 2
+        comm.all_reduce(expected)
+        comm.all_reduce(expected, scale=0.5)
+        stream.synchronize()
+        assert same(x, expected + 1)
+
+
+def test_journal_counts_what_it_counts_on_the_host(comm, device):
+    x = torch.ones(1003)
+    comm.journal.reset()
+    comm.all_reduce(x)
+    on_host = comm.journal.total_bytes()
+    comm.journal.reset()
+    comm.all_reduce(x.to(device))
+    assert comm.journal.total_bytes() == on_host
+
+
+def test_quantized_verbs(comm, device):
+    shard, full = noise(comm.rank, 512, torch.float32), noise(comm.rank, 512 * comm.size, torch.float32)
+    alone = comm.split(comm.rank, [comm.rank], ("own",))
+    out, expected = torch.zeros(512 * comm.size, device=device), torch.zeros(512 * comm.size)
+    quantized_all_gather(comm, out, shard.to(device), block=256)
+    quantized_all_gather(comm, expected, shard, block=256)
+    assert same(out, expected)
+    out, expected = torch.zeros(512, device=device), torch.zeros(512)
+    quantized_reduce_scatter(comm, alone, out, full.to(device), block=256)
+    quantized_reduce_scatter(comm, alone, expected, full, block=256)
+    assert same(out, expected)
+    alone.close()
+
+
+def test_refusals(comm, device):
+    x = torch.zeros(4, 2, device=device)
+    with pytest.raises(CommError, match="contiguous"):
+        comm.all_reduce(x.t())
+    with pytest.raises(CommError, match="overlap|elements"):
+        comm.all_gather(torch.zeros(4 * comm.size + 1, device=device), torch.zeros(4))
