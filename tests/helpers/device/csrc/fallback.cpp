@@ -256,7 +256,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
         }
         const bool has_general =
             op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-            op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+            op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+            op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
         const bool is_better = has_general && op->hasKernelForDispatchKey(c10::DispatchKey::CPU);
         if (is_better || kWhole.count(name.name) > 0) {
             const auto full =

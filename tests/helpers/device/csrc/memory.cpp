@@ -152,7 +152,7 @@ void PinnedMemory::release(void *bytes) {
     std::free(bytes);
 }
 
-const bool kIsRegistered = (c10::SetAllocator(kType, &device_memory()), true);
+const bool kHasMemory = (c10::SetAllocator(kType, &device_memory()), true);
 
 } // namespace
 

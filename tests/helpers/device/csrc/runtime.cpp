@@ -171,7 +171,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
 };
 
-const bool kIsRegistered = (at::RegisterPrivateUse1HooksInterface(new Hooks()), true);
+const bool kHasHooks = (at::RegisterPrivateUse1HooksInterface(new Hooks()), true);
 
 } // namespace
 
