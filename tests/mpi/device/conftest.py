@@ -10,7 +10,7 @@ from tests.helpers.device import stand_in
 
 @pytest.fixture
 def device(monkeypatch):
-    """Engines that are made in the test compute on it; the process has none afterwards. A node has two for all ranks."""
+    """Engines that are made in the test compute on it, and none afterwards. The ranks of a node share two."""
     kind = stand_in().type
     monkeypatch.setenv("MPISPEED_DEVICE", kind)
     yield torch.device(kind, mpispeed.init_distributed().local_rank % torch.get_device_module(kind).device_count())

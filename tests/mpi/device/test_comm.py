@@ -155,5 +155,5 @@ def test_refusals(comm, device):
     x = torch.zeros(4, 2, device=device)
     with pytest.raises(CommError, match="contiguous"):
         comm.all_reduce(x.t())
-    with pytest.raises(CommError, match="overlap|elements"):
+    with pytest.raises(CommError, match="elements"):
         comm.all_gather(torch.zeros(4 * comm.size + 1, device=device), torch.zeros(4))

@@ -1,0 +1,116 @@
+"""Engines on a GPU: stages, tiers and checkpoints on one rank, stage 3 on two ranks that share it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpispeed
+from mpispeed.launch import plan_launch
+from tests.helpers.training import TinyLM, batches, config, train_engine, weights, zero
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH = 24
+CPU = {"device": "cpu"}
+SECTIONS = [
+    zero(0), zero(1), zero(2), zero(3),
+    zero(2, offload_optimizer=CPU),
+    zero(3, offload_optimizer={"device": "cpu", "pin_memory": True}, offload_param=CPU),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def whole_products():
+    """Matrix products of fp32 in fp32, as on the host."""
+    kept = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = kept
+
+
+def start(section, monkeypatch, where="cuda", **more):
+    monkeypatch.setenv("MPISPEED_DEVICE", where)
+    settings = config(0, BATCH, 1, reduction="ordered", **more) | {"zero_optimization": section}
+    return mpispeed.initialize(model=TinyLM(), config=settings)[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+def test_losses_follow_those_of_the_host(device, monkeypatch, section, dtype):
+    """The order of sums inside of a kernel differs, nothing else: a few units of the last place of the dtype."""
+    more = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+    if dtype == "fp16":
+        more = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    engine = start(section, monkeypatch, **more)
+    assert engine.device.type == "cuda"
+    losses = train_engine(engine, batches(10, BATCH))
+    assert all(param.device == engine.device for param in engine.module.parameters())
+    engine.destroy()
+    plain = start(zero(0), monkeypatch, "cpu", **more)
+    expected = train_engine(plain, batches(10, BATCH))
+    plain.destroy()
+    bound = {"fp32": 1e-4, "bf16": 2**-6, "fp16": 2**-9}[dtype]
+    assert losses == pytest.approx(expected, rel=bound)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+def test_stages_and_tiers_of_one_rank_agree(device, monkeypatch, section):
+    """On one device the kernels of the model are the same; masters on the host follow the host's loops."""
+    found = []
+    for one in (zero(0), section):
+        engine = start(one, monkeypatch)
+        found.append((train_engine(engine, batches(6, BATCH)), weights(engine)))
+        engine.destroy()
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+
+
+def test_checkpoint_goes_to_the_host_and_back(device, monkeypatch, tmp_path):
+    data = batches(6, BATCH)
+    first = start(zero(3), monkeypatch)
+    train_engine(first, data[:3])
+    first.save_checkpoint(str(tmp_path), tag="a")
+    expected = train_engine(first, data[3:])
+    first.destroy()
+    for where in ("cuda", "cpu"):
+        engine = start(zero(1), monkeypatch, where)
+        engine.load_checkpoint(str(tmp_path), tag="a")
+        assert train_engine(engine, data[3:]) == pytest.approx(expected, rel=1e-4)
+        engine.destroy()
+
+
+def test_dropout_repeats_after_a_checkpoint(device, monkeypatch, tmp_path):
+    engine = start(zero(1), monkeypatch)
+    engine.save_checkpoint(str(tmp_path), tag="a")
+    expected = torch.rand(100, device=device)
+    engine.load_checkpoint(str(tmp_path), tag="a")
+    assert torch.equal(torch.rand(100, device=device), expected)
+    engine.destroy()
+
+
+def test_two_ranks_share_the_gpu_at_stage_3(device, monkeypatch, tmp_path):
+    """Their losses are those of one rank with the whole batch."""
+    engine = start(zero(0), monkeypatch)
+    expected = train_engine(engine, batches(6, BATCH))
+    engine.destroy()
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import json, mpispeed\n"
+        "from tests.helpers.training import TinyLM, batches, config, train_engine, zero\n"
+        f"settings = config(0, {BATCH}, 1, reduction='ordered') | {{'zero_optimization': zero(3)}}\n"
+        "engine = mpispeed.initialize(model=TinyLM(), config=settings)[0]\n"
+        "assert engine.device.type == 'cuda', engine.device\n"
+        f"losses = train_engine(engine, batches(6, {BATCH}))\n"
+        "if engine.global_rank == 0:\n"
+        "    print('losses', json.dumps(losses), flush=True)\n"
+        "engine.destroy()\n"
+    )
+    plan = plan_launch([sys.executable, str(script)], 2)
+    environment = {**os.environ, **plan.added, "PYTHONPATH": str(ROOT), "MPISPEED_DEVICE": "cuda"}
+    found = subprocess.run(plan.argv, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    line = next(line for line in found.stdout.splitlines() if "losses" in line)
+    losses = [float(word) for word in line.partition("[")[2].rstrip("]").split(",")]
+    assert losses == pytest.approx(expected, rel=1e-4)
