@@ -31,6 +31,13 @@ def compensate(
     launcher: Launcher, error: Tensor, x: Tensor, keep: float, grad: Tensor | None, take: float
 ) -> list[float]:
     """Add keep * x + take * grad to `error`; squares as from `one_bit.compensate`."""
+    return _partials(start_compensate(launcher, error, x, keep, grad, take))
+
+
+def start_compensate(
+    launcher: Launcher, error: Tensor, x: Tensor, keep: float, grad: Tensor | None, take: float
+) -> Tensor:
+    """`compensate` without waiting: the sum of squares stays on the device, as limbs of 32 bits."""
     limbs = _limbs(error)
     name = f"sign_mix_{TAGS[x.dtype]}" + ("" if grad is None else f"_{TAGS[grad.dtype]}")
     second = 0 if grad is None else grad.data_ptr()
@@ -40,11 +47,16 @@ def compensate(
             name, _walking(launcher, error), (_THREADS, 1, 1),
             error.data_ptr(), x.data_ptr(), second, limbs.data_ptr(), terms,
         )  # fmt: skip
-    return _partials(limbs)
+    return limbs
 
 
 def add_parts(launcher: Launcher, error: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
     """Add the sum of at most MOST_PARTS decoded parts to `error`; squares as from `one_bit.add_parts`."""
+    return _partials(start_add_parts(launcher, error, parts, weights))
+
+
+def start_add_parts(launcher: Launcher, error: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """`add_parts` without waiting, as `start_compensate`."""
     limbs, rest = _limbs(error), MOST_PARTS - len(parts)
     addresses = [part.data_ptr() for part in parts] + [0] * rest
     factors = [c_float(weight).value for weight in weights] + [0.0] * rest
@@ -52,7 +64,7 @@ def add_parts(launcher: Launcher, error: Tensor, parts: Sequence[Tensor], weight
     if error.numel():
         grid = _walking(launcher, error)
         launcher.launch("sign_sum", grid, (_THREADS, 1, 1), error.data_ptr(), limbs.data_ptr(), packed)
-    return _partials(limbs)
+    return limbs
 
 
 def encode(launcher: Launcher, bits: Tensor, error: Tensor, scale: float) -> None:
