@@ -226,18 +226,18 @@ void run_on_host(const c10::OperatorHandle &op, Stack *stack) {
 }
 
 // Those of kernels.cpp.
-const std::set<std::string> kOwn = {"aten::_softmax",
-                                    "aten::_log_softmax",
-                                    "aten::_softmax_backward_data",
-                                    "aten::_log_softmax_backward_data",
-                                    "aten::empty",
-                                    "aten::empty_strided",
-                                    "aten::_copy_from",
-                                    "aten::_copy_from_and_resize",
-                                    "aten::_local_scalar_dense",
-                                    "aten::resize_",
-                                    "aten::set_",
-                                    "aten::record_stream"};
+const std::set<std::string> kOfKernels = {"aten::_softmax",
+                                          "aten::_log_softmax",
+                                          "aten::_softmax_backward_data",
+                                          "aten::_log_softmax_backward_data",
+                                          "aten::empty",
+                                          "aten::empty_strided",
+                                          "aten::_copy_from",
+                                          "aten::_copy_from_and_resize",
+                                          "aten::_local_scalar_dense",
+                                          "aten::resize_",
+                                          "aten::set_",
+                                          "aten::record_stream"};
 // Those whose general form would choose another way than on the CPU.
 const std::set<std::string> kWhole = {"aten::convolution", "aten::convolution_backward"};
 
@@ -251,7 +251,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     auto &dispatcher = c10::Dispatcher::singleton();
     for (const auto &name : dispatcher.getAllOpNames()) {
         const auto op = dispatcher.findOp(name);
-        if (name.name.rfind("aten::", 0) != 0 || !op.has_value() || kOwn.count(name.name) > 0) {
+        if (name.name.rfind("aten::", 0) != 0 || !op.has_value() || kOfKernels.count(name.name) > 0) {
             continue;
         }
         const bool has_general =

@@ -186,7 +186,8 @@ int64_t attention_choice(const Tensor &query, const Tensor &key, const Tensor &v
     const auto choice = at::_fused_sdp_choice(views.view(query), views.view(key), views.view(value),
                                               host_mask, dropout, is_causal, scale, has_groups);
     const bool is_fused = choice == static_cast<int64_t>(at::SDPBackend::flash_attention);
-    return static_cast<int64_t>(is_fused ? at::SDPBackend::overrideable : at::SDPBackend::math);
+    const auto fused = at::SDPBackend::overrideable; // codespell:ignore overrideable
+    return static_cast<int64_t>(is_fused ? fused : at::SDPBackend::math);
 }
 
 using Attention =

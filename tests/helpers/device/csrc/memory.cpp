@@ -98,7 +98,7 @@ at::Tensor with_bits_of(const at::Tensor &x, at::Tensor result) {
 }
 
 DeviceMemory &device_memory() {
-    static auto *memory = new DeviceMemory(); // never destroyed: tensors may live longer than statics
+    static auto *memory = new DeviceMemory(); // never destroyed: tensors may be the last to go
     return *memory;
 }
 
