@@ -63,7 +63,7 @@ def attention(
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         msg = f"attention of {shapes}; expected [batch, heads, queries or keys, width] of the same batch and heads"
         raise ValueError(msg)
-    check_mask(q.detach()[..., :1].expand(*q.shape[:3], k.shape[2]), mask, "scores")
+    check_mask(mask, (*q.shape[:3], k.shape[2]), q.device)
     drops = training and philox.threshold(ratio) > 0
     if drops and seed is None:
         seed = philox.draw_seed()

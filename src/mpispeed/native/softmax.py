@@ -56,7 +56,12 @@ def masked_softmax(
     Raises:
         ValueError: dims, dtype, mask or ratio do not fit.
     """
-    check_mask(scores, mask, "scores")
+    if not scores.is_floating_point() or not 1 < scores.dim() <= _SCORE_DIMS:
+        msg = (
+            f"scores are {scores.dtype} of shape {tuple(scores.shape)}; expected 2 to 4 dims of floating point numbers"
+        )
+        raise ValueError(msg)
+    check_mask(mask, tuple(scores.shape), scores.device)
     drops = training and philox.threshold(ratio) > 0
     if drops and seed is None:
         seed = philox.draw_seed()
@@ -71,30 +76,25 @@ def causal_softmax(
     return masked_softmax(scores, scale=scale, is_causal=True, ratio=ratio, seed=seed, training=training)
 
 
-def check_mask(scores: Tensor, mask: Tensor | None, name: str) -> None:
-    """Check the scores and what masks them.
+def check_mask(mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check what masks scores of this shape.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: it does not fit.
     """
-    if not scores.is_floating_point() or not 1 < scores.dim() <= _SCORE_DIMS:
-        msg = (
-            f"{name} are {scores.dtype} of shape {tuple(scores.shape)}; expected 2 to 4 dims of floating point numbers"
-        )
-        raise ValueError(msg)
     if mask is None:
         return
     if mask.dtype != torch.bool and not mask.is_floating_point():
         msg = f"the mask is {mask.dtype}; expected floats that are added, or bool with True for what takes part"
         raise ValueError(msg)
-    if mask.device != scores.device:
-        msg = f"the mask is on {mask.device} and {name} on {scores.device}; move the mask there"
+    if mask.device != device:
+        msg = f"the mask is on {mask.device} and the scores on {device}; move the mask there"
         raise ValueError(msg)
-    sizes = (1,) * (scores.dim() - mask.dim()) + tuple(mask.shape)
-    if len(sizes) != scores.dim() or any(has not in (1, want) for has, want in zip(sizes, scores.shape, strict=True)):
+    sizes = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
+    if len(sizes) != len(shape) or any(has not in (1, want) for has, want in zip(sizes, shape, strict=True)):
         msg = (
-            f"a mask of shape {tuple(mask.shape)} does not broadcast to {name} of shape {tuple(scores.shape)}; each "
-            "of its dims has to be of the same size, or 1"
+            f"a mask of shape {tuple(mask.shape)} does not broadcast to scores of shape {shape}; each of its dims has "
+            "to be of the same size, or 1"
         )
         raise ValueError(msg)
 

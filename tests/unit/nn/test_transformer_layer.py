@@ -337,6 +337,7 @@ class TestUse:
     def test_the_compiler_takes_it_whole(self, layer, attention):
         layer.config.attention = attention
         layer.config.gelu_checkpoint = True
+        dropping(layer)
         x, mask = batch(2, 12, torch.float32)
         torch.compiler.reset()
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -189,26 +189,32 @@ class TransformerLayer(nn.Module):
 
     def _add_attention(self, n: Tensor, residual: Tensor, mask: Tensor | None) -> Tensor:
         """The sum residual + dropout(attention of n)."""
-        q, k, v = split_qkv(F.linear(n, self.attn_qkvw), self.attn_qkvb, self.config.heads)
-        context = self._attend(q, k, v, mask).transpose(1, 2).reshape(n.shape)
+        ratio = max(self.config.attn_dropout_ratio, 0.0) if self.training else 0.0
+        attend = self._attend_fused if self._takes_sdpa(n, ratio) else self._attend_explicitly
+        context = attend(n, mask, ratio).transpose(1, 2).reshape(n.shape)
         return self._add(F.linear(context, self.attn_ow), self.attn_ob, residual)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """What the heads attend to. Shapes: [batch, heads, sequence, hidden / heads]."""
-        ratio = max(self.config.attn_dropout_ratio, 0.0) if self.training else 0.0
-        if self._takes_sdpa(q, ratio):
-            if mask is not None and mask.dtype not in (torch.bool, q.dtype):
-                # Kept finite: what is masked everywhere attends evenly, as with -10000.
-                mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=ratio)
-        keeps = not self.config.attn_dropout_checkpoint
-        return attention(q, k, v, mask, ratio=ratio, keeps_dropped=keeps)
-
-    def _takes_sdpa(self, q: Tensor, ratio: float) -> bool:
+    def _takes_sdpa(self, x: Tensor, ratio: float) -> bool:
         if self.config.attention != "auto":
             return self.config.attention == "sdpa"
         # Without a fused kernel torch computes it in steps and keeps more of them.
-        return q.dtype != torch.float64 if q.device.type == "cuda" else ratio == 0
+        return x.dtype != torch.float64 if x.device.type == "cuda" else ratio == 0
+
+    def _attend_fused(self, n: Tensor, mask: Tensor | None, ratio: float) -> Tensor:
+        """What the heads attend to, by torch. Shapes: [batch, heads, sequence, hidden / heads]."""
+        heads = self.config.heads
+        # Fused attention reads queries, keys and values where the product left them: no pass to split them.
+        qkv = F.linear(n, self.attn_qkvw, self.attn_qkvb).unflatten(2, (3, heads, self.config.hidden_size // heads))
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+        if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+            # Kept finite: what is masked everywhere attends evenly, as with -10000.
+            mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=ratio)
+
+    def _attend_explicitly(self, n: Tensor, mask: Tensor | None, ratio: float) -> Tensor:
+        """The same with probabilities written out."""
+        q, k, v = split_qkv(F.linear(n, self.attn_qkvw), self.attn_qkvb, self.config.heads)
+        return attention(q, k, v, mask, ratio=ratio, keeps_dropped=not self.config.attn_dropout_checkpoint)
 
     def _add_mlp(self, f: Tensor, residual: Tensor) -> Tensor:
         """The sum residual + dropout(MLP of f)."""
