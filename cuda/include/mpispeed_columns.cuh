@@ -31,6 +31,54 @@ __device__ __forceinline__ void store_floats(const float* x, T* at) {
     }
 }
 
+__device__ __forceinline__ float word_part(u32 word, int, const float*) { return __uint_as_float(word); }
+__device__ __forceinline__ float word_part(u32 word, int high, const bf16*) {
+    return __uint_as_float(high ? word & 0xffff0000u : word << 16);
+}
+__device__ __forceinline__ float word_part(u32 word, int high, const fp16*) {
+    const unsigned short bits = static_cast<unsigned short>(high ? word >> 16 : word);
+    fp16 x;
+    memcpy(&x, &bits, 2);
+    return to_float(x);
+}
+
+// N neighbours that stay in registers as they stand in memory: in whole words, which the compiler would otherwise
+// take apart to keep.
+template <class T, int N>
+struct Packed {
+    static constexpr int kInWord = 4 / sizeof(T);
+    Vec<u32, 4> part[N / kWide<T>];
+    __device__ __forceinline__ float at(int j) const {
+        return word_part(part[j / kWide<T>].item[j % kWide<T> / kInWord], j % kInWord, static_cast<const T*>(nullptr));
+    }
+    __device__ __forceinline__ void load(const T* from) {
+#pragma unroll
+        for (int k = 0; k < N / kWide<T>; k++) part[k] = reinterpret_cast<const Vec<u32, 4>*>(from)[k];
+    }
+    // Rounds to T.
+    __device__ __forceinline__ void pack(const float* x) {
+#pragma unroll
+        for (int k = 0; k < N / kWide<T>; k++) {
+            Vec<T, kWide<T>> rounded;
+#pragma unroll
+            for (int j = 0; j < kWide<T>; j++) store(x[k * kWide<T> + j], &rounded.item[j]);
+            memcpy(&part[k], &rounded, 16);
+        }
+    }
+    __device__ __forceinline__ void save(T* to) const {
+#pragma unroll
+        for (int k = 0; k < N / kWide<T>; k++) reinterpret_cast<Vec<u32, 4>*>(to)[k] = part[k];
+    }
+};
+template <class T>
+struct Packed<T, 1> {
+    T item;
+    __device__ __forceinline__ float at(int) const { return to_float(item); }
+    __device__ __forceinline__ void load(const T* from) { item = *from; }
+    __device__ __forceinline__ void pack(const float* x) { store(x[0], &item); }
+    __device__ __forceinline__ void save(T* to) const { *to = item; }
+};
+
 // Calls body.load(row) and body.finish(loaded, row) for each row of this thread; kAhead rows are loaded at once.
 template <int kAhead, class Body>
 __device__ __forceinline__ void walk_rows(u64 rows, Body& body) {

@@ -18,34 +18,9 @@ __device__ __forceinline__ float normed(float x, float mean, float rstd) {
     return __fmul_rn(__fsub_rn(x, mean), rstd);
 }
 
-__device__ __forceinline__ float word_part(u32 word, int, const float*) { return __uint_as_float(word); }
-__device__ __forceinline__ float word_part(u32 word, int high, const bf16*) {
-    return __uint_as_float(high ? word & 0xffff0000u : word << 16);
-}
-__device__ __forceinline__ float word_part(u32 word, int high, const fp16*) {
-    const unsigned short bits = static_cast<unsigned short>(high ? word >> 16 : word);
-    fp16 x;
-    memcpy(&x, &bits, 2);
-    return to_float(x);
-}
-
-// N columns of a row, as they stand in memory; in whole words, which the compiler would otherwise take apart to move.
-template <class T, int N>
-struct Columns {
-    static constexpr int kInWord = 4 / sizeof(T);
-    Vec<u32, 4> part[N / kWide<T>];
-    __device__ __forceinline__ float at(int j) const {
-        return word_part(part[j / kWide<T>].item[j % kWide<T> / kInWord], j % kInWord, static_cast<const T*>(nullptr));
-    }
-    __device__ __forceinline__ void load(const T* from) {
-#pragma unroll
-        for (int k = 0; k < N / kWide<T>; k++) part[k] = reinterpret_cast<const Vec<u32, 4>*>(from)[k];
-    }
-};
-
 template <class T, int N>
 struct GradRow {
-    Columns<T, N> x, dy;
+    Packed<T, N> x, dy;
     float mean, rstd;
 };
 
@@ -119,10 +94,10 @@ __device__ __forceinline__ void norm_grad_kept(T* dx, float* dweight, float* dbi
     float sums_w[N], sums_b[N];
 #pragma unroll
     for (int j = 0; j < N; j++) sums_w[j] = sums_b[j] = 0;
-    Columns<T, N> weight;
+    Packed<T, N> weight;
     if (!kIsTight && has_columns && in.weight) weight.load(in.weight + col);
     GradRow<T, N> now, next;
-    Columns<T, N> add;
+    Packed<T, N> add;
     u64 row = static_cast<u64>(blockIdx.x) * blockDim.y + threadIdx.y;
     if (kIsAhead && has_columns && row < t.rows) load_row<T, kIsCentered, N>(now, in, row, t.cols, col);
     u32 turn = 0;

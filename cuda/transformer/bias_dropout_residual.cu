@@ -1,42 +1,17 @@
 // residual + dropout(x + bias), and its gradient with the sum over rows that the bias gets. The mask is repeated
 // from the seed, never stored; element i of the matrix has random word i, however it is cut into rows.
 #include "mpispeed_columns.cuh"
+#include "mpispeed_dropout.cuh"
 
 using namespace mpispeed;
 
 struct DropTerms {
     unsigned long long rows, cols;
     unsigned long long first;  // element that the pointers stand on
-    unsigned long long seed;
-    unsigned int threshold;    // 0: everything is kept, and no random number is made
-    float scale;
+    Dropout dropout;
     int is_wide;
     int unused;
 };
-
-// Which of V neighbours are kept; `element` is a multiple of V.
-template <int V>
-__device__ __forceinline__ void keep(const DropTerms& t, u64 element, bool* kept) {
-    if constexpr (V == 1) {
-        kept[0] = is_kept(t.seed, element, t.threshold);
-    } else {
-#pragma unroll
-        for (int part = 0; part < V / 4; part++) {
-            const Bits4 bits = philox(t.seed, element / 4 + part, 0);
-#pragma unroll
-            for (int j = 0; j < 4; j++) kept[4 * part + j] = bits.item[j] >= t.threshold;
-        }
-    }
-}
-
-template <int V>
-__device__ __forceinline__ void drop(const DropTerms& t, u64 element, float* x) {
-    if (t.threshold == 0) return;
-    bool kept[V];
-    keep<V>(t, t.first + element, kept);
-#pragma unroll
-    for (int j = 0; j < V; j++) x[j] = kept[j] ? __fmul_rn(x[j], t.scale) : 0.0f;
-}
 
 template <class T, int V>
 struct DropForward {
@@ -58,7 +33,7 @@ struct DropForward {
         float out[V];
 #pragma unroll
         for (int j = 0; j < V; j++) out[j] = __fadd_rn(to_float(got.x.item[j]), bias[j]);
-        drop<V>(t, element, out);
+        drop<V>(t.dropout, t.first + element, out);
 #pragma unroll
         for (int j = 0; j < V; j++) out[j] = __fadd_rn(to_float(got.residual.item[j]), out[j]);
         store_floats<T, V>(out, y + element);
@@ -82,7 +57,7 @@ struct DropBackward {
         float out[V];
 #pragma unroll
         for (int j = 0; j < V; j++) out[j] = to_float(got.item[j]);
-        drop<V>(t, element, out);
+        drop<V>(t.dropout, t.first + element, out);
 #pragma unroll
         for (int j = 0; j < V; j++) sums[j] += out[j];
         if (dx) store_floats<T, V>(out, dx + element);

@@ -21,6 +21,11 @@ def vector(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
+def inner_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a twin computes in, and statistics are kept in: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def is_wide(cols: int, *tensors: Tensor | None) -> bool:
     """Whether rows of `cols` elements of all these tensors can be moved by 16 bytes."""
     first = next(x for x in tensors if x is not None)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpispeed.native.columns import add_up, is_wide, pointer, tile, vector
+from mpispeed.native.columns import add_up, inner_dtype, is_wide, pointer, tile, vector
 from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher
@@ -30,7 +30,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     Raises:
         ValueError: shapes or dtypes do not fit. Within `torch.autocast` weight and bias come in x's dtype.
     """
-    _check("layer_norm", x, None, weight, bias)
+    check("layer_norm", x, None, weight, bias)
     y: Tensor = _norm(x, None, weight, bias, eps, True)[0]
     return y
 
@@ -45,7 +45,7 @@ def add_layer_norm(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _check("add_layer_norm", x, residual, weight, bias)
+    check("add_layer_norm", x, residual, weight, bias)
     y, total = _norm(x, residual, weight, bias, eps, True)[:2]
     return total, y
 
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     Raises:
         ValueError: shapes or dtypes do not fit. Within `torch.autocast` the weight comes in x's dtype.
     """
-    _check("rms_norm", x, None, weight, None)
+    check("rms_norm", x, None, weight, None)
     y: Tensor = _norm(x, None, weight, None, eps, False)[0]
     return y
 
@@ -71,7 +71,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _check("add_rms_norm", x, residual, weight, None)
+    check("add_rms_norm", x, residual, weight, None)
     y, total = _norm(x, residual, weight, None, eps, False)[:2]
     return total, y
 
@@ -83,7 +83,7 @@ def norm_twin(
 
     Shapes: mean and deviation [rows]; the sum is empty without a residual, the mean if nothing is subtracted.
     """
-    wide = _inner(x.dtype)
+    wide = inner_dtype(x.dtype)
     total = x.new_empty(0)
     if residual is not None:
         x = total = (x.to(wide) + residual.to(wide)).to(x.dtype)
@@ -101,7 +101,7 @@ def norm_backward_twin(
     dy: Tensor, add: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias in torch; `add` is added to the first. No mean: RMS norm."""
-    wide, cols = _inner(x.dtype), x.shape[-1]
+    wide, cols = inner_dtype(x.dtype), x.shape[-1]
     inner, grad = x.to(wide).reshape(-1, cols), dy.to(wide).reshape(-1, cols)
     normed = (inner if mean is None else inner - mean[:, None]) * rstd[:, None]
     g = grad if weight is None else grad * weight.to(wide)
@@ -115,11 +115,12 @@ def norm_backward_twin(
     return dx.reshape(x.shape).to(x.dtype), dweight.to(x.dtype), dbias.to(x.dtype)
 
 
-def _inner(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Check what a norm gets.
 
-
-def _check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
+    Raises:
+        ValueError: a shape, dtype or device does not fit; the message begins with `name`.
+    """
     if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
         msg = f"{name}: x is {x.dtype} of shape {tuple(x.shape)}; expected floating point and a last dim of 1 or more"
         raise ValueError(msg)
@@ -145,18 +146,26 @@ def _run(
     y, total, mean, rstd = _fake(x, residual, weight, bias, eps, is_centered)
     if not x.numel():
         return y, total, mean, rstd
+    way, grid, block, terms = forward_shape(x, eps, residual, weight, bias)
+    name = f"{'layer' if is_centered else 'rms'}_norm_{way}_{TAGS[x.dtype]}"
+    tensors = (y, total if residual is not None else None, mean, rstd, x, residual, weight, bias)
+    runs.launch(name, grid, block, *map(pointer, tensors), terms)
+    return y, total, mean, rstd
+
+
+def forward_shape(
+    x: Tensor, eps: float, *others: Tensor | None
+) -> tuple[str, tuple[int, int, int], tuple[int, int, int], bytes]:
+    """Which of the two kernels of a forward pass takes these tensors, its grid, its block and its packed terms."""
     cols = x.shape[-1]
     rows = x.numel() // cols
-    wide = is_wide(cols, x, residual, weight, bias)
+    wide = is_wide(cols, x, *others)
     vectors = cols // vector(x.dtype)
     is_kept = wide and vectors <= 1024 * _KEPT
     threads = _whole_warps(-(-vectors // _KEPT)) if is_kept else _whole_warps(min(1024, vectors if wide else cols))
-    y_rows = 256 // threads if is_kept and threads == 32 else 1
-    name = f"{'layer' if is_centered else 'rms'}_norm_{'kept' if is_kept else 'any'}_{TAGS[x.dtype]}"
-    tensors = (y, total if residual is not None else None, mean, rstd, x, residual, weight, bias)
+    down = 256 // threads if is_kept and threads == 32 else 1
     terms = struct.pack("QQfi", rows, cols, eps, wide)
-    runs.launch(name, (-(-rows // y_rows), 1, 1), (threads, y_rows, 1), *map(pointer, tensors), terms)
-    return y, total, mean, rstd
+    return "kept" if is_kept else "any", (-(-rows // down), 1, 1), (threads, down, 1), terms
 
 
 def _whole_warps(threads: int) -> int:
@@ -167,7 +176,7 @@ def _fake(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = x.numel() // x.shape[-1]
-    stats = _inner(x.dtype)
+    stats = inner_dtype(x.dtype)
     total = x.new_empty(x.shape if residual is not None else (0,))
     mean = x.new_empty(rows if is_centered else 0, dtype=stats)
     return x.new_empty(x.shape), total, mean, x.new_empty(rows, dtype=stats)
@@ -271,7 +280,7 @@ def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple
         dtotal = None
     if dy is None:
         return dtotal, dtotal, None, None, None, None
-    dx, dweight, dbias = _norm_backward(dy, dtotal, x, weight, mean, rstd, needs[2], needs[3])
+    dx, dweight, dbias = norm_backward(dy, dtotal, x, weight, mean, rstd, needs[2], needs[3])
     first, second = dx if needs[0] else None, dx if ctx.has_residual and needs[1] else None
     return first, second, dweight if needs[2] else None, dbias if needs[3] else None, None, None
 
@@ -284,7 +293,7 @@ _norm = ops.define(
     autocast=("x", "residual"),
     follow=("weight", "bias"),
 )
-_norm_backward = ops.define(
+norm_backward = ops.define(
     "norm_backward(Tensor dy, Tensor? add, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, bool with_weight,"
     " bool with_bias) -> (Tensor, Tensor, Tensor)",
     _run_backward,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mpispeed.native.columns import add_up, is_wide, pointer, tile, vector
+from mpispeed.native.columns import add_up, inner_dtype, is_wide, pointer, tile, vector
 from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.cuda.catalog import TAGS
 
@@ -70,7 +70,7 @@ def split_qkv(
         raise ValueError(msg)
     if cosine is not None and sine is not None:
         _check_tables(qkv, cosine, sine, qkv.shape[-1] // (heads + 2 * key_heads))
-        inner = _inner(qkv.dtype)
+        inner = inner_dtype(qkv.dtype)
         cosine, sine = cosine.to(inner), sine.to(inner)
     q, k, v = _split(qkv, bias, cosine, sine, heads, key_heads, style == "half")
     return q, k, v
@@ -111,17 +111,13 @@ def _check_tables(qkv: Tensor, cosine: Tensor, sine: Tensor, size: int) -> None:
         raise ValueError(msg)
 
 
-def _inner(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 # ---- twins -----------------------------------------------------------------------------------------------------------
 def split_twin(
     qkv: Tensor, bias: Tensor | None, cosine: Tensor | None, sine: Tensor | None, heads: int, key_heads: int,
     is_halved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values in torch."""
-    z = qkv.to(_inner(qkv.dtype))
+    z = qkv.to(inner_dtype(qkv.dtype))
     z = z if bias is None else z + bias.to(z.dtype)
     by_head = z.unflatten(-1, (heads + 2 * key_heads, -1)).transpose(1, 2)
     q, k, v = by_head.split([heads, key_heads, key_heads], dim=1)
@@ -135,7 +131,7 @@ def merge_twin(
     dq: Tensor, dk: Tensor, dv: Tensor, cosine: Tensor | None, sine: Tensor | None, is_halved: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the projection and of the bias in torch; the second is their sum before it is rounded."""
-    parts = [part.to(_inner(dq.dtype)) for part in (dq, dk, dv)]
+    parts = [part.to(inner_dtype(dq.dtype)) for part in (dq, dk, dv)]
     if cosine is not None and sine is not None:
         parts[:2] = (_turned(part, cosine, -sine, is_halved) for part in parts[:2])
     whole = torch.cat(parts, dim=1).transpose(1, 2).flatten(2)

@@ -324,7 +324,7 @@ def _drop_grads(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     with_x, with_bias = needs[0] and seed is not None, needs[1]
     dx, dbias = dy, None
     if with_x or with_bias:
-        made, dbias = _drop_backward(dy, ctx.ratio, seed, with_x, with_bias)
+        made, dbias = drop_backward(dy, ctx.ratio, seed, with_x, with_bias)
         dx = made if with_x else dy
     return dx if needs[0] else None, dbias if with_bias else None, dy, None, None
 
@@ -336,7 +336,7 @@ _drop = ops.define(
     autocast=("x", "residual"),
     follow=("bias",),
 )
-_drop_backward = ops.define(
+drop_backward = ops.define(
     "bias_dropout_residual_backward(Tensor dy, float ratio, Tensor? seed, bool with_x, bool with_bias)"
     " -> (Tensor, Tensor)",
     _run_drop_backward,

@@ -82,6 +82,8 @@ KERNELS: dict[str, Kernel] = dict([
            for b in (8, 4) for e in ("", "_add"))), is_hot=True),
     *_each("norm/norm.cu", "PPPPPPPP24s", _typed("layer_norm_kept", "rms_norm_kept"), is_hot=True),
     *_each("norm/norm.cu", "PPPPPPPP24s", _typed("layer_norm_any", "rms_norm_any")),
+    *_each("norm/norm.cu", "PPPPPPPPP24s16s", _typed("drop_layer_norm_kept"), is_hot=True),
+    *_each("norm/norm.cu", "PPPPPPPPP24s16s", _typed("drop_layer_norm_any")),
     *_each("norm/norm_backward.cu", "PPPPPPPPP24s", _typed(*(f"{n}_norm_backward_{width}"
            for n in ("layer", "rms") for width in (8, 16))), is_hot=True),
     *_each("norm/norm_backward.cu", "PPPPPPP24s", _typed("layer_norm_backward_any", "rms_norm_backward_any")),
