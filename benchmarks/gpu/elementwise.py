@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from timing import copy_bandwidth, interleaved, need_gpu, parser_of, write_results
 from torch import Tensor
 
+from mpispeed.native.drop_norm import bias_dropout_layer_norm
 from mpispeed.native.norm import add_layer_norm, layer_norm, rms_norm
 from mpispeed.native.rotary import rotary_tables, split_qkv
 from mpispeed.native.transformer import bias_dropout_residual, bias_gelu
@@ -81,6 +82,10 @@ def cases(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Case]:
         total = x + other
         return total, F.layer_norm(total, (cols,), weight, bias)
 
+    def torch_drop_norm(x: Tensor, b: Tensor, other: Tensor, w: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        total = other + F.dropout(x + b, 0.1)
+        return total, F.layer_norm(total, (cols,), w, c)
+
     return {
         "layer_norm": Case(
             layer_norm, lambda x, w, b: F.layer_norm(x, (cols,), w, b), [x, weight, bias], (2, 3)
@@ -96,6 +101,12 @@ def cases(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Case]:
         ),
         "bias_residual": Case(
             lambda x, b, r: bias_dropout_residual(x, b, r, 0.0), lambda x, b, r: r + (x + b), [x, bias, other], (3, 1)
+        ),
+        "bias_dropout_layer_norm": Case(
+            lambda x, b, r, w, c: bias_dropout_layer_norm(x, b, r, w, c, 0.1, seed=seed),
+            torch_drop_norm,
+            [x, bias, other, weight, leaf(cols)],
+            (4, 5),
         ),
         "split_qkv_rotary": Case(
             lambda x, b: split_qkv(x, b, heads, cosine=cosine, sine=sine), torch_split, [qkv, qkv_bias], (6, 6)

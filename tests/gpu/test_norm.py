@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from mpispeed.native import norm
+from mpispeed.native.drop_norm import bias_dropout_layer_norm
+from mpispeed.native.transformer import bias_dropout_residual
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Sums of up to 40,000 numbers near 1 in another order, relative to the largest result; then one rounding.
@@ -67,6 +69,24 @@ def test_as_torchs_and_repeatable(device):
     theirs = F.layer_norm(leaves[0], (1024,), leaves[1], leaves[2])
     wanted = [theirs, *torch.autograd.grad(theirs, leaves, dy)]
     assert max(off(a, b) for a, b in zip(wanted, first, strict=True)) <= 2**-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(300, 31), (4000, 1024), (600, 4096), (100, 4097)])
+def test_dropout_and_norm_in_one_pass_are_one_after_the_other(shape, dtype, device):
+    torch.manual_seed(2)
+    seed = torch.tensor(123456789123456789)
+    x, residual, dy, dtotal = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
+    parameters = [torch.randn(shape[1], device=device).to(dtype) for _ in range(3)]
+    leaves = [t.requires_grad_() for t in (x, parameters[0], residual, *parameters[1:])]
+    total = bias_dropout_residual(*leaves[:3], 0.3, seed)
+    wanted = (total, norm.layer_norm(total, *leaves[3:]))
+    got = bias_dropout_layer_norm(*leaves, 0.3, seed=seed)
+    assert torch.equal(wanted[0], got[0])
+    assert off(wanted[1], got[1]) <= TOLERANCE[dtype]  # the compiler may fuse its products and sums otherwise
+    wanted, got = (torch.autograd.grad(outs, leaves, (dtotal, dy)) for outs in (wanted, got))
+    # The gradient around the norm is added before the rounding, not after it.
+    assert max(off(a, b) for a, b in zip(wanted, got, strict=True)) <= 3 * TOLERANCE[dtype]
 
 
 def test_more_elements_than_32_bits_count(device):

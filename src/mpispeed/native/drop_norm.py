@@ -1,7 +1,7 @@
 """residual + dropout(x + bias) and the layer norm of that sum, in one pass: what stands between two sublayers.
 
-It has the bits of `transformer.bias_dropout_residual` followed by `norm.layer_norm`, and reads the sum once less;
-backward adds the gradient that goes around the norm within the pass of the norm.
+The sum has the bits of `transformer.bias_dropout_residual`, the norm is that of `norm.layer_norm`; the sum is read once
+less, and backward adds the gradient that goes around the norm within the pass of the norm.
 """
 
 from __future__ import annotations
