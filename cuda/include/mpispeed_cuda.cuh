@@ -46,6 +46,22 @@ using Four = Vec<T, 4>;
 template <class T>
 constexpr int kWide = 16 / sizeof(T);
 
+// Writes 16 or 8 bytes in one instruction. Where another branch writes single elements to the same place the compiler
+// may take a plain assignment apart, to share its last words with that branch.
+template <class V>
+__device__ __forceinline__ void store_whole(const V& v, V* at) {
+    if (sizeof(V) == 16) {
+        uint4 words;
+        memcpy(&words, &v, 16);
+        __stcg(reinterpret_cast<uint4*>(at), words);
+    } else {
+        static_assert(sizeof(V) == 16 || sizeof(V) == 8, "the widest and the second widest access of a thread");
+        uint2 words;
+        memcpy(&words, &v, 8);
+        __stcg(reinterpret_cast<uint2*>(at), words);
+    }
+}
+
 template <int N, class T>
 __device__ __forceinline__ bool is_aligned_for(const T* pointer) {
     return reinterpret_cast<size_t>(pointer) % (N * sizeof(T)) == 0;

@@ -86,7 +86,7 @@ __device__ __forceinline__ void decode(T* out, const DecodeGrid& grid, const Cod
 #pragma unroll
         for (int j = 0; j < kPacket; j++) store(__fmul_rn(v[k * kPacket + j], grid.factor), &packet.item[j]);
         if (is_wide_out) {
-            if (offset < n) *reinterpret_cast<Packet*>(to + offset) = packet;
+            if (offset < n) store_whole(packet, reinterpret_cast<Packet*>(to + offset));
         } else {
 #pragma unroll
             for (int j = 0; j < kPacket; j++)

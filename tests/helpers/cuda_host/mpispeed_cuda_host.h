@@ -110,6 +110,7 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(
 template <class T> inline T __ldg(const T* at) { return *at; }
 template <class T> inline T __ldcs(const T* at) { return *at; }
 template <class T> inline void __stcs(T* at, T x) { *at = x; }
+template <class T> inline void __stcg(T* at, T x) { *at = x; }
 using std::max;
 using std::min;
 
