@@ -28,7 +28,7 @@ def terms_of(rule, decay, step=7, grad_scale=0.25, **more):
     hyper = {"lr": 1e-2, "weight_decay": weight_decay, "decoupled": decoupled, "grad_scale": grad_scale, **more}
     if rule == "lion":
         return lion_terms(betas=BETAS, **hyper)
-    hyper |= {"step": step, "eps": 1e-6}
+    hyper = {"step": step, "eps": 1e-6, **hyper}
     if rule == "adagrad":
         return adagrad_terms(**hyper)
     return (adam_terms if rule == "adam" else lamb_terms)(betas=BETAS, **hyper)
@@ -235,6 +235,16 @@ def test_what_is_not_finite_gets_through(rule, value):
         DeviceTable(rule, [row]).run([terms_of(rule, "decoupled")])
     for got, wanted in zip((row.param, *row.states), (expected.param, *expected.states), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_what_is_beyond_the_end_counts_for_nothing(host):
+    # Without eps the direction of an element that is not there would be 0 / 0.
+    for count in (1, 2, 3, 4 * 256 + 1, CHUNK + 3):
+        row = make_row("lamb", count, 0, (F32, F32, F32, None))
+        expected = clone(row)
+        terms = terms_of("lamb", "decoupled", eps=0.0)
+        ratios = DeviceTable("lamb", [row]).run([terms])
+        assert ratios.tolist() == pytest.approx(HostTable("lamb", [expected]).run([terms]), rel=1e-11)
 
 
 def test_out_may_be_the_memory_of_the_gradient():
