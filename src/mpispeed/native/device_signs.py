@@ -6,7 +6,6 @@ device. The others do not.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from ctypes import c_float
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher
+from mpispeed.native.exact_squares import LIMBS, partials_of
 
 MOST_PARTS = 256
 """Coded parts of one sum: their addresses travel with the arguments of the launch."""
@@ -24,14 +24,13 @@ _THREADS = 256
 _WARPS = _THREADS // 32
 _TILES_OF_BLOCK, _TILE = 8 * _WARPS, 256
 _BLOCKS_OF_PROCESSOR = 8
-_LIMBS, _UNIT, _INFINITIES, _NANS = 32, -352, 30, 31
 
 
 def compensate(
     launcher: Launcher, error: Tensor, x: Tensor, keep: float, grad: Tensor | None, take: float
 ) -> list[float]:
     """Add keep * x + take * grad to `error`; squares as from `one_bit.compensate`."""
-    return _partials(start_compensate(launcher, error, x, keep, grad, take))
+    return partials_of(start_compensate(launcher, error, x, keep, grad, take))
 
 
 def start_compensate(
@@ -52,7 +51,7 @@ def start_compensate(
 
 def add_parts(launcher: Launcher, error: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
     """Add the sum of at most MOST_PARTS decoded parts to `error`; squares as from `one_bit.add_parts`."""
-    return _partials(start_add_parts(launcher, error, parts, weights))
+    return partials_of(start_add_parts(launcher, error, parts, weights))
 
 
 def start_add_parts(launcher: Launcher, error: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -95,19 +94,4 @@ def _walking(launcher: Launcher, error: Tensor) -> tuple[int, int, int]:
 
 
 def _limbs(error: Tensor) -> Tensor:
-    return torch.zeros(_LIMBS, dtype=torch.int64, device=error.device)
-
-
-def _partials(limbs: Tensor) -> list[float]:
-    """Doubles of decreasing size whose exact sum is that of the limbs; an infinity or a NaN stands alone."""
-    found: list[int] = limbs.tolist()
-    if found[_NANS]:
-        return [math.nan]
-    if found[_INFINITIES]:
-        return [math.inf]
-    total, values = sum(limb << (32 * i) for i, limb in enumerate(found)), []
-    while total:
-        shift = max(0, total.bit_length() - 53)
-        values.append(math.ldexp(total >> shift, shift + _UNIT))
-        total &= (1 << shift) - 1
-    return values
+    return torch.zeros(LIMBS, dtype=torch.int64, device=error.device)

@@ -1,17 +1,25 @@
-"""Sums of squares on a device that do not depend on how a buffer was cut: exact, by integers.
+"""Sums of squares on a device that do not depend on how a buffer was cut: exact over fixed blocks, by integers.
 
-Sums of fixed blocks are the doubles of the compiled host loop. Each is an integer of 53 bits times a power of two; the
-upper and lower halves of these integers are added up by their powers, which no order changes and no sum here rounds.
-What is copied to the host is one small table.
+The sum of a block is the double of the compiled host loop. A kernel adds these to an integer that is long enough for
+all of them; without a kernel torch adds up the halves of their mantissas by powers of two. No order changes such sums,
+and the host is told one small table for any number of tensors.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
 from torch import Tensor
+
+from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.launcher import Launcher, for_tensor
+
+TILE, LIMBS = 256, 32  # cuda/include/mpispeed_squares.cuh has the same numbers
+_UNIT, _INFINITIES, _NANS = -352, 30, 31
+_THREADS, _TILES_OF_BLOCK, _BLOCKS_OF_PROCESSOR = 256, 64, 8
 
 _LANES = 16
 _BITS = 53
@@ -23,22 +31,37 @@ _POWERS = 2200
 """Powers of two that doubles can have, as differences from the least."""
 
 SPAN = 1 << 25
-"""Elements that are worked on at a time: temporaries take 8 bytes for each."""
+"""Elements that torch works on at a time: temporaries take 8 bytes for each."""
+
+
+def square_partials(tensors: Sequence[Tensor], *, block: int) -> list[float]:
+    """A few doubles whose exact sum is that of the sums of squares of fixed blocks of each tensor.
+
+    Any NaN gives [nan]; any infinity, or a block sum beyond fp64, gives [inf]. Waits for the device at most twice.
+
+    Shapes:
+        tensors: flat and contiguous, on one device, of any float dtype.
+
+    Source: the formula of `native.reduce.square_partials`; Kulisch's long accumulator.
+    """
+    launcher = for_tensor(tensors[0]) if tensors else None
+    fast = [x for x in tensors if launcher is not None and x.dtype in TAGS and block == TILE]
+    slow = [x for x in tensors if launcher is None or x.dtype not in TAGS or block != TILE]
+    found = [] if launcher is None or not fast else _by_kernel(launcher, fast)
+    return found + square_partials_reference(slow, block=block) if slow else found
 
 
 @torch.no_grad()
-def square_partials(x: Tensor, *, block: int) -> list[float]:
-    """A few doubles whose exact sum is that of the sums of squares of fixed blocks; as `native.reduce` has it.
-
-    Any NaN gives [nan]; any infinity, or a block sum beyond fp64, gives [inf]. Waits for the device once.
-
-    Shapes: x flat and contiguous, of any float dtype.
-    """
-    table = torch.zeros(2 * _POWERS + 2, dtype=torch.int64, device=x.device)
+def square_partials_reference(tensors: Sequence[Tensor], *, block: int) -> list[float]:
+    """The same in torch: the lists may differ, their exact sums do not."""
+    if not tensors:
+        return []
+    table = torch.zeros(2 * _POWERS + 2, dtype=torch.int64, device=tensors[0].device)
     step = max(SPAN // block, 1) * block
-    for start in range(0, x.numel(), step):
-        _add(table, block_sums(x[start : start + step], block))
-    found = table.cpu().tolist()
+    for x in tensors:
+        for start in range(0, x.numel(), step):
+            _add(table, block_sums(x[start : start + step], block))
+    found: list[int] = table.tolist()
     if found[-1]:
         return [math.nan]
     if found[-2]:
@@ -50,6 +73,36 @@ def square_partials(x: Tensor, *, block: int) -> list[float]:
         if number
     )
     return _doubles(Fraction(total))
+
+
+def partials_of(limbs: Tensor) -> list[float]:
+    """Doubles of decreasing size whose exact sum is that of the limbs; an infinity or a NaN stands alone.
+
+    Waits for the device. Shapes: limbs [LIMBS].
+    """
+    found: list[int] = limbs.tolist()
+    if found[_NANS]:
+        return [math.nan]
+    if found[_INFINITIES]:
+        return [math.inf]
+    total, values = sum(limb << (32 * i) for i, limb in enumerate(found)), []
+    while total:
+        shift = max(0, total.bit_length() - _BITS)
+        values.append(math.ldexp(total >> shift, shift + _UNIT))
+        total &= (1 << shift) - 1
+    return values
+
+
+def _by_kernel(launcher: Launcher, tensors: Sequence[Tensor]) -> list[float]:
+    limbs = torch.zeros(LIMBS, dtype=torch.int64, device=tensors[0].device)
+    for x in tensors:
+        if x.numel():
+            blocks = min(-(-x.numel() // (TILE * _TILES_OF_BLOCK)), _BLOCKS_OF_PROCESSOR * launcher.processors)
+            launcher.launch(
+                f"exact_squares_{TAGS[x.dtype]}", (blocks, 1, 1), (_THREADS, 1, 1),
+                x.data_ptr(), limbs.data_ptr(), x.numel(),
+            )  # fmt: skip
+    return partials_of(limbs)
 
 
 def block_sums(x: Tensor, block: int) -> Tensor:

@@ -151,7 +151,7 @@ def square_partials(x: Tensor, *, block: int = 256, threads: int = 1) -> list[fl
         TypeError: the dtype is none of these.
     """
     if x.device.type != "cpu":
-        return exact_squares.square_partials(x.detach().view(-1), block=block)
+        return exact_squares.square_partials([x.detach().view(-1)], block=block)
     length = _check_squares(x, block)
     check_threads("square_partials", threads)
     module = status.compiled("fp_sum")

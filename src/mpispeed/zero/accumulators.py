@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base.device import is_on_device
 from mpispeed.base.errors import StoreError, UsageError
+from mpispeed.native import exact_squares
 from mpispeed.native.reduce import square_partials
 from mpispeed.store.cell import SwapCell
 from mpispeed.store.layout import BLOCK
@@ -14,7 +16,7 @@ from mpispeed.store.move import own_share, own_span
 from mpispeed.store.tiers import GRAD, Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.store.arena import Arena
@@ -196,16 +198,26 @@ class Accumulators:
         own = own_span(self.mesh, self.target, unit.layout.padded)
         return self._cells[unit.index], own.start if self.rest.is_whole else 0
 
-    def square_sums(self, unit: Unit, *, threads: int) -> list[float]:
-        """`square_partials` of the part of the gradients that is this rank's alone."""
-        known = self._squares.get(unit.index)
-        return self._square(unit, self.reduced(unit), threads=threads) if known is None else known
+    def square_sums(self, units: Iterable[Unit], *, threads: int) -> Iterator[list[float]]:
+        """`square_partials` of the parts of the gradients that are this rank's alone; a device is waited for once."""
+        far: list[torch.Tensor] = []
+        for unit in units:
+            known = self._squares.get(unit.index)
+            if known is not None:
+                yield known
+            elif is_on_device(values := self.reduced(unit)):
+                far.append(self._own(unit, values))
+            else:
+                yield self._square(unit, values, threads=threads)
+        yield exact_squares.square_partials(far, block=BLOCK)
 
     def _square(self, unit: Unit, values: torch.Tensor, *, threads: int) -> list[float]:
+        return square_partials(self._own(unit, values), block=BLOCK, threads=threads)
+
+    def _own(self, unit: Unit, values: torch.Tensor) -> torch.Tensor:
         padded = unit.layout.padded
         share = unit.layout.whole if self.is_local else own_share(self.mesh, self.target, padded, "data")
-        own = values[share.shifted(-self.target_span(unit).start).slice]
-        return square_partials(own, block=BLOCK, threads=threads)
+        return values[share.shifted(-self.target_span(unit).start).slice]
 
     def forget_squares(self) -> None:
         """Gradients begin anew."""

@@ -54,8 +54,8 @@ def global_square_sum(
     Collective over: all ranks.
     """
     partials: list[float] = []
-    for unit in filter(counts, grads.table.units):
-        partials = compress(partials + grads.square_sums(unit, threads=threads))
+    for found in grads.square_sums(filter(counts, grads.table.units), threads=threads):
+        partials = compress(partials + found)
     if len(partials) > _SLOTS:
         msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {_SLOTS} that are exchanged"
         raise StoreError(msg)

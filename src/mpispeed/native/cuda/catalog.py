@@ -69,6 +69,7 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("optim/multi_tensor_lamb.cu", "PPP72s", _low("lamb_apply", has_grad=False), is_hot=True),
     *_each("optim/global_norm.cu", "PPP", _typed("square_sum"), is_hot=True),
     *_each("optim/global_norm.cu", "PPPQ", ["square_sum_total"]),
+    *_each("optim/exact_squares.cu", "PPQ", _typed("exact_squares"), is_hot=True),
     *_each("softmax/softmax.cu", "PPPP80s", _typed(*(f"softmax_{d}{t}"
            for d in ("", "drop_") for t in ("8", "16", "block", "long"))), is_hot=True),
     *_each("softmax/softmax.cu", "PPP80s", _typed(*(f"softmax_grad_{d}{t}"
