@@ -1,0 +1,188 @@
+"""What the engine costs on a GPU: the time of a step of a GPT over that of a plain loop of torch.
+
+    python benchmarks/gpu/engine.py                  one rank: ZeRO stages 0 and 3 against plain torch
+    python benchmarks/gpu/engine.py --ranks 2        two ranks that share the GPU train at stage 3
+
+Both sides train in bf16 with fp32 masters, clipping by the global norm and AdamW; the plain loop is the shortest that
+does so. Sizes are those of a step of 100 ms or more on an H200. A step is timed by the clock of the host from an idle
+device to an idle device, sides in turns, because what an engine can cost is the host's time between kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import need_gpu, parser_of, write_results
+from torch import nn
+from torch.nn import functional as F
+
+import mpispeed
+from mpispeed.launch import plan_launch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "examples"))
+import gpt
+
+TARGET, LR, CLIP = 0.03, 1e-4, 1.0
+SHAPE = gpt.Shape(layers=24, heads=16, width=1024, block=1024)
+SMALL = gpt.Shape(layers=8, heads=8, width=512, block=512)
+MICRO = 16
+
+
+class Loss(nn.Module):
+    """The model and its loss."""
+
+    def __init__(self, shape: gpt.Shape) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = gpt.GPT(shape)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Mean over tokens."""
+        scores = self.model(x)
+        return F.cross_entropy(scores.float().flatten(0, 1), y.flatten())
+
+
+def batch_of(shape: gpt.Shape, seed: int, size: int = MICRO) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and what follows them: counting bytes with a step of each row's own."""
+    dice = torch.Generator().manual_seed(seed)
+    first, step = (torch.randint(1, 256, (size, 1), generator=dice) for _ in range(2))
+    rows = (first + step * torch.arange(shape.block + 1)) % 256
+    return rows[:, :-1].cuda(), rows[:, 1:].cuda()
+
+
+def settings(stage: int, ranks: int = 1) -> dict[str, Any]:
+    """The config."""
+    return {
+        "train_batch_size": MICRO * ranks,
+        "bf16": {"enabled": True},
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9,
+    }
+
+
+def plain_step(shape: gpt.Shape, batch: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], object]:
+    """One step of a loop without engine."""
+    model = Loss(shape).cuda()
+    masters = [param.detach().clone() for param in model.parameters()]
+    model.bfloat16()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(masters, lr=LR, weight_decay=0.01, fused=True)
+
+    def step() -> None:
+        model(*batch).backward()
+        for master, param in zip(masters, params, strict=True):
+            master.grad, param.grad = param.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+
+    return step
+
+
+def engine_step(shape: gpt.Shape, batch: tuple[torch.Tensor, torch.Tensor], stage: int) -> Callable[[], object]:
+    """One step of an engine."""
+    engine = mpispeed.initialize(model=Loss(shape), config=settings(stage))[0]
+
+    def step() -> None:
+        engine.backward(engine(*batch))
+        engine.step()
+
+    return step
+
+
+def timed(step: Callable[[], object]) -> float:
+    """Seconds from an idle device to an idle device."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measure(rounds: int) -> list[dict[str, Any]]:
+    """Median step of each side, in turns, and what engines add."""
+    batch = batch_of(SHAPE, 0)
+    sides = {"plain torch": plain_step(SHAPE, batch)}
+    sides |= {f"stage {stage}": engine_step(SHAPE, batch, stage) for stage in (0, 3)}
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(3 + rounds):
+        for name, step in sides.items():
+            seconds = timed(step)
+            if turn >= 3:
+                found[name].append(seconds)
+    base = statistics.median(found["plain torch"])
+    rows = []
+    for name, seconds in found.items():
+        median = statistics.median(seconds)
+        rows.append({"side": name, "step_seconds": median, "overhead": median / base - 1.0})
+        print(f"{name:12} {1e3 * median:8.2f} ms  {100 * (median / base - 1.0):+6.2f} %")
+    return rows
+
+
+def as_rank(steps: int) -> None:
+    """One of the ranks that share the GPU."""
+    engine = mpispeed.initialize(model=Loss(SMALL), config=settings(3, mpispeed.init_distributed().size))[0]
+    losses, seconds = [], []
+    for step in range(steps):
+        batch = batch_of(SMALL, engine.world_size * step + engine.global_rank)
+        begin = time.perf_counter()
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        seconds.append(time.perf_counter() - begin)
+    if engine.global_rank == 0:
+        record = {"ranks": engine.world_size, "stage": 3, "first_loss": losses[0], "last_loss": losses[-1]}
+        print("RECORD " + json.dumps({**record, "step_seconds": statistics.median(seconds[3:])}), flush=True)
+    engine.destroy()
+
+
+def share_the_gpu(ranks: int, steps: int) -> list[dict[str, Any]]:
+    """Start them, and take what the first says."""
+    plan = plan_launch([sys.executable, __file__, "--as-rank", "--rounds", str(steps)], ranks)
+    environment = {**os.environ, **plan.added, "MPISPEED_DEVICE": "cuda:0"}
+    found = subprocess.run(plan.argv, env=environment, capture_output=True, text=True, check=False)
+    rows = [json.loads(line.partition("RECORD ")[2]) for line in found.stdout.splitlines() if "RECORD " in line]
+    if found.returncode or not rows:
+        sys.exit(f"{ranks} ranks on one GPU failed:\n{found.stdout}{found.stderr}")
+    row = rows[0]
+    print(f"{ranks} ranks, stage 3: loss {row['first_loss']:.3f} to {row['last_loss']:.3f}, ", end="")
+    print(f"{1e3 * row['step_seconds']:.1f} ms a step")
+    if row["last_loss"] >= row["first_loss"]:
+        sys.exit("the loss did not fall")
+    return rows
+
+
+def main() -> None:
+    """Measure, print, record."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    need_gpu()
+    if options.as_rank:
+        as_rank(options.rounds)
+        return
+    rows = measure(options.rounds) if options.ranks == 1 else share_the_gpu(options.ranks, max(options.rounds, 20))
+    name = "engine" if options.ranks == 1 else f"engine-{options.ranks}-ranks"
+    write_results(name, rows, options=vars(options), path=options.json)
+    overheads = [row["overhead"] for row in rows if row.get("side", "").startswith("stage")]
+    if any(overhead > TARGET for overhead in overheads):
+        print(f"above the target of {100 * TARGET:.0f} %")
+
+
+if __name__ == "__main__":
+    main()
