@@ -50,6 +50,25 @@ def add_layer_norm(
     return total, y
 
 
+def layer_norm_beside(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """Give x itself and its layer norm, where x also goes around the norm: both gradients are added in one pass.
+
+    Within `torch.compile` it is `x, layer_norm(x, ...)`, and the compiler adds.
+
+    Shapes: x [..., n], weight and bias [n].
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check("layer_norm_beside", x, None, weight, bias)
+    if torch.compiler.is_compiling():
+        return x, layer_norm(x, weight, bias, eps)
+    same, y = _Beside.apply(x, weight, bias, eps)
+    return same, y
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     """Divide by the root of the mean square of the last dim, and multiply by `weight`.
 
@@ -283,6 +302,27 @@ def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple
     dx, dweight, dbias = norm_backward(dy, dtotal, x, weight, mean, rstd, needs[2], needs[3])
     first, second = dx if needs[0] else None, dx if ctx.has_residual and needs[1] else None
     return first, second, dweight if needs[2] else None, dbias if needs[3] else None, None, None
+
+
+class _Beside(torch.autograd.Function):
+    """No operator of torch, because those must not return what they got."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        weight = None if weight is None else weight.to(x.dtype)
+        y, _, mean, rstd = _norm(x, None, weight, bias, eps, True)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.set_materialize_grads(False)
+        return x, y
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return dx, None, None, None
+        x, weight, mean, rstd = ctx.saved_tensors
+        _, with_weight, with_bias, _ = ctx.needs_input_grad
+        dx, dweight, dbias = norm_backward(dy, dx, x, weight, mean, rstd, with_weight, with_bias)
+        return dx, dweight if with_weight else None, dbias if with_bias else None, None
 
 
 _norm = ops.define(

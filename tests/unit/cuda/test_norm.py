@@ -143,6 +143,40 @@ def test_a_residual_goes_through_in_the_same_pass(host):
     assert torch.equal(only, dy)
 
 
+def test_gradients_beside_a_norm_are_added_in_its_pass():
+    x, _, weight, bias, dy = inputs(6, 64, torch.float32)
+    exact = [t.double().requires_grad_() for t in (x, weight, bias)]
+    wanted = torch.autograd.grad((exact[0], F.layer_norm(exact[0], (64,), *exact[1:])), exact, (dy.double(),) * 2)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    host = HostLauncher()
+    with launcher.standing_in(host):
+        same, y = norm.layer_norm_beside(*leaves)
+        assert torch.equal(same, x)
+        assert torch.equal(y, norm.layer_norm(x, weight, bias))
+        got = torch.autograd.grad((same, y), leaves, (dy, dy))
+    assert max(off(a, b) for a, b in zip(wanted, got, strict=True)) < 4e-6
+    assert host.launched.count("layer_norm_backward_8_f32") == 1
+    (only,) = torch.autograd.grad(norm.layer_norm_beside(*leaves)[0], leaves[:1], dy)
+    assert torch.equal(only, dy)
+
+
+def test_beside_a_norm_compiled_and_within_autocast():
+    x, weight = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True), torch.ones(8, requires_grad=True)
+    torch._dynamo.reset()
+
+    def step(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            same, y = norm.layer_norm_beside(x, weight, None)
+            return (same * y).float().sum()
+
+    whole = torch.compile(step, fullgraph=True, backend="aot_eager")
+    wanted, got = (torch.autograd.grad(call(x), (x, weight)) for call in (step, whole))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    assert wanted[1].dtype == torch.float32
+    inputs = [t.double().detach().requires_grad_() for t in (x, weight, weight)]
+    assert torch.autograd.gradcheck(norm.layer_norm_beside, inputs)
+
+
 def test_not_a_number_stays_in_its_row(host):
     x = torch.randn(3, 64)
     x[1, 7] = float("nan")
