@@ -303,7 +303,7 @@ def _by_twin(rule: str, row: Row, terms: Terms, scale: Tensor | None) -> float:
     return run_twin(rule, row.param, row.states, row.grad, row.out, terms)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)  # one per parameter where LAMB has windows of whole parameters
 def _table_of_one(device: torch.device, stream: int, numbers: tuple[int, ...]) -> _Uploaded:
     """A table of one row. It holds addresses and no tensors, so it stays right whatever lies there later."""
     rows = np.zeros(1, _ROW)
