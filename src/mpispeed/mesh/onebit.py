@@ -4,6 +4,8 @@ Every rank codes its values as scale * sign and sends each other rank that one's
 what it gets, codes the mean in the same way and sends it to all. So each rank sends 2 (n - 1) (L / 8n + 4) bytes for
 L elements: a bit for each, and a scale in front of each message.
 
+Values of a device are coded there, with the bits of the host; only messages are copied to host memory.
+
 Source: 1-bit Adam (arXiv 2102.02888), compressed all-reduce with error feedback on workers and servers.
 """
 
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base.device import HOST, pinned
 from mpispeed.base.errors import CommError
 from mpispeed.mesh import checks, messages
 from mpispeed.mesh.work import Poll, nap_until
@@ -49,18 +52,18 @@ def sent_bytes(count: int, ranks: int) -> int:
 class OneBitErrors:
     """What coding one buffer has left out so far, on one rank.
 
-    Shapes: worker [L], of this rank's values; server [L / ranks], of the mean of its chunk; both fp32, on the host.
-    L is `padded_length`.
+    Shapes: worker [L], of this rank's values; server [L / ranks], of the mean of its chunk; both fp32, where the
+    values are. L is `padded_length`.
     """
 
     worker: torch.Tensor
     server: torch.Tensor
 
     @classmethod
-    def zeros(cls, count: int, ranks: int) -> OneBitErrors:
-        """As at the beginning, for a buffer of `count` elements."""
+    def zeros(cls, count: int, ranks: int, device: torch.device = HOST) -> OneBitErrors:
+        """As at the beginning, for a buffer of `count` elements on `device`."""
         length = padded_length(count, ranks)
-        return cls(*(torch.zeros(n, dtype=torch.float32, device="cpu") for n in (length, length // ranks)))
+        return cls(*(torch.zeros(n, dtype=torch.float32, device=device) for n in (length, length // ranks)))
 
     def clear(self) -> None:
         """Forget."""
@@ -77,7 +80,7 @@ def compressed_all_reduce(comm: Comm, x: torch.Tensor, errors: OneBitErrors, *, 
     """Replace `x` by about its mean over ranks, the same bits on all of them; what is left out stays in `errors`.
 
     With `overlapped` large buffers are coded piece by piece while others travel; by default between nodes, because
-    inside of one the copies need the cores that code. It changes no bit.
+    inside of one the copies need the cores that code. It changes no bit. A device codes a buffer at once.
 
     Collective over: `comm`.
     Shapes: x [count] in fp32, bf16 or fp16; errors for `count` elements.
@@ -88,6 +91,7 @@ def compressed_all_reduce(comm: Comm, x: torch.Tensor, errors: OneBitErrors, *, 
     flat = checks.flat(comm, x, "compressed_all_reduce")
     require_float(comm, flat)
     require_fitting(comm, flat.numel(), errors)
+    require_together(comm, errors, flat.device)
     squares = compensate(errors.worker[: flat.numel()], flat, threads=comm.threads)
     exchange(comm, flat, errors, squares, overlapped=overlapped)
 
@@ -119,6 +123,18 @@ def require_fitting(comm: Comm, count: int, errors: OneBitErrors) -> None:
         raise CommError(msg)
 
 
+def require_together(comm: Comm, errors: OneBitErrors, device: torch.device) -> None:
+    """Check that `errors` are on `device`.
+
+    Raises:
+        CommError: they are not.
+    """
+    if errors.worker.device != device or errors.server.device != device:
+        found = f"{errors.worker.device} and {errors.server.device}"
+        msg = f"compressed_all_reduce over {comm}: errors on {found} for values on {device}; make them there"
+        raise CommError(msg)
+
+
 def exchange(
     comm: Comm, out: torch.Tensor, errors: OneBitErrors, squares: Sequence[float], *, overlapped: bool | None = None
 ) -> None:
@@ -127,13 +143,13 @@ def exchange(
     Collective over: `comm`.
     Shapes: out [count], in fp32, bf16 or fp16; `squares` are of the first `count` elements of errors.worker.
     """
-    run = _Exchange(comm, out, errors)
+    run = _Exchange(comm, out, errors) if out.device == HOST else _DeviceExchange(comm, out, errors)
     with comm.counting("compressed_all_reduce", sent_bytes(out.numel(), comm.size), out):
-        tail = errors.worker[out.numel() :]
+        tail = errors.worker[out.numel() :].to(HOST)
         squares = [*squares, *square_partials(tail, block=TILE)] if tail.numel() else squares
         scale = scale_of(squares, errors.worker.numel())
         is_cut = not comm.shares_memory if overlapped is None else overlapped
-        if is_cut and comm.size > 1 and run.chunk > PIECE_ELEMENTS:
+        if is_cut and comm.size > 1 and run.chunk > PIECE_ELEMENTS and out.device == HOST:
             run.in_pieces(scale)
         else:
             run.at_once(scale)
@@ -223,6 +239,42 @@ class _Exchange:
             decoded()
         _wait(decoded)
         _wait_all(sends)
+
+
+class _DeviceExchange(_Exchange):
+    """The same for tensors of a device. Messages are in pinned memory; each phase copies them in one piece."""
+
+    def __init__(self, comm: Comm, out: torch.Tensor, errors: OneBitErrors) -> None:
+        self.comm, self.out, self.errors = comm, out, errors
+        self.chunk = errors.server.numel()
+        self.width = SCALE_BYTES + self.chunk // 8
+        self.sent, self.received = (
+            pinned(comm.size * self.width, torch.uint8).view(comm.size, self.width) for _ in range(2)
+        )
+
+    def _encode(self, rows: torch.Tensor, error: torch.Tensor, scale: float) -> None:
+        """Code `error` into messages, an equal part of it into each of `rows`."""
+        bits = torch.empty(len(rows), self.chunk // 8, dtype=torch.uint8, device=self.out.device)
+        encode(bits.view(-1), error, scale)
+        framed = torch.empty(rows.shape, dtype=torch.uint8, device=self.out.device)
+        framed[:, SCALE_BYTES:].copy_(bits)
+        rows.copy_(framed)
+        for row in rows:
+            _set_scale(row, scale)
+
+    def at_once(self, scale: float) -> None:
+        """Code, send, add up, code, send, decode."""
+        comm, device = self.comm, self.out.device
+        self._encode(self.sent, self.errors.worker, scale)
+        messages.all_to_all(comm, self.received.view(-1), self.sent.view(-1))
+        parts = [row[SCALE_BYTES:] for row in self.received.to(device)]
+        squares = add_parts(self.errors.server, parts, [_scale(row) / comm.size for row in self.received])
+        self._encode(self.sent[:1], self.errors.server, scale_of(squares, self.chunk))
+        messages.all_gather(comm, self.received.view(-1), self.sent[0])
+        for rank, row in enumerate(self.received.to(device)):
+            part = self.out[rank * self.chunk : (rank + 1) * self.chunk]
+            bits = row[SCALE_BYTES : SCALE_BYTES + -(-part.numel() // 8)]
+            decode(part, bits, _scale(self.received[rank]))
 
 
 class _Arrivals:

@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base.device import HOST
 from mpispeed.base.errors import CommError
 from mpispeed.mesh import checks
-from mpispeed.mesh.onebit import OneBitErrors, compressed_all_reduce, exchange, padded_length, require_float
+from mpispeed.mesh.onebit import (
+    OneBitErrors,
+    compressed_all_reduce,
+    exchange,
+    padded_length,
+    require_float,
+    require_together,
+)
 from mpispeed.native.one_bit import compensate
 
 if TYPE_CHECKING:
@@ -31,12 +39,12 @@ def shard_length(count: int, inner: int, outer: int) -> int:
     return padded_length(count, inner * outer) // inner
 
 
-def zero_errors(count: int, inner: int, outer: int) -> OneBitErrors:
-    """Errors of a rank's shard as at the beginning, for a buffer of `count` elements.
+def zero_errors(count: int, inner: int, outer: int, device: torch.device = HOST) -> OneBitErrors:
+    """Errors of a rank's shard as at the beginning, for a buffer of `count` elements on `device`.
 
     Shapes: worker [shard_length], server [shard_length / outer].
     """
-    return OneBitErrors.zeros(shard_length(count, inner, outer), outer)
+    return OneBitErrors.zeros(shard_length(count, inner, outer), outer, device)
 
 
 def compressed_all_reduce_through(
@@ -55,6 +63,7 @@ def compressed_all_reduce_through(
     flat = checks.flat(outer, x, "compressed_all_reduce_through")
     require_float(outer, flat)
     _require_fitting(inner, outer, flat.numel(), errors)
+    require_together(outer, errors, flat.device)
     if inner.size == 1:
         compressed_all_reduce(outer, flat, errors, overlapped=overlapped)
         return
@@ -75,7 +84,7 @@ def mean_inside(inner: Comm, outer: Comm, x: torch.Tensor) -> torch.Tensor:
     if whole is not flat:
         whole[: flat.numel()].copy_(flat)
         whole[flat.numel() :].zero_()
-    shard = inner.scratch("node mean", length, torch.float32)
+    shard = _room(inner, "node mean", length, torch.float32, flat.device)
     inner.reduce_scatter(shard, whole, "avg")
     return shard
 
@@ -94,6 +103,7 @@ def exchange_through(
     """
     flat = checks.flat(outer, out, "exchange_through")
     _require_fitting(inner, outer, flat.numel(), errors)
+    require_together(outer, errors, flat.device)
     length = errors.worker.numel()
     whole = _whole(inner, flat, length)
     own = whole[inner.rank * length : (inner.rank + 1) * length]
@@ -107,7 +117,14 @@ def _whole(inner: Comm, flat: torch.Tensor, length: int) -> torch.Tensor:
     """`flat` itself where it is as long as all shards of the node, else scratch that is."""
     if flat.numel() == inner.size * length:
         return flat
-    return inner.scratch("node values", inner.size * length, flat.dtype)
+    return _room(inner, "node values", inner.size * length, flat.dtype, flat.device)
+
+
+def _room(comm: Comm, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A buffer: scratch of the group, or new on a device, where memory is free again in the order of work."""
+    if device == HOST:
+        return comm.scratch(name, count, dtype)
+    return torch.empty(count, dtype=dtype, device=device)
 
 
 def _require_fitting(inner: Comm, outer: Comm, count: int, errors: OneBitErrors) -> None:
