@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -23,6 +24,9 @@ from mpispeed.native.cuda.store import source_digest
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = Path(__file__).parent / "cuda_host" / "mpispeed_cuda_host.h"
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-Wall", "-Wno-unknown-pragmas"]
+LIBRARY = "MPISPEED_HOST_LIBRARY"
+"""A file of `library_path` to use; its kernels may have checks of every access."""
+
 _RESULTS = {1: "there is no such kernel", 2: "its arguments are not those of the catalog"}
 
 
@@ -66,36 +70,49 @@ class HostLauncher:
 @cache
 def host_library() -> ctypes.CDLL:
     """All kernels of the catalog as a library for the host; compiled once for each state of the sources."""
+    return ctypes.CDLL(os.environ.get(LIBRARY) or str(library_path()))
+
+
+def library_path(*, is_checked: bool = False) -> Path:
+    """The file of that library, made if it is missing; with checks of every access if wanted."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.fail("g++ is missing, and kernels are tested on the host by compiling them with it; install it")
-    words = source_digest() + hashlib.sha256(HEADER.read_bytes()).hexdigest() + " ".join(FLAGS + sources())
+    flags = [*FLAGS, "-O1", "-g1", "-fsanitize=address"] if is_checked else FLAGS
+    words = source_digest() + hashlib.sha256(HEADER.read_bytes()).hexdigest() + " ".join(flags + sources())
     key = hashlib.sha256(words.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"mpispeed-host-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     assert folder.lstat().st_uid == os.getuid()
     library = folder / f"kernels-{key}.so"
-    with (folder / "lock").open("w") as lock:
+    with (folder / f"lock-{int(is_checked)}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            _build(compiler, library)
-    return ctypes.CDLL(str(library))
+            assert "LD_PRELOAD" not in os.environ, "a checker that is loaded first would check the compiler"
+            _build(compiler, library, flags)
+    return library
 
 
-def _build(compiler: str, library: Path) -> None:
+def _with_headers(path: Path) -> bytes:
+    """A source and the headers of cuda/include that it asks for, so that no other header makes it compile again."""
+    text = path.read_text()
+    names = re.findall(r'#include "(\w+\.cuh)"', text)
+    return text.encode() + b"".join(_with_headers(ROOT / "cuda" / "include" / name) for name in names)
+
+
+def _build(compiler: str, library: Path, flags: list[str]) -> None:
     include = [f"-I{ROOT / 'cuda' / 'include'}", f"-I{HEADER.parent}"]
-    headers = [*sorted((ROOT / "cuda" / "include").glob("*.cuh")), HEADER]
-    shared_words = b"".join(path.read_bytes() for path in headers) + " ".join(FLAGS).encode()
+    shared_words = HEADER.read_bytes() + " ".join(flags).encode()
     with tempfile.TemporaryDirectory(dir=library.parent) as place:
 
         def compiled(source: str) -> str:
             path = ROOT / "cuda" / source
-            digest = hashlib.sha256(shared_words + path.read_bytes() + source.encode()).hexdigest()[:16]
+            digest = hashlib.sha256(shared_words + _with_headers(path) + source.encode()).hexdigest()[:16]
             kept = library.parent / f"{path.stem}-{digest}.o"
             if kept.exists():
                 return str(kept)
             out = f"{place}/{source.replace('/', '.')}.o"
-            command = [compiler, *FLAGS, *include, "-x", "c++", "-c", str(path), "-o", out]
+            command = [compiler, *flags, *include, "-x", "c++", "-c", str(path), "-o", out]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, f"{source} does not compile for the host:\n{done.stderr[-6000:]}"
             Path(out).replace(kept)
@@ -104,5 +121,5 @@ def _build(compiler: str, library: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compiled, sources()))
         made = f"{place}/kernels.so"
-        subprocess.run([compiler, "-shared", *objects, "-o", made], check=True)
+        subprocess.run([compiler, *flags, "-shared", *objects, "-o", made], check=True)
         Path(made).replace(library)

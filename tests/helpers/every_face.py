@@ -1,0 +1,175 @@
+"""Every kernel once, through its face, at odd sizes and places: for checkers of memory, on a GPU or on the host.
+
+python -m tests.helpers.every_face cuda          on the current GPU
+python -m tests.helpers.every_face host          the kernels that were compiled for the host
+python -m tests.helpers.every_face host fault    one that writes past the end of its memory, to try the checker
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from mpispeed.native import block_quant, device_norm, exact_squares, one_bit, token_drop
+from mpispeed.native.cuda import launcher
+from mpispeed.native.cuda.catalog import KERNELS
+from mpispeed.native.device_optim import DeviceTable
+from mpispeed.native.drop_norm import bias_dropout_layer_norm
+from mpispeed.native.host_table import STATE_NAMES, Row
+from mpispeed.native.host_terms import adagrad_terms, adam_terms, lamb_terms, lion_terms
+from mpispeed.native.norm import add_layer_norm, layer_norm, rms_norm
+from mpispeed.native.rotary import rotary_tables, split_qkv
+from mpispeed.native.softmax import causal_softmax, masked_softmax, run_dropout
+from mpispeed.native.transformer import bias_dropout_residual, bias_gelu
+
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+_COMMON = {"lr": 1e-3, "weight_decay": 0.1}
+_BETAS = {"betas": (0.9, 0.99)}
+TERMS = {
+    "adam": adam_terms(step=2, eps=1e-8, decoupled=True, **_BETAS, **_COMMON),
+    "adagrad": adagrad_terms(step=2, eps=1e-8, lr_decay=0.0, decoupled=False, **_COMMON),
+    "lion": lion_terms(decoupled=True, **_BETAS, **_COMMON),
+    "lamb": lamb_terms(step=2, eps=1e-8, decoupled=True, **_BETAS, **_COMMON),
+}
+
+
+class Faces:
+    """Runs them on one device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def odd(self, *shape: int, dtype: torch.dtype = torch.float32, offset: int = 1) -> torch.Tensor:
+        """Random numbers that end with their memory and, with an offset, do not begin at an aligned address."""
+        count = torch.Size(shape).numel()
+        whole = torch.randn(count + offset).to(self.device, dtype)
+        return whole[offset:].view(shape).requires_grad_()
+
+    def optimizers(self, param: torch.dtype, grad: torch.dtype, state: torch.dtype, out: torch.dtype | None) -> None:
+        """Tensors of one element, of some, and of more than a block takes."""
+        for rule, terms in TERMS.items():
+            rows = []
+            for count, offset in ((1, 0), (37, 1), (17_001, 0)):
+                made = [self.odd(count, dtype=kind, offset=offset).detach() for kind in (param, grad)]
+                states = [
+                    self.odd(count, dtype=state, offset=offset).detach().abs() for _ in range(len(STATE_NAMES[rule]))
+                ]
+                low = None if out is None else self.odd(count, dtype=out, offset=offset).detach()
+                rows.append(Row(made[0], tuple(states), made[1], low))
+            DeviceTable(rule, rows).run([terms])
+
+    def layers(self, dtype: torch.dtype) -> None:
+        """Forward and backward passes; rows shorter and longer than a block, of any and of whole 16 bytes."""
+        for rows, cols, offset in ((3, 65, 1), (5, 1024, 0), (2, 2064, 0), (2, 5001, 1)):
+            x, residual = (self.odd(rows, cols, dtype=dtype, offset=offset) for _ in range(2))
+            weight, bias = (self.odd(cols, dtype=dtype, offset=offset) for _ in range(2))
+            total = layer_norm(x, weight, bias).sum() + rms_norm(x, weight).sum()
+            total = total + bias_gelu(x, bias).sum() + bias_gelu(x, bias, "none").sum()
+            total = total + sum(part.sum() for part in add_layer_norm(x, residual, weight, bias))
+            total = total + bias_dropout_residual(x, bias, residual, 0.3).sum()
+            total = total + bias_dropout_layer_norm(x, bias, residual, weight, bias, 0.3)[0].sum()
+            total.backward()
+        qkv = self.odd(2, 9, 3 * 64, dtype=dtype)
+        cosine, sine = rotary_tables(9, 8, device=self.device)
+        sum(x.sum() for x in split_qkv(qkv, self.odd(192, dtype=dtype), 4, cosine=cosine, sine=sine)).backward()
+
+    def attention(self, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+        """Rows for a part of a warp, for a warp, a block, and longer ones."""
+        for length in lengths:
+            scores = self.odd(1, 2, 3, length, dtype=dtype)
+            mask = torch.zeros(1, 1, 1, length, dtype=dtype, device=self.device)
+            total = masked_softmax(scores, mask, ratio=0.1).sum() + masked_softmax(scores, mask).sum()
+            (total + causal_softmax(self.odd(2, 3, length, dtype=dtype)).sum()).backward()
+        probs = self.odd(7, 33, dtype=dtype).detach()
+        run_dropout(probs, torch.tensor(5), 0.2)
+
+    def codes(self, dtype: torch.dtype) -> None:
+        """Codes of 8 and 4 bits, their sums, with kept errors, and signs."""
+        grid = block_quant.Grid(piece=1301, block=256, pieces=3)
+        x = self.odd(grid.numel, dtype=dtype).detach()
+        for bits in (8, 4):
+            coded = [block_quant.Coded.zeros(grid, bits, self.device) for _ in range(2)]
+            error = block_quant.Coded.zeros(grid, 8, self.device)
+            block_quant.quantize(coded[0], x, grid)
+            block_quant.quantize(coded[1], x, grid, error=error, beta=0.5)
+            for other in (8, 4):
+                into = block_quant.Coded.zeros(grid, other, self.device)
+                block_quant.sum_requantize(into, coded, grid)
+                block_quant.sum_requantize(into, coded, grid, error=error, beta=0.5)
+            block_quant.dequantize(x, coded[0], grid)
+            block_quant.dequantize_add(x, coded[0], grid)
+            block_quant.dequantize_sum(x, coded, grid, scale=0.5)
+        for grad in (None, *KINDS):
+            error = self.odd(2056).detach()
+            x = self.odd(2051, dtype=dtype).detach()
+            packed = torch.empty(257, dtype=torch.uint8, device=self.device)
+            more = None if grad is None else self.odd(2051, dtype=grad).detach()
+            one_bit.compensate(error[:2051], x, grad=more, take=0.5)
+            one_bit.add_parts(error, [packed.fill_(5), packed], [0.5, 0.25])
+            one_bit.encode(packed, error, 0.7)
+            one_bit.decode(x, packed, 0.7)
+
+    def tokens(self) -> None:
+        """Tokens of 16, 8, 4, 2 and 1 bytes' alignment, named by both kinds of places."""
+        for kind, width, offset in (
+            (torch.float32, 8, 0), (torch.float32, 6, 0), (torch.float32, 3, 1), (torch.float16, 3, 1),
+        ):  # fmt: skip
+            for places in (torch.int64, torch.int32):
+                into = self.odd(2, 10, width, dtype=kind, offset=offset)
+                index = torch.tensor([[3, 1, 9], [0, 2, 4]], dtype=places, device=self.device)
+                token_drop.scatter(token_drop.gather(into, index), index, into).sum().backward()
+        bytes_ = torch.arange(60, dtype=torch.uint8).to(self.device).view(2, 10, 3)
+        index = torch.tensor([[3, 1], [0, 2]], device=self.device)
+        token_drop.scatter(token_drop.gather(bytes_, index), index, bytes_)
+        token_drop.scatter(token_drop.gather(bytes_, index.int()), index.int(), bytes_)
+
+    def run(self) -> None:
+        """All of them."""
+        for kind in KINDS:
+            for out in (None, torch.bfloat16, torch.float16):
+                self.optimizers(torch.float32, kind, torch.float32, out)
+            if kind != torch.float32:
+                for grad in (torch.float32, kind):
+                    for state in (torch.float32, kind):
+                        self.optimizers(kind, grad, state, None)
+            self.layers(kind)
+            self.attention(kind, (7, 400, 700, 9001))
+            self.codes(kind)
+            tensors = [self.odd(count, dtype=kind).detach() for count in (1, 33, 40_001)]
+            device_norm.norm_and_finite(tensors)
+            exact_squares.square_partials(tensors, block=exact_squares.TILE)
+        self.tokens()
+
+
+def fault(device: str) -> None:
+    """Asks for three elements more than there are."""
+    x, out = (torch.zeros(4099, device=device) for _ in range(2))
+    found = launcher.for_tensor(x)
+    assert found is not None
+    found.launch("dropout_f32", (4, 1, 1), (256, 1, 1), x.data_ptr(), out.data_ptr(), 4102, 5, 1, 1.0)
+
+
+def main() -> int:
+    """Exit code 1 and the names if some kernels of the catalog were not run."""
+    device, *rest = sys.argv[1:]
+    if device != "host":
+        fault(device) if rest else Faces(device).run()
+        torch.cuda.synchronize()
+        return 0
+    from tests.helpers.cuda_host import HostLauncher
+
+    host = HostLauncher()
+    with launcher.standing_in(host):
+        if rest:
+            fault("cpu")
+            return 0
+        Faces("cpu").run()
+    if missing := sorted(set(KERNELS) - set(host.launched)):
+        sys.stderr.write(f"never launched: {missing}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
