@@ -12,11 +12,12 @@ namespace mpispeed {
 constexpr u32 kBlock = 256;    // threads; native/device_optim.py has the same numbers
 constexpr u32 kChunk = 16384;  // elements of a chunk
 
-// Rows of the table; 56 bytes, pointers first.
+// Rows of the table; 64 bytes, pointers first.
 struct TensorRow {
     void* param;
     void* state_a;
-    void* state_b;  // null for rules of one state
+    void* state_b;  // null where the rule has fewer
+    const void* state_c;
     const void* grad;
     void* out;  // null in the kernels without a copy
     u64 count;
@@ -160,16 +161,23 @@ __device__ __forceinline__ float moment(float beta, float old, float rest_g) {
 }
 
 // ---- rules that work element by element -------------------------------------------------------------------------
-// Rule::one(p, g, &a, &b, terms) gives the new parameter; g is scaled and has the L2 decay.
+// Rule::one(p, g, &a, &b, c, terms) gives the new parameter; g is scaled and has the L2 decay. A rule says here where
+// it differs: what it does not read or write costs nothing.
+struct RuleTraits {
+    static constexpr bool kScalesGradient = true;  // false: something else is in its place
+    static constexpr bool kReadsParam = true, kWritesParam = true, kWritesA = true, kWritesB = true;
+};
+
 template <class Rule, class P, class S, class G, class Out>
 struct Update {
     struct Piece {
         Four<P> p;
-        Four<S> a, b;
+        Four<S> a, b, c;
         Four<G> g;
     };
     P* param;
     S *state_a, *state_b;
+    const S* state_c;
     const G* grad;
     Out* out;
     u32 count;
@@ -178,9 +186,10 @@ struct Update {
 
     template <bool kIsWhole>
     __device__ __forceinline__ void take(Piece& x, u32 quad) const {
-        x.p = load<kIsWhole>(param, quad, count);
+        if constexpr (Rule::kReadsParam) x.p = load<kIsWhole>(param, quad, count);
         x.a = load<kIsWhole>(state_a, quad, count);
-        if constexpr (Rule::kStates == 2) x.b = load<kIsWhole>(state_b, quad, count);
+        if constexpr (Rule::kStates > 1) x.b = load<kIsWhole>(state_b, quad, count);
+        if constexpr (Rule::kStates > 2) x.c = load<kIsWhole>(state_c, quad, count);
         x.g = load<kIsWhole>(grad, quad, count);
     }
 
@@ -189,19 +198,20 @@ struct Update {
         Four<Out> low;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const float p = to_float(x.p.item[k]);
-            float a = to_float(x.a.item[k]), b = 0.0f;
-            if constexpr (Rule::kStates == 2) b = to_float(x.b.item[k]);
-            const float g = used_gradient(p, to_float(x.g.item[k]), scale, terms);
-            const float updated = Rule::one(p, g, &a, &b, terms);
+            float p = 0.0f, a = to_float(x.a.item[k]), b = 0.0f, c = 0.0f, g = to_float(x.g.item[k]);
+            if constexpr (Rule::kReadsParam) p = to_float(x.p.item[k]);
+            if constexpr (Rule::kStates > 1) b = to_float(x.b.item[k]);
+            if constexpr (Rule::kStates > 2) c = to_float(x.c.item[k]);
+            if constexpr (Rule::kScalesGradient) g = used_gradient(p, g, scale, terms);
+            const float updated = Rule::one(p, g, &a, &b, c, terms);
             store(updated, &x.p.item[k]);
             store(a, &x.a.item[k]);
-            if constexpr (Rule::kStates == 2) store(b, &x.b.item[k]);
+            if constexpr (Rule::kStates > 1) store(b, &x.b.item[k]);
             store(updated, &low.item[k]);
         }
-        put<kIsWhole>(x.p, param, quad, count);
-        put<kIsWhole>(x.a, state_a, quad, count);
-        if constexpr (Rule::kStates == 2) put<kIsWhole>(x.b, state_b, quad, count);
+        if constexpr (Rule::kWritesParam) put<kIsWhole>(x.p, param, quad, count);
+        if constexpr (Rule::kWritesA) put<kIsWhole>(x.a, state_a, quad, count);
+        if constexpr (Rule::kStates > 1 && Rule::kWritesB) put<kIsWhole>(x.b, state_b, quad, count);
         put<kIsWhole>(low, out, quad, count);
     }
 };
@@ -215,13 +225,14 @@ __device__ __forceinline__ void update_chunk(const TensorRow* rows, const Chunk*
     Update<Rule, P, S, G, Out> pass{offset_by<P>(row.param, begin),
                                     offset_by<S>(row.state_a, begin),
                                     offset_by<S>(row.state_b, begin),
+                                    offset_by<S>(row.state_c, begin),
                                     offset_by<G>(row.grad, begin),
                                     offset_by<Out>(row.out, begin),
                                     chunk_length(row.count, begin),
                                     combined_scale(terms, scale),
                                     terms};
     const bool is_wide = is_aligned(pass.param) && is_aligned(pass.state_a) && is_aligned(pass.state_b) &&
-                         is_aligned(pass.grad) && is_aligned(pass.out);
+                         is_aligned(pass.state_c) && is_aligned(pass.grad) && is_aligned(pass.out);
     walk<2>(pass, pass.count, is_wide);
 }
 

@@ -7,9 +7,9 @@
 
 using namespace mpispeed;
 
-struct AdamRule {
+struct AdamRule : RuleTraits {
     static constexpr int kStates = 2;
-    __device__ static __forceinline__ float one(float p, float g, float* m, float* v, const RuleTerms& t) {
+    __device__ static __forceinline__ float one(float p, float g, float* m, float* v, float, const RuleTerms& t) {
         *m = moment(t.beta1, *m, __fmul_rn(t.rest1, g));
         *v = moment(t.beta2, *v, __fmul_rn(__fmul_rn(t.rest2, g), g));
         const float d = __fadd_rn(__fmul_rn(__fsqrt_rn(*v), t.root_scale), t.eps);

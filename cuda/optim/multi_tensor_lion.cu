@@ -3,9 +3,9 @@
 
 using namespace mpispeed;
 
-struct LionRule {
+struct LionRule : RuleTraits {
     static constexpr int kStates = 1;
-    __device__ static __forceinline__ float one(float p, float g, float* m, float*, const RuleTerms& t) {
+    __device__ static __forceinline__ float one(float p, float g, float* m, float*, float, const RuleTerms& t) {
         const float u = moment(t.beta1, *m, __fmul_rn(t.rest1, g));
         // The sign of 0 is 0, that of NaN is NaN.
         const float sign = u > 0.0f ? 1.0f : u < 0.0f ? -1.0f : u;

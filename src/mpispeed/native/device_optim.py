@@ -1,12 +1,12 @@
-"""Adam, Adagrad, Lion and LAMB on tensors of a device: many tensors in one launch, and nothing waits for the device.
+"""Adam, its 1-bit variants, Adagrad, Lion and LAMB on tensors of a device, many in one launch; nothing waits for it.
 
-The arithmetic is that of `native.host_optim`, operation by operation, so parameters and states of Adam, Adagrad and
-Lion have the bits of the host loops. LAMB's sums of squares are fp64 in an order that shapes alone decide, another
-one than the host's: its trust ratio is within `elements * 2^-53` of the host's, relatively.
+The arithmetic is that of the host loops, operation by operation, so parameters and states have their bits. Only LAMB's
+sums of squares are not theirs: fp64, in an order that shapes alone decide. Its trust ratio is within
+`elements * 2^-53` of the host's, relatively.
 
 Kernels take fp32 masters and states with gradients in fp32, bf16 or fp16 and a bf16 or fp16 copy; and bf16 or fp16
-parameters with states and gradients in fp32 or their own dtype. Everything else is done by the twin of
-`native.host_twins`, on the device.
+parameters with states and gradients in fp32 or their own dtype; those of the 1-bit variants take fp32 only. Everything
+else is done by the twin of `native.host_twins`, on the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from mpispeed.native.host_twins import run_twin
 CHUNK, THREADS = 16384, 256  # elements of a block, and its threads; cuda/include/multi_tensor.cuh has the same numbers
 
 _RULES = frozenset({"adam", "adagrad", "lion", "lamb"})
-_POINTERS = ("param", "state_a", "state_b", "grad", "out", "count")
+_ONEBIT = frozenset({"onebit_adam", "zero_one_coded", "zero_one_local", "zero_one_drift", "zero_one_settle"})
+_POINTERS = ("param", "state_a", "state_b", "state_c", "grad", "out", "count")
 _ROW = np.dtype([*((name, np.uint64) for name in _POINTERS), ("first_chunk", np.uint32), ("place", np.uint32)])
 _CHUNK = np.dtype([("row", np.uint32), ("index", np.uint32)])
 
@@ -78,6 +79,8 @@ def kernels_of(rule: str, row: Row) -> tuple[str, ...]:
     """Names of the kernels for a row: one, or the first and the last of LAMB; empty if the twin has to do it."""
     states = {state.dtype for state in row.states}
     param, grad = row.param.dtype, row.grad.dtype
+    if rule in _ONEBIT:
+        return _onebit_kernel(rule, row) if {param, grad, *states} == {torch.float32} else ()
     if rule not in _RULES or len(states) != 1 or param not in TAGS or grad not in TAGS:
         return ()
     state = states.pop()
@@ -97,10 +100,17 @@ def kernels_of(rule: str, row: Row) -> tuple[str, ...]:
     return (f"{rule}_{middle}_{TAGS[grad]}",)
 
 
+def _onebit_kernel(rule: str, row: Row) -> tuple[str, ...]:
+    outs = (torch.bfloat16, torch.float16, *((torch.float32,) if rule == "zero_one_local" else ()))
+    if row.out is None:
+        return (f"{rule}_f32",)
+    return (f"{rule}_f32_{TAGS[row.out.dtype]}",) if row.out.dtype in outs else ()
+
+
 def _numbers(row: Row) -> tuple[int, ...]:
-    states = [state.data_ptr() for state in row.states] + [0]
+    states = [state.data_ptr() for state in row.states] + [0, 0]
     out = 0 if row.out is None else row.out.data_ptr()
-    return (row.param.data_ptr(), states[0], states[1], row.grad.data_ptr(), out, row.param.numel())
+    return (row.param.data_ptr(), *states[:3], row.grad.data_ptr(), out, row.param.numel())
 
 
 def _lay_out(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

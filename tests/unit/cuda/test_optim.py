@@ -11,7 +11,7 @@ from mpispeed.base.errors import UsageError
 from mpispeed.native.cuda import launcher
 from mpispeed.native.device_optim import CHUNK, DeviceTable, kernels_of, pack_terms, update_row
 from mpispeed.native.host_table import STATE_NAMES, HostTable, Row
-from mpispeed.native.host_terms import Terms, adagrad_terms, adam_terms, lamb_terms, lion_terms
+from mpispeed.native.host_terms import Terms, adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
 from tests.helpers.cuda_host import HostLauncher
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -167,6 +167,36 @@ def test_steps_stay_close_to_fp64(host, rule):
     torch.testing.assert_close(row.param.double(), p, rtol=1e-6, atol=2e-6)
     for got, wanted in zip(row.states, states, strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+ONEBIT = ["onebit_adam", "zero_one_coded", "zero_one_local", "zero_one_drift", "zero_one_settle"]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("rule", "out"),
+    [(rule, out) for rule in ONEBIT for out in (F32 if rule == "zero_one_local" else None, BF16, FP16)],
+    ids=str,
+)
+def test_rules_of_one_bit_give_the_bits_of_the_host_loops(rule, out, decay):
+    rows = [make_row(rule, count, offset, (F32, F32, F32, out)) for count, offset in SIZES]
+    for row in rows:
+        # Where the variance is 0 nothing was seen yet.
+        variance = row.grad if rule in ("onebit_adam", "zero_one_drift") else row.states[-1]
+        if rule in ("onebit_adam", "zero_one_drift"):
+            variance.abs_()
+        variance[::3] = 0.0
+    expected = [clone(row) for row in rows]
+    terms = onebit_terms(lr=0.01, betas=BETAS, eps=1e-6, weight_decay=decay, grad_scale=0.25, rate_sum=0.3)
+    HostTable(rule, expected).run([terms])
+    host = HostLauncher()
+    with launcher.standing_in(host):
+        table = DeviceTable(rule, rows)
+        assert table.is_compiled
+        table.run([terms])
+    assert len(host.launched) == 1
+    for row, other in zip(rows, expected, strict=True):
+        assert_same(row, other)
 
 
 def test_thousands_of_small_tensors_and_a_large_one_are_one_launch():

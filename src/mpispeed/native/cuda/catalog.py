@@ -51,9 +51,17 @@ def _low(stem: str, *, has_grad: bool = True) -> list[str]:
     return [f"{name}_{grad}" for w, name in names for grad in ("f32", w)] if has_grad else [name for _, name in names]
 
 
+_ONEBIT = ("onebit_adam_f32", "zero_one_coded_f32", "zero_one_drift_f32", "zero_one_settle_f32")
+
+
+def _copied(*stems: str) -> list[str]:
+    """One name without and one for each dtype of a 16-bit copy."""
+    return [f"{stem}{out}" for stem in stems for out in ("", "_bf16", "_fp16")]
+
+
 def _multi(stem: str) -> list[str]:
     """One name per dtype of the gradient and of the 16-bit copy, if there is one; and those for 16-bit parameters."""
-    return [f"{stem}_{grad}{out}" for grad in TAGS.values() for out in ("", "_bf16", "_fp16")] + _low(stem)
+    return [*_copied(*_typed(stem)), *_low(stem)]
 
 
 _SOFTMAX = [f"{drop}{kind}" for drop in ("", "drop_") for kind in ("8", "16", "block", "long")]
@@ -67,6 +75,8 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("optim/multi_tensor_lamb.cu", "PPP72s", ["lamb_ratios"]),
     *_each("optim/multi_tensor_lamb.cu", "PPP72s", ["lamb_apply", "lamb_apply_bf16", "lamb_apply_fp16"], is_hot=True),
     *_each("optim/multi_tensor_lamb.cu", "PPP72s", _low("lamb_apply", has_grad=False), is_hot=True),
+    *_each("optim/multi_tensor_onebit.cu", "PPP72s", _copied(*_ONEBIT), is_hot=True),
+    *_each("optim/multi_tensor_onebit.cu", "PPP72s", _typed("zero_one_local_f32"), is_hot=True),
     *_each("optim/global_norm.cu", "PPP", _typed("square_sum"), is_hot=True),
     *_each("optim/global_norm.cu", "PPPQ", ["square_sum_total"]),
     *_each("optim/exact_squares.cu", "PPQ", _typed("exact_squares"), is_hot=True),
