@@ -85,13 +85,14 @@ __device__ __forceinline__ void walk_rows(u64 rows, Body& body) {
     const u64 stride = static_cast<u64>(gridDim.y) * blockDim.y;
     u64 row = static_cast<u64>(blockIdx.y) * blockDim.y + threadIdx.y;
     typename Body::Loaded loaded[kAhead];
-    for (; row + (kAhead - 1) * stride < rows; row += kAhead * stride) {
+    for (; row < rows; row += kAhead * stride) {
 #pragma unroll
-        for (int k = 0; k < kAhead; k++) loaded[k] = body.load(row + k * stride);
+        for (int k = 0; k < kAhead; k++)
+            if (row + k * stride < rows) loaded[k] = body.load(row + k * stride);
 #pragma unroll
-        for (int k = 0; k < kAhead; k++) body.finish(loaded[k], row + k * stride);
+        for (int k = 0; k < kAhead; k++)
+            if (row + k * stride < rows) body.finish(loaded[k], row + k * stride);
     }
-    for (; row < rows; row += stride) body.finish(body.load(row), row);
 }
 
 // The sums of N columns of each thread, added over the threads of y, into this block's row of `partial`, which has

@@ -183,7 +183,7 @@ __device__ __forceinline__ void norm_grad_any(T* dx, const NormInputs<T>& in, co
 template <class T, bool kIsCentered, int V>
 struct NormSums {
     struct Loaded {
-        Vec<T, V> x, dy;
+        Packed<T, V> x, dy;
         float mean, rstd;
     };
     const NormInputs<T>& in;
@@ -192,14 +192,18 @@ struct NormSums {
 
     __device__ __forceinline__ Loaded load(u64 row) const {
         const u64 from = row * cols + col;
-        return {*reinterpret_cast<const Vec<T, V>*>(in.x + from), *reinterpret_cast<const Vec<T, V>*>(in.dy + from),
-                kIsCentered ? in.mean[row] : 0, in.rstd[row]};
+        Loaded out;
+        out.x.load(in.x + from);
+        out.dy.load(in.dy + from);
+        out.mean = kIsCentered ? in.mean[row] : 0;
+        out.rstd = in.rstd[row];
+        return out;
     }
     __device__ __forceinline__ void finish(const Loaded& got, u64) {
 #pragma unroll
         for (int j = 0; j < V; j++) {
-            const float dy = to_float(got.dy.item[j]);
-            weight[j] += dy * normed(to_float(got.x.item[j]), got.mean, got.rstd);
+            const float dy = got.dy.at(j);
+            weight[j] += dy * normed(got.x.at(j), got.mean, got.rstd);
             bias[j] += dy;
         }
     }
@@ -235,7 +239,7 @@ __device__ __forceinline__ void norm_sums(float* dweight, float* dbias, const No
             norm_grad_any<T, kIsCentered, 1>(dx, {dy, add, x, weight, mean, rstd}, t);                              \
     }                                                                                                               \
     MPISPEED_KERNEL_SYNC(name##_backward_any_##tag)                                                                 \
-    extern "C" __global__ void __launch_bounds__(256)                                                               \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                            \
         name##_columns_##tag(float* dweight, float* dbias, const T* dy, const T* x, const float* mean,              \
                              const float* rstd, const GradTerms t) {                                                \
         if (t.is_wide)                                                                                              \

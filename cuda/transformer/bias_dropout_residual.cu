@@ -16,7 +16,7 @@ struct DropTerms {
 template <class T, int V>
 struct DropForward {
     struct Loaded {
-        Vec<T, V> x, residual;
+        Packed<T, V> x, residual;
     };
     T* y;
     const T *x, *residual;
@@ -26,23 +26,26 @@ struct DropForward {
 
     __device__ __forceinline__ Loaded load(u64 row) const {
         const u64 from = row * t.cols + col;
-        return {*reinterpret_cast<const Vec<T, V>*>(x + from), *reinterpret_cast<const Vec<T, V>*>(residual + from)};
+        Loaded out;
+        out.x.load(x + from);
+        out.residual.load(residual + from);
+        return out;
     }
     __device__ __forceinline__ void finish(const Loaded& got, u64 row) const {
         const u64 element = row * t.cols + col;
         float out[V];
 #pragma unroll
-        for (int j = 0; j < V; j++) out[j] = __fadd_rn(to_float(got.x.item[j]), bias[j]);
+        for (int j = 0; j < V; j++) out[j] = __fadd_rn(got.x.at(j), bias[j]);
         drop<V>(t.dropout, t.first + element, out);
 #pragma unroll
-        for (int j = 0; j < V; j++) out[j] = __fadd_rn(to_float(got.residual.item[j]), out[j]);
+        for (int j = 0; j < V; j++) out[j] = __fadd_rn(got.residual.at(j), out[j]);
         store_floats<T, V>(out, y + element);
     }
 };
 
 template <class T, int V>
 struct DropBackward {
-    using Loaded = Vec<T, V>;
+    using Loaded = Packed<T, V>;
     T* dx;
     const T* dy;
     const DropTerms& t;
@@ -50,13 +53,15 @@ struct DropBackward {
     float sums[V];
 
     __device__ __forceinline__ Loaded load(u64 row) const {
-        return *reinterpret_cast<const Vec<T, V>*>(dy + row * t.cols + col);
+        Loaded out;
+        out.load(dy + row * t.cols + col);
+        return out;
     }
     __device__ __forceinline__ void finish(const Loaded& got, u64 row) {
         const u64 element = row * t.cols + col;
         float out[V];
 #pragma unroll
-        for (int j = 0; j < V; j++) out[j] = to_float(got.item[j]);
+        for (int j = 0; j < V; j++) out[j] = got.at(j);
         drop<V>(t.dropout, t.first + element, out);
 #pragma unroll
         for (int j = 0; j < V; j++) sums[j] += out[j];
@@ -85,7 +90,7 @@ __device__ __forceinline__ void drop_backward(T* dx, float* dbias, const T* dy, 
 }
 
 #define DROP(tag, T)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(256)                                                              \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                           \
         bias_dropout_residual_##tag(T* y, const T* x, const T* bias, const T* residual, const DropTerms t) {       \
         if (t.is_wide)                                                                                             \
             drop_forward<T, kWide<T>>(y, x, bias, residual, t);                                                    \
@@ -93,7 +98,7 @@ __device__ __forceinline__ void drop_backward(T* dx, float* dbias, const T* dy, 
             drop_forward<T, 1>(y, x, bias, residual, t);                                                           \
     }                                                                                                              \
     MPISPEED_KERNEL(bias_dropout_residual_##tag)                                                                   \
-    extern "C" __global__ void __launch_bounds__(256)                                                              \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                           \
         bias_dropout_residual_grad_##tag(T* dx, float* dbias, const T* dy, const DropTerms t) {                    \
         if (t.is_wide)                                                                                             \
             drop_backward<T, kWide<T>>(dx, dbias, dy, t);                                                          \

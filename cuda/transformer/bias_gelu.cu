@@ -42,19 +42,21 @@ struct Exact {
 
 template <class T, int V, class Form>
 struct GeluForward {
-    using Loaded = Vec<T, V>;
+    using Loaded = Packed<T, V>;
     T* y;
     const T* x;
     u64 cols, col;
     float bias[V];
 
     __device__ __forceinline__ Loaded load(u64 row) const {
-        return *reinterpret_cast<const Vec<T, V>*>(x + row * cols + col);
+        Loaded out;
+        out.load(x + row * cols + col);
+        return out;
     }
     __device__ __forceinline__ void finish(const Loaded& got, u64 row) const {
         float out[V];
 #pragma unroll
-        for (int j = 0; j < V; j++) out[j] = Form::value(__fadd_rn(to_float(got.item[j]), bias[j]));
+        for (int j = 0; j < V; j++) out[j] = Form::value(__fadd_rn(got.at(j), bias[j]));
         store_floats<T, V>(out, y + row * cols + col);
     }
 };
@@ -62,7 +64,7 @@ struct GeluForward {
 template <class T, int V, class Form>
 struct GeluBackward {
     struct Loaded {
-        Vec<T, V> x, dy;
+        Packed<T, V> x, dy;
     };
     T* dx;
     const T *dy, *x;
@@ -71,13 +73,16 @@ struct GeluBackward {
 
     __device__ __forceinline__ Loaded load(u64 row) const {
         const u64 from = row * cols + col;
-        return {*reinterpret_cast<const Vec<T, V>*>(x + from), *reinterpret_cast<const Vec<T, V>*>(dy + from)};
+        Loaded out;
+        out.x.load(x + from);
+        out.dy.load(dy + from);
+        return out;
     }
     __device__ __forceinline__ void finish(const Loaded& got, u64 row) {
         float out[V];
 #pragma unroll
         for (int j = 0; j < V; j++) {
-            out[j] = to_float(got.dy.item[j]) * Form::slope(__fadd_rn(to_float(got.x.item[j]), bias[j]));
+            out[j] = got.dy.at(j) * Form::slope(__fadd_rn(got.x.at(j), bias[j]));
             sums[j] += out[j];
         }
         store_floats<T, V>(out, dx + row * cols + col);
@@ -110,7 +115,7 @@ __device__ __forceinline__ void gelu_grad(T* dx, float* dbias, const T* dy, cons
 }
 
 #define GELU(name, tag, T, Form)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256)                                                              \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                           \
         name##_##tag(T* y, const T* x, const T* bias, const GeluTerms t) {                                         \
         if (t.is_wide)                                                                                             \
             gelu<T, kWide<T>, Form>(y, x, bias, t);                                                                \
@@ -118,7 +123,7 @@ __device__ __forceinline__ void gelu_grad(T* dx, float* dbias, const T* dy, cons
             gelu<T, 1, Form>(y, x, bias, t);                                                                       \
     }                                                                                                              \
     MPISPEED_KERNEL(name##_##tag)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256)                                                              \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                           \
         name##_grad_##tag(T* dx, float* dbias, const T* dy, const T* x, const T* bias, const GeluTerms t) {        \
         if (t.is_wide)                                                                                             \
             gelu_grad<T, kWide<T>, Form>(dx, dbias, dy, x, bias, t);                                               \

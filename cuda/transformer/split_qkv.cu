@@ -80,7 +80,7 @@ struct Turn {
 
 template <class T, int V>
 struct Pairs {
-    Vec<T, V> x, other;
+    Packed<T, V> x, other;
 };
 
 template <class T, int V>
@@ -100,18 +100,18 @@ struct Split {
     __device__ __forceinline__ Loaded load(u64 row) const {
         const T* from = qkv + row * t.cols + col;
         Loaded out;
-        out.x = *reinterpret_cast<const Vec<T, V>*>(from);
-        if (to.is_turned && turn.to_partner) out.other = *reinterpret_cast<const Vec<T, V>*>(from + step());
+        out.x.load(from);
+        if (to.is_turned && turn.to_partner) out.other.load(from + step());
         return out;
     }
     __device__ __forceinline__ void finish(const Loaded& got, u64 row) const {
         float x[V], other[V];
 #pragma unroll
-        for (int j = 0; j < V; j++) x[j] = __fadd_rn(to_float(got.x.item[j]), bias[j]);
+        for (int j = 0; j < V; j++) x[j] = __fadd_rn(got.x.at(j), bias[j]);
         if (to.is_turned) {
 #pragma unroll
             for (int j = 0; j < V; j++)
-                other[j] = turn.to_partner ? __fadd_rn(to_float(got.other.item[j]), other_bias[j]) : 0;
+                other[j] = turn.to_partner ? __fadd_rn(got.other.at(j), other_bias[j]) : 0;
             turn.apply(x, other, cosine, sine, static_cast<u32>(row) % t.sequence, 1);
         }
         store_floats<T, V>(x, to.at(row, t));
@@ -133,17 +133,17 @@ struct Merge {
         const T* at = from.at(row, t);
         const long step = turn.is_first ? static_cast<long>(turn.to_partner) : -static_cast<long>(turn.to_partner);
         Loaded out;
-        out.x = *reinterpret_cast<const Vec<T, V>*>(at);
-        if (from.is_turned && turn.to_partner) out.other = *reinterpret_cast<const Vec<T, V>*>(at + step);
+        out.x.load(at);
+        if (from.is_turned && turn.to_partner) out.other.load(at + step);
         return out;
     }
     __device__ __forceinline__ void finish(const Loaded& got, u64 row) {
         float x[V], other[V];
 #pragma unroll
-        for (int j = 0; j < V; j++) x[j] = to_float(got.x.item[j]);
+        for (int j = 0; j < V; j++) x[j] = got.x.at(j);
         if (from.is_turned) {
 #pragma unroll
-            for (int j = 0; j < V; j++) other[j] = turn.to_partner ? to_float(got.other.item[j]) : 0;
+            for (int j = 0; j < V; j++) other[j] = turn.to_partner ? got.other.at(j) : 0;
             turn.apply(x, other, cosine, sine, static_cast<u32>(row) % t.sequence, -1);
         }
 #pragma unroll
@@ -178,7 +178,7 @@ __device__ __forceinline__ void merge(T* dqkv, float* dbias, const T* dq, const 
 }
 
 #define SPLIT_QKV(tag, T)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(256)                                                              \
+    extern "C" __global__ void __launch_bounds__(256, 3)                                                           \
         split_qkv_##tag(T* q, T* k, T* v, const T* qkv, const T* bias, const float* cosine, const float* sine,     \
                         const SplitTerms t) {                                                                      \
         if (t.is_wide)                                                                                             \
@@ -187,7 +187,7 @@ __device__ __forceinline__ void merge(T* dqkv, float* dbias, const T* dq, const 
             split<T, 1>(q, k, v, qkv, bias, cosine, sine, t);                                                      \
     }                                                                                                              \
     MPISPEED_KERNEL(split_qkv_##tag)                                                                               \
-    extern "C" __global__ void __launch_bounds__(256)                                                              \
+    extern "C" __global__ void __launch_bounds__(256, 3)                                                           \
         merge_qkv_##tag(T* dqkv, float* dbias, const T* dq, const T* dk, const T* dv, const float* cosine,         \
                         const float* sine, const SplitTerms t) {                                                   \
         if (t.is_wide)                                                                                             \

@@ -13,7 +13,6 @@ from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher
 
 TILE_THREADS = 256
-_BLOCKS = 8  # of a walking grid on each multiprocessor, about as many as fit
 
 
 def vector(dtype: torch.dtype) -> int:
@@ -37,14 +36,33 @@ def pointer(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def tile(launcher: Launcher, rows: int, cols: int, width: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Grid and block that walk down columns, with `width` columns in a thread; grid y counts rows of partial sums."""
+def tile(
+    launcher: Launcher, rows: int, cols: int, width: int, at_once: int = 4
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Grid and block that walk down columns, with `width` columns in a thread; grid y counts rows of partial sums.
+
+    `at_once` blocks of the kernel fit on a multiprocessor (its launch bounds).
+    """
     vectors = -(-cols // width)
     x = min(32, 1 << (vectors - 1).bit_length())
+    if width > 1:  # narrower blocks leave fewer threads without columns; eight vectors are 128 bytes
+        x = next((x for x in (32, 16, 8) if -(-vectors // x) * x <= 1.05 * vectors), x)
     y = TILE_THREADS // x
     across = -(-vectors // x)
-    down = min(-(-rows // y), max(1, launcher.processors * _BLOCKS // across), 65535)
+    down = min(-(-rows // y), _rows_of_blocks(across, launcher.processors * at_once), 65535)
     return (across, down, 1), (x, y, 1)
+
+
+def _rows_of_blocks(across: int, places: int) -> int:
+    """How many rows of `across` blocks fill `places` once, or a few times if that leaves fewer of them empty."""
+    best, best_part = 1, 0.0
+    for times in range(1, 5):
+        down = max(1, times * places // across)
+        blocks = across * down
+        part = blocks / (-(-blocks // places) * places)
+        if part > best_part + 0.02:
+            best, best_part = down, part
+    return best
 
 
 def add_up(launcher: Launcher, partial: Tensor, outs: tuple[Tensor | None, ...]) -> None:

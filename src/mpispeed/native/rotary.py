@@ -16,6 +16,8 @@ from mpispeed.native.columns import add_up, inner_dtype, is_wide, pointer, tile,
 from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.cuda.catalog import TAGS
 
+_AT_ONCE = 3  # blocks on a multiprocessor, by the launch bounds of the kernels
+
 Style = Literal["half", "interleaved"]
 """Which elements of a head are a pair: i and i + rotary_dim / 2 (GPT-NeoX, LLaMA), or 2 i and 2 i + 1 (GPT-J)."""
 
@@ -173,7 +175,7 @@ def _run(
     if rows:
         size, rotated = q.shape[-1], 0 if cosine is None else 2 * cosine.shape[1]
         wide = _fits_wide(cols, size, rotated, is_halved, qkv, bias, cosine, sine)
-        grid, block = tile(runs, rows, cols, vector(qkv.dtype) if wide else 1)
+        grid, block = tile(runs, rows, cols, vector(qkv.dtype) if wide else 1, _AT_ONCE)
         terms = _terms(rows, qkv.shape[1], heads, key_heads, size, rotated, is_halved, wide)
         tensors = (q, k, v, qkv, bias, cosine, sine)
         runs.launch(f"split_qkv_{TAGS[qkv.dtype]}", grid, block, *map(pointer, tensors), terms)
@@ -207,7 +209,7 @@ def _run_merge(
     rotated = 0 if cosine is None else 2 * cosine.shape[1]
     wide = _fits_wide(cols, size, rotated, is_halved, dq, dk, dv, cosine, sine)
     width = vector(dq.dtype) if wide else 1
-    grid, block = tile(runs, rows, cols, width)
+    grid, block = tile(runs, rows, cols, width, _AT_ONCE)
     terms = _terms(rows, sequence, heads, key_heads, size, rotated, is_halved, wide)
     partial = torch.empty((1, grid[1], cols), dtype=torch.float32, device=dq.device) if with_bias else None
     places = map(pointer, (whole, partial, dq, dk, dv, cosine, sine))
