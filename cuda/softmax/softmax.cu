@@ -17,7 +17,7 @@ struct SoftmaxTerms {
     u32 rows, columns, queries, heads;
     u32 lanes;  // threads of a team within a warp: a power of two
     u32 mask_kind;
-    u32 mask_is_wide, is_wide;  // 16 bytes of the scores (or as many elements of the mask) in one access
+    u32 mask_is_wide;  // as many elements of the mask in one access as of the scores
     u32 is_causal;
     u32 threshold;  // of Philox words
     float scale;
@@ -296,81 +296,75 @@ __device__ __forceinline__ void grad_long_row(const T* probs, const T* grad, T* 
     }
 }
 
-// Every kernel has its work with wide and with single accesses.
-#define SOFTMAX_WIDE_OR_SINGLE(T, work) \
-    if (t.is_wide) {                    \
-        constexpr int W = kWide<T>;     \
-        work;                           \
-    } else {                            \
-        constexpr int W = 1;            \
-        work;                           \
-    }
+// W elements in one access: 16 bytes, or, in kernels named "single", one element for rows that begin
+// anywhere. They are kernels of their own, because single accesses need twice the registers, and wide ones
+// have to fill the memory.
 
 // Blocks of 128 threads, teams of up to 32 lanes of which each has S elements.
-#define SOFTMAX_LANES(name, T, S, drops)                                                                     \
-    extern "C" __global__ void __launch_bounds__(128)                                                        \
-        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {      \
-        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                         \
-        const u32 lane = threadIdx.x % t.lanes;                                                              \
-        const LaneTeam team = {t.lanes};                                                                     \
-        SOFTMAX_WIDE_OR_SINGLE(T,                                                                            \
-                               (softmax_row<drops, W, S>(scores, mask, probs, dropped, t, row, lane, team))) \
-    }                                                                                                        \
-    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                     \
-    extern "C" __global__ void __launch_bounds__(128)                                                        \
-        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                   \
-        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                         \
-        const u32 lane = threadIdx.x % t.lanes;                                                              \
-        const LaneTeam team = {t.lanes};                                                                     \
-        SOFTMAX_WIDE_OR_SINGLE(T, (grad_row<drops, W, S>(probs, grad, out, t, row, lane, team)))             \
-    }                                                                                                        \
+#define SOFTMAX_LANES(name, T, W, S, drops)                                                             \
+    extern "C" __global__ void __launch_bounds__(128, 8)                                                \
+        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) { \
+        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                    \
+        const LaneTeam team = {t.lanes};                                                                \
+        softmax_row<drops, W, S>(scores, mask, probs, dropped, t, row, threadIdx.x % t.lanes, team);    \
+    }                                                                                                   \
+    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                \
+    extern "C" __global__ void __launch_bounds__(128, 8)                                                \
+        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {              \
+        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                    \
+        const LaneTeam team = {t.lanes};                                                                \
+        grad_row<drops, W, S>(probs, grad, out, t, row, threadIdx.x % t.lanes, team);                   \
+    }                                                                                                   \
     MPISPEED_KERNEL_SYNC(softmax_grad_##name)
 
 // A block has a row: as many threads as it needs, a multiple of 32.
-#define SOFTMAX_BLOCK(name, T, drops)                                                                        \
-    extern "C" __global__ void __launch_bounds__(1024)                                                       \
-        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {      \
-        __shared__ float parts[32];                                                                          \
-        const BlockTeam team = {blockDim.x, parts};                                                          \
-        const u32 row = blockIdx.x, lane = threadIdx.x;                                                      \
-        SOFTMAX_WIDE_OR_SINGLE(T,                                                                            \
-                               (softmax_row<drops, W, 8>(scores, mask, probs, dropped, t, row, lane, team))) \
-    }                                                                                                        \
-    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                     \
-    extern "C" __global__ void __launch_bounds__(1024)                                                       \
-        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                   \
-        __shared__ float parts[32];                                                                          \
-        const BlockTeam team = {blockDim.x, parts};                                                          \
-        SOFTMAX_WIDE_OR_SINGLE(T,                                                                            \
-                               (grad_row<drops, W, 8>(probs, grad, out, t, blockIdx.x, threadIdx.x, team)))  \
-    }                                                                                                        \
+#define SOFTMAX_BLOCK(name, T, W, drops)                                                                \
+    extern "C" __global__ void __launch_bounds__(1024)                                                  \
+        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) { \
+        __shared__ float parts[32];                                                                     \
+        const BlockTeam team = {blockDim.x, parts};                                                     \
+        softmax_row<drops, W, 8>(scores, mask, probs, dropped, t, blockIdx.x, threadIdx.x, team);       \
+    }                                                                                                   \
+    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                \
+    extern "C" __global__ void __launch_bounds__(1024)                                                  \
+        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {              \
+        __shared__ float parts[32];                                                                     \
+        const BlockTeam team = {blockDim.x, parts};                                                     \
+        grad_row<drops, W, 8>(probs, grad, out, t, blockIdx.x, threadIdx.x, team);                      \
+    }                                                                                                   \
     MPISPEED_KERNEL_SYNC(softmax_grad_##name)
 
-#define SOFTMAX_LONG(name, T, drops)                                                                       \
-    extern "C" __global__ void __launch_bounds__(512)                                                      \
-        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {    \
-        __shared__ float parts[32];                                                                        \
-        const BlockTeam team = {blockDim.x, parts};                                                        \
-        SOFTMAX_WIDE_OR_SINGLE(T, (softmax_long_row<drops, W, 16>(scores, mask, probs, dropped, t, team))) \
-    }                                                                                                      \
-    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                   \
-    extern "C" __global__ void __launch_bounds__(512)                                                      \
-        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                 \
-        __shared__ float parts[32];                                                                        \
-        const BlockTeam team = {blockDim.x, parts};                                                        \
-        SOFTMAX_WIDE_OR_SINGLE(T, (grad_long_row<drops, W, 16>(probs, grad, out, t, team)))                \
-    }                                                                                                      \
+#define SOFTMAX_LONG(name, T, W, drops)                                                                 \
+    extern "C" __global__ void __launch_bounds__(512)                                                   \
+        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) { \
+        __shared__ float parts[32];                                                                     \
+        const BlockTeam team = {blockDim.x, parts};                                                     \
+        softmax_long_row<drops, W, 16>(scores, mask, probs, dropped, t, team);                          \
+    }                                                                                                   \
+    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                \
+    extern "C" __global__ void __launch_bounds__(512)                                                   \
+        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {              \
+        __shared__ float parts[32];                                                                     \
+        const BlockTeam team = {blockDim.x, parts};                                                     \
+        grad_long_row<drops, W, 16>(probs, grad, out, t, team);                                         \
+    }                                                                                                   \
     MPISPEED_KERNEL_SYNC(softmax_grad_##name)
 
-#define SOFTMAX_KERNELS(tag, T)               \
-    SOFTMAX_LANES(8_##tag, T, 8, false)       \
-    SOFTMAX_LANES(16_##tag, T, 16, false)     \
-    SOFTMAX_BLOCK(block_##tag, T, false)      \
-    SOFTMAX_LONG(long_##tag, T, false)        \
-    SOFTMAX_LANES(drop_8_##tag, T, 8, true)   \
-    SOFTMAX_LANES(drop_16_##tag, T, 16, true) \
-    SOFTMAX_BLOCK(drop_block_##tag, T, true)  \
-    SOFTMAX_LONG(drop_long_##tag, T, true)
+#define SOFTMAX_KERNELS(tag, T)                         \
+    SOFTMAX_LANES(8_##tag, T, kWide<T>, 8, false)       \
+    SOFTMAX_LANES(16_##tag, T, kWide<T>, 16, false)     \
+    SOFTMAX_BLOCK(block_##tag, T, kWide<T>, false)      \
+    SOFTMAX_LONG(long_##tag, T, kWide<T>, false)        \
+    SOFTMAX_LANES(drop_8_##tag, T, kWide<T>, 8, true)   \
+    SOFTMAX_LANES(drop_16_##tag, T, kWide<T>, 16, true) \
+    SOFTMAX_BLOCK(drop_block_##tag, T, kWide<T>, true)  \
+    SOFTMAX_LONG(drop_long_##tag, T, kWide<T>, true)    \
+    SOFTMAX_LANES(single_8_##tag, T, 1, 8, false)       \
+    SOFTMAX_BLOCK(single_block_##tag, T, 1, false)      \
+    SOFTMAX_LONG(single_long_##tag, T, 1, false)        \
+    SOFTMAX_LANES(drop_single_8_##tag, T, 1, 8, true)   \
+    SOFTMAX_BLOCK(drop_single_block_##tag, T, 1, true)  \
+    SOFTMAX_LONG(drop_single_long_##tag, T, 1, true)
 
 SOFTMAX_KERNELS(f32, float)
 SOFTMAX_KERNELS(bf16, bf16)

@@ -115,9 +115,9 @@ def run_softmax(
     if scores.numel():
         mask, kind, strides = _prepared(mask, scores)
         tensors = [scores, probs, dropped] if ratio else [scores, probs]
-        terms = _terms(tensors, (mask, kind, strides), seed, scale, is_causal, ratio)
+        terms = _terms(scores, (mask, kind, strides), seed, scale, is_causal, ratio)
         pointers = (scores.data_ptr(), mask.data_ptr() if mask is not None else 0, probs.data_ptr())
-        name, grid, threads = _shape_of_launch("softmax", scores, ratio)
+        name, grid, threads = _shape_of_launch("softmax", tensors, ratio)
         running.launch(name, grid, threads, *pointers, dropped.data_ptr() if ratio else 0, terms)
     return (dropped, probs) if ratio else (probs, dropped)
 
@@ -164,8 +164,8 @@ def run_softmax_backward(
         return softmax_backward_twin(grad, probs, seed, scale, is_causal, ratio)
     out = torch.empty_like(probs)
     if probs.numel():
-        terms = _terms([grad, probs, out], (None, 0, (0, 0, 0)), seed, scale, is_causal, ratio)
-        name, grid, threads = _shape_of_launch("softmax_grad", probs, ratio)
+        terms = _terms(probs, (None, 0, (0, 0, 0)), seed, scale, is_causal, ratio)
+        name, grid, threads = _shape_of_launch("softmax_grad", [probs, grad, out], ratio)
         running.launch(name, grid, threads, probs.data_ptr(), grad.data_ptr(), out.data_ptr(), terms)
     return out
 
@@ -237,25 +237,23 @@ def _prepared(mask: Tensor | None, scores: Tensor) -> tuple[Tensor | None, int, 
 
 
 def _terms(
-    tensors: list[Tensor],
+    x: Tensor,
     masking: tuple[Tensor | None, int, tuple[int, ...]],
     seed: Tensor | None,
     scale: float,
     is_causal: bool,
     ratio: float,
 ) -> bytes:
-    """The structure SoftmaxTerms; `tensors` are those that wide accesses go to."""
-    shape, size = tensors[0].shape, tensors[0].element_size()
+    """The structure SoftmaxTerms for scores, or probabilities, of this shape and dtype."""
+    shape, wide = x.shape, 16 // x.element_size()
     heads = shape[1] if len(shape) == _SCORE_DIMS else 1
     if len(shape) < _SCORE_DIMS:  # [batch, queries, keys]: batches take the place of heads
         heads = shape[0] if len(shape) == _SCORE_DIMS - 1 else 1
-    wide = 16 // size
-    is_wide = shape[-1] % wide == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
     mask, kind, strides = masking
     fits = mask is not None and mask.data_ptr() % (wide * mask.element_size()) == 0
     words = (shape[:-1].numel(), shape[-1], shape[-2], heads, _lanes(shape[-1]), kind)
-    flags = (fits and not any(stride % wide for stride in strides), is_wide, is_causal, philox.threshold(ratio))
-    return struct.pack("4Q10I2f", *strides, _word(seed), *words, *flags, scale, 1.0 / (1.0 - ratio))
+    flags = (fits and not any(stride % wide for stride in strides), is_causal, philox.threshold(ratio))
+    return struct.pack("4Q9I2f4x", *strides, _word(seed), *words, *flags, scale, 1.0 / (1.0 - ratio))
 
 
 def _lanes(columns: int) -> int:
@@ -263,18 +261,20 @@ def _lanes(columns: int) -> int:
     return min(32, 1 << max(0, -(-columns // share) - 1).bit_length())
 
 
-def _shape_of_launch(stem: str, x: Tensor, ratio: float) -> tuple[str, launcher.Size, launcher.Size]:
-    """Kernel, grid and threads for rows of this length."""
+def _shape_of_launch(stem: str, tensors: list[Tensor], ratio: float) -> tuple[str, launcher.Size, launcher.Size]:
+    """Kernel, grid and threads for rows of this length and tensors that begin where these do."""
+    x = tensors[0]
     columns, rows = x.shape[-1], x.shape[:-1].numel()
+    is_wide = columns % (16 // x.element_size()) == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
     threads, blocks = _THREADS, rows
-    if columns <= _MIDDLE:
+    if columns <= (_MIDDLE if is_wide else _SHORT):
         kind = "8" if columns <= _SHORT else "16"
         blocks = -(-rows // (_THREADS // _lanes(columns)))
     elif columns <= _BLOCK:
         kind, threads = "block", -(-columns // 256) * 32
     else:
         kind, threads = "long", _LONG_THREADS
-    name = f"{stem}_{'drop_' if ratio else ''}{kind}_{TAGS[x.dtype]}"
+    name = f"{stem}_{'drop_' if ratio else ''}{'' if is_wide else 'single_'}{kind}_{TAGS[x.dtype]}"
     return name, (blocks, 1, 1), (threads, 1, 1)
 
 

@@ -64,7 +64,11 @@ def _multi(stem: str) -> list[str]:
     return [*_copied(*_typed(stem)), *_low(stem)]
 
 
-_SOFTMAX = [f"{drop}{kind}" for drop in ("", "drop_") for kind in ("8", "16", "block", "long")]
+def _softmax_teams() -> list[str]:
+    """What has a row: lanes with 8 or 16 elements, a block, or a walking block; by 16 bytes or by single elements."""
+    teams = ("8", "16", "block", "long", "single_8", "single_block", "single_long")
+    return [f"{drops}{team}" for drops in ("", "drop_") for team in teams]
+
 
 # fmt: off
 KERNELS: dict[str, Kernel] = dict([
@@ -80,10 +84,8 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("optim/global_norm.cu", "PPP", _typed("square_sum"), is_hot=True),
     *_each("optim/global_norm.cu", "PPPQ", ["square_sum_total"]),
     *_each("optim/exact_squares.cu", "PPQ", _typed("exact_squares"), is_hot=True),
-    *_each("softmax/softmax.cu", "PPPP80s", _typed(*(f"softmax_{d}{t}"
-           for d in ("", "drop_") for t in ("8", "16", "block", "long"))), is_hot=True),
-    *_each("softmax/softmax.cu", "PPP80s", _typed(*(f"softmax_grad_{d}{t}"
-           for d in ("", "drop_") for t in ("8", "16", "block", "long"))), is_hot=True),
+    *_each("softmax/softmax.cu", "PPPP80s", _typed(*(f"softmax_{team}" for team in _softmax_teams())), is_hot=True),
+    *_each("softmax/softmax.cu", "PPP80s", _typed(*(f"softmax_grad_{team}" for team in _softmax_teams())), is_hot=True),
     *_each("softmax/softmax.cu", "PPQQIf", _typed("dropout"), is_hot=True),
     *_each("quant/block_encode.cu", "PPPPP48s", _typed(*(f"block_quantize{b}{e}"
            for b in (8, 4) for e in ("", "_error"))), is_hot=True),
