@@ -56,7 +56,7 @@ def tile(
 def _rows_of_blocks(across: int, places: int) -> int:
     """How many rows of `across` blocks fill `places` once, or a few times if that leaves fewer of them empty."""
     best, best_part = 1, 0.0
-    for times in range(1, 5):
+    for times in range(1, 9):
         down = max(1, times * places // across)
         blocks = across * down
         part = blocks / (-(-blocks // places) * places)
