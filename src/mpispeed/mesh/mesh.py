@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from mpispeed.base import device as devices
 from mpispeed.base.errors import TopologyError
 from mpispeed.mesh.journal import Journal
 from mpispeed.mesh.solo import SoloComm
@@ -77,7 +78,9 @@ class Mesh:
         if key:
             return self._comms[key]
         if chosen not in self._solos:
-            self._solos[chosen] = SoloComm(self.rank, self._spoken(chosen), self.reduction, self.journal)
+            solo = self._solos[chosen] = SoloComm(self.rank, self._spoken(chosen), self.reduction, self.journal)
+            if self._progress is not None and devices.used() is not None:
+                solo.run_on(self._progress)  # copies between host and device run beside what is computed
         return self._solos[chosen]
 
     def index(self, axes: Axes) -> int:

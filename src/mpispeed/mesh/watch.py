@@ -133,7 +133,7 @@ class Watch:
             weakref.finalize(self, os.close, self._lock)
         self._round: tuple[Work, list[Report]] | None = None
         self._next_round = 0.0
-        progress = self._comm.progress
+        progress = self._comm.progress if self._comm.size > 1 else None  # one rank waits for nobody
         self._progress = progress if progress is not None and progress.is_threaded else None
         if self._progress is not None:
             self._progress.is_watch = True

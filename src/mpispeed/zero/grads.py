@@ -11,7 +11,7 @@ import torch
 from mpispeed.base.errors import UsageError
 from mpispeed.store.arena import Arena
 from mpispeed.store.move import remaining_axes
-from mpispeed.store.tiers import IN_MEMORY, Tiers
+from mpispeed.store.tiers import GRAD, IN_MEMORY, Tiers
 from mpispeed.zero.accumulators import Accumulators
 from mpispeed.zero.backlog import Backlog, limit_of
 from mpispeed.zero.reducers import PlainReducer, Reducer
@@ -111,7 +111,8 @@ class GradStore(Accumulators):
         self.averaging = averaging
         self._accumulate, self._communicate, self._requires_all = accumulate, communicate, requires_all
         super().__init__(table, mesh, rest, target, self.dtype, tiers)
-        self.is_overlapped = is_overlapped and mesh["data"].size > 1
+        # One rank alone has nobody to tell, but gradients may have to be copied to the host.
+        self.is_overlapped = is_overlapped and (mesh["data"].size > 1 or tiers.is_apart(GRAD))
         self.arena = Arena(tiers.device)
         outer = remaining_axes(mesh, target, PARTIAL_AXES)
         self._outer = outer if not rest.is_whole and mesh.topology.group_size(outer) > 1 else ()

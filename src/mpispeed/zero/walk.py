@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
 from mpispeed.optim.rule import Window
 from mpispeed.store.layout import Span
@@ -151,10 +152,10 @@ class Walker:
             for group, span, entry in self._ranges(borrowed.unit):
                 common = span.intersect(borrowed.chunk)
                 if common.numel:
-                    window, out = self._window(borrowed, group, common, groups[group], step, entry)
+                    window, far = self._window(borrowed, group, common, groups[group], step, entry)
                     yield window
-                    if out is not None:
-                        out.copy_(window.master)
+                    if far is not None:
+                        self._bring(far, window)
             changed = True
         finally:
             waiting.popleft()
@@ -192,19 +193,38 @@ class Walker:
     def _window(
         self, borrowed: _Borrowed, index: int, span: Span, group: dict[str, Any], step: int, entry: Entry | None
     ) -> tuple[Window, torch.Tensor | None]:
-        """A window, and what has to be filled from its master afterwards because it is in other memory."""
+        """A window, and what has to be filled afterwards because it is in other memory than the master."""
         local = span.shifted(-borrowed.chunk.start).slice
-        master = borrowed.master.wait()[local]
+        master, far = borrowed.master.wait()[local], None
         out = None if borrowed.out is None else borrowed.out.wait()[local]
-        is_near = out is None or out.device == master.device
+        if out is not None and out.device != master.device:
+            # Rounded by the update, so that only the rounded values are copied.
+            far, out = out, _room_beside(master, out) if out.dtype != master.dtype else None
         window = Window(
             master=master,
             grad=borrowed.grad.wait()[local].to(master.device),
             state={slot: loan.wait()[local] for slot, loan in borrowed.state.items()},
             group=group,
             step=step,
-            out=out if is_near else None,
+            out=out,
             key=(borrowed.unit.index, index, span.start),
             shape=None if entry is None else entry.shape,
         )
-        return window, None if is_near else out
+        return window, far
+
+    def _bring(self, far: torch.Tensor, window: Window) -> None:
+        """Copy what an update has made to other memory.
+
+        To a device beside what follows, unless the source is a buffer that something else is read into; the host may
+        look at once.
+        """
+        is_kept = window.out is not None or not self.is_swapping
+        source = window.master if window.out is None else window.out
+        far.copy_(source, non_blocking=is_kept and devices.is_on_device(far))
+
+
+def _room_beside(master: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """As long and of the dtype as `out`, in the memory of `master`."""
+    if devices.is_on_device(master):
+        return torch.empty(out.numel(), dtype=out.dtype, device=master.device)
+    return devices.pinned(out.numel(), out.dtype)
