@@ -1,8 +1,8 @@
 """A transformer layer for training on the fused kernels, with the parameters and settings of DeepSpeed's.
 
 Four matrix products, the attention, and between them one pass each over the activations: norm, bias with the split into
-heads, bias with GELU, bias with dropout and residual. On the host, and in fp64, the twins of the kernels compute the
-same.
+heads, bias with GELU, bias with dropout, residual and norm. On the host, and in fp64, the twins of the kernels compute
+the same.
 
 Sources: Devlin et al., "BERT", arXiv 1810.04805; Xiong et al., "On Layer Normalization in the Transformer
 Architecture", arXiv 2002.04745, for norms before and behind.
@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.native.attention import attention
+from mpispeed.native.drop_norm import bias_dropout_layer_norm
 from mpispeed.native.gelu_linear import gelu_linear
-from mpispeed.native.norm import layer_norm
+from mpispeed.native.norm import layer_norm_beside
 from mpispeed.native.rotary import split_qkv
 from mpispeed.native.transformer import bias_dropout_residual, bias_gelu
 from mpispeed.nn.block.config import TransformerConfig
@@ -177,22 +178,27 @@ class TransformerLayer(nn.Module):
         return (out,) if self.config.return_tuple else out
 
     def _pre(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        a = self._add_attention(self._norm(x, self.norm_w, self.norm_b), x, mask)
-        return self._add_mlp(self._norm(a, self.attn_nw, self.attn_nb), a)
+        around, n = layer_norm_beside(x, self.norm_w, self.norm_b, self.config.layer_norm_eps)
+        a, f = self._add_and_norm(self._attention(n, mask), self.attn_ob, around, self.attn_nw, self.attn_nb)
+        ratio = max(self.config.hidden_dropout_ratio, 0.0)
+        return bias_dropout_residual(self._mlp(f), self.output_b, a, ratio, training=self.training)
 
     def _post(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        f = self._norm(self._add_attention(x, x, mask), self.attn_nw, self.attn_nb)
-        return self._norm(self._add_mlp(f, f), self.norm_w, self.norm_b)
+        _, f = self._add_and_norm(self._attention(x, mask), self.attn_ob, x, self.attn_nw, self.attn_nb)
+        return self._add_and_norm(self._mlp(f), self.output_b, f, self.norm_w, self.norm_b)[1]
 
-    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return layer_norm(x, weight, bias, self.config.layer_norm_eps)
+    def _add_and_norm(
+        self, x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The sum residual + dropout(x + x_bias), and its norm."""
+        ratio, eps = max(self.config.hidden_dropout_ratio, 0.0), self.config.layer_norm_eps
+        return bias_dropout_layer_norm(x, x_bias, residual, weight, bias, ratio, eps, training=self.training)
 
-    def _add_attention(self, n: Tensor, residual: Tensor, mask: Tensor | None) -> Tensor:
-        """The sum residual + dropout(attention of n)."""
+    def _attention(self, n: Tensor, mask: Tensor | None) -> Tensor:
+        """The attention of n, without the bias of its output."""
         ratio = max(self.config.attn_dropout_ratio, 0.0) if self.training else 0.0
         attend = self._attend_fused if self._takes_sdpa(n, ratio) else self._attend_explicitly
-        context = attend(n, mask, ratio).transpose(1, 2).reshape(n.shape)
-        return self._add(F.linear(context, self.attn_ow), self.attn_ob, residual)
+        return F.linear(attend(n, mask, ratio).transpose(1, 2).reshape(n.shape), self.attn_ow)
 
     def _takes_sdpa(self, x: Tensor, ratio: float) -> bool:
         if self.config.attention != "auto":
@@ -216,19 +222,12 @@ class TransformerLayer(nn.Module):
         q, k, v = split_qkv(F.linear(n, self.attn_qkvw), self.attn_qkvb, self.config.heads)
         return attention(q, k, v, mask, ratio=ratio, keeps_dropped=not self.config.attn_dropout_checkpoint)
 
-    def _add_mlp(self, f: Tensor, residual: Tensor) -> Tensor:
-        """The sum residual + dropout(MLP of f)."""
+    def _mlp(self, f: Tensor) -> Tensor:
+        """The MLP of f, without the bias of its output."""
         inner = F.linear(f, self.inter_w)
         if self.config.gelu_checkpoint:
-            out = gelu_linear(inner, self.inter_b, self.output_w)
-        else:
-            out = F.linear(bias_gelu(inner, self.inter_b), self.output_w)
-        return self._add(out, self.output_b, residual)
-
-    def _add(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        """The sum residual + dropout(x + bias)."""
-        ratio = max(self.config.hidden_dropout_ratio, 0.0)
-        return bias_dropout_residual(x, bias, residual, ratio, training=self.training)
+            return gelu_linear(inner, self.inter_b, self.output_w)
+        return F.linear(bias_gelu(inner, self.inter_b), self.output_w)
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""
