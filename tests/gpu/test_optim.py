@@ -11,7 +11,7 @@ from torch import nn
 from mpispeed.native.device_norm import norm_and_finite, norm_and_finite_reference
 from mpispeed.native.device_optim import CHUNK, DeviceTable, update_row
 from mpispeed.native.host_table import STATE_NAMES, HostTable, Row
-from mpispeed.native.host_terms import adagrad_terms, adam_terms, lamb_terms, lion_terms
+from mpispeed.native.host_terms import adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
 from mpispeed.optim import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -81,6 +81,26 @@ def test_the_bits_of_the_host_loops(device, rule, dtypes, decoupled):
     host = make_rows(rule, dtypes)
     rows = on_device(host, device)
     terms = [terms_of(rule, decoupled), terms_of(rule, decoupled, weight_decay=0.0)]
+    table = DeviceTable(rule, rows)
+    assert table.is_compiled
+    table.run(terms)
+    HostTable(rule, host).run(terms)
+    for row, other in zip(rows, host, strict=True):
+        assert_same(row, other)
+
+
+@pytest.mark.parametrize("out", [F32, BF16, FP16])
+@pytest.mark.parametrize(
+    "rule", ["onebit_adam", "zero_one_coded", "zero_one_local", "zero_one_drift", "zero_one_settle"]
+)
+def test_the_bits_of_the_rules_of_one_bit(device, rule, out):
+    out = None if out == F32 and rule != "zero_one_local" else out
+    host = make_rows(rule, (F32, F32, F32, out))
+    for row in host:
+        variance = row.grad if rule in ("onebit_adam", "zero_one_drift") else row.states[-1]
+        variance.abs_()[::3] = 0.0  # where nothing was seen yet
+    rows = on_device(host, device)
+    terms = [onebit_terms(lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, grad_scale=0.25, rate_sum=0.3)] * 2
     table = DeviceTable(rule, rows)
     assert table.is_compiled
     table.run(terms)
