@@ -32,11 +32,11 @@ def test_one_rank_stays_on_the_device(device, dtype):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("stage_bytes", [1 << 14, staging.STAGE_BYTES])
+@pytest.mark.parametrize("stage_bytes", [1 << 14, staging.WINDOW_BYTES])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_simulated_ranks(device, monkeypatch, size, stage_bytes, dtype):
     """Ranks as threads that share the GPU; copies are queued behind a long kernel, so that a missing wait shows."""
-    monkeypatch.setattr(staging, "STAGE_BYTES", stage_bytes)
+    monkeypatch.setattr(staging, "WINDOW_BYTES", stage_bytes)
     count = 100_003
 
     def main(world):

@@ -156,8 +156,7 @@ def make_plan(
     is what this rank computes on.
 
     Raises:
-        UnsupportedOption: something that is not there on a device.
-        ConfigError: settings that cannot hold together, with the keys, the values and the cure.
+        ConfigError: settings that cannot hold together, or not on a device, with the keys, the values and the cure.
         TopologyError: axis sizes that do not multiply to the number of ranks.
     """
     axes = dict(axes) if axes is not None else {"pipe": 1, "data": world_size, "model": 1}
@@ -172,8 +171,7 @@ def make_plan(
         model_dtype=model_dtype,
     )
     optimizer, scheduler = config.optimizer, config.scheduler
-    _check_device(config, device)
-    name = (optimizer.type if optimizer and optimizer.type else "").lower()
+    name = _check_device(config, device)
     return Plan(
         config=config,
         world_size=world_size,
@@ -205,8 +203,8 @@ def make_plan(
     )
 
 
-def _check_device(config: Config, device: torch.device) -> None:
-    """Refuse what was made for host memory alone.
+def _check_device(config: Config, device: torch.device) -> str:
+    """Refuse what was made for host memory alone; gives the name of the optimizer in small letters, "" without one.
 
     Raises:
         UnsupportedOption: a setting is on that is not there on a device.
@@ -220,6 +218,7 @@ def _check_device(config: Config, device: torch.device) -> None:
         if is_on and device.type != "cpu":
             msg = f"{what} works on host memory only, and this rank computes on {device}; {_CURE}"
             raise UnsupportedOption(msg)
+    return name
 
 
 def _data_size(config: Config, axes: Mapping[str, int]) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.work import Poll
 
-STAGE_BYTES = 16 << 20
+WINDOW_BYTES = 16 << 20
 """Most of a window: large enough for the link, small enough that the first copy is soon over."""
 
 SLOTS = 3
@@ -85,7 +85,7 @@ class _Window:
 
 def _windows(device: torch.device, width: int, row_bytes: int) -> Iterator[_Window]:
     """Cut rows of `width` elements, of which one of each takes `row_bytes`; at least one window, maybe empty."""
-    step = max(STAGE_BYTES // max(row_bytes, 1), 1)
+    step = max(WINDOW_BYTES // max(row_bytes, 1), 1)
     slots = _OWN.__dict__.setdefault("slots", [_Slot() for _ in range(SLOTS)])
     for number, start in enumerate(range(0, max(width, 1), step)):
         yield _Window(device, slots[number % SLOTS], start, min(start + step, width))

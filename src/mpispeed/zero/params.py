@@ -88,11 +88,9 @@ class ParamStore(Holdings):
         """
         self.table, self.mesh, self.tiers = table, mesh, tiers
         self.compute, self.master_dtype, self.placement = compute, master, master_placement
-        self.device = tiers.device
-        self.arena, self._codes_frozen, self._own_masters = Arena(self.device), codes_frozen, own_masters
+        self.arena, self._codes_frozen, self._own_masters = Arena(tiers.device), codes_frozen, own_masters
         self._collector = Collector(mesh, widener=widener, second=second)
-        # What rests in other memory than the model computes in is fetched, also where one rank has all of it.
-        is_cut = mesh.topology.group_size(param_placement.axes) > 1 or tiers.is_apart(PARAM)
+        is_cut = mesh.topology.group_size(param_placement.axes) > 1 or tiers.is_apart(PARAM)  # then it is fetched too
         self._placements = [
             param_placement if (is_cut and unit.index not in resident) or tiers.holds(PARAM, unit.index) else WHOLE
             for unit in table.all_units
@@ -115,7 +113,7 @@ class ParamStore(Holdings):
             self._adopt(unit)
 
     def _adopt(self, unit: Unit) -> None:
-        source = torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self.device)
+        source = torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self.tiers.device)
         # What zero.Init cut over all data ranks has equal values there.
         group_sizes = [getattr(guard.keeper_of(p), "group_size", 0) if guard.is_sealed(p) else 0 for p in unit.params]
         is_born_cut = min(group_sizes, default=0) >= self.mesh["data"].size
@@ -164,7 +162,7 @@ class ParamStore(Holdings):
     def hide(self, unit: Unit) -> None:
         """Seal the unit's parameters."""
         for param in unit.params:
-            guard.seal(param, self, self.dtypes(unit)[0], self.device)
+            guard.seal(param, self, self.dtypes(unit)[0], self.tiers.device)
 
     def start_collect(self, lane: Mesh, unit: Unit, full: torch.Tensor, reader: Callable[[], str]) -> Work:
         """Start to fill `full` with the whole unit, from the second copy if that is of use.
@@ -258,7 +256,7 @@ class ParamStore(Holdings):
             self.mesh["data"].agree(not problem, problem, StoreError)
         if shard is None:
             raise StoreError(problem)
-        full = torch.empty(unit.layout.padded, dtype=self.dtypes(unit)[0], device=self.device)
+        full = torch.empty(unit.layout.padded, dtype=self.dtypes(unit)[0], device=self.tiers.device)
         widen(self.mesh, full, shard, self._placements[unit.index], WHOLE, unit.layout.padded)
         return full
 

@@ -15,9 +15,9 @@ COUNTS = (0, 1, 1003)
 SMALL = 1 << 10
 
 
-@pytest.fixture(params=[SMALL, staging.STAGE_BYTES], ids=["many windows", "one window"])
+@pytest.fixture(params=[SMALL, staging.WINDOW_BYTES], ids=["many windows", "one window"])
 def window(request, monkeypatch):
-    monkeypatch.setattr(staging, "STAGE_BYTES", request.param)
+    monkeypatch.setattr(staging, "WINDOW_BYTES", request.param)
 
 
 def noise(rank, count, dtype):
