@@ -13,7 +13,9 @@ from mpispeed.config.root import Config
 _ZERO = "zero_optimization"
 _BUILT = "a PipelineModule is built before the config is read; give it to the constructor"
 _GROUP = "groups of ranks are made for tensor_parallel.autotp_size; or pass an mpu to initialize"
-_PINNED = "page-locked memory is for transfers to a GPU"
+PINNED = "page-locked memory is for transfers to a GPU"
+"""Holds only where training runs on the host; what knows the device leaves such sentences out."""
+
 _FILES = "it is for states in files (device nvme), and none are"
 _THROUGHPUT = "steps are always timed, by the clock of the host, and reported by steps_per_print"
 
@@ -47,8 +49,8 @@ NO_EFFECT: dict[str, str] = {
     f"{_ZERO}.allgather_partitions": "parameters are always collected by all-gather",
     f"{_ZERO}.allgather_bucket_size": "parameters are gathered in the units of reduce_bucket_size",
     f"{_ZERO}.round_robin_gradients": "each rank has an equal part of every bucket already",
-    f"{_ZERO}.offload_param.pin_memory": _PINNED,
-    f"{_ZERO}.offload_optimizer.pin_memory": _PINNED,
+    f"{_ZERO}.offload_param.pin_memory": PINNED,
+    f"{_ZERO}.offload_optimizer.pin_memory": PINNED,
     f"{_ZERO}.use_all_reduce_for_fetch_params": "parameters are fetched by all-gather, which sends half as much",
     f"{_ZERO}.memory_efficient_linear": "no module keeps its weights for the backward pass; they are fetched again",
     f"{_ZERO}.pipeline_loading_checkpoint": "no rank reads more of a checkpoint than its own part",

@@ -13,6 +13,7 @@ from mpispeed import monitor
 from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus
+from mpispeed.config.ineffective import PINNED
 from mpispeed.data.loader import ShardedLoader
 from mpispeed.engine import step
 from mpispeed.engine.facade import EngineOptimizer
@@ -465,7 +466,8 @@ def _watch(parts: Parts, loaded: LoadedConfig) -> None:
     start_comms_log(parts)
     if rank == 0:
         for warning in loaded.warnings:
-            log.warning("%s", warning)
+            if plan.device.type == "cpu" or PINNED not in warning:
+                log.warning("%s", warning)
         for row in plan.describe():
             log.info("%-10s %s", *row)
         observe(parts)
