@@ -27,8 +27,7 @@ def inner_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def is_wide(cols: int, *tensors: Tensor | None) -> bool:
     """Whether rows of `cols` elements of all these tensors can be moved by 16 bytes."""
-    first = next(x for x in tensors if x is not None)
-    return cols % vector(first.dtype) == 0 and all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
+    return not any(x is not None and (x.data_ptr() % 16 or cols * x.element_size() % 16) for x in tensors)
 
 
 def pointer(x: Tensor | None) -> int:

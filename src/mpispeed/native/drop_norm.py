@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from mpispeed.native.columns import inner_dtype, pointer
-from mpispeed.native.cuda import launcher, ops, philox
+from mpispeed.native.cuda import ops, philox
 from mpispeed.native.cuda.catalog import TAGS
-from mpispeed.native.norm import check, forward_shape, norm_backward, norm_twin
+from mpispeed.native.norm import check, forward_shape, launcher_for_rows, norm_backward, norm_twin
 from mpispeed.native.transformer import drop_backward, drop_twin
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -67,7 +67,7 @@ def _run(
     x: Tensor, x_bias: Tensor | None, residual: Tensor, weight: Tensor | None, bias: Tensor | None, ratio: float,
     seed: Tensor | None, eps: float,
 ) -> _Four:  # fmt: skip
-    runs = launcher.for_tensor(x) if x.dtype in TAGS else None
+    runs = launcher_for_rows(x)
     x, residual = x.contiguous(), residual.contiguous()
     if runs is None:
         return _twin(x, x_bias, residual, weight, bias, ratio, seed, eps)

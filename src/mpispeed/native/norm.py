@@ -157,7 +157,7 @@ def check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, 
 def _run(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    runs = launcher.for_tensor(x) if x.dtype in TAGS else None
+    runs = launcher_for_rows(x)
     if runs is None:
         return norm_twin(x, residual, weight, bias, eps, is_centered)
     x = x.contiguous()
@@ -170,6 +170,11 @@ def _run(
     tensors = (y, total if residual is not None else None, mean, rstd, x, residual, weight, bias)
     runs.launch(name, grid, block, *map(pointer, tensors), terms)
     return y, total, mean, rstd
+
+
+def launcher_for_rows(x: Tensor) -> Launcher | None:
+    """What launches kernels for the rows of `x`; None if the twin has to run: no kernel, or more rows than blocks."""
+    return launcher.for_tensor(x) if x.dtype in TAGS and x.numel() < x.shape[-1] << 31 else None
 
 
 def forward_shape(
@@ -206,7 +211,7 @@ def _run_backward(
     dy: Tensor, add: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
     with_weight: bool, with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    runs = launcher.for_tensor(x) if x.dtype in TAGS else None
+    runs = launcher_for_rows(x)
     if runs is None:
         dx, dweight, dbias = norm_backward_twin(dy, add, x, weight, mean, rstd)
         return dx.contiguous(), dweight if with_weight else x.new_empty(0), dbias if with_bias else x.new_empty(0)
