@@ -8,7 +8,8 @@ import threading
 
 import torch
 
-from mpispeed.native.cuda import launcher, selfcheck
+from mpispeed.native import device_check
+from mpispeed.native.cuda import launcher
 from mpispeed.native.norm import layer_norm
 from mpispeed.native.transformer import bias_gelu
 
@@ -26,7 +27,7 @@ def test_context_is_that_of_torch(device):
 
 
 def test_self_check(device):
-    assert "gives the bits of the host, on two streams" in selfcheck.run(device.index)
+    assert "gives the bits of the host, on two streams" in device_check.run(device.index)
 
 
 def test_a_launch_waits_for_the_stream_it_is_on_and_the_stream_for_it(device):
@@ -73,6 +74,6 @@ def test_backward_in_another_thread(device):
 
 
 def test_a_process_with_kernels_ends_without_a_word(device):
-    code = "from mpispeed.native.cuda import selfcheck; selfcheck.run(0)"
+    code = "from mpispeed.native import device_check; device_check.run(0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr.strip()) == (0, "")

@@ -37,7 +37,7 @@ from mpispeed.native.cuda import launcher
 reason, said = launcher.unusable_reason(), ""
 if not reason:
     import torch
-    from mpispeed.native.cuda.selfcheck import run
+    from mpispeed.native.device_check import run
     said = run(torch.cuda.current_device())
 print(json.dumps({"reason": reason, "said": said}))
 """
