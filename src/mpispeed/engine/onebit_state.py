@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpispeed.base.device import HOST
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.logical import LogicalTensor
 from mpispeed.optim.exchange import Drifts, Exchange
@@ -113,7 +114,7 @@ class CodedTensors:
         common, start = place.entry.span.intersect(span), place.entry.offset
         if not common.numel:
             return ()
-        own = values[common.shifted(-span.start).slice]
+        own = values[common.shifted(-span.start).slice].cpu()
         return self._whole.pieces(place.unit, place.entry.name, common.start - start, own, before=before)
 
 
@@ -307,7 +308,7 @@ def _read_errors(coded: CodedExchange, source: Checkpoint, whole: Whole, unit: U
 def _read_mean(source: Checkpoint, whole: Whole, name: str, rows: int, start: int, out: torch.Tensor) -> None:
     for first in range(0, out.numel(), _STEP):
         part = out[first : first + _STEP]
-        row_values, total = torch.empty_like(part), torch.zeros(part.numel(), dtype=torch.float64)
+        row_values, total = torch.empty_like(part, device=HOST), torch.zeros(part.numel(), dtype=torch.float64)
         for row in range(rows):
             whole.read(source, name, WORKER_ERROR, start + first, row_values, row=row)
             total += row_values

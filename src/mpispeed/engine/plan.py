@@ -210,8 +210,10 @@ def _check_device(config: Config, device: torch.device) -> str:
         UnsupportedOption: a setting is on that is not there on a device.
     """
     name = (config.optimizer.type if config.optimizer and config.optimizer.type else "").lower()
+    offload = config.zero_optimization.offload_optimizer
+    is_apart = offload is not None and offload.device != "none"
     refused = {
-        f"optimizer {name}, which codes gradients in one bit,": name in CODED,
+        f"optimizer {name} with zero_optimization.offload_optimizer": name in CODED and is_apart,
         "sparse_gradients": config.sparse_gradients,
     }
     for what, is_on in refused.items():

@@ -66,7 +66,7 @@ class CodedExchange:
         self._mesh, self._params, self._grads, self._states = mesh, params, grads, states
         self._rule: Exchanges = rule
         self._groups, self._walker = groups, walker
-        self.coder, self._comm = Coder(mesh, hops), mesh["data"]
+        self.coder, self._comm = Coder(mesh, hops, params.tiers.device), mesh["data"]
         self.errors: dict[int, OneBitErrors] = {}
         self._momenta, self._is_prepared = Momenta(mesh, params, states, groups), False
         self.sent = self.plain = 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base.device import HOST
 from mpispeed.mesh.onebit import OneBitErrors, exchange, sent_bytes
 from mpispeed.mesh.onebit_nodes import exchange_through, mean_inside, shard_length, zero_errors
 from mpispeed.native.one_bit import compensate
@@ -23,11 +24,12 @@ class Coder:
     Attributes:
         worker: which of the workers this rank's values belong to; the ranks of a node whose mean is coded are one.
         workers: how many there are.
+        device: where buffers and errors are.
     """
 
-    def __init__(self, mesh: Mesh, hops: tuple[str, str] | None) -> None:
-        """Args: `hops` are the axes inside of nodes and between them, or None where ranks are not told apart."""
-        self.comm = mesh["data"]
+    def __init__(self, mesh: Mesh, hops: tuple[str, str] | None, device: torch.device = HOST) -> None:
+        """Args: `hops` are the axes inside of nodes and between them, or None; `device` is where buffers are."""
+        self.comm, self.device = mesh["data"], device
         self._inner = None if hops is None else mesh[hops[0]]
         self._outer = self.comm if hops is None else mesh[hops[1]]
         self.worker, self.workers = self._outer.rank, self._outer.size
@@ -35,8 +37,8 @@ class Coder:
     def zeros(self, padded: int) -> OneBitErrors:
         """Errors of this rank for a buffer, as at the beginning."""
         if self._inner is None:
-            return OneBitErrors.zeros(padded, self.workers)
-        return zero_errors(padded, self._inner.size, self.workers)
+            return OneBitErrors.zeros(padded, self.workers, self.device)
+        return zero_errors(padded, self._inner.size, self.workers, self.device)
 
     def spans(self, errors: OneBitErrors) -> tuple[Span, Span]:
         """The ranges of the buffer, with padding at its end, that errors of worker and server are of."""
@@ -52,6 +54,8 @@ class Coder:
         """
         if self._inner is None:
             return errors.worker[:padded]
+        if self.device != HOST:
+            return torch.zeros(padded, device=self.device)
         return self.comm.scratch("values to code", padded, torch.float32).zero_()
 
     def mean(self, out: torch.Tensor, errors: OneBitErrors, values: torch.Tensor, squares: Sequence[float]) -> None:

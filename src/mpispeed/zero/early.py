@@ -24,7 +24,7 @@ class EarlyExchange:
     """Codes units on the lane of gradients. Each unit is coded at most once for an update."""
 
     def __init__(self, coded: CodedExchange, lane: Mesh, hops: tuple[str, str] | None) -> None:
-        self._coded, self._coder = coded, Coder(lane, hops)
+        self._coded, self._coder = coded, Coder(lane, hops, coded.coder.device)
         self._step = 0
         self._done: set[int] = set()
 

@@ -33,7 +33,8 @@ class Momenta:
     def __init__(self, mesh: Mesh, params: ParamStore, states: StateStore, groups: Sequence[dict[str, Any]]) -> None:
         """Raises ConfigError where a mask does not fit its group."""
         self._mesh, self._params, self._states = mesh, params, states
-        self.masks = {unit.index: _mask(unit, groups) for unit in params.table.units}
+        found = {unit.index: _mask(unit, groups) for unit in params.table.units}
+        self.masks = {i: None if mask is None else mask.to(params.tiers.device) for i, mask in found.items()}
         self._whole: dict[int, torch.Tensor] = {}
         self._silent: dict[int, torch.Tensor | None] = {}
         self._edits = states.edits
@@ -63,7 +64,7 @@ class Momenta:
         if self._params.placement.is_whole:
             return cell.get()
         if unit.index not in self._whole:
-            whole = torch.zeros(unit.layout.padded)
+            whole = torch.zeros(unit.layout.padded, device=self._params.tiers.device)
             widen(self._mesh, whole, cell.get(), self._params.placement, WHOLE, unit.layout.padded)
             self._whole[unit.index] = whole
         whole = self._whole[unit.index]
@@ -89,7 +90,7 @@ class Momenta:
         if unit.index not in self._silent:
             dead = (self._states.cells(unit)["exp_avg_sq"].get() == 0.0).to(torch.uint8)
             if not self._params.placement.is_whole:
-                whole = torch.zeros(unit.layout.padded, dtype=torch.uint8)
+                whole = torch.zeros(unit.layout.padded, dtype=torch.uint8, device=dead.device)
                 widen(self._mesh, whole, dead, self._params.placement, WHOLE, unit.layout.padded)
                 dead = whole
             silent, mask = dead.bool(), self.masks[unit.index]

@@ -1,57 +1,54 @@
-"""The one-bit mean of values on a device: results, errors and traffic of the host, bit by bit."""
+"""1-bit optimizers on a device: states, errors and parameters of the host to the bit, and over checkpoints."""
 
 import pytest
 import torch
 
-from mpispeed.base.errors import CommError
-from mpispeed.mesh.onebit import OneBitErrors, compressed_all_reduce
-from mpispeed.mesh.onebit_nodes import compressed_all_reduce_through, zero_errors
+from tests.helpers.on_device import moved
+from tests.helpers.onebit_training import FREEZE, NAMES, Mlp, engine_of, run_step, samples, states_of
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+STEPS = FREEZE + 6
+CASES = [
+    ("fp32", 0, {}),
+    ("bf16", 1, {}),
+    ("fp32", 1, {"overlap_comm": True}),
+]
 
 
-def noise(rank, count, dtype, seed):
-    return torch.randn(count, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+def train(name, device, dtype, stage, zero, steps=STEPS, folder=None, loads=""):
+    more = {"bf16": {"enabled": dtype == "bf16"}, "zero_optimization": {"stage": stage, **zero}, "reduction": "ordered"}
+    engine = engine_of(name, stage, 1, moved(Mlp(), device), **more)
+    if device is not None:
+        assert all(param.device == device for param in engine.module.parameters())
+    if loads:
+        engine.load_checkpoint(str(folder), tag=loads)
+    data = samples(STEPS)[engine.global_steps :][: steps - engine.global_steps]
+    losses = [run_step(engine, batch) for batch in data]
+    if folder is not None and not loads:
+        engine.save_checkpoint(str(folder), tag="a")
+    found = losses, {key: value.cpu() for key, value in states_of(engine).items()}
+    engine.destroy()
+    return found
 
 
-def same_errors(a, b):
-    return torch.equal(a.worker.cpu(), b.worker.cpu()) and torch.equal(a.server.cpu(), b.server.cpu())
+def check_same(found, expected):
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert [key for key in expected[1] if not torch.equal(found[1][key], expected[1][key])] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_means_are_those_of_the_host(comm, device, dtype):
-    for count in (0, 1, 1000, 4096 * comm.size):
-        errors, there = OneBitErrors.zeros(count, comm.size), OneBitErrors.zeros(count, comm.size, device)
-        for seed in range(3):
-            host = noise(comm.rank, count, dtype, seed)
-            ours = host.to(device)
-            comm.journal.reset()
-            compressed_all_reduce(comm, host, errors)
-            sent = comm.journal.total_bytes()
-            comm.journal.reset()
-            compressed_all_reduce(comm, ours, there)
-            assert comm.journal.total_bytes() == sent
-            assert torch.equal(ours.cpu(), host)
-            assert same_errors(there, errors)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dtype", "stage", "zero"), CASES)
+def test_training(device, on_host, name, dtype, stage, zero):
+    found = train(name, device, dtype, stage, zero)
+    on_host()
+    check_same(found, train(name, None, dtype, stage, zero))
 
 
-@pytest.mark.ranks(2, 4)
-def test_means_through_nodes_are_those_of_the_host(comm, device):
-    place, lane = divmod(comm.rank, 2)
-    inner = comm.split(place, [2 * place, 2 * place + 1], ("inner",))
-    outer = comm.split(lane, list(range(lane, comm.size, 2)), ("outer",))
-    for count in (7, 1000, 4096):
-        errors, there = (zero_errors(count, inner.size, outer.size, where) for where in (torch.device("cpu"), device))
-        for seed in range(2):
-            host = noise(comm.rank, count, torch.bfloat16, seed)
-            ours = host.to(device)
-            compressed_all_reduce_through(inner, outer, host, errors)
-            compressed_all_reduce_through(inner, outer, ours, there)
-            assert torch.equal(ours.cpu(), host)
-            assert same_errors(there, errors)
-    inner.close()
-    outer.close()
-
-
-@pytest.mark.ranks(1)
-def test_errors_elsewhere_are_refused(comm, device):
-    with pytest.raises(CommError, match=r"errors on cpu and cpu for values on .*; make them there"):
-        compressed_all_reduce(comm, torch.zeros(8, device=device), OneBitErrors.zeros(8, 1))
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints_go_to_the_host(device, on_host, mpi_tmp_path, name):
+    train(name, device, "fp32", 0, {}, FREEZE + 3, mpi_tmp_path)
+    found = train(name, device, "fp32", 0, {}, STEPS, mpi_tmp_path, "a")
+    on_host()
+    check_same(found, train(name, None, "fp32", 0, {}, STEPS, mpi_tmp_path, "a"))

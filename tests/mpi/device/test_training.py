@@ -120,7 +120,7 @@ def test_an_optimizer_of_the_script(device, on_host):
 
 
 def test_what_is_refused(device):
-    settings = config(0, BATCH, 1, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}})
+    settings = config(0, BATCH, 1, sparse_gradients=True)
     with pytest.raises(ConfigError, match="host memory only"):
         mpispeed.initialize(model=moved(TinyLM(), device), config=settings)
     engine = mpispeed.initialize(model=moved(TinyLM(), device), config=config(1, BATCH, 1))[0]
