@@ -19,6 +19,7 @@ def start(section, device, **more):
     return mpispeed.initialize(model=moved(TinyLM(), device), config=settings)[0]
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -44,6 +45,7 @@ def test_device_to_host_and_back(device, on_host, mpi_tmp_path, saved, loaded, m
     second.destroy()
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("more", [{}, {"checkpoint": {"async_save": True}}], ids=["now", "in the background"])
 def test_host_to_device(device, on_host, monkeypatch, mpi_tmp_path, more):
     data = batches(6, BATCH)

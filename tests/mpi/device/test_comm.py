@@ -10,8 +10,8 @@ from tests.helpers import verbs
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64)
-COUNTS = (0, 1, 1003)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+COUNTS = (0, 1003)
 SMALL = 1 << 10
 
 
@@ -157,3 +157,27 @@ def test_refusals(comm, device):
         comm.all_reduce(x.t())
     with pytest.raises(CommError, match="elements"):
         comm.all_gather(torch.zeros(4 * comm.size + 1, device=device), torch.zeros(4))
+
+
+@pytest.mark.ranks(2, 3)
+def test_addresses_are_handed_on_where_that_is_asked_for(comm, monkeypatch):
+    """On host memory, whose addresses any MPI takes: verbs that move bytes, past the shared memory of a node."""
+    monkeypatch.setenv(staging.POINTERS, "1")
+    monkeypatch.setattr(staging, "_device_of", lambda *tensors: torch.device("cpu"))
+    size, rank, count = comm.size, comm.rank, 1003
+    out, own = torch.zeros(size * count), noise(rank, count, torch.float32)
+    staging.all_gather(comm, out, own)
+    assert torch.equal(out, torch.cat([noise(r, count, torch.float32) for r in range(size)]))
+    staging.broadcast(comm, own, size - 1)
+    assert torch.equal(own, noise(size - 1, count, torch.float32))
+    whole, expected = noise(rank, size * count, torch.float32), torch.zeros(size * count)
+    staging.all_to_all(comm, out, whole, None, None)
+    comm.all_to_all(expected, whole)
+    assert torch.equal(out, expected)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    polls, _, bring = staging.post_recv(comm, out, before, 7)
+    staging.send(comm, whole, after, 7)
+    while not all(poll() for poll in polls):
+        pass
+    assert bring is None
+    assert torch.equal(out, noise(before, size * count, torch.float32))

@@ -38,6 +38,7 @@ def check_same(found, expected):
     assert [key for key in expected[1] if not torch.equal(found[1][key], expected[1][key])] == []
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dtype", "stage", "zero"), CASES)
 def test_training(device, on_host, name, dtype, stage, zero):
@@ -46,6 +47,7 @@ def test_training(device, on_host, name, dtype, stage, zero):
     check_same(found, train(name, None, dtype, stage, zero))
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoints_go_to_the_host(device, on_host, mpi_tmp_path, name):
     train(name, device, "fp32", 0, {}, FREEZE + 3, mpi_tmp_path)

@@ -40,8 +40,7 @@ def check_same(found, expected):
     assert all(torch.equal(found[2][name], expected[2][name]) for name in expected[2])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 3), ("fp16", 1)])
 @pytest.mark.parametrize("section", SECTIONS, ids=str)
 def test_stages(device, on_host, section, accumulation, dtype):
     found = run(section, accumulation, device, dtype)
@@ -49,8 +48,8 @@ def test_stages(device, on_host, section, accumulation, dtype):
     check_same(found, run(section, accumulation, None, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 3)])
 @pytest.mark.parametrize(
     "section",
     [
@@ -67,6 +66,7 @@ def test_tiers_in_host_memory(device, on_host, section, accumulation, dtype):
     check_same(found, run(section, accumulation, None, dtype))
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kinds", [("optimizer",), ("param",), ("optimizer", "param")], ids=str)
 def test_tiers_in_files(device, on_host, mpi_tmp_path, kinds, dtype):
@@ -94,6 +94,7 @@ def test_schemes(device, on_host, more):
     check_same(found, run(zero(3, **more), 3, None, "bf16"))
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("optimizer", ["Adam", "Lion", "Adagrad", "SGD"])
 def test_optimizers(device, on_host, optimizer):
     more = {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
@@ -103,6 +104,7 @@ def test_optimizers(device, on_host, optimizer):
     check_same(found, run(section, 1, None, "bf16", **more))
 
 
+@pytest.mark.ranks(1, 2)
 def test_an_optimizer_of_the_script(device, on_host):
     def train(where):
         model = moved(TinyLM(), where)

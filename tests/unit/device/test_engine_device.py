@@ -1,0 +1,119 @@
+"""Which device a rank computes on, what is refused there, and scratch that keeps to the order of streams."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpispeed.base import device as devices
+from mpispeed.base.errors import ConfigError, UnsupportedOption
+from mpispeed.config.load import validate
+from mpispeed.engine import device as engine_device
+from mpispeed.engine.plan import make_plan
+from mpispeed.mesh import sim
+from mpispeed.store.arena import Arena
+from mpispeed.store.tiers import GRAD, MASTER, PARAM, Tiers
+from tests.helpers.device import stand_in
+
+
+@pytest.fixture(autouse=True)
+def unused():
+    yield
+    devices._USED.clear()
+
+
+def chosen(monkeypatch, name, ranks=1, model=None):
+    if name is None:
+        monkeypatch.delenv(engine_device.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(engine_device.VARIABLE, name)
+    model = nn.Linear(2, 2) if model is None else model
+    return sim.run(ranks, lambda world: engine_device.choose_device(world, model))
+
+
+def test_ranks_take_devices_in_turn(monkeypatch):
+    kind = stand_in().type
+    assert chosen(monkeypatch, kind, 3) == [torch.device(kind, index) for index in (0, 1, 0)]
+    assert chosen(monkeypatch, f"{kind}:1", 2) == [torch.device(kind, 1)] * 2
+    assert devices.used() == torch.device(kind, 1)
+
+
+def test_the_host_is_chosen_by_name_and_without_a_gpu(monkeypatch):
+    assert chosen(monkeypatch, "cpu") == [torch.device("cpu")]
+    assert devices.used() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert chosen(monkeypatch, None, 2) == [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("nonsense", "does not know"), ("standin:7", "2 such devices"), ("meta", "cuda")]
+)
+def test_what_is_not_there_is_refused(monkeypatch, name, text):
+    stand_in()
+    with pytest.raises(ConfigError, match=text):
+        chosen(monkeypatch, name)
+
+
+def test_ranks_that_differ_are_told(monkeypatch):
+    kind = stand_in().type
+    found = iter([torch.device("cpu"), torch.device(kind, 0)])
+    monkeypatch.setattr(engine_device, "_own_device", lambda local: next(found))
+    with pytest.raises(ConfigError, match="different kinds"):
+        chosen(monkeypatch, "cpu", 2)
+
+
+def plan_of(device, **more):
+    source = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, **more}
+    return make_plan(validate(source).config, 1, torch.float32, device=device)
+
+
+def test_the_plan_says_it():
+    device = torch.device(stand_in().type, 1)
+    assert dict(plan_of(device).describe())["device"] == "standin:1"
+    assert "device" not in dict(plan_of(torch.device("cpu")).describe())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sparse_gradients": True},
+        {
+            "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        },
+    ],
+    ids=["sparse gradients", "1-bit with offload"],
+)
+def test_what_is_made_for_the_host_is_refused(more):
+    with pytest.raises(UnsupportedOption, match="MPISPEED_DEVICE=cpu"):
+        plan_of(stand_in(), **more)
+    assert plan_of(torch.device("cpu"), **more).device.type == "cpu"
+
+
+def test_kinds_of_states_are_at_home_where_they_were_put():
+    device = stand_in()
+    tiers = Tiers(device=device, on_host={MASTER, GRAD})
+    assert [tiers.home(kind) for kind in (PARAM, MASTER, GRAD, "exp_avg")] == [device, *[torch.device("cpu")] * 3]
+    assert tiers.zeros("exp_avg", 0, 5, torch.float32).get().device.type == "cpu"
+    assert tiers.zeros(PARAM, 0, 5, torch.float32).get().device == device
+    assert Tiers().home(MASTER) == Tiers().device == torch.device("cpu")
+
+
+def test_scratch_is_used_again_in_the_order_of_streams():
+    """A buffer that is given back before its last use has ended is not overwritten before that."""
+    device = stand_in()
+    module, arena = torch.get_device_module(device), Arena(device)
+    devices.use(device)
+    one, other = module.Stream(device=device), module.Stream(device=device)
+    with module.stream(one):
+        buffer = arena.take(1000, torch.float32)
+        buffer.fill_(1.0)
+        target = devices.pinned(1000, torch.float32)
+        target.copy_(buffer, non_blocking=True)
+        arena.give(buffer)
+    with module.stream(other):
+        again = arena.take(1000, torch.float32)
+        again.fill_(2.0)
+    module.synchronize(device)
+    assert again is buffer
+    assert torch.equal(target, torch.ones(1000))
+    assert arena.take(1000, torch.float32, on_host=True).device.type == "cpu"
