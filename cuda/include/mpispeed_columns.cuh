@@ -1,8 +1,8 @@
 // Walking down the columns of a matrix: what is done to each element, and sums over rows, in one pass.
 //
-// A block of (x, y) threads owns x vectors of columns and steps over rows, y at a time. Sums go into one row of
-// partial sums per block, in a fixed order; `column_sum` adds those up. So the result does not depend on which
-// block was faster.
+// A block of (x, y) threads owns x vectors of columns and steps over rows, y at a time. Sums go into one row
+// of partial sums per block, in a fixed order; `column_sum` adds those up. So the result does not depend on
+// which block was faster.
 #pragma once
 #include "mpispeed_cuda.cuh"
 
@@ -42,14 +42,15 @@ __device__ __forceinline__ float word_part(u32 word, int high, const fp16*) {
     return to_float(x);
 }
 
-// N neighbours that stay in registers as they stand in memory: in whole words, which the compiler would otherwise
-// take apart to keep.
+// N neighbours that stay in registers as they stand in memory: in whole words, which the compiler would
+// otherwise take apart to keep.
 template <class T, int N>
 struct Packed {
     static constexpr int kInWord = 4 / sizeof(T);
     Vec<u32, 4> part[N / kWide<T>];
     __device__ __forceinline__ float at(int j) const {
-        return word_part(part[j / kWide<T>].item[j % kWide<T> / kInWord], j % kInWord, static_cast<const T*>(nullptr));
+        return word_part(part[j / kWide<T>].item[j % kWide<T> / kInWord], j % kInWord,
+                         static_cast<const T*>(nullptr));
     }
     __device__ __forceinline__ void load(const T* from) {
 #pragma unroll
@@ -79,7 +80,8 @@ struct Packed<T, 1> {
     __device__ __forceinline__ void save(T* to) const { *to = item; }
 };
 
-// Calls body.load(row) and body.finish(loaded, row) for each row of this thread; kAhead rows are loaded at once.
+// Calls body.load(row) and body.finish(loaded, row) for each row of this thread; kAhead rows are loaded at
+// once.
 template <int kAhead, class Body>
 __device__ __forceinline__ void walk_rows(u64 rows, Body& body) {
     const u64 stride = static_cast<u64>(gridDim.y) * blockDim.y;
@@ -95,8 +97,8 @@ __device__ __forceinline__ void walk_rows(u64 rows, Body& body) {
     }
 }
 
-// The sums of N columns of each thread, added over the threads of y, into this block's row of `partial`, which has
-// `cols` columns. All threads call it. `shared` has room for one float for each sum of the block.
+// The sums of N columns of each thread, added over the threads of y, into this block's row of `partial`,
+// which has `cols` columns. All threads call it. `shared` has room for one float for each sum of the block.
 template <int N>
 __device__ __forceinline__ void store_partial(const float* sums, float* partial, u64 cols, float* shared) {
     const u32 width = blockDim.x * N, me = threadIdx.y * blockDim.x + threadIdx.x;

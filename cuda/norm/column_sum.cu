@@ -1,4 +1,5 @@
-// The last step of sums over rows: rows of partial sums in fp32 are added up, in a fixed order, and rounded once.
+// The last step of sums over rows: rows of partial sums in fp32 are added up, in a fixed order, and rounded
+// once.
 //
 // Grid: x counts groups of 32 columns, y the matrices (up to two of the same shape, one after the other).
 // Blocks of 32 x 32 threads.
@@ -23,11 +24,11 @@ __device__ __forceinline__ void column_sum(T* first, T* second, const float* par
     if (threadIdx.x == 0 && mine < cols) store(sum, (blockIdx.y ? second : first) + mine);
 }
 
-#define COLUMN_SUM(name, T)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(1024)                                                          \
-        name(T* first, T* second, const float* partial, unsigned long long rows, unsigned long long cols) {     \
-        column_sum<T>(first, second, partial, rows, cols);                                                      \
-    }                                                                                                           \
+#define COLUMN_SUM(name, T)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(1024)                                                      \
+        name(T* first, T* second, const float* partial, unsigned long long rows, unsigned long long cols) { \
+        column_sum<T>(first, second, partial, rows, cols);                                                  \
+    }                                                                                                       \
     MPISPEED_KERNEL_SYNC(name)
 
 COLUMN_SUM(column_sum_f32, float)

@@ -1,8 +1,9 @@
-// Layer norm and RMS norm, forward and backward. Statistics and sums in fp32; y, dx and the sum of x and a residual
-// are rounded once. The variance is a second pass over the kept row, not a difference of sums.
+// Layer norm and RMS norm, forward and backward. Statistics and sums in fp32; y, dx and the sum of x and a
+// residual are rounded once. The variance is a second pass over the kept row, not a difference of sums.
 //
-// The `kept` kernels hold a row in registers: one read and one write of each element. They want rows of whole,
-// aligned 16 bytes. The `any` kernels take every row and read it from memory (or its caches) up to three times.
+// The `kept` kernels hold a row in registers: one read and one write of each element. They want rows of
+// whole, aligned 16 bytes. The `any` kernels take every row and read it from memory (or its caches) up to
+// three times.
 #include "mpispeed_columns.cuh"
 #include "mpispeed_dropout.cuh"
 
@@ -21,9 +22,10 @@ __device__ __forceinline__ float row_sum(float x, float* shared) {
     return blockDim.x == 32 ? warp_reduce(x, Sum()) : block_sum(x, shared);
 }
 
-// ---- forward ------------------------------------------------------------------------------------------------
-// What is normed: x, or the sum of x and a residual, or of dropout(x + bias) and a residual. A sum is stored, and what
-// follows works on the stored value. Loads stand apart from that, so that several are on their way at once.
+// ---- forward ----------------------------------------------------------------------------------------------
+// What is normed: x, or the sum of x and a residual, or of dropout(x + bias) and a residual. A sum is stored,
+// and what follows works on the stored value. Loads stand apart from that, so that several are on their way
+// at once.
 template <class T, int N>
 struct Raw {
     Packed<T, N> x, more;
@@ -110,8 +112,8 @@ __device__ __forceinline__ void store_normed(const Packed<T, N>& x, float mean, 
 
 // Blocks of (x, y) threads with a row of each y; y is 1 if x is not 32.
 template <class T, bool kIsCentered, class Source>
-__device__ __forceinline__ void norm_kept(T* y, float* means, float* rstds, const Source& source, const T* weight,
-                                          const T* bias, const NormTerms& t) {
+__device__ __forceinline__ void norm_kept(T* y, float* means, float* rstds, const Source& source,
+                                          const T* weight, const T* bias, const NormTerms& t) {
     constexpr int V = kWide<T>;
     __shared__ float shared[32];
     const u64 row = static_cast<u64>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -152,7 +154,8 @@ __device__ __forceinline__ void norm_kept(T* y, float* means, float* rstds, cons
 #pragma unroll
     for (int k = 0; k < kVectors; k++) {
         const u32 at = threadIdx.x + k * blockDim.x;
-        if (at < vectors) store_normed<T, V>(kept[k], mean, rstd, weight, bias, static_cast<u64>(at) * V, y + start);
+        if (at < vectors)
+            store_normed<T, V>(kept[k], mean, rstd, weight, bias, static_cast<u64>(at) * V, y + start);
     }
     if (threadIdx.x == 0) {
         if (kIsCentered) means[row] = mean;
@@ -162,8 +165,8 @@ __device__ __forceinline__ void norm_kept(T* y, float* means, float* rstds, cons
 
 // A row per block; each thread comes back to what it has read, and to the sums that it has stored.
 template <class T, bool kIsCentered, int V, class Source>
-__device__ __forceinline__ void norm_any(T* y, float* means, float* rstds, const Source& source, const T* weight,
-                                         const T* bias, const NormTerms& t) {
+__device__ __forceinline__ void norm_any(T* y, float* means, float* rstds, const Source& source,
+                                         const T* weight, const T* bias, const NormTerms& t) {
     __shared__ float shared[32];
     const u64 row = blockIdx.x, start = row * t.cols, step = static_cast<u64>(blockDim.x) * V;
     const u64 first = static_cast<u64>(threadIdx.x) * V;
@@ -200,36 +203,36 @@ __device__ __forceinline__ void norm_any(T* y, float* means, float* rstds, const
 }
 
 template <class T, bool kIsCentered, class Source>
-__device__ __forceinline__ void norm_either(T* y, float* mean, float* rstd, const Source& source, const T* weight,
-                                            const T* bias, const NormTerms& t) {
+__device__ __forceinline__ void norm_either(T* y, float* mean, float* rstd, const Source& source,
+                                            const T* weight, const T* bias, const NormTerms& t) {
     if (t.is_wide)
         norm_any<T, kIsCentered, kWide<T>>(y, mean, rstd, source, weight, bias, t);
     else
         norm_any<T, kIsCentered, 1>(y, mean, rstd, source, weight, bias, t);
 }
 
-#define NORM_FORWARD(name, T, kIsCentered, way)                                                                     \
-    extern "C" __global__ void __launch_bounds__(1024)                                                              \
-        name(T* y, T* sum, float* mean, float* rstd, const T* x, const T* residual, const T* weight, const T* bias, \
-             const NormTerms t) {                                                                                   \
-        way<T, kIsCentered>(y, mean, rstd, Plain<T>{x, residual, sum}, weight, bias, t);                            \
-    }                                                                                                               \
+#define NORM_FORWARD(name, T, kIsCentered, way)                                                      \
+    extern "C" __global__ void __launch_bounds__(1024)                                               \
+        name(T* y, T* sum, float* mean, float* rstd, const T* x, const T* residual, const T* weight, \
+             const T* bias, const NormTerms t) {                                                     \
+        way<T, kIsCentered>(y, mean, rstd, Plain<T>{x, residual, sum}, weight, bias, t);             \
+    }                                                                                                \
     MPISPEED_KERNEL_SYNC(name)
 
-#define DROP_NORM_FORWARD(name, T, way)                                                                             \
-    extern "C" __global__ void __launch_bounds__(1024)                                                              \
-        name(T* y, T* sum, float* mean, float* rstd, const T* x, const T* x_bias, const T* residual,                \
-             const T* weight, const T* bias, const NormTerms t, const Dropout dropout) {                            \
-        way<T, true>(y, mean, rstd, Dropped<T>{x, x_bias, residual, sum, dropout}, weight, bias, t);                \
-    }                                                                                                               \
+#define DROP_NORM_FORWARD(name, T, way)                                                              \
+    extern "C" __global__ void __launch_bounds__(1024)                                               \
+        name(T* y, T* sum, float* mean, float* rstd, const T* x, const T* x_bias, const T* residual, \
+             const T* weight, const T* bias, const NormTerms t, const Dropout dropout) {             \
+        way<T, true>(y, mean, rstd, Dropped<T>{x, x_bias, residual, sum, dropout}, weight, bias, t); \
+    }                                                                                                \
     MPISPEED_KERNEL_SYNC(name)
 
-#define NORMS(tag, T)                                            \
-    NORM_FORWARD(layer_norm_kept_##tag, T, true, norm_kept)      \
-    NORM_FORWARD(layer_norm_any_##tag, T, true, norm_either)     \
-    NORM_FORWARD(rms_norm_kept_##tag, T, false, norm_kept)       \
-    NORM_FORWARD(rms_norm_any_##tag, T, false, norm_either)      \
-    DROP_NORM_FORWARD(drop_layer_norm_kept_##tag, T, norm_kept)  \
+#define NORMS(tag, T)                                           \
+    NORM_FORWARD(layer_norm_kept_##tag, T, true, norm_kept)     \
+    NORM_FORWARD(layer_norm_any_##tag, T, true, norm_either)    \
+    NORM_FORWARD(rms_norm_kept_##tag, T, false, norm_kept)      \
+    NORM_FORWARD(rms_norm_any_##tag, T, false, norm_either)     \
+    DROP_NORM_FORWARD(drop_layer_norm_kept_##tag, T, norm_kept) \
     DROP_NORM_FORWARD(drop_layer_norm_any_##tag, T, norm_either)
 
 NORMS(f32, float)

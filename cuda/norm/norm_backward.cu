@@ -2,8 +2,9 @@
 //   dx = rstd * (g - mean(g) - n * mean(g * n)) + add,   dweight = sum over rows of dy * n,   dbias = of dy
 // RMS norm has no mean(g). `add` is the gradient that goes around the norm, if there is one.
 //
-// The `kept` kernel walks over rows, holds each in registers, reads the next one ahead, and sums up the columns on
-// the way; columns 8 or 16 of a thread. The `any` kernel gives dx for every row, `columns` the sums.
+// The `kept` kernel walks over rows, holds each in registers, reads the next one ahead, and sums up the
+// columns on the way; columns 8 or 16 of a thread. The `any` kernel gives dx for every row, `columns` the
+// sums.
 #include "mpispeed_columns.cuh"
 
 using namespace mpispeed;
@@ -31,7 +32,8 @@ struct NormInputs {
 };
 
 template <class T, bool kIsCentered, int N>
-__device__ __forceinline__ void load_row(GradRow<T, N>& out, const NormInputs<T>& in, u64 row, u64 cols, u64 col) {
+__device__ __forceinline__ void load_row(GradRow<T, N>& out, const NormInputs<T>& in, u64 row, u64 cols,
+                                         u64 col) {
     const u64 from = row * cols + col;
     out.x.load(in.x + from);
     out.dy.load(in.dy + from);
@@ -41,7 +43,8 @@ __device__ __forceinline__ void load_row(GradRow<T, N>& out, const NormInputs<T>
 
 // Sums of the columns of a block that owns whole rows, added over y, into its row of `partial`.
 template <int N>
-__device__ __forceinline__ void store_partial_rows(const float* sums, float* partial, u64 cols, float* shared) {
+__device__ __forceinline__ void store_partial_rows(const float* sums, float* partial, u64 cols,
+                                                   float* shared) {
     float* to = partial + blockIdx.x * cols;
     if (blockDim.y == 1) {
         const u64 col = static_cast<u64>(threadIdx.x) * N;
@@ -64,7 +67,8 @@ struct Pair {
     float first, second;
 };
 
-// The sums over the threads of x, for each y by itself. One barrier: `shared` is another one in the next call.
+// The sums over the threads of x, for each y by itself. One barrier: `shared` is another one in the next
+// call.
 __device__ __forceinline__ Pair pair_sum(Pair p, Pair* shared) {
     p.first = warp_reduce(p.first, Sum());
     p.second = warp_reduce(p.second, Sum());
@@ -101,7 +105,8 @@ __device__ __forceinline__ void norm_grad_kept(T* dx, float* dweight, float* dbi
     u64 row = static_cast<u64>(blockIdx.x) * blockDim.y + threadIdx.y;
     if (kIsAhead && has_columns && row < t.rows) load_row<T, kIsCentered, N>(now, in, row, t.cols, col);
     u32 turn = 0;
-    for (u64 first = static_cast<u64>(blockIdx.x) * blockDim.y; first < t.rows; first += stride, row += stride) {
+    for (u64 first = static_cast<u64>(blockIdx.x) * blockDim.y; first < t.rows;
+         first += stride, row += stride) {
         const bool is_mine = has_columns && row < t.rows;
         if (!kIsAhead && is_mine) load_row<T, kIsCentered, N>(now, in, row, t.cols, col);
         if (kIsAhead && has_columns && row + stride < t.rows)
@@ -124,7 +129,8 @@ __device__ __forceinline__ void norm_grad_kept(T* dx, float* dweight, float* dbi
         turn ^= 1;
         if (kIsTight && is_mine && in.weight) weight.load(in.weight + col);
         if (is_mine) {
-            const float first_mean = kIsCentered ? means.first * scale : 0, second_mean = means.second * scale;
+            const float first_mean = kIsCentered ? means.first * scale : 0,
+                        second_mean = means.second * scale;
             float out[N];
 #pragma unroll
             for (int j = 0; j < N; j++) {
@@ -141,7 +147,7 @@ __device__ __forceinline__ void norm_grad_kept(T* dx, float* dweight, float* dbi
     if (dbias) store_partial_rows<N>(sums_b, dbias, t.cols, room);
 }
 
-// ---- rows of any length -------------------------------------------------------------------------------------
+// ---- rows of any length -----------------------------------------------------------------------------------
 template <class T, bool kIsCentered, int V>
 __device__ __forceinline__ void norm_grad_any(T* dx, const NormInputs<T>& in, const GradTerms& t) {
     __shared__ float shared[32];
@@ -210,43 +216,44 @@ struct NormSums {
 };
 
 template <class T, bool kIsCentered, int V>
-__device__ __forceinline__ void norm_sums(float* dweight, float* dbias, const NormInputs<T>& in, const GradTerms& t) {
+__device__ __forceinline__ void norm_sums(float* dweight, float* dbias, const NormInputs<T>& in,
+                                          const GradTerms& t) {
     MPISPEED_DYNAMIC_SHARED(float, room);
-    NormSums<T, kIsCentered, V> body = {in, t.cols, (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) * V,
-                                        {}, {}};
+    NormSums<T, kIsCentered, V> body = {
+        in, t.cols, (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) * V, {}, {}};
     if (body.col < t.cols) walk_rows<2>(t.rows, body);
     if (dweight) store_partial<V>(body.weight, dweight, t.cols, room);
     if (dbias) store_partial<V>(body.bias, dbias, t.cols, room);
 }
 
-#define NORM_KEPT(name, T, kIsCentered, N, threads, blocks)                                                                      \
-    extern "C" __global__ void __launch_bounds__(threads, blocks)                                                               \
-        name(T* dx, float* dweight, float* dbias, const T* dy, const T* add, const T* x, const T* weight,           \
-             const float* mean, const float* rstd, const GradTerms t) {                                             \
-        norm_grad_kept<T, kIsCentered, N>(dx, dweight, dbias, {dy, add, x, weight, mean, rstd}, t);                 \
-    }                                                                                                               \
+#define NORM_KEPT(name, T, kIsCentered, N, threads, blocks)                                               \
+    extern "C" __global__ void __launch_bounds__(threads, blocks)                                         \
+        name(T* dx, float* dweight, float* dbias, const T* dy, const T* add, const T* x, const T* weight, \
+             const float* mean, const float* rstd, const GradTerms t) {                                   \
+        norm_grad_kept<T, kIsCentered, N>(dx, dweight, dbias, {dy, add, x, weight, mean, rstd}, t);       \
+    }                                                                                                     \
     MPISPEED_KERNEL_SYNC(name)
 
-#define NORM_BACKWARD(name, T, tag, kIsCentered)                                                                    \
-    NORM_KEPT(name##_backward_8_##tag, T, kIsCentered, 8, 256, sizeof(T) == 2 ? 3 : 2)                                                         \
-    NORM_KEPT(name##_backward_16_##tag, T, kIsCentered, 16, 512, 1)                                                         \
-    extern "C" __global__ void __launch_bounds__(1024)                                                              \
-        name##_backward_any_##tag(T* dx, const T* dy, const T* add, const T* x, const T* weight, const float* mean, \
-                                  const float* rstd, const GradTerms t) {                                           \
-        if (t.is_wide)                                                                                              \
-            norm_grad_any<T, kIsCentered, kWide<T>>(dx, {dy, add, x, weight, mean, rstd}, t);                       \
-        else                                                                                                        \
-            norm_grad_any<T, kIsCentered, 1>(dx, {dy, add, x, weight, mean, rstd}, t);                              \
-    }                                                                                                               \
-    MPISPEED_KERNEL_SYNC(name##_backward_any_##tag)                                                                 \
-    extern "C" __global__ void __launch_bounds__(256, 4)                                                            \
-        name##_columns_##tag(float* dweight, float* dbias, const T* dy, const T* x, const float* mean,              \
-                             const float* rstd, const GradTerms t) {                                                \
-        if (t.is_wide)                                                                                              \
-            norm_sums<T, kIsCentered, kWide<T>>(dweight, dbias, {dy, nullptr, x, nullptr, mean, rstd}, t);          \
-        else                                                                                                        \
-            norm_sums<T, kIsCentered, 1>(dweight, dbias, {dy, nullptr, x, nullptr, mean, rstd}, t);                 \
-    }                                                                                                               \
+#define NORM_BACKWARD(name, T, tag, kIsCentered)                                                           \
+    NORM_KEPT(name##_backward_8_##tag, T, kIsCentered, 8, 256, sizeof(T) == 2 ? 3 : 2)                     \
+    NORM_KEPT(name##_backward_16_##tag, T, kIsCentered, 16, 512, 1)                                        \
+    extern "C" __global__ void __launch_bounds__(1024)                                                     \
+        name##_backward_any_##tag(T* dx, const T* dy, const T* add, const T* x, const T* weight,           \
+                                  const float* mean, const float* rstd, const GradTerms t) {               \
+        if (t.is_wide)                                                                                     \
+            norm_grad_any<T, kIsCentered, kWide<T>>(dx, {dy, add, x, weight, mean, rstd}, t);              \
+        else                                                                                               \
+            norm_grad_any<T, kIsCentered, 1>(dx, {dy, add, x, weight, mean, rstd}, t);                     \
+    }                                                                                                      \
+    MPISPEED_KERNEL_SYNC(name##_backward_any_##tag)                                                        \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                   \
+        name##_columns_##tag(float* dweight, float* dbias, const T* dy, const T* x, const float* mean,     \
+                             const float* rstd, const GradTerms t) {                                       \
+        if (t.is_wide)                                                                                     \
+            norm_sums<T, kIsCentered, kWide<T>>(dweight, dbias, {dy, nullptr, x, nullptr, mean, rstd}, t); \
+        else                                                                                               \
+            norm_sums<T, kIsCentered, 1>(dweight, dbias, {dy, nullptr, x, nullptr, mean, rstd}, t);        \
+    }                                                                                                      \
     MPISPEED_KERNEL_SYNC(name##_columns_##tag)
 
 NORM_BACKWARD(layer_norm, float, f32, true)

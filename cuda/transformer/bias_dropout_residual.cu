@@ -1,5 +1,6 @@
-// residual + dropout(x + bias), and its gradient with the sum over rows that the bias gets. The mask is repeated
-// from the seed, never stored; element i of the matrix has random word i, however it is cut into rows.
+// residual + dropout(x + bias), and its gradient with the sum over rows that the bias gets. The mask is
+// repeated from the seed, never stored; element i of the matrix has random word i, however it is cut into
+// rows.
 #include "mpispeed_columns.cuh"
 #include "mpispeed_dropout.cuh"
 
@@ -70,7 +71,8 @@ struct DropBackward {
 };
 
 template <class T, int V>
-__device__ __forceinline__ void drop_forward(T* y, const T* x, const T* bias, const T* residual, const DropTerms& t) {
+__device__ __forceinline__ void drop_forward(T* y, const T* x, const T* bias, const T* residual,
+                                             const DropTerms& t) {
     const u64 col = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) * V;
     if (col >= t.cols) return;
     DropForward<T, V> body = {y, x, residual, t, col, {}};
@@ -89,22 +91,22 @@ __device__ __forceinline__ void drop_backward(T* dx, float* dbias, const T* dy, 
     if (dbias) store_partial<V>(body.sums, dbias, t.cols, room);
 }
 
-#define DROP(tag, T)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(256, 4)                                                           \
-        bias_dropout_residual_##tag(T* y, const T* x, const T* bias, const T* residual, const DropTerms t) {       \
-        if (t.is_wide)                                                                                             \
-            drop_forward<T, kWide<T>>(y, x, bias, residual, t);                                                    \
-        else                                                                                                       \
-            drop_forward<T, 1>(y, x, bias, residual, t);                                                           \
-    }                                                                                                              \
-    MPISPEED_KERNEL(bias_dropout_residual_##tag)                                                                   \
-    extern "C" __global__ void __launch_bounds__(256, 4)                                                           \
-        bias_dropout_residual_grad_##tag(T* dx, float* dbias, const T* dy, const DropTerms t) {                    \
-        if (t.is_wide)                                                                                             \
-            drop_backward<T, kWide<T>>(dx, dbias, dy, t);                                                          \
-        else                                                                                                       \
-            drop_backward<T, 1>(dx, dbias, dy, t);                                                                 \
-    }                                                                                                              \
+#define DROP(tag, T)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                     \
+        bias_dropout_residual_##tag(T* y, const T* x, const T* bias, const T* residual, const DropTerms t) { \
+        if (t.is_wide)                                                                                       \
+            drop_forward<T, kWide<T>>(y, x, bias, residual, t);                                              \
+        else                                                                                                 \
+            drop_forward<T, 1>(y, x, bias, residual, t);                                                     \
+    }                                                                                                        \
+    MPISPEED_KERNEL(bias_dropout_residual_##tag)                                                             \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                     \
+        bias_dropout_residual_grad_##tag(T* dx, float* dbias, const T* dy, const DropTerms t) {              \
+        if (t.is_wide)                                                                                       \
+            drop_backward<T, kWide<T>>(dx, dbias, dy, t);                                                    \
+        else                                                                                                 \
+            drop_backward<T, 1>(dx, dbias, dy, t);                                                           \
+    }                                                                                                        \
     MPISPEED_KERNEL_SYNC(bias_dropout_residual_grad_##tag)
 
 DROP(f32, float)

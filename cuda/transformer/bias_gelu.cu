@@ -1,7 +1,8 @@
-// GELU of x + bias and its gradient, with the sum over rows that the bias gets. Without a bias a matrix is any cut
-// of the elements into rows.
+// GELU of x + bias and its gradient, with the sum over rows that the bias gets. Without a bias a matrix is
+// any cut of the elements into rows.
 //
-// Tanh form: 0.5 z (1 + tanh u) is z / (1 + exp(-2 u)), u = sqrt(2 / pi) (z + 0.044715 z^3); nothing cancels in it.
+// Tanh form: 0.5 z (1 + tanh u) is z / (1 + exp(-2 u)), u = sqrt(2 / pi) (z + 0.044715 z^3); nothing cancels
+// in it.
 #include "mpispeed_columns.cuh"
 
 using namespace mpispeed;
@@ -12,12 +13,12 @@ struct GeluTerms {
     int unused;
 };
 
-constexpr float kTwoU = 1.5957691216057308f;       // 2 sqrt(2 / pi)
-constexpr float kTwoU3 = 0.07135481627159628f;     // times 0.044715
-constexpr float kSlope3 = 0.21406444881478885f;    // times 3
+constexpr float kTwoU = 1.5957691216057308f;     // 2 sqrt(2 / pi)
+constexpr float kTwoU3 = 0.07135481627159628f;   // times 0.044715
+constexpr float kSlope3 = 0.21406444881478885f;  // times 3
 constexpr float kMinusLog2E = -1.4426950408889634f;
-constexpr float kHalfRoot = 0.7071067811865476f;   // sqrt(1 / 2)
-constexpr float kNormal = 0.3989422804014327f;     // sqrt(1 / (2 pi))
+constexpr float kHalfRoot = 0.7071067811865476f;  // sqrt(1 / 2)
+constexpr float kNormal = 0.3989422804014327f;    // sqrt(1 / (2 pi))
 
 struct Tanh {
     static __device__ __forceinline__ float share(float z) {
@@ -98,7 +99,8 @@ __device__ __forceinline__ void load_bias(const T* bias, u64 col, u64 cols, floa
 
 template <class T, int V, class Form>
 __device__ __forceinline__ void gelu(T* y, const T* x, const T* bias, const GeluTerms& t) {
-    GeluForward<T, V, Form> body = {y, x, t.cols, (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) * V, {}};
+    GeluForward<T, V, Form> body = {
+        y, x, t.cols, (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) * V, {}};
     load_bias<T, V>(bias, body.col, t.cols, body.bias);
     if (body.col < t.cols) walk_rows<4>(t.rows, body);
 }
@@ -114,22 +116,22 @@ __device__ __forceinline__ void gelu_grad(T* dx, float* dbias, const T* dy, cons
     if (dbias) store_partial<V>(body.sums, dbias, t.cols, room);
 }
 
-#define GELU(name, tag, T, Form)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256, 4)                                                           \
-        name##_##tag(T* y, const T* x, const T* bias, const GeluTerms t) {                                         \
-        if (t.is_wide)                                                                                             \
-            gelu<T, kWide<T>, Form>(y, x, bias, t);                                                                \
-        else                                                                                                       \
-            gelu<T, 1, Form>(y, x, bias, t);                                                                       \
-    }                                                                                                              \
-    MPISPEED_KERNEL(name##_##tag)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256, 4)                                                           \
-        name##_grad_##tag(T* dx, float* dbias, const T* dy, const T* x, const T* bias, const GeluTerms t) {        \
-        if (t.is_wide)                                                                                             \
-            gelu_grad<T, kWide<T>, Form>(dx, dbias, dy, x, bias, t);                                               \
-        else                                                                                                       \
-            gelu_grad<T, 1, Form>(dx, dbias, dy, x, bias, t);                                                      \
-    }                                                                                                              \
+#define GELU(name, tag, T, Form)                                                                            \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                    \
+        name##_##tag(T* y, const T* x, const T* bias, const GeluTerms t) {                                  \
+        if (t.is_wide)                                                                                      \
+            gelu<T, kWide<T>, Form>(y, x, bias, t);                                                         \
+        else                                                                                                \
+            gelu<T, 1, Form>(y, x, bias, t);                                                                \
+    }                                                                                                       \
+    MPISPEED_KERNEL(name##_##tag)                                                                           \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                                    \
+        name##_grad_##tag(T* dx, float* dbias, const T* dy, const T* x, const T* bias, const GeluTerms t) { \
+        if (t.is_wide)                                                                                      \
+            gelu_grad<T, kWide<T>, Form>(dx, dbias, dy, x, bias, t);                                        \
+        else                                                                                                \
+            gelu_grad<T, 1, Form>(dx, dbias, dy, x, bias, t);                                               \
+    }                                                                                                       \
     MPISPEED_KERNEL_SYNC(name##_grad_##tag)
 
 GELU(gelu_tanh, f32, float, Tanh)

@@ -1,9 +1,9 @@
-// The projection [batch, sequence, (heads + 2 key heads) * size] to q, k and v of [batch, heads, sequence, size], with
-// bias and rotary embedding; and back, with the sums over rows that the bias gets.
+// The projection [batch, sequence, (heads + 2 key heads) * size] to q, k and v of [batch, heads, sequence,
+// size], with bias and rotary embedding; and back, with the sums over rows that the bias gets.
 //
-// A thread owns a vector of columns, which is a place in a head, and walks over tokens. Rotation turns pairs of q and
-// k by an angle of the token; back it turns the other way. A pair is two neighbours, or two elements half of the
-// rotated part apart; the partner's vector is read too, which the cache has.
+// A thread owns a vector of columns, which is a place in a head, and walks over tokens. Rotation turns pairs
+// of q and k by an angle of the token; back it turns the other way. A pair is two neighbours, or two elements
+// half of the rotated part apart; the partner's vector is read too, which the cache has.
 #include "mpispeed_columns.cuh"
 
 using namespace mpispeed;
@@ -12,8 +12,8 @@ struct SplitTerms {
     unsigned long long rows;      // tokens of all batches
     unsigned int sequence, cols;  // cols: of the projection
     unsigned int heads, key_heads, size;
-    unsigned int rotated;         // leading elements of a head that are turned; 0: none
-    int is_halved;                // pairs are half of the rotated part apart
+    unsigned int rotated;  // leading elements of a head that are turned; 0: none
+    int is_halved;         // pairs are half of the rotated part apart
     int is_wide;
 };
 
@@ -39,7 +39,8 @@ struct Place {
     }
 };
 
-// How V neighbours are turned. `x` is changed; `other` is the partners' vector, of which is used what is not in x.
+// How V neighbours are turned. `x` is changed; `other` is the partners' vector, of which is used what is not
+// in x.
 template <int V>
 struct Turn {
     u32 offset, half, to_partner;  // the partner's distance, or 0 if it is in the same vector
@@ -52,8 +53,8 @@ struct Turn {
         is_first = is_halved ? at < half : at % 2 == 0;
         to_partner = is_halved ? half : V == 1 ? 1 : 0;
     }
-    __device__ __forceinline__ void apply(float* x, const float* other, const float* cosine, const float* sine,
-                                          u64 place, float sign) const {
+    __device__ __forceinline__ void apply(float* x, const float* other, const float* cosine,
+                                          const float* sine, u64 place, float sign) const {
         if (is_halved || V == 1) {
             const u64 from = place * half + (is_halved ? (is_first ? offset : offset - half) : offset / 2);
             float c[V], s[V];
@@ -131,7 +132,8 @@ struct Merge {
 
     __device__ __forceinline__ Loaded load(u64 row) const {
         const T* at = from.at(row, t);
-        const long step = turn.is_first ? static_cast<long>(turn.to_partner) : -static_cast<long>(turn.to_partner);
+        const long step =
+            turn.is_first ? static_cast<long>(turn.to_partner) : -static_cast<long>(turn.to_partner);
         Loaded out;
         out.x.load(at);
         if (from.is_turned && turn.to_partner) out.other.load(at + step);
@@ -162,7 +164,8 @@ __device__ __forceinline__ void split(T* q, T* k, T* v, const T* qkv, const T* b
 #pragma unroll
     for (int j = 0; j < V; j++) body.bias[j] = body.other_bias[j] = 0;
     if (bias) load_floats<T, V>(bias + col, body.bias);
-    if (bias && place.is_turned && body.turn.to_partner) load_floats<T, V>(bias + col + body.step(), body.other_bias);
+    if (bias && place.is_turned && body.turn.to_partner)
+        load_floats<T, V>(bias + col + body.step(), body.other_bias);
     walk_rows<2>(t.rows, body);
 }
 
@@ -177,24 +180,24 @@ __device__ __forceinline__ void merge(T* dqkv, float* dbias, const T* dq, const 
     if (dbias) store_partial<V>(body.sums, dbias, t.cols, room);
 }
 
-#define SPLIT_QKV(tag, T)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(256, 3)                                                           \
-        split_qkv_##tag(T* q, T* k, T* v, const T* qkv, const T* bias, const float* cosine, const float* sine,     \
-                        const SplitTerms t) {                                                                      \
-        if (t.is_wide)                                                                                             \
-            split<T, kWide<T>>(q, k, v, qkv, bias, cosine, sine, t);                                               \
-        else                                                                                                       \
-            split<T, 1>(q, k, v, qkv, bias, cosine, sine, t);                                                      \
-    }                                                                                                              \
-    MPISPEED_KERNEL(split_qkv_##tag)                                                                               \
-    extern "C" __global__ void __launch_bounds__(256, 3)                                                           \
-        merge_qkv_##tag(T* dqkv, float* dbias, const T* dq, const T* dk, const T* dv, const float* cosine,         \
-                        const float* sine, const SplitTerms t) {                                                   \
-        if (t.is_wide)                                                                                             \
-            merge<T, kWide<T>>(dqkv, dbias, dq, dk, dv, cosine, sine, t);                                          \
-        else                                                                                                       \
-            merge<T, 1>(dqkv, dbias, dq, dk, dv, cosine, sine, t);                                                 \
-    }                                                                                                              \
+#define SPLIT_QKV(tag, T)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256, 3)                                                   \
+        split_qkv_##tag(T* q, T* k, T* v, const T* qkv, const T* bias, const float* cosine,                \
+                        const float* sine, const SplitTerms t) {                                           \
+        if (t.is_wide)                                                                                     \
+            split<T, kWide<T>>(q, k, v, qkv, bias, cosine, sine, t);                                       \
+        else                                                                                               \
+            split<T, 1>(q, k, v, qkv, bias, cosine, sine, t);                                              \
+    }                                                                                                      \
+    MPISPEED_KERNEL(split_qkv_##tag)                                                                       \
+    extern "C" __global__ void __launch_bounds__(256, 3)                                                   \
+        merge_qkv_##tag(T* dqkv, float* dbias, const T* dq, const T* dk, const T* dv, const float* cosine, \
+                        const float* sine, const SplitTerms t) {                                           \
+        if (t.is_wide)                                                                                     \
+            merge<T, kWide<T>>(dqkv, dbias, dq, dk, dv, cosine, sine, t);                                  \
+        else                                                                                               \
+            merge<T, 1>(dqkv, dbias, dq, dk, dv, cosine, sine, t);                                         \
+    }                                                                                                      \
     MPISPEED_KERNEL_SYNC(merge_qkv_##tag)
 
 SPLIT_QKV(f32, float)
