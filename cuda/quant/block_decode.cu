@@ -17,6 +17,56 @@ struct DecodeGrid {
 
 constexpr int kItems = 16, kRun = 32 * kItems;
 
+// Where the codes of a run begin, and which scales it has.
+struct Run {
+    u64 codes, first_scale;
+    u32 inside, n;  // place in the block of the first element, and number of elements
+};
+
+// Adds all addends, in order, to what the lane has; codes of kAtOnce addends are on their way at once. With kIsSingle
+// the run lies in one block; otherwise blocks are whole rows of a warp, and a row begins at most one block after the
+// one before it.
+template <int kBits, int kPacket, int kAtOnce, bool kIsSingle>
+__device__ __forceinline__ void add_parts(float (&v)[kItems], const CodedParts& parts, const Run& run, u32 block) {
+    constexpr int kPackets = kItems / kPacket, kRow = 32 * kPacket;
+    const u32 count = static_cast<u32>(parts.count), lane = (threadIdx.x & 31) * kPacket;
+#pragma unroll 1
+    for (u32 first = 0; first < count; first += kAtOnce) {
+        u64 word[kAtOnce][kPackets];
+        float scale[kAtOnce];
+#pragma unroll
+        for (int p = 0; p < kAtOnce; p++) {
+            if (first + p >= count) break;
+            const unsigned char* codes = parts.codes[first + p] + run.codes;
+            const bool is_wide = is_word_aligned<kCodeBytes<kBits, kPacket>>(codes) && run.n % kPacket == 0;
+            scale[p] = parts.scales[first + p][run.first_scale];
+#pragma unroll
+            for (int k = 0; k < kPackets; k++)
+                word[p][k] = load_codes<kBits, kPacket>(codes, k * kRow + lane, run.n, is_wide);
+        }
+#pragma unroll
+        for (int p = 0; p < kAtOnce; p++) {
+            if (first + p >= count) break;
+            const float* scales = parts.scales[first + p] + run.first_scale;
+            u32 rest = run.inside;
+#pragma unroll
+            for (int k = 0; k < kPackets; k++) {
+                if (!kIsSingle && rest >= block) {
+                    rest -= block;
+                    scales++;
+                    if (k * kRow < run.n) scale[p] = *scales;
+                }
+                rest += kRow;
+#pragma unroll
+                for (int j = 0; j < kPacket; j++) {
+                    float& sum = v[k * kPacket + j];
+                    sum = __fadd_rn(sum, __fmul_rn(level_of<kBits>(word[p][k], j), scale[p]));
+                }
+            }
+        }
+    }
+}
+
 template <class T, int kBits, bool kIsAdded>
 __device__ __forceinline__ void decode(T* out, const DecodeGrid& grid, const CodedParts& parts) {
     constexpr int kPacket = kWide<T>, kPackets = kItems / kPacket, kRow = 32 * kPacket;
@@ -27,13 +77,16 @@ __device__ __forceinline__ void decode(T* out, const DecodeGrid& grid, const Cod
     const u64 begin = where.rest * kRun, left = grid.piece - begin;
     const u32 n = left < kRun ? static_cast<u32>(left) : kRun;
     const Split block = split(begin, grid.block);
-    const u64 first_scale = where.quotient * grid.piece_scales + block.quotient;
-    const u32 inside = static_cast<u32>(block.rest), lane = (threadIdx.x & 31) * kPacket;
-    T* to = out + where.quotient * grid.piece + begin;
     const u64 byte8 = where.quotient * grid.piece + begin, byte4 = where.quotient * grid.nibble_bytes + begin / 2;
+    const Run run = {kBits == 8 ? byte8 : byte4, where.quotient * grid.piece_scales + block.quotient,
+                     static_cast<u32>(block.rest), n};
+    const u32 lane = (threadIdx.x & 31) * kPacket;
+    T* to = out + where.quotient * grid.piece + begin;
 
     const bool is_wide_out = is_aligned_for<kPacket>(to) && n % kPacket == 0;
     float v[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; i++) v[i] = -0.0f;  // plus any number it is that number
     if (kIsAdded) {
 #pragma unroll
         for (int k = 0; k < kPackets; k++) {
@@ -51,32 +104,10 @@ __device__ __forceinline__ void decode(T* out, const DecodeGrid& grid, const Cod
         }
     }
 
-#pragma unroll 1
-    for (u32 part = 0; part < static_cast<u32>(parts.count); part++) {
-        const unsigned char* codes = parts.codes[part] + (kBits == 8 ? byte8 : byte4);
-        const float* scales = parts.scales[part] + first_scale;
-        const bool is_wide = is_word_aligned<kCodeBytes<kBits, kPacket>>(codes) && n % kPacket == 0;
-        u64 word[kPackets];
-#pragma unroll
-        for (int k = 0; k < kPackets; k++) word[k] = load_codes<kBits, kPacket>(codes, k * kRow + lane, n, is_wide);
-        // Blocks are whole rows of a warp; a row begins at most one block after the one before.
-        u32 rest = inside;
-        float scale = *scales;
-#pragma unroll
-        for (int k = 0; k < kPackets; k++) {
-            if (rest >= grid.block) {
-                rest -= grid.block;
-                scales++;
-                if (k * kRow < n) scale = *scales;
-            }
-            rest += kRow;
-#pragma unroll
-            for (int j = 0; j < kPacket; j++) {
-                float& sum = v[k * kPacket + j];
-                const float value = __fmul_rn(level_of<kBits>(word[k], j), scale);
-                sum = kIsAdded || part ? __fadd_rn(sum, value) : value;
-            }
-        }
+    if (run.inside + n <= grid.block) {
+        add_parts<kBits, kPacket, kIsAdded ? 1 : 4, true>(v, parts, run, grid.block);  // mostly one is added
+    } else {
+        add_parts<kBits, kPacket, 1, false>(v, parts, run, grid.block);
     }
 
 #pragma unroll

@@ -40,95 +40,167 @@ struct LargestBits {
     __device__ __forceinline__ u32 operator()(u32 a, u32 b) const { return a > b ? a : b; }
 };
 
+__device__ __forceinline__ u32 size_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+template <int kItems>
+__device__ __forceinline__ u32 peak_of(const float (&v)[kItems], u32 peak) {
+#pragma unroll
+    for (int i = 0; i < kItems; i++) peak = LargestBits()(peak, size_bits(v[i]));
+    return peak;
+}
+template <int kPackets>
+__device__ __forceinline__ u32 peak_of(const Vec<float, 4> (&packets)[kPackets], u32 peak) {
+#pragma unroll
+    for (int k = 0; k < kPackets; k++) peak = peak_of(packets[k].item, peak);
+    return peak;
+}
+// 16-bit floats two by two, without widening them.
+template <class T, int kPackets>
+__device__ __forceinline__ u32 peak_of(const Vec<T, 8> (&packets)[kPackets], u32 peak) {
+    u32 high = 0;
+#pragma unroll
+    for (int k = 0; k < kPackets; k++) {
+        u32 pair[4];
+        memcpy(pair, &packets[k], sizeof pair);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            peak = LargestBits()(peak, pair[j] & 0x7fffu);
+            high = LargestBits()(high, pair[j] & 0x7fff0000u);
+        }
+    }
+    return LargestBits()(peak, high >> 16);
+}
+
+template <class T>
+__device__ __forceinline__ u32 bits_from(u32 peak) {
+    if (sizeof(T) == 4) return peak;
+    const unsigned short half = static_cast<unsigned short>(peak);
+    T number;
+    memcpy(&number, &half, sizeof(T) < 2 ? sizeof(T) : 2);
+    return size_bits(to_float(number));
+}
+
 // ---- sources of values --------------------------------------------------------------------------------------
+// `Held` is what a thread keeps of a block between its looks at it; 16-bit floats stay in their format.
 template <class T>
 struct Floats {
     static constexpr int kPacket = kWide<T>;
+    template <int kItems>
+    struct Held {
+        Vec<T, kPacket> packet[kItems / kPacket];
+        __device__ __forceinline__ float at(int i) const { return to_float(packet[i / kPacket].item[i % kPacket]); }
+        __device__ __forceinline__ u32 peak(u32 before) const { return peak_of(packet, before); }
+    };
+    // The peak of magnitudes, which have the order of their bits, in fp32.
+    static __device__ __forceinline__ u32 fp32_bits(u32 peak) { return bits_from<T>(peak); }
+
+    static constexpr int kItems = 16;
+
     const T* x;
 
-    template <int kItems>
-    __device__ __forceinline__ void read(float (&v)[kItems], const BlockPlace& place, const Share& share) const {
+    template <int kCount>
+    __device__ __forceinline__ void read(Held<kCount>& held, const BlockPlace& place, const Share& share) const {
         const T* from = x + place.at;
         if (is_aligned_for<kPacket>(from) && share.n % kPacket == 0) {
-            Vec<T, kPacket> all[kItems / kPacket];
 #pragma unroll
-            for (int k = 0; k < kItems / kPacket; k++) {
+            for (int k = 0; k < kCount / kPacket; k++) {
                 const u32 offset = share.first + k * share.step;
-                all[k] = {};
-                if (offset < share.n) all[k] = *reinterpret_cast<const Vec<T, kPacket>*>(from + offset);
+                held.packet[k] = {};
+                if (offset < share.n) held.packet[k] = *reinterpret_cast<const Vec<T, kPacket>*>(from + offset);
             }
-#pragma unroll
-            for (int i = 0; i < kItems; i++) v[i] = to_float(all[i / kPacket].item[i % kPacket]);
             return;
         }
 #pragma unroll
-        for (int i = 0; i < kItems; i++) {
+        for (int i = 0; i < kCount; i++) {
             const u32 offset = share.first + i / kPacket * share.step + i % kPacket;
-            v[i] = offset < share.n ? to_float(from[offset]) : 0.0f;
+            if (i % kPacket == 0) held.packet[i / kPacket] = {};
+            if (offset < share.n) held.packet[i / kPacket].item[i % kPacket] = from[offset];
         }
     }
 };
 
 template <int kBits>
 struct Sums {
-    static constexpr int kPacket = 8;
+    static constexpr int kPacket = 8, kItems = 16, kAtOnce = kBits == 8 ? 2 : 4;
+    template <int kCount>
+    struct Held {
+        float value[kCount];
+        __device__ __forceinline__ float at(int i) const { return value[i]; }
+        __device__ __forceinline__ u32 peak(u32 before) const { return peak_of(value, before); }
+    };
+    static __device__ __forceinline__ u32 fp32_bits(u32 peak) { return peak; }
+
     const CodedParts& parts;
 
-    template <int kItems>
-    __device__ __forceinline__ void read(float (&v)[kItems], const BlockPlace& place, const Share& share) const {
+    // Codes of several addends are on their way at once.
+    template <int kCount>
+    __device__ __forceinline__ void read(Held<kCount>& held, const BlockPlace& place, const Share& share) const {
+        constexpr int kPackets = kCount / kPacket;
+        const u32 count = static_cast<u32>(parts.count);
 #pragma unroll
-        for (int i = 0; i < kItems; i++) v[i] = 0.0f;
+        for (int i = 0; i < kCount; i++) held.value[i] = -0.0f;  // plus any number it is that number
 #pragma unroll 1
-        for (u64 part = 0; part < parts.count; part++) add(v, static_cast<u32>(part), place, share);
-    }
-
-    template <int kItems>
-    __device__ __forceinline__ void add(float (&v)[kItems], u32 part, const BlockPlace& place,
-                                        const Share& share) const {
-        const unsigned char* codes = parts.codes[part] + (kBits == 8 ? place.at : place.byte4);
-        const bool is_wide = is_word_aligned<kCodeBytes<kBits, kPacket>>(codes) && share.n % kPacket == 0;
-        const float scale = parts.scales[part][place.index];
-        u64 word[kItems / kPacket];
+        for (u32 first = 0; first < count; first += kAtOnce) {
+            u64 word[kAtOnce][kPackets];
+            float scale[kAtOnce];
 #pragma unroll
-        for (int k = 0; k < kItems / kPacket; k++)
-            word[k] = load_codes<kBits, kPacket>(codes, share.first + k * share.step, share.n, is_wide);
+            for (int p = 0; p < kAtOnce; p++) {
+                if (first + p >= count) break;
+                const unsigned char* codes = parts.codes[first + p] + (kBits == 8 ? place.at : place.byte4);
+                const bool is_wide = is_word_aligned<kCodeBytes<kBits, kPacket>>(codes) && share.n % kPacket == 0;
+                scale[p] = parts.scales[first + p][place.index];
 #pragma unroll
-        for (int i = 0; i < kItems; i++) {
-            const float value = __fmul_rn(level_of<kBits>(word[i / kPacket], i % kPacket), scale);
-            v[i] = part ? __fadd_rn(v[i], value) : value;
+                for (int k = 0; k < kPackets; k++)
+                    word[p][k] = load_codes<kBits, kPacket>(codes, share.first + k * share.step, share.n, is_wide);
+            }
+#pragma unroll
+            for (int p = 0; p < kAtOnce; p++) {
+                if (first + p >= count) break;
+#pragma unroll
+                for (int i = 0; i < kCount; i++) {
+                    const float level = level_of<kBits>(word[p][i / kPacket], i % kPacket);
+                    held.value[i] = __fadd_rn(held.value[i], __fmul_rn(level, scale[p]));
+                }
+            }
         }
     }
 };
 
 // ---- one block ----------------------------------------------------------------------------------------------
-template <int kItems>
-__device__ __forceinline__ u32 peak_of(const float (&v)[kItems], u32 peak) {
-#pragma unroll
-    for (int i = 0; i < kItems; i++) peak = LargestBits()(peak, __float_as_uint(v[i]) & 0x7fffffffu);
-    return peak;
-}
-
 __device__ __forceinline__ u32 team_peak(u32 peak, u32 team) {
     __shared__ u32 shared[32];
     if (team == 32) return warp_reduce(peak, LargestBits());
     return block_reduce(peak, 0u, shared, LargestBits());
 }
 
+template <int kBits, int kPacket>
+__device__ __forceinline__ void write_packet(const float* rounded, unsigned char* codes, u32 offset, u32 n,
+                                             bool is_wide) {
+    const u64 word = pack_codes<kBits, kPacket>(rounded);
+    unsigned char* at = codes + static_cast<size_t>(offset) * kBits / 8;
+    if (!is_wide) {
+        store_bytes<kBits, kPacket>(word, at, left_of<kPacket>(offset, n));
+    } else if (offset < n) {
+        store_word<kCodeBytes<kBits, kPacket>>(word, at);
+    }
+}
+
 template <int kBits, int kPacket, int kItems>
 __device__ __forceinline__ void write_codes(const float (&rounded)[kItems], unsigned char* codes, const Share& share) {
     const bool is_wide = is_word_aligned<kCodeBytes<kBits, kPacket>>(codes) && share.n % kPacket == 0;
 #pragma unroll
-    for (int k = 0; k < kItems / kPacket; k++) {
-        const u32 offset = share.first + k * share.step;
-        const u64 word = pack_codes<kBits, kPacket>(rounded + k * kPacket);
-        unsigned char* at = codes + static_cast<size_t>(offset) * kBits / 8;
-        if (!is_wide) {
-            store_bytes<kBits, kPacket>(word, at, left_of<kPacket>(offset, share.n));
-        } else if (offset < share.n) {
-            store_word<kCodeBytes<kBits, kPacket>>(word, at);
-        }
-    }
+    for (int k = 0; k < kItems / kPacket; k++)
+        write_packet<kBits, kPacket>(rounded + k * kPacket, codes, share.first + k * share.step, share.n, is_wide);
 }
+
+// v / s with kRounder added; a block of zeros, or one that is not finite, has codes of 0.
+struct Rounder {
+    Divisor divisor;
+    bool is_coded;
+
+    __device__ __forceinline__ explicit Rounder(float scale) : divisor(scale), is_coded(scale > 0.0f) {}
+    __device__ __forceinline__ float operator()(float v) const { return is_coded ? divisor.rounded(v) : kRounder; }
+};
 
 struct KeptError {
     unsigned char* codes;
@@ -161,43 +233,43 @@ __device__ __forceinline__ u64 index_of(u32 team) {
     return static_cast<u64>(blockIdx.x) * (blockDim.x >> 5) + (threadIdx.x >> 5);
 }
 
-// v / s with kRounder added; a block of zeros, or one that is not finite, has codes of 0.
 template <int kItems>
 __device__ __forceinline__ void round_all(float (&rounded)[kItems], const float (&v)[kItems], float scale) {
-    if (scale > 0.0f) {
-        const Divisor divisor(scale);
+    const Rounder rounder(scale);
 #pragma unroll
-        for (int i = 0; i < kItems; i++) rounded[i] = divisor.rounded(v[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < kItems; i++) rounded[i] = kRounder;
-    }
+    for (int i = 0; i < kItems; i++) rounded[i] = rounder(v[i]);
 }
 
 template <int kBits, class Source>
 __device__ __forceinline__ void encode(const Source& source, const Target& target, const EncodeGrid& grid) {
-    constexpr int kItems = 16, kPacket = Source::kPacket;
+    constexpr int kItems = Source::kItems, kPacket = Source::kPacket;
     const u64 index = index_of(grid.team);
     if (index >= grid.blocks) return;  // a whole warp, where no barriers follow
     const BlockPlace place = place_of(grid, index);
     const u32 lane = lane_of(grid.team), step = grid.team * kPacket, span = grid.team * kItems;
-    float v[kItems];
+    typename Source::template Held<kItems> held;
     u32 peak = 0;
 #pragma unroll 1
     for (u32 at = 0; at < place.n; at += span) {
-        source.read(v, place, {at + lane * kPacket, step, place.n});
-        peak = peak_of(v, peak);
+        source.read(held, place, {at + lane * kPacket, step, place.n});
+        peak = held.peak(peak);
     }
-    const float scale = scale_of<kBits>(team_peak(peak, grid.team));
+    const float scale = scale_of<kBits>(Source::fp32_bits(team_peak(peak, grid.team)));
     if (lane == 0) target.scales[index] = scale;
+    const Rounder rounder(scale);
     unsigned char* codes = target.codes + (kBits == 8 ? place.at : place.byte4);
+    const bool is_wide = is_word_aligned<kCodeBytes<kBits, kPacket>>(codes) && place.n % kPacket == 0;
 #pragma unroll 1
     for (u32 at = 0; at < place.n; at += span) {
         const Share share = {at + lane * kPacket, step, place.n};
-        if (place.n > span) source.read(v, place, share);
-        float rounded[kItems];
-        round_all(rounded, v, scale);
-        write_codes<kBits, kPacket>(rounded, codes, share);
+        if (place.n > span) source.read(held, place, share);
+#pragma unroll
+        for (int k = 0; k < kItems / kPacket; k++) {
+            float rounded[kPacket];
+#pragma unroll
+            for (int j = 0; j < kPacket; j++) rounded[j] = rounder(held.at(k * kPacket + j));
+            write_packet<kBits, kPacket>(rounded, codes, share.first + k * step, place.n, is_wide);
+        }
     }
 }
 
@@ -224,10 +296,11 @@ __device__ __forceinline__ void encode_with_error(const Source& source, const Ta
     const bool is_held = place.n <= span;
     float v[kItems], e[kItems], rounded[kItems];
     const auto read = [&](const Share& share) {
-        source.read(v, place, share);
+        typename Source::template Held<kItems> held;
+        source.read(held, place, share);
         read_error<kPacket>(e, error, place, share);
 #pragma unroll
-        for (int i = 0; i < kItems; i++) v[i] = __fadd_rn(v[i], e[i]);
+        for (int i = 0; i < kItems; i++) v[i] = __fadd_rn(held.at(i), e[i]);
     };
     u32 peak = 0;
 #pragma unroll 1
@@ -269,12 +342,13 @@ __device__ __forceinline__ void encode_with_error(const Source& source, const Ta
 
 // ---- kernels ------------------------------------------------------------------------------------------------
 #define ENCODE_KERNELS(bits, tag, T)                                                                             \
-    extern "C" __global__ void __launch_bounds__(512, 2) block_quantize##bits##_##tag(                              \
-        const T* x, unsigned char* codes, float* scales, unsigned char*, float*, const EncodeGrid grid) {        \
+    extern "C" __global__ void __launch_bounds__(512, sizeof(T) == 2 && bits == 8 ? 3 : 2)                       \
+        block_quantize##bits##_##tag(const T* x, unsigned char* codes, float* scales, unsigned char*, float*,    \
+                                     const EncodeGrid grid) {                                                    \
         encode<bits>(Floats<T>{x}, {codes, scales}, grid);                                                       \
     }                                                                                                            \
     MPISPEED_KERNEL_SYNC(block_quantize##bits##_##tag)                                                           \
-    extern "C" __global__ void __launch_bounds__(1024) block_quantize##bits##_error_##tag(                        \
+    extern "C" __global__ void __launch_bounds__(1024) block_quantize##bits##_error_##tag(                       \
         const T* x, unsigned char* codes, float* scales, unsigned char* error, float* error_scales,              \
         const EncodeGrid grid) {                                                                                 \
         encode_with_error<bits>(Floats<T>{x}, {codes, scales}, {error, error_scales}, grid);                     \
@@ -290,13 +364,13 @@ ENCODE_KERNELS(4, fp16, fp16)
 
 // From sums of codes of `from` bits to codes of `bits` bits.
 #define REQUANTIZE_KERNELS(from, bits)                                                                           \
-    extern "C" __global__ void __launch_bounds__(512, 2) block_requantize##from##_##bits(                           \
+    extern "C" __global__ void __launch_bounds__(from == 8 ? 448 : 512, 2) block_requantize##from##_##bits(      \
         unsigned char* codes, float* scales, unsigned char*, float*, const __grid_constant__ EncodeGrid grid,    \
         const __grid_constant__ CodedParts parts) {                                                              \
         encode<bits>(Sums<from>{parts}, {codes, scales}, grid);                                                  \
     }                                                                                                            \
     MPISPEED_KERNEL_SYNC(block_requantize##from##_##bits)                                                        \
-    extern "C" __global__ void __launch_bounds__(1024) block_requantize##from##_##bits##_error(                   \
+    extern "C" __global__ void __launch_bounds__(from == 8 ? 960 : 1024) block_requantize##from##_##bits##_error(\
         unsigned char* codes, float* scales, unsigned char* error, float* error_scales,                          \
         const __grid_constant__ EncodeGrid grid, const __grid_constant__ CodedParts parts) {                     \
         encode_with_error<bits>(Sums<from>{parts}, {codes, scales}, {error, error_scales}, grid);                \

@@ -25,7 +25,7 @@ MOST_PARTS = 128
 _WARP = 32
 _WARPS = 8  # of a thread block in which each warp works for itself
 _ENCODED, _ENCODED_WITH_ERROR, _DECODED = 16, 8, 16  # elements that a thread holds
-_MOST_THREADS, _MOST_THREADS_WITH_ERROR = 512, 1024
+_HELD, _HELD_OF_SUMS = 8192, 7168  # elements that a thread block holds; less for sums of 8-bit codes
 
 
 def encode(
@@ -43,7 +43,8 @@ def encode(
     if x is None and len(parts) > MOST_PARTS:
         x = torch.empty(grid.numel, dtype=torch.float32, device=coded.scales.device)
         decode(launcher, x, parts, grid, 1.0, is_added=False)
-    packed, blocks, threads = _encoding(grid, beta, has_error=error is not None)
+    held = _HELD if x is not None or parts[0].bits == 4 else _HELD_OF_SUMS
+    packed, blocks, threads = _encoding(grid, beta, held, has_error=error is not None)
     suffix = "" if error is None else "_error"
     kept = (0, 0) if error is None else (error.codes.data_ptr(), error.scales.data_ptr())
     target = (coded.codes.data_ptr(), coded.scales.data_ptr())
@@ -78,12 +79,10 @@ def decode(
     launcher.launch(name, size, (_WARPS * _WARP, 1, 1), out.data_ptr(), packed, _addresses(parts))
 
 
-def _encoding(grid: Grid, beta: float, *, has_error: bool) -> tuple[bytes, int, int]:
-    """The numbers of a launch, its thread blocks, and the threads of each."""
-    held = _ENCODED_WITH_ERROR if has_error else _ENCODED
-    most = _MOST_THREADS_WITH_ERROR if has_error else _MOST_THREADS
-    warps = -(-min(grid.block, grid.piece) // (_WARP * held))
-    team = min(warps * _WARP, most)
+def _encoding(grid: Grid, beta: float, held: int, *, has_error: bool) -> tuple[bytes, int, int]:
+    """The numbers of a launch, its thread blocks, and the threads of each, which hold `held` elements at most."""
+    own = _ENCODED_WITH_ERROR if has_error else _ENCODED
+    team = -(-min(grid.block, grid.piece, held) // (_WARP * own)) * _WARP
     packed = struct.pack(
         "QQQQIIff",
         grid.scales, grid.piece, grid.scales // grid.pieces, grid.codes(4) // grid.pieces, grid.block, team,
