@@ -10,12 +10,22 @@ using namespace mpispeed;
 
 enum MaskKind { kMaskNone = 0, kMaskSame = 1, kMaskFloat = 2, kMaskBool = 3 };
 
-// 80 bytes. Row r is of query r % queries, head r / queries % heads, batch r / queries / heads.
+// A divisor of numbers below 2^31 as a factor: n / by = (2 n * factor / 2^32) >> shift, where shift is the
+// number of bits of by - 1 and factor is 2^(31 + shift) / by, rounded up. A division would cost as much as a
+// row.
+struct Divisor {
+    u32 by, factor, shift;
+    __device__ __forceinline__ u32 quotient(u32 n) const { return __umulhi(2 * n, factor) >> shift; }
+    __device__ __forceinline__ u32 remainder(u32 n) const { return n - quotient(n) * by; }
+};
+
+// 96 bytes. Row r is of query r % queries, head r / queries % heads, batch r / queries / heads.
 struct SoftmaxTerms {
     u64 mask_batch, mask_head, mask_query;  // strides of the mask in elements; the last dim is dense
     u64 seed;
-    u32 rows, columns, queries, heads;
-    u32 lanes;  // threads of a team within a warp: a power of two
+    u32 rows, columns;
+    Divisor queries, heads;
+    u32 lane_bits;  // a team within a warp has 2^lane_bits threads
     u32 mask_kind;
     u32 mask_is_wide;  // as many elements of the mask in one access as of the scores
     u32 is_causal;
@@ -59,8 +69,13 @@ __device__ __forceinline__ float to_mask(T x) {
 __device__ __forceinline__ u32 row_limit(const SoftmaxTerms& t, u32 row) {
     if (row >= t.rows) return 0;
     if (!t.is_causal) return t.columns;
-    const long long limit = static_cast<long long>(row % t.queries) + 1 + t.columns - t.queries;
+    const long long limit = static_cast<long long>(t.queries.remainder(row)) + 1 + t.columns - t.queries.by;
     return limit > 0 ? static_cast<u32>(limit) : 0;
+}
+
+// The row of a thread in a block that has several.
+__device__ __forceinline__ u32 row_in_lanes(const SoftmaxTerms& t) {
+    return blockIdx.x * (blockDim.x >> t.lane_bits) + (threadIdx.x >> t.lane_bits);
 }
 
 // S elements of a tile of a row that one thread has: chunk c stands at column base + (c * size + lane) * W.
@@ -144,9 +159,9 @@ struct Row {
     __device__ __forceinline__ Row(const T* scores, const void* mask, const SoftmaxTerms& t, u32 row)
         : t(t), scores(scores + static_cast<u64>(row) * t.columns), mask(mask), limit(row_limit(t, row)) {
         if (t.mask_kind == kMaskNone || limit == 0) return;
-        const u32 line = row / t.queries;
-        const u64 at =
-            line / t.heads * t.mask_batch + line % t.heads * t.mask_head + row % t.queries * t.mask_query;
+        const u32 line = t.queries.quotient(row), batch = t.heads.quotient(line);
+        const u64 at = batch * t.mask_batch + (line - batch * t.heads.by) * t.mask_head +
+                       (row - line * t.queries.by) * t.mask_query;
         const u64 width = t.mask_kind == kMaskSame ? sizeof(T) : t.mask_kind == kMaskFloat ? 4 : 1;
         this->mask = static_cast<const char*>(mask) + at * width;
     }
@@ -301,20 +316,20 @@ __device__ __forceinline__ void grad_long_row(const T* probs, const T* grad, T* 
 // have to fill the memory.
 
 // Blocks of 128 threads, teams of up to 32 lanes of which each has S elements.
-#define SOFTMAX_LANES(name, T, W, S, drops)                                                             \
-    extern "C" __global__ void __launch_bounds__(128, 8)                                                \
-        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) { \
-        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                    \
-        const LaneTeam team = {t.lanes};                                                                \
-        softmax_row<drops, W, S>(scores, mask, probs, dropped, t, row, threadIdx.x % t.lanes, team);    \
-    }                                                                                                   \
-    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                \
-    extern "C" __global__ void __launch_bounds__(128, 8)                                                \
-        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {              \
-        const u32 row = blockIdx.x * (blockDim.x / t.lanes) + threadIdx.x / t.lanes;                    \
-        const LaneTeam team = {t.lanes};                                                                \
-        grad_row<drops, W, S>(probs, grad, out, t, row, threadIdx.x % t.lanes, team);                   \
-    }                                                                                                   \
+#define SOFTMAX_LANES(name, T, W, S, drops)                                                                  \
+    extern "C" __global__ void __launch_bounds__(128, 8)                                                     \
+        softmax_##name(const T* scores, const void* mask, T* probs, T* dropped, const SoftmaxTerms t) {      \
+        const u32 row = row_in_lanes(t);                                                                     \
+        const LaneTeam team = {1u << t.lane_bits};                                                           \
+        softmax_row<drops, W, S>(scores, mask, probs, dropped, t, row, threadIdx.x & (team.size - 1), team); \
+    }                                                                                                        \
+    MPISPEED_KERNEL_SYNC(softmax_##name)                                                                     \
+    extern "C" __global__ void __launch_bounds__(128, 8)                                                     \
+        softmax_grad_##name(const T* probs, const T* grad, T* out, const SoftmaxTerms t) {                   \
+        const u32 row = row_in_lanes(t);                                                                     \
+        const LaneTeam team = {1u << t.lane_bits};                                                           \
+        grad_row<drops, W, S>(probs, grad, out, t, row, threadIdx.x & (team.size - 1), team);                \
+    }                                                                                                        \
     MPISPEED_KERNEL_SYNC(softmax_grad_##name)
 
 // A block has a row: as many threads as it needs, a multiple of 32.

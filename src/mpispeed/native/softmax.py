@@ -251,14 +251,20 @@ def _terms(
         heads = shape[0] if len(shape) == _SCORE_DIMS - 1 else 1
     mask, kind, strides = masking
     fits = mask is not None and mask.data_ptr() % (wide * mask.element_size()) == 0
-    words = (shape[:-1].numel(), shape[-1], shape[-2], heads, _lanes(shape[-1]), kind)
+    words = (shape[:-1].numel(), shape[-1], *_divisor(shape[-2]), *_divisor(heads), _lane_bits(shape[-1]), kind)
     flags = (fits and not any(stride % wide for stride in strides), is_causal, philox.threshold(ratio))
-    return struct.pack("4Q9I2f4x", *strides, _word(seed), *words, *flags, scale, 1.0 / (1.0 - ratio))
+    return struct.pack("4Q13I2f4x", *strides, _word(seed), *words, *flags, scale, 1.0 / (1.0 - ratio))
 
 
-def _lanes(columns: int) -> int:
+def _divisor(by: int) -> tuple[int, int, int]:
+    """The structure Divisor: n // by == (2 * n * factor >> 32) >> shift for n below 2^31."""
+    shift = (by - 1).bit_length()
+    return by, -(-(1 << 31 + shift) // by), shift
+
+
+def _lane_bits(columns: int) -> int:
     share = 8 if columns <= _SHORT else 16
-    return min(32, 1 << max(0, -(-columns // share) - 1).bit_length())
+    return min(5, (-(-columns // share) - 1).bit_length())
 
 
 def _shape_of_launch(stem: str, tensors: list[Tensor], ratio: float) -> tuple[str, launcher.Size, launcher.Size]:
@@ -269,7 +275,7 @@ def _shape_of_launch(stem: str, tensors: list[Tensor], ratio: float) -> tuple[st
     threads, blocks = _THREADS, rows
     if columns <= (_MIDDLE if is_wide else _SHORT):
         kind = "8" if columns <= _SHORT else "16"
-        blocks = -(-rows // (_THREADS // _lanes(columns)))
+        blocks = -(-rows // (_THREADS >> _lane_bits(columns)))
     elif columns <= _BLOCK:
         kind, threads = "block", -(-columns // 256) * 32
     else:

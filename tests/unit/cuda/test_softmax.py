@@ -109,6 +109,14 @@ def test_rows_longer_than_a_block_are_walked_over(host, is_causal, ratio, column
     assert all("long" in name for name in host.launched)
 
 
+def test_a_factor_divides_as_a_division():
+    for by in [1, 2, 3, 5, 7, 16, 119, 128, 16384, 2**30 + 1, 2**31 - 1]:
+        _, factor, shift = softmax._divisor(by)
+        assert factor < 2**32
+        for n in (0, 1, by - 1, by, 3 * by - 1, 3 * by, 2**31 - 1, (2**31 - 1) // by * by - 1):
+            assert n >= 2**31 or n < 0 or (2 * n * factor >> 32) >> shift == n // by
+
+
 def team(columns, dtype):
     single = "" if columns * dtype.itemsize % 16 == 0 else "single_"
     return single + ("8" if columns <= 256 else "16" if columns <= 512 and not single else "block")
@@ -139,6 +147,15 @@ class TestMasking:
     def test_large_negative_numbers_in_the_mask_attend_evenly(self):
         out = masked_softmax(torch.zeros(1, 1, 2, 8), torch.full((8,), -10000.0))
         assert torch.equal(out, torch.full_like(out, 1 / 8))
+
+    @pytest.mark.parametrize("shape", [(2, 3, 5, 24), (6, 5, 24), (5, 24)])
+    def test_masks_of_every_shape_that_broadcasts(self, shape):
+        x = torch.randn(shape)
+        for kept in range(1 << len(shape)):
+            mask = torch.randn([size if kept >> i & 1 else 1 for i, size in enumerate(shape)])
+            for other in (mask, mask[0] if mask.shape[0] == 1 else mask, mask.double(), mask > -0.5):
+                got = masked_softmax(x, other)
+                assert (got.double() - reference(x, other, 1.0, False)).abs().max() <= bound(torch.float32, 24)
 
     def test_the_upper_triangle_is_zero_whatever_stands_there(self):
         x = torch.randn(2, 6, 600)

@@ -84,8 +84,8 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("optim/global_norm.cu", "PPP", _typed("square_sum"), is_hot=True),
     *_each("optim/global_norm.cu", "PPPQ", ["square_sum_total"]),
     *_each("optim/exact_squares.cu", "PPQ", _typed("exact_squares"), is_hot=True),
-    *_each("softmax/softmax.cu", "PPPP80s", _typed(*(f"softmax_{team}" for team in _softmax_teams())), is_hot=True),
-    *_each("softmax/softmax.cu", "PPP80s", _typed(*(f"softmax_grad_{team}" for team in _softmax_teams())), is_hot=True),
+    *_each("softmax/softmax.cu", "PPPP96s", _typed(*(f"softmax_{team}" for team in _softmax_teams())), is_hot=True),
+    *_each("softmax/softmax.cu", "PPP96s", _typed(*(f"softmax_grad_{team}" for team in _softmax_teams())), is_hot=True),
     *_each("softmax/softmax.cu", "PPQQIf", _typed("dropout"), is_hot=True),
     *_each("quant/block_encode.cu", "PPPPP48s", _typed(*(f"block_quantize{b}{e}"
            for b in (8, 4) for e in ("", "_error"))), is_hot=True),
