@@ -59,3 +59,21 @@ def follow(device: torch.device, event: Any) -> None:
 def on_stream(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
     """The time in which this thread queues work for `device` on `stream`."""
     return nullcontext() if stream is None else module_of(device).stream(stream)
+
+
+class Readback:
+    """A number of a device on its way to the host; whoever asks for it waits for nothing that was queued later."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        """Args: `x` has one element."""
+        self._host = pinned(1, x.dtype).copy_(x.detach().reshape(1), non_blocking=True)
+        self._arrived = mark(x.device)
+
+    def __float__(self) -> float:
+        self._arrived.synchronize()
+        return float(self._host)
+
+
+def start_reading(x: torch.Tensor) -> float | Readback:
+    """The number in `x`, which has one element; `float` of it may wait."""
+    return Readback(x) if is_on_device(x) else float(x.detach())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mpispeed.base.device import Readback, start_reading
 from mpispeed.base.errors import MpispeedError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.base.tensor_tree import move
@@ -46,7 +47,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         self._accumulation = Accumulation(parts.plan.batch.gradient_accumulation_steps)
         self._was_step_applied = False
         self._norm: float | None = None
-        self._losses: list[float | torch.Tensor] = []  # of this batch; those of a device are read once in a step
+        self._losses: list[float | Readback] = []  # of this batch
         self._step_start = time.perf_counter()
         self._is_closed = False
         self._absence: Absence | None = None
@@ -122,7 +123,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
             backward_scaled(loss, self.parts.scaler.scale, retain_graph=retain_graph)
         self.parts.end_backward()
         self.counters.pending_backwards += 1
-        self._losses.append(float(loss.detach()) if loss.device.type == "cpu" else loss.detach())
+        self._losses.append(start_reading(loss))
         self.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
         return loss
 
@@ -182,16 +183,16 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
 
         Collective over: the data axis.
         """
-        total = 0.0
+        losses: list[float | Readback] = []
         for _ in range(self.plan.batch.gradient_accumulation_steps):
             batch = next(data_iter)
             if self.plan.device.type != "cpu":
                 batch = move(batch, self.plan.device)
             arguments = batch if isinstance(batch, tuple | list) else (batch,)
             output = self(*arguments)
-            total += float(self.backward(output if loss_fn is None else loss_fn(output, batch)).detach())
+            losses.append(start_reading(self.backward(output if loss_fn is None else loss_fn(output, batch))))
             self.step()
-        return total
+        return sum(map(float, losses))
 
     # -- accumulation ------------------------------------------------------------------------------------------
 
