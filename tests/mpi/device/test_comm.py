@@ -43,7 +43,7 @@ def test_sums(comm, device, window, count, dtype):
     comm.reduce(expected, comm.size - 1)
     comm.reduce(x, comm.size - 1)
     assert same(x, expected)
-    for out in {dtype, torch.float32 if dtype == torch.bfloat16 else dtype}:
+    for out in [dtype, torch.float32] if dtype == torch.bfloat16 else [dtype]:
         expected, x = torch.zeros(count, dtype=out), torch.zeros(count, dtype=out, device=device)
         on_host = torch.zeros(count, dtype=out)
         comm.reduce_scatter(expected, whole.clone(), scale=scale)
