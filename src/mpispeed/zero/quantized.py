@@ -42,7 +42,7 @@ class Codes:
     def __init__(self, shard: torch.Tensor) -> None:
         self.numel, self.dtype = shard.numel(), shard.dtype
         self._grid = Grid(self.numel, default_block(self.numel))
-        self._coded = Coded.zeros(self._grid, 8)
+        self._coded = Coded.zeros(self._grid, 8, shard.device)
         self.keep(shard)
 
     @staticmethod
@@ -52,11 +52,11 @@ class Codes:
 
     def keep(self, shard: torch.Tensor) -> None:
         """Replace what is kept. Shapes: shard [numel]."""
-        quantize(self._coded, shard.to("cpu"), self._grid)
+        quantize(self._coded, shard.to(self._coded.codes.device), self._grid)
 
     def values(self) -> torch.Tensor:
         """What is kept, rounded. Shapes: [numel]."""
-        out = torch.empty(self.numel, dtype=self.dtype)
+        out = torch.empty(self.numel, dtype=self.dtype, device=self._coded.codes.device)
         dequantize(out, self._coded, self._grid)
         return out
 

@@ -20,9 +20,10 @@ def precision(name):
     return {} if name == "fp32" else {name: {"enabled": True, **more}}
 
 
-def run(section, accumulation=1, device=None, dtype="fp32", steps=5, **more):
+def run(section, accumulation=1, device=None, dtype="fp32", steps=5, is_partly_frozen=False, **more):
     settings = config(0, BATCH, accumulation, reduction="ordered", **precision(dtype), **more)
     model = moved(TinyLM(), device)
+    model.blocks[0].requires_grad_(not is_partly_frozen)
     engine = mpispeed.initialize(model=model, config=settings | {"zero_optimization": section})[0]
     if device is not None:
         assert engine.device == device
@@ -84,14 +85,15 @@ def test_tiers_in_files(device, on_host, mpi_tmp_path, kinds, dtype):
         {"zero_hpz_partition_size": 2},
         {"mics_shard_size": 2},
         {"zero_quantized_nontrainable_weights": True},
+        {"zero_quantized_nontrainable_weights": True, "offload_param": CPU},
     ],
     ids=str,
 )
 @pytest.mark.ranks(2, 4)
 def test_schemes(device, on_host, more):
-    found = run(zero(3, **more), 3, device, "bf16")
+    found = run(zero(3, **more), 3, device, "bf16", is_partly_frozen=True)
     on_host()
-    check_same(found, run(zero(3, **more), 3, None, "bf16"))
+    check_same(found, run(zero(3, **more), 3, None, "bf16", is_partly_frozen=True))
 
 
 @pytest.mark.ranks(1, 2)
