@@ -27,7 +27,8 @@ __device__ __forceinline__ void save_four(const float (&v)[4], T* to, u32 left, 
 template <class Add>
 __device__ __forceinline__ void walk(float* error, u64* limbs, u64 count, const Add& add) {
     const u32 lane = threadIdx.x & 31, quarter = (lane & 3) * 4;
-    const u64 tiles = (count + kTile - 1) / kTile, stride = static_cast<u64>(gridDim.x) * (kThreads / 32) * kTilesOfWarp;
+    const u64 tiles = (count + kTile - 1) / kTile;
+    const u64 stride = static_cast<u64>(gridDim.x) * (kThreads / 32) * kTilesOfWarp;
     const u64 first = (static_cast<u64>(blockIdx.x) * (kThreads / 32) + (threadIdx.x >> 5)) * kTilesOfWarp;
     const bool is_aligned_all = is_aligned(error) && add.is_aligned_all();
     u64 limb = 0;

@@ -115,10 +115,12 @@ __device__ __forceinline__ u64 pack_codes(const float* rounded) {
     return static_cast<u64>(half[1]) << 32 | half[0];
 }
 
-// Scales are normal floats, or 0 for zeros, or NaN for a block that is not finite. `peak`: bits of the largest magnitude.
+// Scales are normal floats, or 0 for zeros, or NaN for a block that is not finite. `peak`: bits of the largest
+// magnitude.
 template <int kBits>
 __device__ __forceinline__ float scale_of(u32 peak) {
-    const float smallest = __uint_as_float(0x00800000u), largest = __uint_as_float(kBits == 8 ? 0x7c010203u : 0x7e124924u);
+    const float smallest = __uint_as_float(0x00800000u);
+    const float largest = __uint_as_float(kBits == 8 ? 0x7c010203u : 0x7e124924u);
     const float scale = __fdiv_rn(__uint_as_float(peak), kBits == 8 ? 127.0f : 7.0f);
     if (peak <= 0x00400000u) return 0.0f;
     if (peak >= 0x7f800000u) return __uint_as_float(0x7fc00000u);

@@ -63,7 +63,8 @@ __device__ __forceinline__ void gather(Unit* out, const Unit* x, const Index* in
     if (row >= grid.rows) return;
     const Token token = token_of(row, grid.picked, grid);
     const u64 place = static_cast<u64>(static_cast<long long>(index[token.sample * grid.picked + token.place]));
-    const Unit* from = place < grid.tokens ? x + row_of({token.sample, place}, grid.tokens, grid) * grid.units : nullptr;
+    const u64 source = row_of({token.sample, place}, grid.tokens, grid);
+    const Unit* from = place < grid.tokens ? x + source * grid.units : nullptr;
     copy_row(out + row * grid.units, from, grid.units);
 }
 
