@@ -164,6 +164,8 @@ def test_addresses_are_handed_on_where_that_is_asked_for(comm, monkeypatch):
     """On host memory, whose addresses any MPI takes: verbs that move bytes, past the shared memory of a node."""
     monkeypatch.setenv(staging.POINTERS, "1")
     monkeypatch.setattr(staging, "_device_of", lambda *tensors: torch.device("cpu"))
+    finished = []
+    monkeypatch.setattr(staging, "_finish", finished.append)
     size, rank, count = comm.size, comm.rank, 1003
     out, own = torch.zeros(size * count), noise(rank, count, torch.float32)
     staging.all_gather(comm, out, own)
@@ -180,4 +182,5 @@ def test_addresses_are_handed_on_where_that_is_asked_for(comm, monkeypatch):
     while not all(poll() for poll in polls):
         pass
     assert bring is None
+    assert len(finished) == 5  # whatever the device was asked to write has to be there before MPI reads
     assert torch.equal(out, noise(before, size * count, torch.float32))
