@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base import device as devices
 from mpispeed.base.errors import AgreementError, UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ class Bundle:
         for entry, flat in zip(self._entries, flats, strict=True):
             self._copy(entry, flat)
         self._take_samples(flats)
+        # Copies to the host are only queued: who reads them there, as MPI does, waits for this.
+        source = tensors[0].device
+        self._copied = devices.mark(source) if policy.on_host and source.type != "cpu" else None
 
     @property
     def device_type(self) -> str:
@@ -137,8 +141,11 @@ class Bundle:
     def _allocated(self, policy: Policy, total: int, device: torch.device) -> torch.Tensor:
         if policy.slots is not None:
             return policy.slots.take(self, total, device)
-        is_pinned = policy.on_host and torch.cuda.is_available()
-        return torch.empty(total, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        return (
+            devices.pinned(total, torch.uint8)
+            if policy.on_host
+            else torch.empty(total, dtype=torch.uint8, device=device)
+        )
 
     def _copy(self, entry: _Entry, flat: tuple[torch.Tensor, tuple[int, ...]]) -> None:
         values, place = flat[0], self._memory[entry.start : entry.start + entry.nbytes].view(entry.dtype)
@@ -174,6 +181,8 @@ class Bundle:
         if comm is None:
             msg = "slices are kept and no group of ranks to collect them from"
             raise UsageError(msg)
+        if self._copied is not None:
+            self._copied.synchronize()
         message = self._memory[: self._message_bytes].cpu()
         whole = torch.empty(comm.size * message.numel(), dtype=torch.uint8)
         label = f"of checkpointed call {self._number}, {message.numel()} bytes"

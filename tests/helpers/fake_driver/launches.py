@@ -32,6 +32,13 @@ class Stream:
         self.waits.append((self.cuda_stream, other.cuda_stream))
 
 
+class Event:
+    """As torch.cuda.Event: to record one is a call of the runtime."""
+
+    def record(self, stream: Stream) -> None:
+        _driver.mpispeed_fake_runtime_call()
+
+
 now = Stream(0)
 
 
@@ -41,6 +48,8 @@ def stand_in_for_torch() -> None:
     torch.cuda.synchronize = lambda index=None: None
     torch.cuda.get_device_properties = lambda index: SimpleNamespace(multi_processor_count=4, major=9, minor=0)
     torch.cuda.ExternalStream = Stream
+    torch.cuda.Event = Event
+    torch.cuda.current_device = lambda: 0
     torch.cuda.current_stream = lambda index=None: now
 
 

@@ -20,11 +20,13 @@ from torch import Tensor
 from mpispeed.base.errors import NativeMissing
 from mpispeed.base.log import once
 from mpispeed.native.cuda import store
-from mpispeed.native.cuda.catalog import KERNELS, of_source
+from mpispeed.native.cuda.catalog import KERNELS, of_source, sources
 
 _logger = logging.getLogger(__name__)
 
 Size = tuple[int, int, int]
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 class Launcher(Protocol):
@@ -82,6 +84,14 @@ def unusable_reason() -> str:
     return _on_device(torch.cuda.current_device())[1]
 
 
+class _Side(threading.local):
+    """What a thread has of its own: whether the context is current in it, and its stream of pycuda."""
+
+    is_ready = False
+    stream: Any = None
+    outer: Any = None
+
+
 class DeviceLauncher:
     """Kernels of one device.
 
@@ -93,20 +103,21 @@ class DeviceLauncher:
         self._driver = _driver()
         self._lock = threading.Lock()
         self._functions: dict[str, Any] = {}
-        self._modules: list[Any] = []
+        self._kept: list[
+            Any
+        ] = []  # modules and streams are never given back: kernels may be on their way until the end
+        self._own = _Side()
+        self.index = index
         with torch.cuda.device(index):
             torch.cuda.synchronize(index)  # makes the primary context, which pycuda then shares
             properties = torch.cuda.get_device_properties(index)
             self._processors = int(properties.multi_processor_count)
             self.arch = f"sm_{properties.major}{properties.minor}"
-            self.index = index
             self._driver.init()
             self._context = self._driver.Device(index).retain_primary_context()
-            with self._current() as driver:
-                self._side = driver.Stream()
-            self._outer = torch.cuda.ExternalStream(self._side.handle, device=index)
         # A device without compiler or machine code is found out here, once, not in the middle of a step.
-        self._load(KERNELS[next(iter(KERNELS))].source)
+        store.check_available(sources(), self.arch)
+        self._load(sources()[0])
 
     @property
     def processors(self) -> int:
@@ -125,11 +136,23 @@ class DeviceLauncher:
         code = store.machine_code(source, self.arch)
         with self._current() as driver:
             module = driver.module_from_buffer(code)
-            self._modules.append(module)  # unloaded never: kernels may be on their way until the process ends
+            self._kept.append(module)
             for kernel in of_source(source):
                 function = module.get_function(kernel.name)
                 function.prepare(kernel.arguments)
                 self._functions[kernel.name] = function
+
+    def _get_ready(self) -> None:
+        """A thread of autograd has no context before its first call of the runtime, and a launch needs one."""
+        torch.cuda.Event().record(torch.cuda.current_stream(self.index))
+        self._own.is_ready = True
+
+    def _make_side(self) -> None:
+        """A stream that the legacy default stream does not wait for; one for each thread, which then share nothing."""
+        with self._current() as driver:
+            self._own.stream = driver.Stream(_NON_BLOCKING)
+        self._own.outer = torch.cuda.ExternalStream(self._own.stream.handle, device=self.index)
+        self._kept.append(self._own.stream)
 
     def launch(self, kernel: str, grid: Size, threads: Size, *args: Any, shared_bytes: int = 0) -> None:
         """Run `kernel` on torch's current stream of this device."""
@@ -137,14 +160,24 @@ class DeviceLauncher:
             with self._lock:
                 if kernel not in self._functions:
                     self._load(KERNELS[kernel].source)
-        function = self._functions[kernel]
+        if torch.cuda.current_device() == self.index and self._own.is_ready:
+            self._queue(self._functions[kernel], grid, threads, args, shared_bytes)
+            return
+        with torch.cuda.device(self.index):
+            if not self._own.is_ready:
+                self._get_ready()
+            self._queue(self._functions[kernel], grid, threads, args, shared_bytes)
+
+    def _queue(self, function: Any, grid: Size, threads: Size, args: tuple[Any, ...], shared_bytes: int) -> None:
         now = torch.cuda.current_stream(self.index)
         if now.cuda_stream == 0:
             function.prepared_async_call(grid, threads, None, *args, shared_size=shared_bytes)
             return
-        self._outer.wait_stream(now)
-        function.prepared_async_call(grid, threads, self._side, *args, shared_size=shared_bytes)
-        now.wait_stream(self._outer)
+        if self._own.stream is None:
+            self._make_side()
+        self._own.outer.wait_stream(now)
+        function.prepared_async_call(grid, threads, self._own.stream, *args, shared_size=shared_bytes)
+        now.wait_stream(self._own.outer)
 
 
 def _driver() -> Any:

@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -72,6 +72,18 @@ def machine_code(source: str, arch: str) -> bytes:
                 code, _ = toolchain.compile_source(source, arch)
                 publish(code, kept)
     return kept.read_bytes()
+
+
+def check_available(wanted: Iterable[str], arch: str) -> None:
+    """Check that there is machine code for every source, or a compiler to make it.
+
+    Raises:
+        NativeMissing: a source was not built ahead, and there is no compiler or no folder for what it makes.
+    """
+    if any(_built_ahead(source, arch) is None for source in wanted):
+        toolchain.check_architecture(arch)
+        toolchain.version(toolchain.find_nvcc())
+        cache_folder()
 
 
 def publish(code: bytes, path: Path) -> None:
