@@ -8,6 +8,7 @@ python -m tests.helpers.every_face host fault    one that writes past the end of
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import torch
 
@@ -17,7 +18,7 @@ from mpispeed.native.cuda.catalog import KERNELS
 from mpispeed.native.device_optim import DeviceTable
 from mpispeed.native.drop_norm import bias_dropout_layer_norm
 from mpispeed.native.host_table import STATE_NAMES, Row
-from mpispeed.native.host_terms import adagrad_terms, adam_terms, lamb_terms, lion_terms
+from mpispeed.native.host_terms import adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
 from mpispeed.native.norm import add_layer_norm, layer_norm, rms_norm
 from mpispeed.native.rotary import rotary_tables, split_qkv
 from mpispeed.native.softmax import causal_softmax, masked_softmax, run_dropout
@@ -59,6 +60,20 @@ class Faces:
                 rows.append(Row(made[0], tuple(states), made[1], low))
             DeviceTable(rule, rows).run([terms])
 
+    def onebit(self, out: torch.dtype | None) -> None:
+        """The elementwise rules of 1-bit optimizers; one of them writes its parameters to `out` only."""
+        terms = onebit_terms(eps=1e-8, **_BETAS, **_COMMON)
+        for rule in ("onebit_adam", "zero_one_coded", "zero_one_local", "zero_one_drift", "zero_one_settle"):
+            low = torch.float32 if out is None and rule == "zero_one_local" else out
+            rows = []
+            for count, offset in ((1, 0), (37, 1), (17_001, 0)):
+                param, grad, *states = (
+                    self.odd(count, offset=offset).detach().abs() for _ in range(2 + len(STATE_NAMES[rule]))
+                )
+                copy = None if low is None else self.odd(count, dtype=low, offset=offset).detach()
+                rows.append(Row(param, tuple(states), grad, copy))
+            DeviceTable(rule, rows).run([terms])
+
     def layers(self, dtype: torch.dtype) -> None:
         """Forward and backward passes; rows shorter and longer than a block, of any and of whole 16 bytes."""
         for rows, cols, offset in ((3, 65, 1), (5, 1024, 0), (2, 2064, 0), (2, 5001, 1)):
@@ -76,11 +91,14 @@ class Faces:
 
     def attention(self, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
         """Rows for a part of a warp, for a warp, a block, and longer ones."""
-        for length in lengths:
-            scores = self.odd(1, 2, 3, length, dtype=dtype)
+        for length, offset in product(lengths, (0, 1)):
+            scores = self.odd(1, 2, 3, length, dtype=dtype, offset=offset)
             mask = torch.zeros(1, 1, 1, length, dtype=dtype, device=self.device)
-            total = masked_softmax(scores, mask, ratio=0.1).sum() + masked_softmax(scores, mask).sum()
-            (total + causal_softmax(self.odd(2, 3, length, dtype=dtype)).sum()).backward()
+            for ratio in (0.0, 0.1):
+                probs = masked_softmax(scores, mask, ratio=ratio)
+                # A gradient of its own memory: that of a sum is one number, which is copied to an aligned place.
+                probs.backward(self.odd(*scores.shape, dtype=dtype, offset=offset).detach())
+            causal_softmax(self.odd(2, 3, length, dtype=dtype)).sum().backward()
         probs = self.odd(7, 33, dtype=dtype).detach()
         run_dropout(probs, torch.tensor(5), 0.2)
 
@@ -133,8 +151,9 @@ class Faces:
                 for grad in (torch.float32, kind):
                     for state in (torch.float32, kind):
                         self.optimizers(kind, grad, state, None)
+            self.onebit(None if kind == torch.float32 else kind)
             self.layers(kind)
-            self.attention(kind, (7, 400, 700, 9001))
+            self.attention(kind, (7, 64, 400, 704, 701, 8200, 9001))
             self.codes(kind)
             tensors = [self.odd(count, dtype=kind).detach() for count in (1, 33, 40_001)]
             device_norm.norm_and_finite(tensors)
