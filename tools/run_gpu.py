@@ -18,7 +18,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks" / "gpu"
-TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "-rs", "tests/gpu")
+TESTS = (
+    "-m",
+    "pytest",
+    "-v",
+    "-p",
+    "no:cacheprovider",
+    "--durations=5",
+    "-rs",
+)  # -v: what a limit ends shows how far it was
+_WHOLE = ("tests/gpu/test_engine.py", "tests/gpu/test_comm.py", "tests/gpu/test_transformer_layer.py")
+TEST_PARTS = {
+    "tests/gpu of kernels": ("tests/gpu", *(f"--ignore={path}" for path in (*_WHOLE, "tests/gpu/test_sanitizer.py"))),
+    "tests/gpu of engines and layers": _WHOLE,
+    "tests/gpu/test_sanitizer.py": ("tests/gpu/test_sanitizer.py",),
+}
 
 
 def names() -> list[str]:
@@ -65,7 +79,7 @@ def main() -> int:
     if reason := usable():
         print(f"make gpu: kernels cannot run here: {reason}", file=sys.stderr)
         return 2
-    parts = [] if asked.no_tests else [("tests/gpu", TESTS)]
+    parts = [] if asked.no_tests else [(name, (*TESTS, *words)) for name, words in TEST_PARTS.items()]
     for name in [] if asked.no_benchmarks else asked.benchmarks or names():
         record = str(asked.results / f"gpu-{name.replace('_', '-')}.json")
         parts.append((f"benchmarks/gpu/{name}.py", (str(BENCHMARKS / f"{name}.py"), "--json", record)))

@@ -24,4 +24,6 @@ def device():
     """The GPU, idle before and after a test, so that a failed kernel is that of its test."""
     torch.cuda.synchronize()
     yield torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.get_sync_debug_mode():
+        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

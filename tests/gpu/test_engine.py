@@ -22,15 +22,6 @@ SECTIONS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def whole_products():
-    """Matrix products of fp32 in fp32, as on the host."""
-    kept = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = kept
-
-
 def start(section, monkeypatch, where="cuda", **more):
     monkeypatch.setenv("MPISPEED_DEVICE", where)
     settings = config(0, BATCH, 1, reduction="ordered", **more) | {"zero_optimization": section}

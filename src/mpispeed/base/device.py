@@ -29,6 +29,12 @@ def use(device: torch.device) -> None:
         _USED[:] = [device]
 
 
+def notice(device: torch.device) -> None:
+    """A tensor of `device` is at hand: this process computes there, unless it was told of another one."""
+    if not _USED:
+        use(device)
+
+
 def used() -> torch.device | None:
     """The device of this process; None while it computes on the host."""
     return _USED[0] if _USED else None

@@ -9,26 +9,38 @@ from typing import Any
 import torch
 
 
-def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with `fn` of its tensors; containers are copied, other types are returned as they are."""
+def map_tensors(
+    tree: Any, fn: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any] | None = None
+) -> Any:
+    """`tree` with `fn` of its tensors; containers are copied, other types are returned as they are.
+
+    With `other` it gets what is no tensor and has a method `to`, as packed sequences and batches of libraries.
+    """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
+    if other is not None and callable(getattr(tree, "to", None)):
+        return other(tree)
     if isinstance(tree, dict):
         result = copy.copy(tree)
         for key, value in tree.items():
-            result[key] = map_tensors(value, fn)
+            result[key] = map_tensors(value, fn, other)
         return result
     if isinstance(tree, tuple):
-        items = [map_tensors(item, fn) for item in tree]
+        items = [map_tensors(item, fn, other) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, list):
-        return [map_tensors(item, fn) for item in tree]
+        return [map_tensors(item, fn, other) for item in tree]
     return tree
 
 
-def move(tree: Any, device: torch.device) -> Any:
+def move(tree: Any, device: torch.device, *, is_own: bool = False) -> Any:
     """`tree` with its tensors on `device`; those that are there already are the same objects.
 
-    Copies out of page-locked memory are queued; what the caller's stream does next comes after them.
+    Args:
+        tree: of tensors, and of what moves itself by a method `to`.
+        device: where they go.
+        is_own: nobody writes to the tensors any more, so that copies out of page-locked memory need only be queued.
     """
-    return map_tensors(tree, lambda x: x.to(device, non_blocking=device.type != "cpu"))
+    if device.type == "cpu":
+        return map_tensors(tree, lambda x: x.to(device))
+    return map_tensors(tree, lambda x: x.to(device, non_blocking=is_own), lambda batch: batch.to(device))

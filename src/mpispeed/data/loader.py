@@ -148,7 +148,7 @@ class ShardedLoader:
             for batch in self._open():
                 self._offset += self.micro_batch * self.size
                 is_empty = False
-                yield batch if self.device.type == "cpu" else move(batch, self.device)
+                yield batch if self.device.type == "cpu" else move(batch, self.device, is_own=True)
                 if loads != self._loads:
                     break  # a state was loaded meanwhile; go on from there
             else:
@@ -226,7 +226,8 @@ class ShardedLoader:
         shared: dict[str, Any] = {
             "num_workers": self.workers,
             "collate_fn": self.collate_fn or default_collate,
-            "pin_memory": self.pin_memory and torch.cuda.is_available(),
+            # Copies out of other memory wait for all that the device has been given.
+            "pin_memory": torch.cuda.is_available() and (self.pin_memory or self.device.type == "cuda"),
             "generator": dice,
         }
         if self._is_stream:

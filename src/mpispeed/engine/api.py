@@ -132,7 +132,7 @@ def initialize(
     world = init_distributed()
     source = _shared_source(world, args, config if config is not None else config_params)
     loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model))
-    _adopt_local_rank(args, world)
+    _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
     slice_layers(plan, mesh, model)
     given = optimizer, model_parameters, training_data, lr_scheduler
@@ -259,8 +259,8 @@ def _floating_dtype(model: torch.nn.Module) -> torch.dtype:
     return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
 
 
-def _adopt_local_rank(args: argparse.Namespace | None, world: World) -> None:
-    """`args.local_rank` follows the communicator, as scripts expect after initialize."""
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+def _adopt_local_rank(args: argparse.Namespace | None, number: int) -> None:
+    """`args.local_rank` is what scripts expect after initialize: the number of the own device, or of the rank."""
+    os.environ.setdefault("LOCAL_RANK", str(number))
     if args is not None and hasattr(args, "local_rank"):
-        args.local_rank = world.local_rank
+        args.local_rank = number

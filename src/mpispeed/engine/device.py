@@ -9,6 +9,8 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import ConfigError
+from mpispeed.base.units import format_ranks
+from mpispeed.mesh.staging import POINTERS, takes_pointers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,15 +35,24 @@ def choose_device(world: World, model: nn.Module) -> torch.device:
         _check_model(model, device)
     except ConfigError as error:
         problem = str(error)
-    found = world.comm.gather_objects((problem, device.type))
-    failed = [(rank, text) for rank, (text, _) in enumerate(found) if text]
+    except RuntimeError as error:  # of the driver: the device is used by others alone, or has no memory left
+        problem = (
+            f"{device} cannot be used: {str(error).strip().splitlines()[0]}; several ranks may need a device that is "
+            f"not in exclusive mode. Look at it with nvidia-smi, or set {VARIABLE}"
+        )
+    found = world.comm.gather_objects((problem, device.type, takes_pointers()))
+    failed = [(rank, text) for rank, (text, *_) in enumerate(found) if text]
     if failed:
         msg = failed[0][1] + (f" (on rank {failed[0][0]})" if len(failed) < len(found) else "")
         raise ConfigError(msg)
-    kinds = {kind: rank for rank, (_, kind) in reversed(list(enumerate(found)))}
+    kinds = {kind: rank for rank, (_, kind, _) in reversed(list(enumerate(found)))}
     if len(kinds) > 1:
         shown = ", ".join(f"rank {rank} {kind}" for kind, rank in sorted(kinds.items(), key=lambda item: item[1]))
         msg = f"ranks would compute on different kinds of devices ({shown}); set {VARIABLE} to one of them on all ranks"
+        raise ConfigError(msg)
+    if len({pointers for *_, pointers in found}) > 1:
+        which = format_ranks([rank for rank, (*_, pointers) in enumerate(found) if pointers])
+        msg = f"{POINTERS} is 1 on {which} only; messages would not match. Set it on all ranks or on none"
         raise ConfigError(msg)
     if device.type != "cpu":
         devices.module_of(device).set_device(device)

@@ -60,7 +60,8 @@ PROPERTIES: dict[str, Callable[[Parts], Any]] = {
     "skipped_steps": lambda p: p.counters.skipped_steps,
     "world_size": lambda p: p.mesh.size,
     "global_rank": lambda p: p.mesh.rank,
-    "local_rank": lambda p: p.mesh.world.local_rank,
+    # On a device the number of the own one: `batch.to(engine.local_rank)` is what scripts do with it.
+    "local_rank": lambda p: p.mesh.world.local_rank if p.plan.device.index is None else p.plan.device.index,
     "dp_world_size": lambda p: p.mesh["data"].size,
     "mp_world_size": lambda p: p.mesh["model"].size,
     "data_parallel_group": lambda p: p.mesh["data"],

@@ -27,7 +27,7 @@ def flat(comm: Comm, x: torch.Tensor, verb: str) -> torch.Tensor:
         )
         raise CommError(msg)
     if x.device.type != "cpu":
-        devices.use(x.device)  # before anything is started: what is, keeps to the order of its streams
+        devices.notice(x.device)  # before anything is started: what is, keeps to the order of its streams
     return x.detach().view(-1)
 
 

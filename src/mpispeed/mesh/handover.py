@@ -26,9 +26,14 @@ class Handover:
         """Note what this thread has queued."""
         self._device, self._begin = device, devices.mark(device)
         self._end: Any = None
+        self._held: Any = None
 
     def carrying(self, fn: Callable[[Comm], object]) -> Callable[[Comm], object]:
-        """`fn`, on the stream of the thread that calls it."""
+        """`fn`, on the stream of the thread that calls it; what it holds is held until `join`.
+
+        Memory that the lane's stream still works on would otherwise go back to the stream it came from.
+        """
+        self._held = fn
 
         def carried(comm: Comm) -> None:
             with devices.on_stream(self._device, _own_stream(self._device)):
@@ -44,6 +49,7 @@ class Handover:
         """What this thread queues from now on comes after the verb. Not blocking."""
         if self._end is not None:
             devices.follow(self._device, self._end)
+        self._held = None
 
 
 def begin() -> Handover | None:
@@ -55,5 +61,7 @@ def begin() -> Handover | None:
 def _own_stream(device: torch.device) -> Any:
     streams = _OWN.__dict__.setdefault("streams", {})
     if device not in streams:
+        # A thread begins at the first device of the node: calls there would leave a context in its memory.
+        devices.module_of(device).set_device(device)
         streams[device] = devices.module_of(device).Stream(device=device)
     return streams[device]

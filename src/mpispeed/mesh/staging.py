@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 WINDOW_BYTES = 16 << 20
 """Most of a window: large enough for the link, small enough that the first copy is soon over."""
 
+_SLACK = 16
+"""For the alignment of parts of a window; with it a buffer has a power of two bytes, as page-locked memory comes."""
+
 SLOTS = 3
 """One is filled, one travels, one is copied back."""
 
@@ -74,7 +77,7 @@ class _Window:
 
     def claim(self, nbytes: int) -> None:
         """Take the slot, for `nbytes` in all."""
-        self._memory, self._used = self.slot.room(nbytes + 16), 0
+        self._memory, self._used = self.slot.room(nbytes + _SLACK), 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Part of the slot. Shapes: [count]."""
@@ -85,7 +88,7 @@ class _Window:
 
 def _windows(device: torch.device, width: int, row_bytes: int) -> Iterator[_Window]:
     """Cut rows of `width` elements, of which one of each takes `row_bytes`; at least one window, maybe empty."""
-    step = max(WINDOW_BYTES // max(row_bytes, 1), 1)
+    step = max((WINDOW_BYTES - _SLACK) // max(row_bytes, 1), 1)
     slots = _OWN.__dict__.setdefault("slots", [_Slot() for _ in range(SLOTS)])
     for number, start in enumerate(range(0, max(width, 1), step)):
         yield _Window(device, slots[number % SLOTS], start, min(start + step, width))

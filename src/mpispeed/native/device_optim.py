@@ -125,7 +125,14 @@ def _lay_out(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def upload(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """The bytes of an array on the device; the host does not wait, and may change the array at once."""
+    """The bytes of an array on the device; the host does not wait, and may change the array at once.
+
+    Raises:
+        UsageError: a CUDA graph is being captured, whose replays would copy from memory that is somebody else's then.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        msg = "tables of an optimizer or a norm are copied to the device; they cannot be part of a captured CUDA graph"
+        raise UsageError(msg)
     data = torch.from_numpy(array.view(np.uint8).reshape(-1))
     return data.clone() if device.type == "cpu" else data.pin_memory().to(device, non_blocking=True)
 

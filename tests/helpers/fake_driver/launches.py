@@ -50,6 +50,7 @@ def stand_in_for_torch() -> None:
     torch.cuda.ExternalStream = Stream
     torch.cuda.Event = Event
     torch.cuda.current_device = lambda: 0
+    torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda index=None: now
 
 

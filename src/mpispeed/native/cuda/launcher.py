@@ -7,6 +7,7 @@ ordered, so no tensor needs `record_stream`.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mpispeed.base.errors import NativeMissing
+from mpispeed.base.errors import NativeMissing, UsageError
 from mpispeed.base.log import once
 from mpispeed.native.cuda import store
 from mpispeed.native.cuda.catalog import KERNELS, of_source, sources
@@ -115,6 +116,8 @@ class DeviceLauncher:
             self.arch = f"sm_{properties.major}{properties.minor}"
             self._driver.init()
             self._context = self._driver.Device(index).retain_primary_context()
+        # For ever: at the end of the interpreter pycuda would detach what torch's memory still lives in.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         # A device without compiler or machine code is found out here, once, not in the middle of a step.
         store.check_available(sources(), self.arch)
         self._load(sources()[0])
@@ -133,6 +136,7 @@ class DeviceLauncher:
             self._driver.Context.pop()
 
     def _load(self, source: str) -> None:
+        _refuse_capture(f"the kernels of {source} are loaded")
         code = store.machine_code(source, self.arch)
         with self._current() as driver:
             module = driver.module_from_buffer(code)
@@ -149,6 +153,7 @@ class DeviceLauncher:
 
     def _make_side(self) -> None:
         """A stream that the legacy default stream does not wait for; one for each thread, which then share nothing."""
+        _refuse_capture("a thread launches its first kernel on this kind of stream")
         with self._current() as driver:
             self._own.stream = driver.Stream(_NON_BLOCKING)
         self._own.outer = torch.cuda.ExternalStream(self._own.stream.handle, device=self.index)
@@ -178,6 +183,17 @@ class DeviceLauncher:
         self._own.outer.wait_stream(now)
         function.prepared_async_call(grid, threads, self._own.stream, *args, shared_size=shared_bytes)
         now.wait_stream(self._own.outer)
+
+
+def _refuse_capture(what: str) -> None:
+    """A load within the capture of a graph would break it, with an error that names nothing.
+
+    Raises:
+        UsageError: a graph is being captured.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        msg = f"{what} while a CUDA graph is captured; run the same once on that stream before you capture it"
+        raise UsageError(msg)
 
 
 def _driver() -> Any:

@@ -9,13 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mpispeed.base.errors import UsageError
+
 _MASK = 0xFFFFFFFF
 _FACTORS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def draw_seed() -> Tensor:
-    """A new seed: an int64 scalar in host memory, from torch's default generator of the host."""
+    """A new seed: an int64 scalar in host memory, from torch's default generator of the host.
+
+    Raises:
+        UsageError: a CUDA graph is being captured, which would drop the same elements in every replay.
+    """
+    is_eager = torch.cuda.is_initialized() and not torch.compiler.is_compiling()
+    if is_eager and torch.cuda.is_current_stream_capturing():
+        msg = (
+            "a seed of dropout is drawn while a CUDA graph is captured, and every replay would drop the same elements; "
+            "capture without dropout (eval mode or ratio 0), or with torch's own"
+        )
+        raise UsageError(msg)
     return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
 
 
