@@ -83,6 +83,9 @@ def main() -> int:
     for name in [] if asked.no_benchmarks else asked.benchmarks or names():
         record = str(asked.results / f"gpu-{name.replace('_', '-')}.json")
         parts.append((f"benchmarks/gpu/{name}.py", (str(BENCHMARKS / f"{name}.py"), "--json", record)))
+        if name == "engine":
+            shared = ("--ranks", "2", "--json", str(asked.results / "gpu-engine-2-ranks.json"))
+            parts.append(("two ranks on one GPU", (str(BENCHMARKS / "engine.py"), *shared)))
     ended = [run(name, words, asked.limit) for name, words in parts]
     print("\n".join(line for line, _ in ended))
     return int(not all(is_fine for _, is_fine in ended))

@@ -52,7 +52,7 @@ def current_stream(device: torch.device) -> Any:
 
 def mark(device: torch.device) -> Any:
     """An event behind everything that this thread has queued so far."""
-    event = module_of(device).Event()
+    event = module_of(device).Event(blocking=True)  # who waits for it on the host sleeps; others may need the core
     event.record(current_stream(device))
     return event
 

@@ -346,7 +346,7 @@ def _fetched(x: torch.Tensor) -> torch.Tensor:
 
 def _finish(device: torch.device) -> None:
     """Until what this thread has queued is done."""
-    devices.current_stream(device).synchronize()
+    devices.mark(device).synchronize()
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:
