@@ -5,8 +5,8 @@
 
 Both sides train in bf16 with fp32 masters, clipping by the global norm and AdamW; the plain loop is the shortest that
 does so. Sizes are those of a step of 100 ms or more on an H200. Ten steps are timed at a time by the clock of the host,
-from an idle device to an idle device, sides in turns, each with batches out of page-locked memory: a side that waits for
-the device within a step loses the lead that the host has over it, and that counts.
+from an idle device to an idle device, sides in turns, each with batches out of page-locked memory: a side that waits
+for the device within a step loses the lead that the host has over it, and that counts.
 """
 
 from __future__ import annotations
