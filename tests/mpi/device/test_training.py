@@ -27,6 +27,7 @@ def run(section, accumulation=1, device=None, dtype="fp32", steps=5, is_partly_f
     engine = mpispeed.initialize(model=model, config=settings | {"zero_optimization": section})[0]
     if device is not None:
         assert engine.device == device
+        assert engine.local_rank == device.index  # scripts write batch.to(engine.local_rank)
         assert all(param.device == device for param in engine.module.parameters())
     losses = train_engine(engine, batches(steps, BATCH))
     found = losses, engine.get_global_grad_norm(), {k: v.cpu() for k, v in weights(engine).items()}

@@ -1,15 +1,20 @@
 """Which device a rank computes on, what is refused there, and scratch that keeps to the order of streams."""
 
+import gc
+import threading
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import ConfigError, UnsupportedOption
+from mpispeed.base.tensor_tree import move
 from mpispeed.config.load import validate
 from mpispeed.engine import device as engine_device
 from mpispeed.engine.plan import make_plan
-from mpispeed.mesh import sim
+from mpispeed.mesh import handover, sim
 from mpispeed.store.arena import Arena
 from mpispeed.store.tiers import GRAD, MASTER, PARAM, Tiers
 from tests.helpers.device import stand_in
@@ -117,3 +122,61 @@ def test_scratch_is_used_again_in_the_order_of_streams():
     assert again is buffer
     assert torch.equal(target, torch.ones(1000))
     assert arena.take(1000, torch.float32, on_host=True).device.type == "cpu"
+
+
+def test_device_pointers_on_some_ranks_only_are_refused(monkeypatch):
+    found = iter([True, False])
+    monkeypatch.setattr(engine_device, "takes_pointers", lambda: next(found))
+    with pytest.raises(ConfigError, match=r"MPISPEED_DEVICE_POINTERS is 1 on rank [01] only"):
+        chosen(monkeypatch, stand_in().type, 2)
+
+
+def test_a_device_that_refuses_is_told_with_its_words(monkeypatch):
+    def refuse(model, device):
+        msg = "CUDA-capable device(s) is/are busy or unavailable\nmore words"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(engine_device, "_check_model", refuse)
+    with pytest.raises(
+        ConfigError, match=r"standin:0 cannot be used: CUDA-capable device\(s\) is/are busy .*exclusive"
+    ):
+        chosen(monkeypatch, stand_in().type)
+
+
+def test_what_moves_itself_is_asked_to(monkeypatch):
+    """A packed sequence keeps its sizes on the host; a batch of a library has its own way."""
+    from collections import UserDict
+
+    class Batch(UserDict):
+        def to(self, device):
+            return Batch({key: value.to(device) for key, value in self.items()})
+
+    device = stand_in()
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    found = move({"a": (packed, [torch.ones(2)]), "b": Batch(x=torch.ones(1)), "c": "word"}, device)
+    assert found["a"][0].data.device == device
+    assert found["a"][0].batch_sizes.device.type == "cpu"
+    assert found["a"][1][0].device == device
+    assert found["b"]["x"].device == device
+    assert found["c"] == "word"
+
+
+def test_memory_of_a_started_verb_lives_until_it_is_joined():
+    """Its stream may still be at work when the thread that carried it out is done."""
+    device = stand_in()
+    devices.use(device)
+    scratch = torch.ones(8, device=device)
+    alive, target = weakref.ref(scratch), torch.zeros(8, device=device)
+    handed = handover.begin()
+    body = handed.carrying(lambda comm, scratch=scratch: target.add_(scratch))
+    del scratch
+    thread = threading.Thread(target=body, args=(None,))
+    thread.start()
+    thread.join()
+    del body
+    gc.collect()
+    assert alive() is not None
+    handed.join()
+    gc.collect()
+    assert alive() is None
+    assert target.cpu().tolist() == [1.0] * 8
