@@ -31,6 +31,14 @@ RANKS = (1, 2, 3, 4)
 MOST_CORES = 4
 """Taken without being asked: a container may own fewer cores than it sees."""
 
+MOSTLY_WAITING = {
+    "test_lost_node": 0,
+    **dict.fromkeys(
+        ("test_hangs", "test_exits", "test_walltime", "test_drills", "test_two_hosts", "test_restart"), 0.5
+    ),
+}
+"""Jobs that wait for clocks and for ends of processes, and the share of a core that they were seen to use."""
+
 LIMIT_SECONDS = 1500
 """Of one piece; MPI groups and jobs have their own, shorter ones."""
 
@@ -46,7 +54,7 @@ class Piece:
     part: str
     name: str
     words: tuple[str, ...]
-    cores: int = 1
+    cores: float = 1
 
 
 @dataclass
@@ -103,7 +111,10 @@ def all_pieces(records: Path) -> list[Piece]:
     Jobs have several ranks, but are mostly starts of processes one after the other.
     """
     files = sorted((ROOT / "tests" / "jobs").rglob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
-    jobs = [Piece("jobs", f"jobs/{path.stem}", (*PYTEST, str(path))) for path in files]
+    jobs = [
+        Piece("jobs", f"jobs/{path.stem}", (*PYTEST, str(path)), cores=MOSTLY_WAITING.get(path.stem, 1))
+        for path in files
+    ]
     package = Piece("package", "package", ("tools/check_package.py",))
     # First of all, beside the others: its jobs wait for the clock, and use a twelfth of a core.
     slurm = Piece("slurm", "slurm", (*PYTEST, "tests/slurm"), cores=0)
