@@ -24,6 +24,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.system import cannot
+
 HEAD = "head"
 DEVICE = "link0"
 SUBNET = "10.77.34"
@@ -117,16 +119,15 @@ def joined_hosts(folder: Path, names: Sequence[str] = ("h1", "h2")) -> Iterator[
 
 
 def require_namespaces() -> None:
-    """Skip where the kernel makes no namespaces for this user; a missing package is a failure with CI=true."""
+    """Skip where packages are missing or the kernel makes no namespaces for this user; with CI=true fail."""
     missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool) is None})
     if missing:
-        reason = f"hosts on one machine need {', '.join(missing)}"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+        cannot(f"hosts on one machine need {', '.join(missing)}")
     tried = subprocess.run(
         ["unshare", "--net", "--uts", "--ipc", "--mount", "true"], capture_output=True, text=True, check=False
     )
     if os.geteuid() != 0 or tried.returncode:
-        pytest.skip(f"the kernel refuses namespaces here: {tried.stderr.strip() or 'not root'}")
+        cannot(f"the kernel refuses namespaces here: {tried.stderr.strip() or 'not root'}")
 
 
 def _namespace(name: str) -> str:

@@ -32,11 +32,6 @@ class Status:
         """True if it is known how the process ended."""
         return self.exit_code is not None or self.signal is not None
 
-    @property
-    def is_clean(self) -> bool:
-        """True if the process ended with exit code 0."""
-        return self.exit_code == 0
-
     def __str__(self) -> str:
         if self.signal is not None:
             return f"signal {self.signal} ({signal_name(self.signal)})"

@@ -347,18 +347,3 @@ def _fetched(x: torch.Tensor) -> torch.Tensor:
 def _finish(device: torch.device) -> None:
     """Until what this thread has queued is done."""
     devices.mark(device).synchronize()
-
-
-def on_host(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself in host memory, or a complete copy there."""
-    return _fetched(x.detach())
-
-
-def filled_by(out: torch.Tensor, fill: Callable[[torch.Tensor], object]) -> None:
-    """Let `fill` fill a host tensor like `out`, and bring it there; `out` itself where it is on the host."""
-    if not is_on_device(out):
-        fill(out)
-        return
-    host = devices.pinned(out.numel(), out.dtype).view(out.shape)
-    fill(host)
-    _fill(out, host)

@@ -43,10 +43,10 @@ def check_same(found, expected):
     assert all(torch.equal(found[2][name], expected[2][name]) for name in expected[2])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_schedules(device, on_host, comm, case):
-    if case.layout.ranks != comm.size:
-        pytest.skip(f"runs on {case.layout.ranks} ranks")
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.ranks(case.layout.ranks)) for case in CASES], ids=str
+)
+def test_schedules(device, on_host, case):
     found = run(case, device)
     on_host()
     check_same(found, run(case, None))
