@@ -4,18 +4,24 @@ PYTHON ?= python3
 VENV ?= .venv
 MPI ?= wheel
 TORCH_INDEX ?=
+KEEP ?=
 
 IN_VENV := $(VENV)/bin
 SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on PATH; install Python 3.10 or newer, or name one with PYTHON=" >&2; exit 1; }; \
 	"$(PYTHON)" tools/setup_env.py --venv "$(VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)"
+OLDEST_VENV = $(VENV)-oldest
+OLDEST_TORCH = 2.6.*
 
-.PHONY: help demo test soak matrix gpu lint build clean
+.PHONY: help demo test quick soak matrix oldest gpu lint build clean
 
 help:
 	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
 	@echo "make test    unit, property and rule tests, then the MPI tests on 1, 2, 3 and 4 ranks, whole jobs, jobs of SLURM, the package"
+	@echo "make quick   after a change: the tests nearest to it, the rules, a training on 2 ranks (some minutes)"
 	@echo "make soak    kill jobs a hundred times while they save; what was saved has to stay (about ten minutes)"
-	@echo "make matrix  train in every layout of ranks by every schedule; save under every layout, load under every other"
+	@echo "make matrix  train in every layout of ranks by every schedule; save under every layout, load under every other;"
+	@echo "             MPI tests with every combination of their cases and numbers of ranks instead of every pair"
+	@echo "make oldest  the tests of the torch.distributed backend on 2 ranks with the oldest torch, $(OLDEST_TORCH), in $(OLDEST_VENV)"
 	@echo "make gpu     the tests and benchmarks of kernels on this machine's GPU (needs pycuda: the extra [cuda])"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"
 	@echo "make build   the compiled modules in $(VENV) and a wheel in dist/"
@@ -26,6 +32,7 @@ help:
 	@echo "  VENV=$(VENV)      the folder of the environment"
 	@echo "  MPI=$(MPI)       wheel: install an MPI from a wheel; site: use the mpirun on PATH"
 	@echo "  TORCH_INDEX=$(TORCH_INDEX)     a package index to take torch from"
+	@echo "  KEEP=$(KEEP)      1: \`make test\` keeps what its pieces took as tests/durations.json"
 	@echo "pip's own settings (PIP_* variables, pip.conf) hold for everything that is installed."
 
 demo:
@@ -34,7 +41,11 @@ demo:
 
 test:
 	$(SETUP) test
-	@$(IN_VENV)/python tools/run_tests.py
+	@$(IN_VENV)/python tools/run_tests.py $(if $(KEEP),--keep)
+
+quick:
+	$(SETUP) test
+	@$(IN_VENV)/python tools/quick.py
 
 soak:
 	$(SETUP) test
@@ -42,8 +53,15 @@ soak:
 
 matrix:
 	$(SETUP) test
-	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/jobs/test_reshard.py tests/jobs/test_parallel_matrix.py
-	@MPISPEED_MATRIX=full $(IN_VENV)/python tests/run_mpi.py -n 1,2,4 --seconds 14400 --test-seconds 600 pipe -k test_losses_are_those_of_one_process
+	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/jobs/test_reshard.py tests/jobs/test_parallel_matrix.py tests/jobs/test_torch_jobs.py
+	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/unit/cuda/test_compile.py
+	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/unit/engine
+	@MPISPEED_MATRIX=full $(IN_VENV)/python tests/run_mpi.py --seconds 14400 --test-seconds 600
+
+oldest:
+	@"$(PYTHON)" tools/setup_env.py --venv "$(OLDEST_VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)" \
+		--torch-version "$(OLDEST_TORCH)" test
+	@$(OLDEST_VENV)/bin/python tests/run_mpi.py -n 2 process_group
 
 gpu:
 	$(SETUP) test

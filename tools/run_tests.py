@@ -2,19 +2,24 @@
 
     python tools/run_tests.py                    everything
     python tools/run_tests.py --cores 1 rules    some parts, one piece after the other
+    python tools/run_tests.py --keep             and keep what they took as tests/durations.json
 
-The parts are cut into pieces of one process each. Pieces run side by side as far as the cores go; what a piece prints
-is shown when it has ended, so that no two mix.
+The parts are cut into pieces of one process each. Pieces run side by side as far as the cores go, in the order of what
+they took when durations were last kept, the longest first; what a piece prints is shown when it has ended, so that no
+two mix. Tests of whole jobs that fail are tried once more by themselves, which is told: launchers and the clocks of a
+shared machine are not ours. At the end stand those that have grown.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+DURATIONS = ROOT / "tests" / "durations.json"
+TIMES = "MPISPEED_TEST_TIMES"  # as tests/conftest.py reads it
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3")
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)\b")
 KINDS = ("passed", "failed", "skipped")
@@ -42,6 +49,15 @@ MOSTLY_WAITING = {
 LIMIT_SECONDS = 1500
 """Of one piece; MPI groups and jobs have their own, shorter ones."""
 
+GROWN_FACTOR, GROWN_SECONDS = 1.3, 10
+"""A piece has grown if it takes so many times and so much more than it did, on a machine of the same speed."""
+
+TRIED_AGAIN = ("jobs", "slurm")
+"""Parts whose failing tests are tried once more, if they are few."""
+
+MOST_AGAIN = 3
+FAILED = re.compile(r"^FAILED (\S+::[^\[\s]+(?:\[.*?\])?)(?= - |$)", re.MULTILINE)
+
 BEAT_SECONDS = 60
 POLL_SECONDS = 0.1
 END_SECONDS = 10
@@ -59,12 +75,16 @@ class Piece:
 
 @dataclass
 class Result:
-    """How a piece ended: its counts by kind, how long it took, and the time on cores of it and its children."""
+    """How a piece ended: its counts by kind, how long it took, and the time on cores of it and its children.
+
+    `again` has its tests that failed first and passed when they were tried once more; they count as passed.
+    """
 
     piece: Piece
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    again: tuple[str, ...] = ()
 
 
 # -- what there is to run --------------------------------------------------------------------------------------------
@@ -106,7 +126,7 @@ def mpi_pieces(records: Path) -> Iterator[Piece]:
 
 
 def all_pieces(records: Path) -> list[Piece]:
-    """Everything, in the order in which it is begun: what takes one core first, otherwise as listed.
+    """Everything, in the order in which it is begun: what takes one core first, the longest first.
 
     Jobs have several ranks, but are mostly starts of processes one after the other.
     """
@@ -118,7 +138,53 @@ def all_pieces(records: Path) -> list[Piece]:
     package = Piece("package", "package", ("tools/check_package.py",))
     # First of all, beside the others: its jobs wait for the clock, and use a twelfth of a core.
     slurm = Piece("slurm", "slurm", (*PYTEST, "tests/slurm"), cores=0)
-    return sorted([slurm, *jobs, package, *plain_pieces(), *mpi_pieces(records)], key=lambda piece: piece.cores)
+    pieces = [slurm, *jobs, package, *plain_pieces(), *mpi_pieces(records)]
+    took = kept_durations()
+    return sorted(pieces, key=lambda piece: (piece.cores, -took.get(piece.name, float("inf"))))
+
+
+# -- what it took ----------------------------------------------------------------------------------------------------
+
+
+def kept_durations(kind: str = "pieces") -> dict[str, float]:
+    """Seconds when they were last kept: of "pieces" on cores, of "files" of plain tests; empty if they never were."""
+    if not DURATIONS.exists():
+        return {}
+    found: dict[str, float] = json.loads(DURATIONS.read_text())[kind]
+    return found
+
+
+def keep_durations(results: list[Result], times: Path) -> None:
+    """Write what pieces and files took; those that did not run keep what they had, those that are no more go."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = {piece.name for piece in all_pieces(Path(folder))}
+    pieces = kept_durations() | {result.piece.name: result.cpu_seconds for result in results}
+    files = kept_durations("files")
+    for path in times.glob("*.json"):
+        files |= json.loads(path.read_text())
+    kept = {
+        "pieces": {name: round(pieces[name], 1) for name in sorted(pieces) if name in names},
+        "files": {name: round(files[name], 1) for name in sorted(files) if _is_plain(name)},
+    }
+    DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _is_plain(name: str) -> bool:
+    return not name.startswith("tests/mpi/") and (ROOT / name).exists()
+
+
+def growth(results: list[Result], kept: dict[str, float]) -> list[str]:
+    """A line for each piece that takes longer than it did, by the speed of this machine, or is new."""
+    known = [result for result in results if kept.get(result.piece.name, 0.0) >= 1.0]
+    speed = statistics.median([r.cpu_seconds / kept[r.piece.name] for r in known]) if known else 1.0
+    lines = []
+    for result in results:
+        name, now = result.piece.name, result.cpu_seconds / max(speed, 1e-9)
+        if name in kept and now > max(kept[name] * GROWN_FACTOR, kept[name] + GROWN_SECONDS):
+            lines.append(f"grown      {name}: {now:.0f} s on cores, {kept[name]:.0f} s when durations were kept")
+        elif kept and name not in kept:
+            lines.append(f"new        {name}: {now:.0f} s on cores")
+    return lines
 
 
 # -- running it ------------------------------------------------------------------------------------------------------
@@ -133,8 +199,9 @@ def cpu_of_children() -> float:
 class Running:
     """A piece that has been started; its output goes to a file of its own."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece = piece
+    def __init__(self, piece: Piece, first: Result | None = None) -> None:
+        """Start it; `first` is the result whose failed tests it tries once more."""
+        self.piece, self.first = piece, first
         self.began = time.monotonic()
         self.is_late = False
         self.cpu_seconds = 0.0
@@ -203,10 +270,14 @@ def run_all(
 ) -> list[Result]:
     """Run the pieces, each as soon as its cores are free, also after a failure; shows every output in one go."""
     waiting, running, results = list(pieces), [], []
+    again: list[tuple[Piece, Result]] = []
     began = beaten = time.monotonic()
     try:
-        while waiting or running:
+        while waiting or running or again:
             free = cores - sum(min(one.piece.cores, cores) for one in running)
+            if again and min(again[0][0].cores, cores) <= free:
+                running.append(Running(*again.pop(0)))
+                continue
             fitting = next((piece for piece in waiting if min(piece.cores, cores) <= free), None)
             if fitting is not None:
                 waiting.remove(fitting)
@@ -215,7 +286,11 @@ def run_all(
             for one in [one for one in running if one.has_ended(limit_seconds)]:
                 running.remove(one)
                 result, text = one.result()
-                results.append(result)
+                if one.first is not None:
+                    judge_again(one.first, result)
+                else:
+                    results.append(result)
+                    again += [(retry, result) for retry in retries(result, text) if not one.is_late]
                 took = f"{result.seconds:.0f} s, {result.cpu_seconds:.0f} s on cores"
                 show(f"=== {one.piece.name}\n{text}=== {one.piece.name}: {took}")
             if running and time.monotonic() - beaten >= beat_seconds:
@@ -231,6 +306,24 @@ def run_all(
     return results
 
 
+def retries(result: Result, text: str) -> list[Piece]:
+    """The piece that tries the failed tests of another once more; none where they are many or not all known."""
+    found = FAILED.findall(text)
+    if result.piece.part not in TRIED_AGAIN or not 0 < len(found) == result.counts["failed"] <= MOST_AGAIN:
+        return []
+    return [Piece(result.piece.part, f"{result.piece.name}, once more", (*PYTEST, *found), result.piece.cores)]
+
+
+def judge_again(first: Result, second: Result) -> None:
+    """Count the failures of `first` as passed if all of them pass in `second`; its time is theirs too."""
+    first.seconds += second.seconds
+    first.cpu_seconds += second.cpu_seconds
+    count = first.counts["failed"]
+    if second.counts["failed"] == 0 and second.counts["passed"] == count:
+        first.again = second.piece.words[len(PYTEST) :]
+        first.counts["failed"], first.counts["passed"] = 0, first.counts["passed"] + count
+
+
 # -- telling it ------------------------------------------------------------------------------------------------------
 
 
@@ -239,8 +332,8 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def summary(results: list[Result], seconds: float) -> str:
-    """What each part took, and the total as the last line."""
+def summary(results: list[Result], seconds: float, kept: dict[str, float] | None = None) -> str:
+    """What each part took, which pieces have grown since they took `kept`, and the total as the last line."""
     lines = []
     for part in dict.fromkeys(result.piece.part for result in results):
         own = [result for result in results if result.piece.part == part]
@@ -249,8 +342,13 @@ def summary(results: list[Result], seconds: float) -> str:
         lines.append(f"{part:10} {counts}; {len(own)} processes, {took:.0f} s, {used:.0f} s on cores")
     total = {kind: sum(result.counts[kind] for result in results) for kind in KINDS}
     skipped = f", {total['skipped']} skipped" if total["skipped"] else ""
-    lines.append(f"all parts  {seconds:.0f} s")
-    lines.append(f"{total['passed']} passed, {total['failed']} failed{skipped}")
+    again = [name for result in results for name in result.again]
+    lines += [f"once more  failed first, then passed: {name}" for name in again]
+    lines += growth(results, kept_durations() if kept is None else kept)
+    used = sum(result.cpu_seconds for result in results)
+    lines.append(f"all parts  {seconds:.0f} s, {used:.0f} s on cores")
+    twice = f" ({len(again)} when tried once more)" if again else ""
+    lines.append(f"{total['passed']} passed{twice}, {total['failed']} failed{skipped}")
     return "\n".join(lines)
 
 
@@ -259,6 +357,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Runs the tests.")
     parser.add_argument("parts", nargs="*", help="unit, property, rules, MPI, jobs, slurm, package; all by default")
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
+    parser.add_argument("--keep", action="store_true", help="keep what the pieces took as tests/durations.json")
     parser.add_argument("--cores", type=int, default=cores, help=f"how many to keep busy, here by default {cores}")
     options = parser.parse_args()
     if options.cores < 1:
@@ -280,12 +379,18 @@ def main() -> int:
             return 2
         wanted = [piece for piece in pieces if piece.part in (options.parts or known)]
         say(f"{len(wanted)} pieces on {options.cores} cores")
+        times = Path(folder) / "times"
+        times.mkdir()
+        os.environ[TIMES] = str(times)
         results = run_all(wanted, options.cores, show=say)
         if any(piece.part == "MPI" for piece in wanted):
             # what only all numbers of ranks together can tell
             joined = Piece("MPI", "MPI on all numbers of ranks", ("tests/run_mpi.py", "--joined", folder))
             results += run_all([joined], 1, show=say)
-    say(summary(results, time.monotonic() - began))
+        told = summary(results, time.monotonic() - began)
+        if options.keep:
+            keep_durations(results, times)
+    say(told)
     return int(any(result.counts["failed"] for result in results))
 
 

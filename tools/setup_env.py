@@ -93,19 +93,21 @@ def has_nvcc() -> bool:
 class Environment:
     """One virtual environment and the stamps that say what is in it."""
 
-    def __init__(self, folder: Path, purpose: str, mpi: str, torch_index: str) -> None:
+    def __init__(self, folder: Path, purpose: str, mpi: str, torch_index: str, torch_version: str = "") -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
         self.purpose = purpose
         self.mpi = mpi
         self.torch_index = torch_index
+        self.torch_version = torch_version
         self.extras = EXTRAS[purpose] + (["mpich"] if mpi == "wheel" else [])
-        # Tests compile the CUDA kernels, with or without a GPU; demo does not need them.
-        self.extras += ["kernels"] if "test" in self.extras and not has_nvcc() else []
+        # Tests compile the CUDA kernels, with or without a GPU; demo and the run on another torch do not need them.
+        needs_kernels = "test" in self.extras and not torch_version
+        self.extras += ["kernels"] if needs_kernels and not has_nvcc() else []
         settings = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
         sources = [path for path in (ROOT / "cython").rglob("*") if path.suffix in (".pyx", ".pxd", ".h", ".c")]
         # The interpreter is part of both: another Python needs other wheels and other compiled modules.
-        self.packages_key = digest(settings, mpi, torch_index, sys.version)
+        self.packages_key = digest(settings, mpi, torch_index, torch_version, sys.version)
         self.compiled_key = digest(
             [*settings, ROOT / "setup.py", *sources],
             sys.version,
@@ -115,8 +117,17 @@ class Environment:
 
     def pip(self, *words: str) -> list[str]:
         """The install command of the environment, with the pinned versions."""
-        pins = ["-c", str(ROOT / "constraints.txt")]
+        pins = ["-c", str(self.constraints())]
         return [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins, *words]
+
+    def constraints(self) -> Path:
+        """The file of pinned versions; one of this environment if its torch is another."""
+        pinned = ROOT / "constraints.txt"
+        if not self.torch_version:
+            return pinned
+        changed, pin = self.folder / "constraints.txt", f"torch=={self.torch_version}"
+        changed.write_text(re.sub(r"^torch==\S+", pin, pinned.read_text(), flags=re.MULTILINE))
+        return changed
 
     def has_packages(self) -> bool:
         """True if the packages of this purpose, or of one that contains it, are in."""
@@ -146,7 +157,7 @@ class Environment:
         run(self.pip(*BUILD_TOOLS), "installing the build tools")
         if self.torch_index:
             say(f"torch comes from {self.torch_index}")
-            pin = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+            pin = re.search(r"^torch==\S+", self.constraints().read_text(), re.MULTILINE)
             torch = pin.group(0) if pin else "torch"
             run(self.pip("--no-deps", "--index-url", self.torch_index, torch), "installing torch")
         run(self.pip("--no-build-isolation", "-e", f".[{','.join(self.extras)}]"), "installing the packages")
@@ -187,11 +198,13 @@ def main() -> int:
     parser.add_argument("--venv", default=".venv", help="folder of the virtual environment")
     parser.add_argument("--mpi", default="wheel", help="wheel or site")
     parser.add_argument("--torch-index", default="", help="package index for torch alone")
+    parser.add_argument("--torch-version", default="", help="version of torch in place of the pinned one")
     options = parser.parse_args()
     try:
         check_interpreter()
         check_mpi(options.mpi)
-        environment = Environment(ROOT / options.venv, options.purpose, options.mpi, options.torch_index)
+        folder, settings = ROOT / options.venv, (options.mpi, options.torch_index, options.torch_version)
+        environment = Environment(folder, options.purpose, *settings)
         if environment.bring_up():
             say(f"ready: {environment.python}")
     except Unable as reason:

@@ -24,10 +24,10 @@ import timing
 import torch
 from torch import nn
 
+from mpispeed.native.coefficients import adam_terms
 from mpispeed.native.device_norm import norm_and_finite
 from mpispeed.native.device_optim import DeviceTable
-from mpispeed.native.host_table import Row
-from mpispeed.native.host_terms import adam_terms
+from mpispeed.native.multi_tensor_host import Row
 from mpispeed.optim import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
 
 GOALS = {

@@ -1,9 +1,9 @@
-"""Block quantizers beside their torch twins and beside a copy of the same floats.
+"""Block quantizers beside their torch references and beside a copy of the same floats.
 
     python benchmarks/micro/block_quant.py [--elements 16e6] [--block 4096] [--threads 1] [--rounds 7] [--json FILE]
 
 The copy is torch's `copy_` of the fp32 buffer (4 bytes read, 4 written per element): what a gather or a
-reduction moves at least once when nothing is quantized. The twins do the same arithmetic as a chain of
+reduction moves at least once when nothing is quantized. The references do the same arithmetic as a chain of
 torch operations. All candidates run in turn in every round; medians are shown.
 """
 
@@ -20,23 +20,23 @@ from pathlib import Path
 import torch
 
 from mpispeed.native import block_quant as bq
-from mpispeed.native.block_quant import Coded, Grid
+from mpispeed.native.codes import Coded, Grid
 
 COPY = "copy fp32"
 
 
 def candidates(grid: Grid, threads: int) -> dict[str, tuple[Callable[[], object], Callable[[], object] | None]]:
-    """Name -> (call, the same by the twin)."""
+    """Name -> (call, the same by the reference)."""
     x = torch.randn(grid.numel)
     out, x16, out16 = torch.empty_like(x), x.bfloat16(), torch.empty(grid.numel, dtype=torch.bfloat16)
     found: dict[str, tuple[Callable[[], object], Callable[[], object] | None]] = {COPY: (lambda: out.copy_(x), None)}
 
     def add(
-        name: str, call: Callable[..., None], twin: Callable[..., None], *arguments: object, **named: object
+        name: str, call: Callable[..., None], reference: Callable[..., None], *arguments: object, **named: object
     ) -> None:
         found[name] = (
             lambda: call(*arguments, grid, threads=threads, **named),
-            lambda: twin(*arguments, grid, **named),
+            lambda: reference(*arguments, grid, **named),
         )
 
     for bits in (8, 4):
@@ -86,13 +86,13 @@ def main() -> None:
     print(
         f"{grid.numel} elements, blocks of {grid.block}, {options.threads} threads, median of {options.rounds} rounds"
     )
-    for name, (_, twin) in calls.items():
+    for name, (_, reference) in calls.items():
         ours = median[name, False]
         row = {"ms": 1e3 * ours, "time_of_copy": ours / copy}
-        if twin is not None:
+        if reference is not None:
             row["twin_is_slower_by"] = median[name, True] / ours
         rows[name] = row
-        said = f" twin {row['twin_is_slower_by']:6.1f} x slower" if twin is not None else ""
+        said = f" twin {row['twin_is_slower_by']:6.1f} x slower" if reference is not None else ""
         print(f"{name:32} {row['ms']:9.2f} ms {row['time_of_copy']:6.2f} x copy{said}")
     if options.json:
         header = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine()}

@@ -2,9 +2,9 @@
 
     mpispeed run -n 2 benchmarks/micro/ledger.py [--steps 40] [--json FILE]
 
-A record is the whole of what a verb does beside communicating: the journal, and with an open ledger the row and who
+A record is the whole of what a verb does beside communicating: the trace, and with an open recorder the row and who
 called. The example is the GPT of docs/examples at its own size and settings, at ZeRO stages 1 and 3. Also shown: the
-part of a core that the watcher of this node takes.
+part of a core that the watchdog of this node takes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from gpt import GPT, Shape
 import mpispeed
 from mpispeed import comm
 from mpispeed.mesh import Comm
-from mpispeed.mesh import ledger as ledgers
+from mpispeed.mesh.collectives.call import Call
+from mpispeed.mesh.trace import recorder as recorders
 
 ROOT = Path(__file__).resolve().parents[2]
 GOAL = 0.01
@@ -42,19 +43,19 @@ def nanoseconds(group: Comm, calls: int = 20_000, rounds: int = 9) -> float:
     for _ in range(rounds):
         begin = time.perf_counter()
         for _ in range(calls):
-            with group.counting("all_reduce", 32, x, "sum"):
+            with Call(group, "all_reduce", 32, x, "sum"):
                 pass
         times.append((time.perf_counter() - begin) / calls * 1e9)
     return statistics.median(times)
 
 
 def cost_of_a_record(group: Comm) -> dict[str, float]:
-    """With the ledger, without it, and of the loop's own `with`. Collective over: all ranks."""
+    """With the recorder, without it, and of the loop's own `with`. Collective over: all ranks."""
     group.barrier()
     recorded = nanoseconds(group)
-    channel, group.channel = group.channel, None
+    channel, group.sequence = group.sequence, None
     journal_only = nanoseconds(group)
-    group.channel = channel
+    group.sequence = channel
     group.barrier()
     return {"record_ns": recorded, "journal_only_ns": journal_only}
 
@@ -68,7 +69,7 @@ def step_of_the_example(stage: int, steps: int) -> dict[str, float]:
     torch.manual_seed(0)
     engine, _, _, _ = mpispeed.initialize(model=GPT(SHAPE), config=settings)
     records = []
-    end = engine.mesh.journal.subscribe(records.append)
+    end = engine.mesh.comm_trace.subscribe(records.append)
     micro = engine.train_micro_batch_size_per_gpu()
     times = []
     for _ in range(steps):
@@ -83,8 +84,8 @@ def step_of_the_example(stage: int, steps: int) -> dict[str, float]:
     return {"step_seconds": statistics.median(times[3:]), "records": len(records) / steps}
 
 
-def watcher_core_seconds() -> float | None:
-    """Seconds on a core that the watcher of this node has taken so far; None if it is not found."""
+def watchdog_core_seconds() -> float | None:
+    """Seconds on a core that the watchdog of this node has taken so far; None if it is not found."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -92,7 +93,7 @@ def watcher_core_seconds() -> float | None:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if any("mpispeed.guard.watcher" in word for word in words) and _is_ours(words):
+            if any("mpispeed.watchdog.watchdog" in word for word in words) and _is_ours(words):
                 return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return None
 
@@ -110,12 +111,12 @@ def main() -> None:
     args = parser.parse_args()
     world = mpispeed.init_distributed()
     results: dict[str, Any] = cost_of_a_record(world.comm)
-    if ledgers.current() is None:
+    if recorders.current() is None:
         sys.exit("there is no ledger: start at least 2 ranks, without MPISPEED_WATCH=0")
     for stage in (1, 3):
-        before, begin = watcher_core_seconds(), time.perf_counter()
+        before, begin = watchdog_core_seconds(), time.perf_counter()
         found = step_of_the_example(stage, args.steps)
-        after, seconds = watcher_core_seconds(), time.perf_counter() - begin
+        after, seconds = watchdog_core_seconds(), time.perf_counter() - begin
         found["share"] = found["records"] * results["record_ns"] * 1e-9 / found["step_seconds"]
         if before is not None and after is not None:
             found["watcher_cores"] = (after - before) / seconds
@@ -126,7 +127,7 @@ def main() -> None:
             found = results[f"stage {stage}"]
             print(
                 f"stage {stage}: {found['records']:.1f} records in a step of {found['step_seconds'] * 1e3:.1f} ms: "
-                f"{100 * found['share']:.4f} % (goal below {100 * GOAL:.0f} %); watcher "
+                f"{100 * found['share']:.4f} % (goal below {100 * GOAL:.0f} %); watchdog "
                 f"{100 * found.get('watcher_cores', float('nan')):.2f} % of a core"
             )
         peers.write_record(args.json, "micro/ledger", {"ranks": world.size, "steps": args.steps, "goal": GOAL}, results)

@@ -41,18 +41,18 @@ def main() -> None:
     args = parser.parse_args()
     world = start("ordered")
     mesh = Mesh(Topology({"data": world.size}), world)
-    lane = mesh.lane("params")["data"]
+    channel = mesh.channel("params")["data"]
     for size in SIZES:
         shard = torch.zeros(size // 4)
         outs = [torch.zeros(size // 4 * world.size) for _ in range(IN_A_ROW)]
 
         def alone(shard: torch.Tensor = shard, out: torch.Tensor = outs[0]) -> None:
             for _ in range(args.count):
-                lane.start_all_gather(out, shard).wait()
+                channel.start_all_gather(out, shard).wait()
 
         def row(shard: torch.Tensor = shard, outs: list[torch.Tensor] = outs) -> None:
             for _ in range(args.count // IN_A_ROW):
-                for work in [lane.start_all_gather(out, shard) for out in outs]:
+                for work in [channel.start_all_gather(out, shard) for out in outs]:
                     work.wait()
 
         single = microseconds(world.comm, alone, args.count, args.repeat)

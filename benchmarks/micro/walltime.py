@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "ste
 import peers
 
 import mpispeed
-from mpispeed.guard import requests
-from mpispeed.guard.walltime import CHECK_SECONDS
+from mpispeed.walltime import requests
+from mpispeed.walltime.last_safe_step import CHECK_SECONDS
 
 GOAL = 0.001
 

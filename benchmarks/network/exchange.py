@@ -4,7 +4,7 @@
 
 Contenders take turns inside every round and get the same fp32 values each time. `wire` sends all values to the next
 rank, in a plain message, while as many come from the one before: the limit of the link. Bytes are counted twice: by
-the journal, what ranks hand to MPI, and by the device's own counter. Before anything is timed, the compressed means
+the trace, what ranks hand to MPI, and by the device's own counter. Before anything is timed, the compressed means
 are compared: they have the same bits on all ranks and both ways. `compare.py` runs this over several links.
 """
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "step"))
 import peers
 from turns import take_turns
 
-from mpispeed.mesh.onebit import OneBitErrors, compressed_all_reduce
+from mpispeed.mesh.compressed.onebit import OneBitErrors, compressed_all_reduce
 
 FP32_BYTES = 4
 COMPRESSED = {"overlapped": True, "sequential": False}

@@ -16,7 +16,7 @@ def take_turns(
     rounds: int,
     prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Per contender: seconds until the slowest rank has ended, and bytes this rank sent, by journal and by device.
+    """Per contender: seconds until the slowest rank has ended, and bytes this rank sent, by trace and by device.
 
     Seconds are those of each round, bytes medians over rounds; `prepare` runs before every turn and is not timed.
 
@@ -30,12 +30,12 @@ def take_turns(
         for name, run in contenders.items():
             prepare()
             world.comm.barrier()
-            sent = world.journal.total_bytes(), hosts.sent_bytes()
+            sent = world.comm_trace.total_bytes(), hosts.sent_bytes()
             start = time.perf_counter()
             run()
             world.comm.barrier()
             figures[name]["seconds"].append(time.perf_counter() - start)
-            figures[name]["journal"].append(world.journal.total_bytes() - sent[0])
+            figures[name]["journal"].append(world.comm_trace.total_bytes() - sent[0])
             figures[name]["device"].append(hosts.sent_bytes() - sent[1])
     return {
         name: {"seconds": found["seconds"], **{of: statistics.median(found[of]) for of in ("journal", "device")}}

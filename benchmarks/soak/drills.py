@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import peers
 
 from tests.helpers import hangs
+from tests.helpers.system import CHECKOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_SECONDS = 30.0
@@ -31,7 +32,7 @@ LIMIT_SECONDS = 180.0
 
 def drill(way: str, watch_seconds: float) -> tuple[float, list[str]]:
     """Run one; returns its seconds and what was wrong."""
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": CHECKOUT}
     if watch_seconds != DEFAULT_SECONDS:
         settings["MPISPEED_WATCH_SECONDS"] = str(watch_seconds)
     with tempfile.TemporaryDirectory() as name:
@@ -45,7 +46,7 @@ def drill(way: str, watch_seconds: float) -> tuple[float, list[str]]:
         except subprocess.TimeoutExpired as late:
             return LIMIT_SECONDS, [f"it still ran after {LIMIT_SECONDS} s\n{late.stderr}"]
         seconds = time.monotonic() - begin
-        return seconds, hangs.problems(way, done.returncode, done.stderr, Path(name), seconds, watch_seconds)
+        return seconds, hangs.problems(way, done.returncode, done.stderr, Path(name), watch_seconds)
 
 
 def main() -> int:

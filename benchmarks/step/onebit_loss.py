@@ -19,7 +19,7 @@ from typing import Any
 import gpt_job
 import peers
 
-from mpispeed.base.pictures import picture
+from mpispeed.base.plotting import picture
 
 STEPS = 800  # of the example's schedule
 SENT, SAVED = "Train_Samples_onebit_sent_bytes", "Train_Samples_onebit_saved_bytes"

@@ -13,7 +13,7 @@ Measured, as seconds per step (medians over rounds, the slower rank counts):
 - compute: the same job without anybody to talk to: two jobs of one rank, side by side so that they share the
   machine as the two ranks do, each on the batch of one rank. Where masters are cut, an update of one rank alone
   covers twice what each of two ranks updates, so half of its update is counted.
-- communication: the collectives of one step, as the engine issued them (verb and size from its journal), alone,
+- communication: the collectives of one step, as the engine issued them (verb and size from its trace), alone,
   one after the other over the same link.
 - step: the whole step, with `overlap_comm` off and on.
 - node: the same two ranks on one node, through shared memory: what is left of the communication without a network.
@@ -57,11 +57,11 @@ REPLAYED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 class Recorder:
-    """Notes every verb that enters a journal, in order."""
+    """Notes every verb that enters a trace, in order."""
 
-    def __init__(self, journal: Any) -> None:
+    def __init__(self, comm_trace: Any) -> None:
         self.calls: list[tuple[str, int]] = []
-        journal.subscribe(lambda record: self.calls.append((record.verb, record.sent_bytes)))
+        comm_trace.subscribe(lambda record: self.calls.append((record.verb, record.sent_bytes)))
 
 
 def replay(comm: Any, calls: list[tuple[str, int]]) -> Callable[[], None]:
@@ -123,7 +123,7 @@ def run_worker(options: argparse.Namespace) -> None:
         raise RuntimeError(msg)
     step()
     step()  # the second step is like all later ones
-    recorder = Recorder(engine.mesh.journal)
+    recorder = Recorder(engine.mesh.comm_trace)
     step()
     calls = world.comm.share(recorder.calls)  # threads may note them in another order on another rank
     for times in phases.values():

@@ -81,19 +81,21 @@ def join() -> Any:
 def join_gloo() -> Any:
     """Join MPI, and torch's process group over gloo with the same ranks; returns the world. One thread per rank."""
     world = join()
+    torch.distributed.destroy_process_group()  # the default group over MPI
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(world.comm.share(_free_port()))
     torch.distributed.init_process_group("gloo", rank=world.rank, world_size=world.size)
     return world
 
 
-def make_ddp(model: nn.Module, clipping: float = 0.0) -> Step:
+def make_ddp(model: nn.Module, clipping: float = 0.0, group: Any = None) -> Step:
     """Torch's data parallelism with its fastest CPU optimizer and gradients as bucket views."""
-    return _torch_step(DistributedDataParallel(model, gradient_as_bucket_view=True), clipping)
+    wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    return _torch_step(wrapped, clipping)
 
 
-def make_fsdp(model: GPT, clipping: float = 0.0) -> Step:
+def make_fsdp(model: GPT, clipping: float = 0.0, mesh: Any = None) -> Step:
     """Torch's FSDP2: every block and the root are cut, parameters are whole while a block runs."""
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh or torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return _torch_step(fully_shard(model, mesh=mesh), clipping)

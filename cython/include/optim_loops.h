@@ -193,54 +193,72 @@ static void mps_run_pass(const mps_job *job, int pass, int threads) {
     }
 }
 
-/* Trust ratios from the sums, which are added in the order of the tiles. */
-static void mps_trust(const mps_job *job, double *ratios, float *factors) {
+/* Of each task the sums of squares of parameter and direction, added in the order of the tiles. */
+static void mps_join_sums(const mps_job *job, double *joined) {
     size_t tile = 0;
     for (size_t k = 0; k < job->count; k++) {
-        const mps_terms *t = job->terms + job->tasks[k].lot;
         size_t tiles = mps_tiles(job->tasks[k].n);
-        double weights = 0.0, directions = 0.0, ratio = 1.0;
+        double weights = 0.0, directions = 0.0;
         for (size_t j = tile; j < tile + tiles; j++) {
             weights += job->sums[2 * j];
             directions += job->sums[2 * j + 1];
         }
-        if (weights != 0.0 && directions != 0.0) {
-            ratio = sqrt(weights) / sqrt(directions);
-            ratio = ratio > t->most ? t->most : ratio;
-            ratio = ratio < t->least ? t->least : ratio; /* NaN stays */
-        }
-        ratios[k] = ratio;
-        factors[k] = (float)(t->full_step * ratio);
+        joined[2 * k] = weights;
+        joined[2 * k + 1] = directions;
         tile += tiles;
     }
 }
 
-/* Update all tasks; `ratios` (LAMB only) receives the trust ratio of each. Returns -1 without memory for the sums. */
-static int mps_update(const mps_task *tasks, size_t count, int rule, const mps_terms *terms, int threads,
-                      double *ratios) {
+static double mps_trust(double weights, double directions, const mps_terms *t) {
+    if (weights == 0.0 || directions == 0.0) return 1.0;
+    double ratio = sqrt(weights) / sqrt(directions);
+    ratio = ratio > t->most ? t->most : ratio;
+    return ratio < t->least ? t->least : ratio; /* NaN stays */
+}
+
+/* What to do of LAMB: all of it, or one half, where norms of cut parameters are agreed on in between. */
+enum { MPS_BOTH_HALVES = 0, MPS_FIRST_HALF = 1, MPS_SECOND_HALF = 2 };
+
+static int mps_update_lamb(mps_job *job, size_t tiles, int threads, int half, double *found) {
+    size_t count = job->count;
+    double *sums = malloc((2 * tiles + 2 * count + 1) * sizeof *sums);
+    float *factors = malloc((count + 1) * sizeof *factors);
+    int code = sums && factors ? 0 : -1;
+    if (!code) {
+        double *joined = half == MPS_FIRST_HALF ? found : sums + 2 * tiles;
+        job->sums = sums;
+        job->factors = factors;
+        if (half != MPS_SECOND_HALF) {
+            mps_run_pass(job, MPS_PASS_LAMB_FIRST, threads);
+            mps_join_sums(job, joined);
+        }
+        if (half != MPS_FIRST_HALF) {
+            for (size_t k = 0; k < count; k++) {
+                const mps_terms *t = job->terms + job->tasks[k].lot;
+                if (half == MPS_BOTH_HALVES) found[k] = mps_trust(joined[2 * k], joined[2 * k + 1], t);
+                factors[k] = (float)(t->full_step * found[k]);
+            }
+            mps_run_pass(job, MPS_PASS_LAMB_SECOND, threads);
+        }
+    }
+    free(sums);
+    free(factors);
+    return code;
+}
+
+/* Update all tasks. `found` is of LAMB only: receives the trust ratio of each task; or, of the first half, two sums of
+   each; the second half takes the ratios from it. Returns -1 without memory for the sums. */
+static int mps_update(const mps_task *tasks, size_t count, int rule, const mps_terms *terms, int threads, int half,
+                      double *found) {
     mps_job job = {mps_choose_loops(), tasks, count, 0, rule, terms, NULL, NULL};
     size_t tiles = 0;
     for (size_t k = 0; k < count; k++) {
         job.total += tasks[k].n;
         tiles += mps_tiles(tasks[k].n);
     }
-    if (rule != MPS_RULE_LAMB) {
-        mps_run_pass(&job, MPS_PASS_UPDATE, threads);
-        return 0;
-    }
-    double *sums = malloc((2 * tiles + 1) * sizeof *sums);
-    float *factors = malloc((count + 1) * sizeof *factors);
-    int code = sums && factors ? 0 : -1;
-    if (!code) {
-        job.sums = sums;
-        job.factors = factors;
-        mps_run_pass(&job, MPS_PASS_LAMB_FIRST, threads);
-        mps_trust(&job, ratios, factors);
-        mps_run_pass(&job, MPS_PASS_LAMB_SECOND, threads);
-    }
-    free(sums);
-    free(factors);
-    return code;
+    if (rule == MPS_RULE_LAMB) return mps_update_lamb(&job, tiles, threads, half, found);
+    mps_run_pass(&job, MPS_PASS_UPDATE, threads);
+    return 0;
 }
 
 #endif

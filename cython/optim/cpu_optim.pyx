@@ -65,7 +65,7 @@ cdef extern from "optim_loops.h" nogil:
         int lot
 
     int mps_update(
-        const mps_task *tasks, size_t count, int rule, const mps_terms *terms, int threads, double *ratios,
+        const mps_task *tasks, size_t count, int rule, const mps_terms *terms, int threads, int half, double *found,
     )
 
 
@@ -166,35 +166,45 @@ cdef class Table:
             task.g = address
         return True
 
-    def run(self, int rule, list terms, int threads):
+    def run(self, int rule, list terms, int threads, int half=0, list given=None):
         """Update everything with the terms of each lot; gives the trust ratios (LAMB only).
 
         Terms are (beta1, beta2, step size, root scale, eps, decay, decay mode, gradient scale, is eps inside,
-        least ratio, most ratio).
+        least ratio, most ratio). Of LAMB there are halves: 1 updates states and gives, row by row, the sums of squares
+        of parameter and direction; 2 updates parameters by the trust ratios that are `given`.
         """
-        cdef size_t k, lots = len(terms)
+        cdef size_t k, lots = len(terms), results = 0
         cdef int code
         cdef mps_terms *packed
-        cdef double *ratios
+        cdef double *found
+        if half and (rule != MPS_RULE_LAMB or not 1 <= half <= 2):
+            raise ValueError(f"rule {rule} has no half {half}")
+        if half == 2 and (given is None or <size_t>len(given) != self.count):
+            raise ValueError(f"{None if given is None else len(given)} ratios for a table of {self.count} tensors")
         if not 0 <= rule < MPS_RULES or lots < <size_t>self.lots:
             raise ValueError(f"rule {rule} with {lots} terms for {self.lots} lots")
         packed = <mps_terms *>calloc(lots + 1, sizeof(mps_terms))
-        ratios = <double *>calloc(self.count + 1, sizeof(double))
+        found = <double *>calloc(2 * self.count + 1, sizeof(double))
         try:
-            if packed == NULL or ratios == NULL:
+            if packed == NULL or found == NULL:
                 raise MemoryError(f"no memory for the terms of {self.count} tensors")
             for k in range(lots):
                 pack(packed + k, terms[k])
                 if rule >= MPS_RULE_ONEBIT_ADAM and packed[k].decay_mode == MPS_DECAY_L2:
                     raise ValueError(f"rule {rule} has no L2 decay")
+            if half == 2:
+                for k in range(self.count):
+                    found[k] = given[k]
             with nogil:
-                code = mps_update(self.tasks, self.count, rule, packed, threads, ratios)
+                code = mps_update(self.tasks, self.count, rule, packed, threads, half, found)
             if code != 0:
                 raise MemoryError(f"no memory for the sums of {self.count} tensors")
-            return [ratios[k] for k in range(self.count)] if rule == MPS_RULE_LAMB else []
+            if rule == MPS_RULE_LAMB and half != 2:
+                results = 2 * self.count if half == 1 else self.count
+            return [found[k] for k in range(results)]
         finally:
             free(packed)
-            free(ratios)
+            free(found)
 
 
 cdef bint fits(

@@ -54,7 +54,7 @@ def mpispeed(*arguments: str) -> None:
     """Run the `mpispeed` command that belongs to this Python, and show it."""
     print(f"\n$ mpispeed {shlex.join(arguments)}", flush=True)
     beside = Path(sys.executable).with_name("mpispeed")
-    command = [str(beside)] if beside.exists() else [sys.executable, "-m", "mpispeed.cli.main"]
+    command = [str(beside)] if beside.exists() else [sys.executable, "-m", "mpispeed"]
     code = subprocess.run([*command, *arguments], check=False).returncode
     if code:
         fail(f"the command above ended with exit code {code}")

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, Subset
 
 import mpispeed
 from mpispeed import comm
-from mpispeed.base.events import Event
-from mpispeed.monitor import Console
+from mpispeed.monitor import Console, Event
 
 VALIDATION_WINDOWS = 240
 

@@ -1,7 +1,7 @@
 """MPI-native training of large models, driven by DeepSpeed-style JSON.
 
-The public names, and nothing else. They are imported when first used, because the command line
-starts without torch. Modules inside the package never import from here: they name the floor they mean.
+Holds the public names only. They are imported on first use, because the command line starts without torch. Modules of
+the package do not import from here.
 """
 
 from __future__ import annotations
@@ -9,86 +9,103 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpispeed.base import late
+from mpispeed.base.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from mpispeed import checkpointing, comm, elasticity, pipe, zero
-    from mpispeed.ckpt.fp32 import (
-        clone_tensors_for_torch_save,
-        convert_zero_checkpoint_to_fp32_state_dict,
-        get_fp32_state_dict_from_zero_checkpoint,
-        load_state_dict_from_zero_checkpoint,
+    from mpispeed import (
+        aio as aio,
+        checkpointing as checkpointing,
+        checkpoints as checkpoints,
+        comm as comm,
+        data as data,
+        elasticity as elasticity,
+        kernels as kernels,
+        monitor as monitor,
+        nn as nn,
+        optim as optim,
+        pipe as pipe,
+        torch_backend as torch_backend,
+        zero as zero,
     )
-    from mpispeed.data.loader import RepeatingLoader
-    from mpispeed.engine import Engine, add_config_arguments, init_distributed, initialize
-    from mpispeed.guard.walltime import RunEnded
-    from mpispeed.nn.block import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
-    from mpispeed.optim import FusedAdam, FusedLamb
+    from mpispeed.compat.fp32 import (
+        clone_tensors_for_torch_save as clone_tensors_for_torch_save,
+        convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
+    )
+    from mpispeed.data.loader import RepeatingLoader as RepeatingLoader
+    from mpispeed.engine import (
+        Engine as Engine,
+        add_config_arguments as add_config_arguments,
+        init_distributed as init_distributed,
+        initialize as initialize,
+    )
+    from mpispeed.walltime.last_safe_step import RunEnded as RunEnded
+    from mpispeed.nn.block import (
+        DeepSpeedTransformerConfig as DeepSpeedTransformerConfig,
+        DeepSpeedTransformerLayer as DeepSpeedTransformerLayer,
+    )
+    from mpispeed.optim import (
+        CPUAdam as CPUAdam,
+        FusedAdam as FusedAdam,
+        FusedLamb as FusedLamb,
+    )
 
-__version__: str
-
-# public name -> module that has it; a module stands for itself
-_HOME = {
-    "initialize": "mpispeed.engine",
-    "init_distributed": "mpispeed.engine",
-    "add_config_arguments": "mpispeed.engine",
-    "Engine": "mpispeed.engine",
-    "checkpointing": "mpispeed.checkpointing",
-    "comm": "mpispeed.comm",
-    "elasticity": "mpispeed.elasticity",
-    "RepeatingLoader": "mpispeed.data.loader",
-    "RunEnded": "mpispeed.guard.walltime",
-    "FusedAdam": "mpispeed.optim",
-    "FusedLamb": "mpispeed.optim",
-    "DeepSpeedTransformerConfig": "mpispeed.nn.block",
-    "DeepSpeedTransformerLayer": "mpispeed.nn.block",
-    "pipe": "mpispeed.pipe",
-    "zero": "mpispeed.zero",
-    "get_fp32_state_dict_from_zero_checkpoint": "mpispeed.ckpt.fp32",
-    "load_state_dict_from_zero_checkpoint": "mpispeed.ckpt.fp32",
-    "convert_zero_checkpoint_to_fp32_state_dict": "mpispeed.ckpt.fp32",
-    "clone_tensors_for_torch_save": "mpispeed.ckpt.fp32",
+# Module -> its names that are public here. `tools/api_reference.py` builds the reference from this and PUBLIC_MODULES.
+PUBLIC_NAMES = {
+    "mpispeed.engine": ("Engine", "add_config_arguments", "init_distributed", "initialize"),
+    "mpispeed.walltime.last_safe_step": ("RunEnded",),
+    "mpispeed.data.loader": ("RepeatingLoader",),
+    "mpispeed.optim": ("CPUAdam", "FusedAdam", "FusedLamb"),
+    "mpispeed.nn.block": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
+    "mpispeed.compat.fp32": (
+        "clone_tensors_for_torch_save",
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "get_fp32_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint",
+    ),
 }
+# Public modules, whose public names are their `__all__`; each stands before its submodules.
+PUBLIC_MODULES = (
+    "aio",
+    "checkpointing",
+    "checkpoints",
+    "comm",
+    "data",
+    "elasticity",
+    "kernels",
+    "monitor",
+    "nn",
+    "nn.block",
+    "nn.tensor",
+    "optim",
+    "pipe",
+    "pipe.check",
+    "pipe.schedule",
+    "torch_backend",
+    "zero",
+)
+
+_HOME = {name: module for module, names in PUBLIC_NAMES.items() for name in names}
 
 __all__ = [
-    "DeepSpeedTransformerConfig",
-    "DeepSpeedTransformerLayer",
-    "Engine",
-    "FusedAdam",
-    "FusedLamb",
-    "RepeatingLoader",
-    "RunEnded",
     "__version__",
-    "add_config_arguments",
-    "checkpointing",
-    "clone_tensors_for_torch_save",
-    "comm",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "elasticity",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "init_distributed",
-    "initialize",
-    "load_state_dict_from_zero_checkpoint",
-    "pipe",
-    "zero",
+    *_HOME,
+    *(name for name in PUBLIC_MODULES if "." not in name),
 ]
 
 
-late.provide("TiledLinear", "mpispeed.engine.tiling:TiledLinear")
-late.provide("TiledLinearReturnBias", "mpispeed.engine.tiling:TiledLinearReturnBias")
-late.provide("resolve_init_config", "mpispeed.engine.birth_config:resolve_init_config")
-
-
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version  # read only when asked for: it searches the installed files
-
-        return version("mpispeed")
-    if name not in _HOME:
-        msg = f"module 'mpispeed' has no attribute {name!r}; its public names are {', '.join(__all__)}"
+    if name in _HOME:
+        found = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in PUBLIC_MODULES:
+        found = importlib.import_module(f"{__name__}.{name}")
+        for inner in PUBLIC_MODULES:
+            if inner.startswith(f"{name}."):
+                importlib.import_module(f"{__name__}.{inner}")
+    else:
+        msg = f"module 'mpispeed' has no attribute {name!r}; its public names are {', '.join(sorted(__all__))}"
         raise AttributeError(msg)
-    module = importlib.import_module(_HOME[name])
-    found = module if _HOME[name] == f"mpispeed.{name}" else getattr(module, name)
     globals()[name] = found
     return found
 

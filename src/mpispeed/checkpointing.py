@@ -1,6 +1,6 @@
-"""Activation checkpointing under the names that users of DeepSpeed know."""
+"""Activation checkpointing, with DeepSpeed's names."""
 
-from mpispeed.nn.checkpointing import (
+from mpispeed.nn.activation_checkpointing import (
     Checkpointer,
     CheckpointFunction,
     CudaRNGStatesTracker,

@@ -1,4 +1,4 @@
-"""Batch sizes for changing numbers of ranks, under the names that users of DeepSpeed know."""
+"""Batch sizes for changing numbers of ranks, with DeepSpeed's names."""
 
 from mpispeed.base.errors import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
 from mpispeed.config.elastic_batch import compute_elastic_config, elastic_counts

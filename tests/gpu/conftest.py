@@ -7,14 +7,24 @@ import torch
 
 from mpispeed.native.cuda import launcher
 
+IGNORED = (
+    # torch itself uses it, where some releases import inductor.
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+    # Once in a process, when the first call of autograd's thread is a product of matrices; so with torch alone.
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
+)
+"""Warnings about torch's own affairs; all others are errors here too."""
+
 
 def pytest_collection_modifyitems(items):
-    """Mark everything here, and skip it without a usable GPU."""
+    """Mark everything here, let torch warn of itself, and skip all without a usable GPU."""
     reason = launcher.unusable_reason()
     for item in items:
         if "tests/gpu/" not in item.path.as_posix():
             continue
         item.add_marker(pytest.mark.gpu)
+        for line in IGNORED:
+            item.add_marker(pytest.mark.filterwarnings(line))
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"no kernels on a GPU: {reason}"))
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mpispeed.launch import plan_launch
-from mpispeed.mesh import SoloComm, sim, staging
+from mpispeed.mesh import SoloComm, sim
+from mpispeed.mesh.collectives import device_collectives
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -32,11 +33,11 @@ def test_one_rank_stays_on_the_device(device, dtype):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("stage_bytes", [1 << 14, staging.WINDOW_BYTES])
+@pytest.mark.parametrize("stage_bytes", [1 << 14, device_collectives.WINDOW_BYTES])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_simulated_ranks(device, monkeypatch, size, stage_bytes, dtype):
     """Ranks as threads that share the GPU; copies are queued behind a long kernel, so that a missing wait shows."""
-    monkeypatch.setattr(staging, "WINDOW_BYTES", stage_bytes)
+    monkeypatch.setattr(device_collectives, "WINDOW_BYTES", stage_bytes)
     count = 100_003
 
     def main(world):

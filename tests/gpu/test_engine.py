@@ -10,21 +10,23 @@ import torch
 
 import mpispeed
 from mpispeed.launch import plan_launch
-from tests.helpers.training import TinyLM, batches, config, train_engine, weights, zero
+from tests.helpers.system import CHECKOUT
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, train_averaged, weights, zero_section
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 24
 CPU = {"device": "cpu"}
 SECTIONS = [
-    zero(0), zero(1), zero(2), zero(3),
-    zero(2, offload_optimizer=CPU),
-    zero(3, offload_optimizer={"device": "cpu", "pin_memory": True}, offload_param=CPU),
+    zero_section(0), zero_section(1), zero_section(2), zero_section(3),
+    zero_section(2, offload_optimizer=CPU),
+    zero_section(3, offload_optimizer={"device": "cpu", "pin_memory": True}, offload_param=CPU),
 ]  # fmt: skip
 
 
 def start(section, monkeypatch, where="cuda", **more):
     monkeypatch.setenv("MPISPEED_DEVICE", where)
-    settings = config(0, BATCH, 1, reduction="ordered", **more) | {"zero_optimization": section}
+    settings = config(0, BATCH, 1, reduction="ordered", **(WARM | more)) | {"zero_optimization": section}
     return mpispeed.initialize(model=TinyLM(), config=settings)[0]
 
 
@@ -37,11 +39,11 @@ def test_losses_follow_those_of_the_host(device, monkeypatch, section, dtype):
         more = {"fp16": {"enabled": True, "initial_scale_power": 8}}
     engine = start(section, monkeypatch, **more)
     assert engine.device.type == "cuda"
-    losses = train_engine(engine, batches(10, BATCH))
+    losses = train_averaged(engine, batches(10, BATCH))
     assert all(param.device == engine.device for param in engine.module.parameters())
     engine.destroy()
-    plain = start(zero(0), monkeypatch, "cpu", **more)
-    expected = train_engine(plain, batches(10, BATCH))
+    plain = start(zero_section(0), monkeypatch, "cpu", **more)
+    expected = train_averaged(plain, batches(10, BATCH))
     plain.destroy()
     bound = {"fp32": 1e-4, "bf16": 2**-6, "fp16": 2**-9}[dtype]
     assert losses == pytest.approx(expected, rel=bound)
@@ -51,29 +53,29 @@ def test_losses_follow_those_of_the_host(device, monkeypatch, section, dtype):
 def test_stages_and_tiers_of_one_rank_agree(device, monkeypatch, section):
     """On one device the kernels of the model are the same; masters on the host follow the host's loops."""
     found = []
-    for one in (zero(0), section):
+    for one in (zero_section(0), section):
         engine = start(one, monkeypatch)
-        found.append((train_engine(engine, batches(6, BATCH)), weights(engine)))
+        found.append((train_averaged(engine, batches(6, BATCH)), weights(engine)))
         engine.destroy()
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
 
 
 def test_checkpoint_goes_to_the_host_and_back(device, monkeypatch, tmp_path):
     data = batches(6, BATCH)
-    first = start(zero(3), monkeypatch)
-    train_engine(first, data[:3])
+    first = start(zero_section(3), monkeypatch)
+    train_averaged(first, data[:3])
     first.save_checkpoint(str(tmp_path), tag="a")
-    expected = train_engine(first, data[3:])
+    expected = train_averaged(first, data[3:])
     first.destroy()
     for where in ("cuda", "cpu"):
-        engine = start(zero(1), monkeypatch, where)
+        engine = start(zero_section(1), monkeypatch, where)
         engine.load_checkpoint(str(tmp_path), tag="a")
-        assert train_engine(engine, data[3:]) == pytest.approx(expected, rel=1e-4)
+        assert train_averaged(engine, data[3:]) == pytest.approx(expected, rel=1e-4)
         engine.destroy()
 
 
 def test_dropout_repeats_after_a_checkpoint(device, monkeypatch, tmp_path):
-    engine = start(zero(1), monkeypatch)
+    engine = start(zero_section(1), monkeypatch)
     engine.save_checkpoint(str(tmp_path), tag="a")
     expected = torch.rand(100, device=device)
     engine.load_checkpoint(str(tmp_path), tag="a")
@@ -83,23 +85,24 @@ def test_dropout_repeats_after_a_checkpoint(device, monkeypatch, tmp_path):
 
 def test_two_ranks_share_the_gpu_at_stage_3(device, monkeypatch, tmp_path):
     """Their losses are those of one rank with the whole batch."""
-    engine = start(zero(0), monkeypatch)
-    expected = train_engine(engine, batches(6, BATCH))
+    engine = start(zero_section(0), monkeypatch)
+    expected = train_averaged(engine, batches(6, BATCH))
     engine.destroy()
     script = tmp_path / "ranks.py"
     script.write_text(
         "import json, mpispeed\n"
-        "from tests.helpers.training import TinyLM, batches, config, train_engine, zero\n"
-        f"settings = config(0, {BATCH}, 1, reduction='ordered') | {{'zero_optimization': zero(3)}}\n"
+        "from tests.zoo.models import TinyLM, batches\n"
+        "from tests.zoo.training import WARM, config, train_averaged\n"
+        f"settings = config(3, {BATCH}, 1, **WARM, reduction='ordered')\n"
         "engine = mpispeed.initialize(model=TinyLM(), config=settings)[0]\n"
         "assert engine.device.type == 'cuda', engine.device\n"
-        f"losses = train_engine(engine, batches(6, {BATCH}))\n"
+        f"losses = train_averaged(engine, batches(6, {BATCH}))\n"
         "if engine.global_rank == 0:\n"
         "    print('losses', json.dumps(losses), flush=True)\n"
         "engine.destroy()\n"
     )
     plan = plan_launch([sys.executable, str(script)], 2)
-    environment = {**os.environ, **plan.added, "PYTHONPATH": str(ROOT), "MPISPEED_DEVICE": "cuda"}
+    environment = {**os.environ, **plan.added, "PYTHONPATH": CHECKOUT, "MPISPEED_DEVICE": "cuda"}
     found = subprocess.run(plan.argv, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     line = next(line for line in found.stdout.splitlines() if "losses" in line)

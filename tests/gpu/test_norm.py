@@ -1,4 +1,4 @@
-"""Norms on a GPU: kernels against their twin on the host and fp64, any alignment, long rows, many rows."""
+"""Norms on a GPU: kernels against their reference on the host and fp64, any alignment, long rows, many rows."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def test_kernels_give_what_twin_and_fp64_give(shape, is_centered, dtype, device)
         total = x if add is None else x + add
         got = torch.ops.mpispeed.norm(x, add, weight, bias, 1e-5, is_centered)
         wide = [t if t is None else t.double() for t in (total, weight, bias)]
-        exact = norm.norm_twin(wide[0], None, *wide[1:], 1e-5, is_centered)
-        twin = norm.norm_twin(x, add, weight, bias, 1e-5, is_centered)
+        exact = norm.norm_reference(wide[0], None, *wide[1:], 1e-5, is_centered)
+        reference = norm.norm_reference(x, add, weight, bias, 1e-5, is_centered)
         assert off(exact[0], got[0]) <= TOLERANCE[dtype]
-        assert off(twin[0], got[0]) <= TOLERANCE[dtype]
+        assert off(reference[0], got[0]) <= TOLERANCE[dtype]
         assert off(exact[3], got[3]) <= 1e-5
         if add is not None:
-            assert torch.equal(twin[1], got[1])
+            assert torch.equal(reference[1], got[1])
         mean = got[2] if is_centered else None
         grads = torch.ops.mpispeed.norm_backward(dy, add, total, weight, mean, got[3], True, is_centered)
         exact_mean = exact[2] if is_centered else None
-        wanted = norm.norm_backward_twin(
+        wanted = norm.norm_backward_reference(
             dy.double(), None if add is None else add.double(), total.double(), weight.double(), exact_mean, exact[3]
         )
         for a, b in zip(wanted[: 2 + is_centered], grads, strict=False):
@@ -96,8 +96,8 @@ def test_more_elements_than_32_bits_count(device):
     y = norm.rms_norm(x, weight)
     (dx,) = torch.autograd.grad(y, x, x.detach())
     last = x.detach()[-5:].clone().requires_grad_()
-    wanted = norm.norm_twin(last, None, weight, None, 1e-6, False)
-    grads = norm.norm_backward_twin(last.detach(), None, last.detach(), weight.detach(), None, wanted[3].detach())
+    wanted = norm.norm_reference(last, None, weight, None, 1e-6, False)
+    grads = norm.norm_backward_reference(last.detach(), None, last.detach(), weight.detach(), None, wanted[3].detach())
     assert off(wanted[0], y[-5:]) <= 2**-7
     assert off(grads[0], dx[-5:]) <= 2**-7
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpispeed.native import block_quant as bq
-from mpispeed.native.block_quant import Coded, Grid
+from mpispeed.native.codes import Coded, Grid
 from tests.helpers.codes import FLOATS, dirty, moved, plain, same, same_coded, shifted, ties, tiny, untouched, wild
 
 GRIDS = [
@@ -101,10 +101,10 @@ def test_sums_are_coded_again_as_on_the_host(device, bits):
 def test_the_twin_on_the_device_gives_the_bytes_too(device):
     grid = Grid(10_001, 1024, 2)
     x = plain(grid.numel).to(device)
-    ours, twin = dirty(grid, 4, 0, device), dirty(grid, 4, 0, device)
+    ours, reference = dirty(grid, 4, 0, device), dirty(grid, 4, 0, device)
     bq.quantize(ours, x, grid)
-    bq.quantize_reference(twin, x, grid)
-    assert same_coded(ours, twin)
+    bq.quantize_reference(reference, x, grid)
+    assert same_coded(ours, reference)
 
 
 def test_more_than_2_to_the_31_elements(device):

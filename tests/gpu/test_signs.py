@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from mpispeed.native import one_bit as ob
-from tests.helpers.codes import FLOATS, bytes_of, plain, same, shifted, untouched, wild
+from tests.helpers.codes import FLOATS, bytes_of, plain, same, same_sum, shifted, untouched, wild
 
 LENGTHS = [0, 1, 7, 8, 255, 256, 257, 5000, 1_000_003]
 WHOLE = [0, 8, 248, 264, 1000, 4104, 1_000_000]
 SCALES = [0.0, 1e-41, 0.7, 2.0**127, math.inf, math.nan]
-
-
-def same_sum(a, b):
-    ours, host = math.fsum(a), math.fsum(b)
-    return ours == host or (math.isnan(ours) and math.isnan(host))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -1,4 +1,4 @@
-"""Softmax kernels on the device: against float64 and their twins, on odd shapes, slices and streams."""
+"""Softmax kernels on the device: against float64 and their references, on odd shapes, slices and streams."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_forward_and_backward_are_within_rounding_of_float64(device, dtype, colu
     for ratio in (0.0, 0.2):
         got, probs = softmax.run_softmax(x, mask, SEED, 0.7, is_causal, ratio)
         probs = probs if ratio else got
-        want, wide = softmax.softmax_twin(x.double(), mask.double(), SEED, 0.7, is_causal, ratio)
+        want, wide = softmax.softmax_reference(x.double(), mask.double(), SEED, 0.7, is_causal, ratio)
         wide = wide if ratio else want
         assert (probs.double() - wide).abs().max() <= bound(dtype, columns)
         assert torch.equal(got, softmax.run_dropout(probs, SEED, ratio)) if ratio else True
         grad = torch.randn(x.shape, device=device).to(dtype)
         dx = softmax.run_softmax_backward(grad, probs, SEED, 0.7, is_causal, ratio)
-        want = softmax.softmax_backward_twin(grad.double(), probs.double(), SEED, 0.7, is_causal, ratio)
+        want = softmax.softmax_backward_reference(grad.double(), probs.double(), SEED, 0.7, is_causal, ratio)
         assert (dx.double() - want).abs().max() <= bound(dtype, columns) * grad.abs().max().double() / (1 - ratio)
 
 
@@ -48,7 +48,7 @@ def test_dropout_keeps_what_the_twin_keeps(device, columns):
     got, probs = softmax.run_softmax(x, None, SEED, 1.0, False, 0.3)
     kept = philox.kept(int(SEED), x.numel(), 0.3, device).view(x.shape)
     assert torch.equal(got != 0, kept & (probs != 0))
-    assert torch.equal(got, softmax.dropout_twin(probs, SEED, 0.3))
+    assert torch.equal(got, softmax.dropout_reference(probs, SEED, 0.3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""Tokens picked and put back on a GPU, beside the twins on the host."""
+"""Tokens picked and put back on a GPU, beside the references on the host."""
 
 from __future__ import annotations
 

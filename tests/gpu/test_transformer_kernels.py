@@ -1,4 +1,4 @@
-"""GELU, dropout and the split of projections on a GPU, against their twins, the bits of the mask and fp64."""
+"""GELU, dropout and the split of projections on a GPU, against their references, the bits of the mask and fp64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_gelu(shape, dtype, device):
             dx, dbias = ops.bias_gelu_backward(dy, x, b, exact, b is not None)
             assert off(slope, dx) <= TOLERANCE[dtype]
             assert b is None or off(slope.sum(0), dbias) <= 2 * TOLERANCE[dtype]
-            assert off(transformer.gelu_twin(x, b, exact), ops.bias_gelu(x, b, exact)) <= TOLERANCE[dtype]
+            assert off(transformer.gelu_reference(x, b, exact), ops.bias_gelu(x, b, exact)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,9 +55,9 @@ def test_dropout_has_the_bits_of_the_twin(shape, dtype, device):
         x, residual, dy, bias = inputs(*shape, dtype, shift, device)
         for b, ratio in ((bias, 0.25), (None, 0.5), (bias, 0.0)):
             seed = SEED if ratio else None
-            wanted = transformer.drop_twin(x, b, residual, ratio, seed)
+            wanted = transformer.drop_reference(x, b, residual, ratio, seed)
             assert torch.equal(wanted, bias_dropout_residual(x, b, residual, ratio, seed))
-            wanted = transformer.drop_backward_twin(dy, ratio, seed)
+            wanted = transformer.drop_backward_reference(dy, ratio, seed)
             got = ops.bias_dropout_residual_backward(dy, ratio, seed, True, b is not None)
             assert torch.equal(wanted[0], got[0])
             assert b is None or off(wanted[1], got[1]) <= 2 * TOLERANCE[dtype]
@@ -81,10 +81,10 @@ def test_split_has_the_bits_of_the_twin(heads, key_heads, size, rotated, is_halv
     for shift in (0, 1):
         qkv = torch.randn(3 * 257 * cols + shift, device=device).to(dtype)[shift:].view(3, 257, cols)
         bias = torch.randn(cols, device=device).to(dtype)
-        wanted = rotary.split_twin(qkv, bias, *tables, heads, key_heads, is_halved)
+        wanted = rotary.split_reference(qkv, bias, *tables, heads, key_heads, is_halved)
         got = ops.split_qkv(qkv, bias, *tables, heads, key_heads, is_halved)
         assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
-        whole, dbias = rotary.merge_twin(*wanted, *tables, is_halved)
+        whole, dbias = rotary.merge_reference(*wanted, *tables, is_halved)
         back, sums = ops.merge_qkv(*wanted, *tables, is_halved, True)
         assert torch.equal(whole, back)
         assert off(dbias, sums) <= 2 * TOLERANCE[dtype]

@@ -1,4 +1,4 @@
-"""The fused transformer layer on the device, against its own twins in fp64 on the same numbers."""
+"""The fused transformer layer on the device, against its own references in fp64 on the same numbers."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from mpispeed.mesh import Mesh, Topology
-from mpispeed.mesh.codec import (
+from mpispeed.mesh.compressed.quantized import (
     Feedback,
     gather_bytes,
     quantized_all_gather,
@@ -64,8 +64,8 @@ def reduced(full, inner, outer, count, mine, scale):
 
 
 def sent(mesh, axis, verb):
-    """(calls, bytes) in the journal."""
-    entry = mesh[axis].journal.entries().get((verb, (axis,)))
+    """(calls, bytes) in the trace."""
+    entry = mesh[axis].comm_trace.entries().get((verb, (axis,)))
     return (entry.count, entry.bytes) if entry else (0, 0)
 
 

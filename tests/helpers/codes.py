@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from mpispeed.native.block_quant import Coded
+from mpispeed.native.codes import Coded
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -82,10 +84,16 @@ def same(a, b):
     """Equal bits; NaNs may differ in sign and payload."""
     a, b = a.cpu(), b.cpu()
     both_nan = a.isnan() & b.isnan()
-    width = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    width = {4: torch.int32, 2: torch.int16, 1: torch.int8}[a.element_size()]
     return a.dtype == b.dtype and bool((both_nan | (a.view(width) == b.view(width))).all())
 
 
 def same_coded(a, b):
     """Equal codes, and scales of equal bits."""
     return torch.equal(a.codes.cpu(), b.codes.cpu()) and same(a.scales, b.scales)
+
+
+def same_sum(a, b):
+    """Equal exact sums of two lists of squares."""
+    ours, theirs = math.fsum(a), math.fsum(b)
+    return ours == theirs or (math.isnan(ours) and math.isnan(theirs))

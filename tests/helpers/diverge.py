@@ -8,7 +8,7 @@ import torch
 
 from mpispeed.base.errors import AgreementError
 from mpispeed.mesh import Mesh, Topology
-from mpispeed.mesh.watch import Watch
+from mpispeed.mesh.deadlock import Watch
 
 LIMIT_SECONDS = 30.0
 GATE_SECONDS = 25.0
@@ -17,13 +17,13 @@ GATE_SECONDS = 25.0
 
 def new_mesh(world):
     mesh = Mesh(Topology({"data": world.size}), world)
-    mesh["data"].timeout_seconds = GATE_SECONDS  # lanes inherit it
+    mesh["data"].timeout_seconds = GATE_SECONDS  # channels inherit it
     return mesh
 
 
-def fetch(lane, unit, done, *, rank):
+def fetch(channel, unit, done, *, rank):
     """Start a gather of everyone's rank, named like a fetch of a unit; its text also names the rank."""
-    comm = lane["data"]
+    comm = channel["data"]
     return comm.start(
         lambda inner: done.append((unit, inner.gather_objects(rank))),
         "fetch",
@@ -47,20 +47,20 @@ def others(world):
 def different_labels(world):
     """The n-th operation differs: nobody does it, all raise the same, later ones fail at once, close returns."""
     begin, mesh, done = time.monotonic(), new_mesh(world), []
-    lane = mesh.lane("params")
-    fetch(lane, "embed", done, rank=world.rank).wait()
-    bad = fetch(lane, "blocks.3" if world.rank == 0 else "head", done, rank=world.rank)
-    queued = fetch(lane, "tail", done, rank=world.rank)
+    channel = mesh.channel("params")
+    fetch(channel, "embed", done, rank=world.rank).wait()
+    bad = fetch(channel, "blocks.3" if world.rank == 0 else "head", done, rank=world.rank)
+    queued = fetch(channel, "tail", done, rank=world.rank)
     text = error_of(bad.wait)
-    assert "operation 2 of lane 'params' over data" in text
+    assert "operation 2 of channel 'params' over data" in text
     assert f"rank 0 wants fetch of unit 'blocks.3'; {others(world)} fetch of unit 'head'" in text
     assert error_of(queued.wait) == text
-    assert error_of(fetch(lane, "tail", done, rank=world.rank).wait) == text
-    assert error_of(lambda: lane["data"].barrier()) == text
+    assert error_of(fetch(channel, "tail", done, rank=world.rank).wait) == text
+    assert error_of(lambda: channel["data"].barrier()) == text
     assert world.comm.gather_objects(text) == [text] * world.size
     assert done == [("embed", list(range(world.size)))]
-    # Another lane of the same mesh still works.
-    fetch(mesh.lane("grads"), "embed", done, rank=world.rank).wait()
+    # Another channel of the same mesh still works.
+    fetch(mesh.channel("grads"), "embed", done, rank=world.rank).wait()
     mesh.close()
     assert len(done) == 2
     assert time.monotonic() - begin < LIMIT_SECONDS
@@ -69,16 +69,16 @@ def different_labels(world):
 def extra_operation(world):
     """One rank starts one more, then all go on alike: the extra one meets the next one of the others."""
     begin, mesh, done = time.monotonic(), new_mesh(world), []
-    lane = mesh.lane("params")
-    works = [fetch(lane, "a", done, rank=world.rank)]
+    channel = mesh.channel("params")
+    works = [fetch(channel, "a", done, rank=world.rank)]
     if world.rank == world.size - 1:
-        works.append(fetch(lane, "extra", done, rank=world.rank))
-    works += [fetch(lane, unit, done, rank=world.rank) for unit in ("b", "c", "d")]
+        works.append(fetch(channel, "extra", done, rank=world.rank))
+    works += [fetch(channel, unit, done, rank=world.rank) for unit in ("b", "c", "d")]
     works[0].wait()
     texts = {error_of(work.wait) for work in works[1:]}
     assert len(texts) == 1
     text = texts.pop()
-    assert "operation 2 of lane 'params'" in text
+    assert "operation 2 of channel 'params'" in text
     assert f"rank {world.size - 1} wants fetch of unit 'extra'" in text
     assert "fetch of unit 'b'" in text
     assert world.comm.gather_objects(text) == [text] * world.size
@@ -116,23 +116,23 @@ def equal_texts(world):
 
 
 def cross_lane(world):
-    """Rank 0 waits in one lane, the others in another."""
+    """Rank 0 waits in one channel, the others in another."""
     begin, mesh, done = time.monotonic(), new_mesh(world), []
     watch = Watch(mesh, first_look_seconds=1.0)
-    lanes = mesh.lane("params"), mesh.lane("grads")
+    channels = mesh.channel("params"), mesh.channel("grads")
     name = "params" if world.rank == 0 else "grads"
-    work = fetch(mesh.lane(name), name, done, rank=world.rank)
+    work = fetch(mesh.channel(name), name, done, rank=world.rank)
     text = error_of(lambda: watch.wait(work, lambda: f"the {name} of rank {min(world.rank, 1)}"))
     taken = time.monotonic() - begin
     assert taken < 15.0
-    assert "rank 0 waits for the params of rank 0 in lane 'params', which is at operation 1, where rank" in text
-    assert "the grads of rank 1 in lane 'grads', which is at operation 1, where rank 0 has not come" in text
+    assert "rank 0 waits for the params of rank 0 in channel 'params', which is at operation 1, where rank" in text
+    assert "the grads of rank 1 in channel 'grads', which is at operation 1, where rank 0 has not come" in text
     assert world.comm.gather_objects(text) == [text] * world.size
-    for lane in lanes:
-        assert error_of(fetch(lane, "more", done, rank=world.rank).wait) == text
+    for channel in channels:
+        assert error_of(fetch(channel, "more", done, rank=world.rank).wait) == text
     assert not done
-    # What was left at the gates is gone: a fresh lane and the groups' end are not disturbed.
-    fetch(mesh.lane("other"), "fresh", done, rank=world.rank).wait()
+    # What was left at the gates is gone: a fresh channel and the groups' end are not disturbed.
+    fetch(mesh.channel("other"), "fresh", done, rank=world.rank).wait()
     assert done == [("fresh", list(range(world.size)))]
     mesh.close()
     assert time.monotonic() - begin < LIMIT_SECONDS
@@ -142,20 +142,20 @@ def slow_rank(world, caplog):
     """A rank that sleeps is waited for, with correct data and one warning for the node."""
     begin, mesh, done = time.monotonic(), new_mesh(world), []
     watch = Watch(mesh, first_look_seconds=0.5, warning_seconds=2.0)
-    lane = mesh.lane("params")
-    with caplog.at_level(logging.WARNING, logger="mpispeed.mesh.watch"):
+    channel = mesh.channel("params")
+    with caplog.at_level(logging.WARNING, logger="mpispeed.mesh.deadlock"):
         if world.rank == world.size - 1:
             time.sleep(5)
-        work = fetch(lane, "embed", done, rank=world.rank)
+        work = fetch(channel, "embed", done, rank=world.rank)
         watch.wait(work, lambda: "the embedding")
     assert done == [("embed", list(range(world.size)))]
     assert 4.5 < time.monotonic() - begin < LIMIT_SECONDS
     seen = [r.getMessage() for r in caplog.records if "has been waiting" in r.getMessage()]
-    text = "rank 0 has been waiting 2 s for the embedding in lane 'params', which is at operation 1"
+    text = "rank 0 has been waiting 2 s for the embedding in channel 'params', which is at operation 1"
     if world.rank == 0:
         assert len(seen) == 1
         assert seen[0].startswith(text)
-    fetch(lane, "head", done, rank=world.rank).wait()
+    fetch(channel, "head", done, rank=world.rank).wait()
     watch.close()
     mesh.close()
     return seen
@@ -165,18 +165,18 @@ def stale_round(world):
     """A round that one rank joined long ago completes later; it convicts nobody, and the next one is right."""
     begin, mesh, done = time.monotonic(), new_mesh(world), []
     watch = Watch(mesh, first_look_seconds=0.5)
-    lanes = mesh.lane("params"), mesh.lane("grads")
+    channels = mesh.channel("params"), mesh.channel("grads")
     if world.rank > 0:
         time.sleep(2)  # rank 0 joins a round meanwhile
-    watch.wait(fetch(lanes[0], "embed", done, rank=world.rank), lambda: "the embedding")
+    watch.wait(fetch(channels[0], "embed", done, rank=world.rank), lambda: "the embedding")
     # All ranks wait at last, all for the same: the round of rank 0 completes, and no error may come of it.
-    slow = lanes[1]["data"].start(lambda _: time.sleep(2), "slow")
+    slow = channels[1]["data"].start(lambda _: time.sleep(2), "slow")
     watch.wait(slow, lambda: "a slow operation")
-    lane = lanes[0] if world.rank == 0 else lanes[1]
-    work = fetch(lane, "head", done, rank=world.rank)
+    channel = channels[0] if world.rank == 0 else channels[1]
+    work = fetch(channel, "head", done, rank=world.rank)
     text = error_of(lambda: watch.wait(work, lambda: f"head {min(world.rank, 1)}"))
-    assert "rank 0 waits for head 0 in lane 'params', which is at operation 2" in text
-    assert "head 1 in lane 'grads', which is at operation 2, where rank 0 has not come" in text
+    assert "rank 0 waits for head 0 in channel 'params', which is at operation 2" in text
+    assert "head 1 in channel 'grads', which is at operation 2, where rank 0 has not come" in text
     assert "embedding" not in text
     assert "slow" not in text
     assert done == [("embed", list(range(world.size)))]
@@ -190,7 +190,7 @@ def left_behind(world):
     watch = Watch(mesh, first_look_seconds=0.2)
     if world.rank > 0:
         time.sleep(1.5)
-    watch.wait(fetch(mesh.lane("params"), "embed", done, rank=world.rank), lambda: "the embedding")
+    watch.wait(fetch(mesh.channel("params"), "embed", done, rank=world.rank), lambda: "the embedding")
     if world.size > 2:
         watch.close()
     mesh.close()

@@ -13,12 +13,13 @@ from itertools import product
 import torch
 
 from mpispeed.native import block_quant, device_norm, exact_squares, one_bit, token_drop
+from mpispeed.native.codes import Coded, Grid
+from mpispeed.native.coefficients import adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
 from mpispeed.native.cuda import launcher
 from mpispeed.native.cuda.catalog import KERNELS
 from mpispeed.native.device_optim import DeviceTable
 from mpispeed.native.drop_norm import bias_dropout_layer_norm
-from mpispeed.native.host_table import STATE_NAMES, Row
-from mpispeed.native.host_terms import adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
+from mpispeed.native.multi_tensor_host import STATE_NAMES, Row
 from mpispeed.native.norm import add_layer_norm, layer_norm, rms_norm
 from mpispeed.native.rotary import rotary_tables, split_qkv
 from mpispeed.native.softmax import causal_softmax, masked_softmax, run_dropout
@@ -104,15 +105,15 @@ class Faces:
 
     def codes(self, dtype: torch.dtype) -> None:
         """Codes of 8 and 4 bits, their sums, with kept errors, and signs."""
-        grid = block_quant.Grid(piece=1301, block=256, pieces=3)
+        grid = Grid(piece=1301, block=256, pieces=3)
         x = self.odd(grid.numel, dtype=dtype).detach()
         for bits in (8, 4):
-            coded = [block_quant.Coded.zeros(grid, bits, self.device) for _ in range(2)]
-            error = block_quant.Coded.zeros(grid, 8, self.device)
+            coded = [Coded.zeros(grid, bits, self.device) for _ in range(2)]
+            error = Coded.zeros(grid, 8, self.device)
             block_quant.quantize(coded[0], x, grid)
             block_quant.quantize(coded[1], x, grid, error=error, beta=0.5)
             for other in (8, 4):
-                into = block_quant.Coded.zeros(grid, other, self.device)
+                into = Coded.zeros(grid, other, self.device)
                 block_quant.sum_requantize(into, coded, grid)
                 block_quant.sum_requantize(into, coded, grid, error=error, beta=0.5)
             block_quant.dequantize(x, coded[0], grid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 WORKER = Path(__file__).resolve().parents[1] / "jobs" / "hang_worker.py"
@@ -22,7 +23,7 @@ def place(way: str, mark: str) -> str:
     raise ValueError(message)
 
 
-def problems(way: str, code: int, errors: str, folder: Path, seconds: float, watch_seconds: float) -> list[str]:
+def problems(way: str, code: int, errors: str, folder: Path, watch_seconds: float) -> list[str]:
     """What is wrong about how a drill ended; nothing if its report names the ranks and their places in time."""
     found = [] if code else ["the exit code is 0"]
     path = folder / "report.json"
@@ -40,13 +41,19 @@ def problems(way: str, code: int, errors: str, folder: Path, seconds: float, wat
         way, "hang"
     ):
         found.append(f"it is a {report['kind']}")
-    if seconds > watch_seconds + START_AND_END_SECONDS:
+    seconds = seconds_since_begun(folder)
+    if seconds > watch_seconds + END_SECONDS:
         found.append(f"it took {seconds:.1f} s")
     return [f"{problem}\n{errors}" for problem in found]
 
 
-START_AND_END_SECONDS = 30.0
-"""A start with torch on a busy machine, and the end of the job."""
+def seconds_since_begun(folder: Path) -> float:
+    """Since the worker came to what goes wrong; its start takes any time on a busy machine."""
+    return time.time() - (folder / "begun").stat().st_mtime
+
+
+END_SECONDS = 30.0
+"""To find a place, to tell it and to end the job."""
 
 
 def _wanted(way: str) -> list[str]:

@@ -56,7 +56,7 @@ class HostsNet:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
         return subprocess.Popen(self.command(name, words), start_new_session=True, **{**pipes, **settings})
 
-    def run(self, name: str, words: Sequence[object], seconds: float = 120, **settings: object) -> tuple[int, str, str]:
+    def run(self, name: str, words: Sequence[object], seconds: float = 400, **settings: object) -> tuple[int, str, str]:
         """Run a program on a host; returns its exit code and what it wrote. One that is late fails the test."""
         process = self.start(name, words, **settings)
         try:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 
-from mpispeed.guard.memory import Groups
+from mpispeed.watchdog.memory import Groups
 
 
 @contextlib.contextmanager

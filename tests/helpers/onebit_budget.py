@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpispeed.engine.budget import gather_facts, predict
-from mpispeed.engine.coded_report import PHASES
+from mpispeed.engine.estimate.budget import gather_inputs, predict
 from mpispeed.optim.exchange import Exchange
+from mpispeed.plan.onebit_plan import PHASES
 from tests.helpers.onebit_training import kind_of, run_step, samples
 
 STEPS = 12
@@ -18,7 +18,7 @@ def compare(engine: Any, model: Any) -> set[Exchange]:
 
     Collective over: all ranks.
     """
-    budget, journal = predict(gather_facts(engine.parts.plan, model)), engine.mesh.journal
+    budget, comm_trace = predict(gather_inputs(engine.parts.plan, model)), engine.mesh.comm_trace
     phases = {phase.name: phase for phase in budget.phases}
     assert phases[PHASES[Exchange.GRADIENT]].sent == budget.sent
     seen: set[Exchange] = set()
@@ -26,10 +26,10 @@ def compare(engine: Any, model: Any) -> set[Exchange]:
         kind = kind_of(engine, step)
         first = f"first {PHASES[kind]}"
         name = first if kind not in seen and first in phases else PHASES[kind]
-        journal.reset()
+        comm_trace.reset()
         run_step(engine, batch)
         sent: dict[str, int] = {}
-        for (verb, _), entry in journal.entries().items():
+        for (verb, _), entry in comm_trace.entries().items():
             sent[verb] = sent.get(verb, 0) + entry.bytes
         expected: dict[str, int] = {}
         for row in phases[name].sent:
@@ -45,7 +45,7 @@ def compare(engine: Any, model: Any) -> set[Exchange]:
 def held_bytes(engine: Any) -> dict[str, int]:
     """Kind of state -> bytes on this rank, after a step in which momenta, gradients or drifts were coded."""
     parts, optimization = engine.parts.params, engine.parts.optimization
-    coded = optimization.coded
+    coded = optimization.onebit
     errors = sum(one.nbytes for one in coded.errors.values())
     return {
         "parameters": parts.param_bytes,

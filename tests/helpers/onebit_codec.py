@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh import onebit, onebit_nodes
-from mpispeed.mesh.onebit import OneBitErrors, compressed_all_reduce, padded_length, sent_bytes
-from mpispeed.mesh.onebit_nodes import compressed_all_reduce_through, shard_length, zero_errors
+from mpispeed.mesh.compressed import onebit, onebit_nodes
+from mpispeed.mesh.compressed.onebit import OneBitErrors, compressed_all_reduce, padded_length, sent_bytes
+from mpispeed.mesh.compressed.onebit_nodes import compressed_all_reduce_through, shard_length, zero_errors
 from tests.helpers.codec import meshes, sent
 from tests.helpers.onebit_reference import OneBitMean
 
@@ -127,7 +127,7 @@ def check_random_cases(world, cases=CASES):
 
 def record_messages(monkeypatch, comm):
     """A list of the rows of this rank: what it sends to every rank, then what it sends to all."""
-    rows, all_to_all, all_gather = [], onebit.messages.all_to_all, onebit.messages.all_gather
+    rows, all_to_all, all_gather = [], onebit.chunking.all_to_all, onebit.chunking.all_gather
 
     def spy(verb, source):
         def call(over, out, x):
@@ -137,8 +137,8 @@ def record_messages(monkeypatch, comm):
 
         return call
 
-    monkeypatch.setattr(onebit.messages, "all_to_all", spy(all_to_all, lambda x: x.view(comm.size, -1)))
-    monkeypatch.setattr(onebit.messages, "all_gather", spy(all_gather, lambda x: x.view(1, -1)))
+    monkeypatch.setattr(onebit.chunking, "all_to_all", spy(all_to_all, lambda x: x.view(comm.size, -1)))
+    monkeypatch.setattr(onebit.chunking, "all_gather", spy(all_gather, lambda x: x.view(1, -1)))
     return rows
 
 
@@ -178,12 +178,12 @@ def check_pieces(world, monkeypatch, piece, dtype):
             errors, outs, before = (
                 OneBitErrors.zeros(count, comm.size),
                 [],
-                comm.journal.entries().get((VERB, comm.axes)),
+                comm.comm_trace.entries().get((VERB, comm.axes)),
             )
             for turn in range(3):
                 outs.append(values(comm.rank, count, dtype, turn))
                 compressed_all_reduce(comm, outs[-1], errors, overlapped=overlapped)
-            after = comm.journal.entries()[VERB, comm.axes]
+            after = comm.comm_trace.entries()[VERB, comm.axes]
             assert after.bytes - (before.bytes if before else 0) == 3 * sent_bytes(count, comm.size)
             results.append((*outs, errors.worker, errors.server))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -235,7 +235,7 @@ def check_refusals(world):
     """Errors of another buffer or other ranks, dtypes and layouts are named; nothing travels and nothing changes."""
     comm, count = world.comm, 100
     errors, x = OneBitErrors.zeros(count, comm.size), values(comm.rank, count)
-    before, entries = x.clone(), comm.journal.entries().get((VERB, comm.axes))
+    before, entries = x.clone(), comm.comm_trace.entries().get((VERB, comm.axes))
     for wrong in (
         OneBitErrors.zeros(1000, comm.size),
         OneBitErrors(errors.worker, errors.server.repeat(2)),
@@ -251,7 +251,7 @@ def check_refusals(world):
         alone = type("Alone", (), {"size": 1, "__str__": lambda _: "one"})()
         onebit_nodes.exchange_through(alone, alone, x, OneBitErrors.zeros(1000, 1), [])
     assert torch.equal(x, before)
-    assert comm.journal.entries().get((VERB, comm.axes)) == entries
+    assert comm.comm_trace.entries().get((VERB, comm.axes)) == entries
     assert not errors.worker.any()
 
 

@@ -16,8 +16,9 @@ from torch import nn
 from mpispeed.optim.choice import build
 from mpispeed.optim.exchange import Exchange
 from tests.helpers import onebit_reference as reference
-from tests.helpers.small import own_part, start
-from tests.helpers.training import whole_weights
+from tests.zoo import models
+from tests.zoo.models import Mlp
+from tests.zoo.training import config, own_part, start, weights
 
 BATCH = 36  # divides by 3 micro-batches on 1, 2, 3 and 4 ranks
 LR = 4e-3
@@ -40,40 +41,15 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Mlp(nn.Module):
-    """Three layers that form a unit each; takes inputs and targets, returns the mean squared error."""
-
-    def __init__(self, seed: int = 11) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.first = nn.Linear(8, 32)
-            self.middle = nn.Linear(32, 31)
-            self.last = nn.Linear(31, 4)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.middle(torch.tanh(self.first(x.to(self.first.weight.dtype)))))
-        return nn.functional.mse_loss(self.last(x), y.to(x.dtype))
-
-
-def samples(steps: int, seed: int = 5, size: int = BATCH) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """`steps` global batches of inputs and targets."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(steps, size, 8, generator=generator)
-    y = torch.stack([x.sum(-1).sin(), x[..., 0] * x[..., 1], x[..., 2].abs(), x[..., 3] - x[..., 4]], -1)
-    return list(zip(x, y, strict=True))
+def samples(steps: int, seed: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`steps` global batches for `Mlp`."""
+    return models.samples(steps, BATCH, seed, width=8, outs=4)
 
 
 def settings(name: str, stage: int = 0, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     """A config for `name`, with one unit for every layer."""
-    return {
-        "train_batch_size": BATCH,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": name, "params": PARAMS[name]},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "steps_per_print": 10**9,
-        **more,
-    }
+    given = {"optimizer": {"type": name, "params": PARAMS[name]}, "steps_per_print": 10**9}
+    return config(stage, BATCH, accumulation, zero={"stage3_param_persistence_threshold": 0}, **(given | more))
 
 
 def engine_of(name: str, stage: int = 0, accumulation: int = 1, model: nn.Module | None = None, **more: Any) -> Any:
@@ -93,7 +69,7 @@ def run_step(engine: Any, batch: tuple[torch.Tensor, ...], factor: float = 1.0) 
 
 def kind_of(engine: Any, step: int) -> Exchange:
     """What travels for update number `step`."""
-    return engine.parts.optimization.coded.kind(step)
+    return engine.parts.optimization.onebit.kind(step)
 
 
 def states_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -103,7 +79,7 @@ def states_of(engine: Any) -> dict[str, torch.Tensor]:
         found[f"{unit.index} master"] = parts.params.master(unit).clone()
         for slot, tensor in parts.optimization.states.of(unit).items():
             found[f"{unit.index} {slot}"] = tensor.clone()
-        errors = parts.optimization.coded.errors.get(unit.index)
+        errors = parts.optimization.onebit.errors.get(unit.index)
         if errors is not None:
             found[f"{unit.index} worker"], found[f"{unit.index} server"] = errors.worker.clone(), errors.server.clone()
     return found
@@ -112,7 +88,7 @@ def states_of(engine: Any) -> dict[str, torch.Tensor]:
 def is_same_on_ranks(engine: Any, axis: str = "data") -> bool:
     """Whether all ranks of the axis have the same bits of all parameters. Collective over: the axis."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(whole_weights(engine.module).items()):
+    for name, tensor in sorted(weights(engine).items()):
         digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return len(set(engine.mesh[axis].gather_objects(digest.hexdigest()))) == 1
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-import mpispeed
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
-from tests.helpers.training import whole_weights, zero
+from tests.zoo.training import config, start, weights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "examples"))
 gpt = importlib.import_module("gpt")
@@ -82,16 +81,16 @@ class Case:
 
     def settings(self, **more: Any) -> dict[str, Any]:
         """The config."""
-        settings: dict[str, Any] = {
-            "train_batch_size": BATCH,
-            "gradient_accumulation_steps": self.micro_batches,
-            "gradient_clipping": self.clip,
-            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
-            "zero_optimization": zero(self.stage),
-            "bf16": {"enabled": self.dtype == "bf16"},
-            "pipeline": {"schedule": self.schedule, "per_micro_batch": self.is_per_micro},
-            "steps_per_print": 10**9,
-        }
+        settings = config(
+            self.stage,
+            BATCH,
+            self.micro_batches,
+            dtype=self.dtype,
+            gradient_clipping=self.clip,
+            optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+            pipeline={"schedule": self.schedule, "per_micro_batch": self.is_per_micro},
+            steps_per_print=10**9,
+        )
         if self.layout.model > 1:
             slices = {"autotp_size": self.layout.model, "injection_policy_tuple": gpt_layers.SLICES}
             settings["tensor_parallel"] = slices
@@ -111,7 +110,7 @@ class Case:
 
     def engine(self, **more: Any) -> Any:
         """Collective over: all ranks."""
-        return mpispeed.initialize(model=self.module(), config=self.settings(**more))[0]
+        return start(self.settings(**more), self.module())
 
 
 def every_case() -> list[Case]:
@@ -189,7 +188,7 @@ def train(engine: Any, steps: Iterable[int]) -> list[float]:
 def all_weights(engine: Any) -> dict[str, torch.Tensor]:
     """Copies of the parameters of all stages, by name; of slices this rank's. Collective over: all ranks."""
     found: dict[str, torch.Tensor] = {}
-    for own in engine.mesh["pipe"].gather_objects(whole_weights(engine.module)):
+    for own in engine.mesh["pipe"].gather_objects(weights(engine)):
         for name, tensor in own.items():
             assert name not in found or torch.equal(found[name], tensor), f"{name} differs between stages"
             found[name] = tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpispeed.ckpt.reader import open_reader
+from mpispeed.ckpt.read.reader import open_reader
 
 
 def difference(first: str | Path, second: str | Path) -> str:

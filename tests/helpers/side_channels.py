@@ -1,12 +1,12 @@
-"""Channels between watchers that all run in one loop."""
+"""Channels between watchdogs that all run in one loop."""
 
 import asyncio
 import contextlib
 
-from mpispeed.guard.side import Node, SideChannel, open_listener
+from mpispeed.watchdog.side_channel import Node, SideChannel, open_listener
 
 SECRET = "s" * 32
-LIMIT_SECONDS = 10.0
+LIMIT_SECONDS = 60.0
 
 
 async def until(is_met):

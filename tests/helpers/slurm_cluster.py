@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.helpers.system import cannot
+from mpispeed.walltime.job_states import is_over
+from tests.helpers.system import CHECKOUT, cannot
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("n1", "n2")
@@ -37,8 +38,10 @@ PROGRAMS = {
     "scontrol": "slurm-client", "srun": "slurm-client",
 }  # fmt: skip
 SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin"
-RUNNING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "STOPPED"}
 FOREIGN = re.compile(r"(SLURM|SBATCH|PMI|PMIX|OMPI|PRTE|MPI|HYDI|HYDRA)_")
+LATE_SECONDS = 400
+"""A job that is not over by then is stuck: what takes seconds on an idle machine takes minutes beside other tests."""
+
 REQUEUE_SECONDS = 15
 """What a requeued job waits before it may start again: the life of a credential, 120 by default."""
 
@@ -79,6 +82,9 @@ SlurmdDebug=info
 FirstJobId={first_job}
 MinJobAge=1800
 KillWait=5
+MessageTimeout=60
+TCPTimeout=30
+BatchStartTimeout=120
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -88,7 +94,7 @@ NodeName=DEFAULT CPUs={cores} RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=DEFAULT Nodes={names} PreemptMode=OFF
 PartitionName=main Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 PartitionName=short MaxTime=00:10:00 State=UP OverSubscribe=NO
-PartitionName=low PreemptMode=CANCEL GraceTime=40 State=UP
+PartitionName=low PreemptMode=CANCEL GraceTime=200 State=UP
 PartitionName=high PriorityTier=10 State=UP
 """
 
@@ -149,7 +155,7 @@ class SlurmCluster:
     # -- for tests ---------------------------------------------------------------------------------------------------
 
     def run(
-        self, *words: object, check: bool = True, limit_seconds: float = 60, **env: str
+        self, *words: object, check: bool = True, limit_seconds: float = LATE_SECONDS, **env: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a client such as `scontrol show nodes`; one that fails raises with what it wrote, unless told not to."""
         done = subprocess.run(
@@ -188,13 +194,13 @@ class SlurmCluster:
         lines = self.run("squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T").stdout
         return dict(line.split() for line in lines.splitlines() if line.strip())
 
-    def wait(self, job: str, seconds: float, until: Callable[[str], bool] | None = None) -> str:
+    def wait(self, job: str, until: Callable[[str], bool] | None = None, seconds: float = LATE_SECONDS) -> str:
         """Wait until all tasks of a job have ended (or `until(state)` holds) and return its state.
 
         An array whose tasks ended differently gives their states, joined by commas. A job that is late is cancelled
         and raises with its output.
         """
-        holds = until or (lambda state: state not in RUNNING)
+        holds = until or is_over
         deadline = time.monotonic() + seconds
         while True:
             found = set(self.states(job).values())
@@ -214,7 +220,9 @@ class SlurmCluster:
 
     def drain(self, node: str, *, ends_jobs: bool = False) -> None:
         """Let no job start on a node any more; with `ends_jobs` it goes down, and its jobs are requeued or ended."""
-        self.run("scontrol", "update", f"nodename={node}", f"state={'down' if ends_jobs else 'drain'}", "reason=test")
+        # Drained as well: a node that is only down comes back when its slurmd reports the next time.
+        for state in ("drain", *(["down"] if ends_jobs else [])):
+            self.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=test")
 
     def resume(self, node: str) -> None:
         """Undo `drain`."""
@@ -227,7 +235,7 @@ class SlurmCluster:
         path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}:{SYSTEM_FOLDERS}"
         return {
             **TRANSPORT, **kept, "PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf"), MARK: str(self.folder),
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": CHECKOUT,
         }  # fmt: skip
 
     def _start(self) -> None:
@@ -331,7 +339,7 @@ class SlurmCluster:
                 )
             )  # fmt: skip
 
-    def _until(self, what: str, holds: Callable[[], bool], seconds: float = 30) -> None:
+    def _until(self, what: str, holds: Callable[[], bool], seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self._daemons):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpispeed.engine.placements import Placing
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.topology import Factor
+from mpispeed.plan.placements import Placing
+from mpispeed.sharding.grads import Averaging, GradStore
+from mpispeed.sharding.units import plan_units
 from mpispeed.store.placement import Placement
 from mpispeed.store.table import Table
-from mpispeed.zero.grads import Averaging, GradStore
-from mpispeed.zero.units import plan_units
 
 WHOLE, DATA = Placement(), Placement(("data",))
 INNER, NESTED = Placement(("data.inner",)), Placement(("data.inner", "data.outer"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpispeed.store.owner import OWNER_FILE, Identity, boot_id
 from mpispeed.store.swap import parent_name, run_name
-from tests.helpers.system import with_own_mounts
+from tests.helpers.system import CHECKOUT, with_own_mounts
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -33,7 +33,7 @@ def leftover(root, run=None, *, rank=0, swap_bytes=10, **changes):
 def python(code, *arguments, prefix=()):
     """Run `code` in a process of its own."""
     argv = [*prefix, sys.executable, "-c", code, *map(str, arguments)]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    env = {**os.environ, "PYTHONPATH": CHECKOUT}
     return subprocess.run(argv, capture_output=True, text=True, timeout=SCRIPT_SECONDS, env=env, check=False)
 
 

@@ -5,8 +5,13 @@ import os
 import shutil
 import subprocess
 import tempfile
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKOUT = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+"""PYTHONPATH of processes that tests start: they run this checkout, whatever is installed."""
 
 
 def cannot(reason):

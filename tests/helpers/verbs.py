@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from mpispeed.base.errors import AgreementError, CommError
 from mpispeed.mesh import Comm
+from mpispeed.mesh.collectives.work import nap_until
 
 HALVES = (torch.bfloat16, torch.float16)
 REALS = (torch.float32, torch.float64, *HALVES)
@@ -24,6 +26,7 @@ INTEGERS = (
     torch.uint64,
 )
 REDUCIBLE = (*REALS, *COMPLEX, *INTEGERS, torch.bool)
+BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 MOVABLE = (*REDUCIBLE, torch.float8_e4m3fn)
 
 
@@ -49,6 +52,9 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 def expected(op: str, parts: list[torch.Tensor], scale: float = 1.0) -> torch.Tensor:
     """The reduction of `parts`, computed element by element in a wide dtype."""
+    if op in BITS:
+        bits = [part.to(torch.int64) for part in parts]
+        return functools.reduce(BITS[op], bits).to(parts[0].dtype)
     stack = torch.stack([wide(part) for part in parts])
     total = {
         "sum": lambda: stack.sum(0) * scale,
@@ -66,6 +72,8 @@ def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
     """Operations that mean something for a dtype."""
     if dtype.is_complex:
         return ("sum", "prod")
+    if dtype in INTEGERS or dtype == torch.bool:
+        return ("sum", "prod", "min", "max", *BITS)
     return ("sum", "prod", "min", "max")
 
 
@@ -125,6 +133,18 @@ def check_moves(comm: Comm, dtype: torch.dtype, count: int = 11) -> None:
         x = shards[rank].clone()
         comm.broadcast(x, root)
         assert same(x, shards[root])
+    for root in range(size):
+        gathered = torch.zeros(size * count if rank == root else 0, dtype=dtype)
+        comm.gather(gathered, shards[rank], root)
+        assert rank != root or same(gathered, torch.cat(shards))
+        given = torch.zeros(count, dtype=dtype)
+        comm.scatter(given, torch.cat(shards) if rank == root else torch.empty(0, dtype=dtype), root)
+        assert same(given, shards[rank])
+        own = place.view(size, count)[rank].zero_()
+        if rank == root:
+            place.copy_(torch.cat(shards))
+        comm.scatter(own, place, root)
+        assert same(own, shards[rank])
     x = torch.cat([values(rank * size + j, count, dtype) for j in range(size)])
     got = torch.zeros_like(x)
     comm.all_to_all(got, x)
@@ -164,6 +184,37 @@ def check_ring(comm: Comm, dtype: torch.dtype) -> None:
     for work in works:
         work.wait()
     assert same(got, values(before, 9, dtype))
+
+
+def check_any_source(comm: Comm) -> None:
+    """Messages of all others, received in whatever order they come."""
+    size, rank = comm.size, comm.rank
+    if rank:
+        comm.send(torch.tensor([rank, 10 * rank]), 0, tag=3)
+        return
+    found = {}
+    for _ in range(size - 1):
+        x = torch.zeros(2, dtype=torch.int64)
+        poll = comm.post_recv_any(x, 3)
+        source: list[int | None] = []
+        nap_until(lambda poll=poll, source=source: source.append(poll()) or source[-1] is not None)
+        found[source[-1]] = x.tolist()
+    assert found == {other: [other, 10 * other] for other in range(1, size)}
+
+
+def check_members(comm: Comm) -> None:
+    """Groups made by their members only, in the order given."""
+    size, rank = comm.size, comm.rank
+    members = [r for r in reversed(range(size)) if r != 1] if size > 2 else [*reversed(range(size))]
+    if rank not in members:
+        return
+    for name in ("first", "second"):
+        group = comm.of_members(members, name, ("members",))
+        assert (list(group.ranks), group.rank, group.size) == (members, members.index(rank), len(members))
+        out = torch.zeros(len(members), dtype=torch.int64)
+        group.all_gather(out, torch.tensor([rank]))
+        assert out.tolist() == members
+        group.close()
 
 
 def check_half_accumulation(comm: Comm, dtype: torch.dtype) -> None:
@@ -290,8 +341,8 @@ def check_agreement(comm: Comm) -> None:
 def check_journal(comm: Comm) -> None:
     """Bytes follow the ring formulas exactly."""
     size, rank, elements = comm.size, comm.rank, 12 * comm.size
-    journal = comm.journal
-    journal.reset()
+    comm_trace = comm.comm_trace
+    comm_trace.reset()
     x, part, total = torch.zeros(elements), torch.zeros(12), 4 * elements
     comm.all_reduce(x)
     comm.all_gather(x, part)
@@ -301,7 +352,7 @@ def check_journal(comm: Comm) -> None:
     comm.all_to_all(torch.zeros_like(x), x)
     half = torch.zeros(elements, dtype=torch.bfloat16)
     comm.start_reduce_scatter(part, half).wait()
-    counts = {verb: (e.count, e.bytes) for (verb, axes), e in journal.entries().items() if axes == comm.axes}
+    counts = {verb: (e.count, e.bytes) for (verb, axes), e in comm_trace.entries().items() if axes == comm.axes}
     share = total * (size - 1) // size
     assert counts == {
         "all_reduce": (1, 2 * share),
@@ -310,11 +361,11 @@ def check_journal(comm: Comm) -> None:
         "broadcast": (1, total if rank == size - 1 and size > 1 else 0),
         "all_to_all": (1, share),
     }
-    assert journal.total_bytes("all_gather") == 2 * share
-    assert journal.total_bytes() == sum(sent for _, sent in counts.values())
-    assert "all_gather" in journal.summary()
-    journal.reset()
-    assert journal.entries() == {}
+    assert comm_trace.total_bytes("all_gather") == 2 * share
+    assert comm_trace.total_bytes() == sum(sent for _, sent in counts.values())
+    assert "all_gather" in comm_trace.summary()
+    comm_trace.reset()
+    assert comm_trace.entries() == {}
 
 
 def check_started(comm: Comm) -> None:

@@ -5,11 +5,12 @@ import sys
 import torch
 
 import mpispeed
-from tests.helpers.training import TinyLM, batches, config
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config
 
 
 def main(how: str) -> None:
-    settings = config(1, 12, 1)
+    settings = config(1, 12, 1, **WARM)
     if how == "unknown_key":
         settings["zero_optimisation"] = {"stage": 1}
     if how == "batch":

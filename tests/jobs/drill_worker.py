@@ -3,14 +3,15 @@
 import sys
 
 import mpispeed
-from tests.helpers.training import TinyLM, batches, config
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config
 
 TRAIN_BATCH = 12
 
 
 def main(folder: str, stage: int, steps: int = 6) -> None:
     """`folder` takes checkpoints."""
-    engine, *_ = mpispeed.initialize(model=TinyLM(), config=config(stage, TRAIN_BATCH, 1))
+    engine, *_ = mpispeed.initialize(model=TinyLM(), config=config(stage, TRAIN_BATCH, 1, **WARM))
     engine.load_checkpoint(folder)
     rank, share = engine.mesh.index("data"), TRAIN_BATCH // engine.mesh["data"].size
     everything = batches(steps, TRAIN_BATCH)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -73,6 +74,8 @@ def main():
     rank, pair = comm.get_rank(), comm.new_group([0, 1])
     for _ in range(5):
         comm.all_reduce(torch.ones(8))
+    if rank == 0:
+        (Path(os.environ["MPISPEED_RUN_DIR"]) / "begun").touch()
     globals()[sys.argv[1]](rank, pair)
     comm.barrier()  # at end
     comm.all_reduce(torch.ones(3))

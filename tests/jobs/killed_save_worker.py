@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.save import SaveOptions, save
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.write.save import SaveOptions, save
 
 PARAMS = 6
 ROWS, COLUMNS = 701, 700

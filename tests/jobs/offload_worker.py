@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 import mpispeed
-from tests.helpers.training import TinyLM, batches, config, train_engine, zero
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, train_averaged
 
 BATCH = 12
 WIDTH = 96
@@ -18,9 +19,7 @@ def settings(folder: Path) -> dict:
     """Nothing is reserved, so that a full disk is found in the middle."""
     disk = {"device": "nvme", "nvme_path": str(folder)}
     sections = {"offload_param": {**disk, "max_in_cpu": 0}, "offload_optimizer": {**disk, "fast_init": True}}
-    made = config(3, BATCH, 1)
-    made["zero_optimization"] = zero(3, **sections)
-    return made
+    return config(3, BATCH, 1, zero=sections, **WARM)
 
 
 def say(text: str) -> None:
@@ -54,7 +53,7 @@ def main(how: str, folder: Path, saves: Path) -> None:
     if how in ("full", "kill"):
         engine.save_checkpoint(str(saves))
         break_off(engine, how, folder, data[0])
-    losses = train_engine(engine, data)
+    losses = train_averaged(engine, data)
     if world.rank == 0:
         say(f"losses {[round(loss, 12) for loss in losses]}")
     engine.destroy()

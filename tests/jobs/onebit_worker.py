@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mpispeed.ckpt.load import open_checkpoint
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.mesh import start
 from tests.helpers.onebit_training import NAMES, PARAMS, engine_of, run_step
 
@@ -71,7 +71,7 @@ def go_on(engine):
 
 def errors_of(engine):
     """By parameter: the mean of the errors of all workers, and the error of the servers. Collective over: all ranks."""
-    found, coded, comm = {}, engine.parts.optimization.coded, engine.mesh["data"]
+    found, coded, comm = {}, engine.parts.optimization.onebit, engine.mesh["data"]
     for unit in engine.parts.table.units:
         errors = coded.errors[unit.index]
         worker, server = errors.worker.double(), torch.empty_like(errors.worker)

@@ -11,9 +11,10 @@ from pathlib import Path
 import mpispeed
 from mpispeed.mesh import start
 from tests.helpers.saved import difference
-from tests.helpers.training import TinyLM, batches, config, train_engine
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, train_averaged
 
-BATCH, BEFORE, AFTER = 48, 4, 5
+BATCH, BEFORE, AFTER = 48, 3, 3
 DATA = batches(BEFORE + AFTER, BATCH)
 
 
@@ -35,7 +36,7 @@ def layouts(size, disk):
 
 
 def make(section, more):
-    settings = config(0, BATCH, 1, **more) | {"zero_optimization": section}
+    settings = config(0, BATCH, 1, **(WARM | more)) | {"zero_optimization": section}
     return mpispeed.initialize(model=TinyLM(), config=settings)[0]
 
 
@@ -43,9 +44,9 @@ def save(folder):
     found = {}
     for name, (section, more) in layouts(start().size, str(folder / "disk")).items():
         engine = make(section, more)
-        train_engine(engine, DATA[:BEFORE])
+        train_averaged(engine, DATA[:BEFORE])
         engine.save_checkpoint(str(folder / name), tag="four")
-        found[name] = train_engine(engine, DATA[BEFORE:])
+        found[name] = train_averaged(engine, DATA[BEFORE:])
         engine.destroy()
     if start().rank == 0:
         (folder / "losses.json").write_text(json.dumps(found))
@@ -62,7 +63,7 @@ def load(folder, shift, loads):
             engine.load_checkpoint(str(folder / source))
             engine.save_checkpoint(str(again), tag="four", overwrite=True)
             different = difference(folder / source, again) if comm.rank == 0 else ""
-            rows.append((source, target, different, train_engine(engine, DATA[BEFORE:])))
+            rows.append((source, target, different, train_averaged(engine, DATA[BEFORE:])))
             engine.destroy()
     if comm.rank == 0:
         (folder / f"loads-{comm.size}.json").write_text(json.dumps(rows))

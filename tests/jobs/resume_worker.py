@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 import mpispeed
-from tests.helpers.training import TinyLM, batches, config, zero
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, zero_section
 
 TRAIN_BATCH = 12
 BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps")
@@ -28,14 +29,14 @@ class Numbered(torch.utils.data.Dataset):
 
 def main(folder: Path, steps: int, stage: int, disk: str = "", elasticity: str = "{}") -> None:
     """With `disk`, what can rest in swap files does, below that folder; `elasticity` is that section, as JSON."""
-    settings = config(stage, TRAIN_BATCH, 1)
+    settings = config(stage, TRAIN_BATCH, 1, **WARM)
     if json.loads(elasticity):
         settings = {key: value for key, value in settings.items() if key not in BATCH_KEYS}
         settings["elasticity"] = json.loads(elasticity)
     if disk:
         files = {"device": "nvme", "nvme_path": disk}
         sections = {"offload_optimizer": files, "offload_param": {**files, "max_in_cpu": 0}}
-        settings["zero_optimization"] = zero(stage, **sections)
+        settings["zero_optimization"] = zero_section(stage, **sections)
     engine, _, loader, _ = mpispeed.initialize(model=TinyLM(), config=settings, training_data=Numbered())
     engine.load_checkpoint(str(folder))
     losses, order = [], []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.memory_group import limited_group
+from tests.helpers.system import CHECKOUT
 
 WORKER = Path(__file__).with_name("drill_worker.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_drills_pass_and_are_reported(tmp_path):
     out = tmp_path / "drills"
-    argv = [sys.executable, "-m", "mpispeed.cli.main", "drill", "-n", "2", "--limit", "90", "--out", out]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "mpispeed.cli.main", "drill", "kill,full_disk,corrupt", "-n", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": CHECKOUT}
     done = subprocess.run(
-        [*argv, "kill,full_disk,corrupt", WORKER, "{dir}", "3"],
-        capture_output=True, text=True, env=env, timeout=500, check=False,
+        [*argv, "--limit", "300", "--out", out, WORKER, "{dir}", "3"],
+        capture_output=True, text=True, env=env, timeout=1000, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((out / "drills.json").read_text())
@@ -49,13 +50,13 @@ def test_an_error_of_all_ranks_in_the_backward_pass_is_shown_once_and_logged_by_
 
 def test_a_rank_that_the_kernel_kills_at_the_memory_limit_of_the_job(tmp_path):
     run = f"{sys.executable} -m mpispeed.cli.main run -n 2 --inject memory:rank=1@step=3 {WORKER} {tmp_path} 1"
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MPISPEED_RUN_DIR": str(tmp_path / "run")}
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": CHECKOUT, "MPISPEED_RUN_DIR": str(tmp_path / "run")}
     with limited_group(1536 << 20) as (folder, reason):
         if folder is None:
             pytest.skip(reason)
         done = subprocess.run(
             ["bash", "-c", f"echo $$ > {folder / 'cgroup.procs'} && exec {run}"],
-            capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **env},
+            capture_output=True, text=True, timeout=400, check=False, env={**os.environ, **env},
         )  # fmt: skip
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("mpispeed: ")]

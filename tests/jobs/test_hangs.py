@@ -1,8 +1,7 @@
-"""Jobs whose ranks diverge, die or sleep: what the watcher says, and that it ends them."""
+"""Jobs whose ranks diverge, die or sleep: what the watchdog says, and that it ends them."""
 
 import json
 import re
-import time
 
 import pytest
 
@@ -17,27 +16,27 @@ def settings(folder, **more):
 
 @pytest.mark.parametrize("way", hangs.WAYS)
 def test_a_divergence_is_named_and_ends_the_job(job, way, tmp_path):
-    begin = time.monotonic()
     done = job(hangs.RANKS, hangs.WORKER, way, **settings(tmp_path))
-    found = hangs.problems(way, done.returncode, done.stderr, tmp_path, time.monotonic() - begin, WATCH_SECONDS)
+    found = hangs.problems(way, done.returncode, done.stderr, tmp_path, WATCH_SECONDS)
     assert not found, "\n".join(found)
 
 
 def test_a_rank_asleep_gives_a_notice_and_the_job_goes_on(job, tmp_path):
-    done = job(2, hangs.WORKER, "asleep", "6", **settings(tmp_path))
+    done = job(2, hangs.WORKER, "asleep", "10", **settings(tmp_path))
     assert done.returncode == 0, done.stderr
     sleeps, waits = (hangs.place("asleep", mark) for mark in ("sleeps", "waits"))
     assert re.search(rf"notice: waiting for rank 1 at \S*{sleeps} in asleep since \d+ s", done.stderr)
     assert re.search(rf"rank 0 is in all_reduce .* at \S*{waits}", done.stderr)
-    assert done.stderr.count("notice: ") == 1
+    waited = [int(seconds) for seconds in re.findall(rf"notice: .*{sleeps} .* since (\d+) s", done.stderr)]
+    assert waited[0] >= WATCH_SECONDS
+    assert len(waited) <= 4, "a notice at each doubling; a watchdog that was suspended counts anew"
     assert not list(tmp_path.glob("report*"))
 
 
 def test_a_rank_that_sleeps_too_long_ends_the_job(job, tmp_path):
-    begin = time.monotonic()
     done = job(2, hangs.WORKER, "asleep", "100", **settings(tmp_path, MPISPEED_HANG_TIMEOUT="5"))
     assert done.returncode != 0
-    assert time.monotonic() - begin < 60
+    assert hangs.seconds_since_begun(tmp_path) < 60
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["kind"], report["ranks"]) == ("late", [1])
     assert f"{hangs.place('asleep', 'sleeps')}" in report["text"]

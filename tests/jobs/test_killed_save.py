@@ -19,22 +19,23 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import tags
-from mpispeed.ckpt.errors import TagNotFound
-from mpispeed.ckpt.fetch import find_on_nodes
-from mpispeed.ckpt.load import open_checkpoint
+from mpispeed.ckpt.format import tags
+from mpispeed.ckpt.format.errors import TagNotFound
+from mpispeed.ckpt.node_local.fetch import find_on_nodes
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.launch.mpirun import find_mpirun
 from mpispeed.mesh import sim
+from tests.helpers.system import CHECKOUT
 from tests.jobs import killed_save_worker as worker
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 3
-KILLS = int(os.environ.get("MPISPEED_SOAK_KILLS", "10"))
+KILLS = int(os.environ.get("MPISPEED_SOAK_KILLS", "8"))
 SEED = int(os.environ.get("MPISPEED_SOAK_SEED", "5"))
 SAVES = 1000
 """More than a job gets to before it is killed."""
 KEPT = 3
-LIMIT_SECONDS = 90
+LIMIT_SECONDS = 300
 _TOLD = re.compile(r"(process \d+ \d+|begin \d+|end \d+ [\d.]+)$")
 
 
@@ -45,9 +46,13 @@ class Job:
         mpirun = find_mpirun().path
         script = ROOT / "tests" / "jobs" / "killed_save_worker.py"
         argv = [mpirun, "-n", str(RANKS), sys.executable, script, folder, first, count, kind]
-        paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
         # ranks share two cores with each other and with whoever else is there
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([CHECKOUT, *filter(None, sys.path)]),
+            "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
+        }
         self.process = subprocess.Popen(
             list(map(str, argv)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
             start_new_session=True,
@@ -204,7 +209,7 @@ def test_kills_at_random_moments(tmp_path, is_over):
         assert job.ended[0] == first
         first = job.begun[-1] + worker.NAMES
         first += (job.begun[-1] - first) % worker.NAMES if is_over else 0
-        if kill % 5 == 4:
+        if kill % 4 == 3:
             clear_old(tmp_path)
     last = Job(tmp_path, first, 1, "overwrite" if is_over else "new")
     try:
@@ -253,7 +258,7 @@ def check_nodes(nodes, job):
 
 def test_kills_where_every_node_has_its_own_disk(tmp_path):
     pick = random.Random(SEED + 2)
-    kills = KILLS if "MPISPEED_SOAK_KILLS" in os.environ else KILLS // 3
+    kills = KILLS if "MPISPEED_SOAK_KILLS" in os.environ else KILLS // 4
     nodes = [worker.folder_of(tmp_path, rank, "nodes") for rank in range(RANKS)]
     first = 0
     for kill in range(kills):
@@ -264,7 +269,7 @@ def test_kills_where_every_node_has_its_own_disk(tmp_path):
         first = job.begun[-1] + 1
         for node in nodes:
             clear_old(node)
-        if kill % 3 == 2:
+        if kill % 2 == 1:
             shutil.rmtree(nodes[pick.randrange(RANKS)])
             assert all(opened is not None for opened in found_on_nodes(nodes, None))
     last = Job(tmp_path, first, 1, "nodes")

@@ -43,7 +43,7 @@ def test_any_layout_goes_on_from_any_other(job, tmp_path):
     ],
 )
 def test_a_stage_that_fails_ends_the_job(how, code, words, job):
-    done = job(3, WORKER, "break", how, limit_seconds=90)
+    done = job(3, WORKER, "break", how)
     assert done.returncode == code, done.stderr
     assert done.stderr.count(words) == 1, done.stderr
     assert "came to its end" not in done.stderr

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("resume_worker.py")
-PARTS = (2, 3, 1, 4)
+PARTS = (1, 4)
 STEPS = 5
+STAGE = 1
 
 
-@pytest.mark.parametrize("stage", [1])
-def test_2_3_1_4_ranks(job, tmp_path, stage):
+def test_1_4_ranks(job, tmp_path):
     straight, chained = tmp_path / "straight", tmp_path / "chained"
     straight.mkdir()
     chained.mkdir()
-    done = job(1, WORKER, straight, STEPS * len(PARTS), stage)
+    done = job(1, WORKER, straight, STEPS * len(PARTS), STAGE)
     assert done.returncode == 0, done.stderr
     for ranks in PARTS:
-        done = job(ranks, WORKER, chained, STEPS, stage)
+        done = job(ranks, WORKER, chained, STEPS, STAGE)
         assert done.returncode == 0, done.stderr
     (expected,) = [json.loads(line) for line in (straight / "log.jsonl").read_text().splitlines()]
     jobs = [json.loads(line) for line in (chained / "log.jsonl").read_text().splitlines()]
@@ -28,18 +28,18 @@ def test_2_3_1_4_ranks(job, tmp_path, stage):
     assert losses == pytest.approx(expected["losses"], rel=1e-5)
 
 
-def test_elastic_4_2_3_ranks(job, tmp_path):
+def test_elastic_2_3_ranks(job, tmp_path):
     """Batch sizes follow the number of ranks; the global batch, the samples and the losses do not."""
     section = {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [3, 4, 6, 12]}
     straight, chained = tmp_path / "straight", tmp_path / "chained"
-    for folder, parts in ((straight, (1,)), (chained, (4, 2, 3))):
+    for folder, parts in ((straight, (1,)), (chained, (2, 3))):
         folder.mkdir()
         for ranks in parts:
-            done = job(ranks, WORKER, folder, 9 // len(parts), 2, "", json.dumps(section))
+            done = job(ranks, WORKER, folder, 6 // len(parts), 2, "", json.dumps(section))
             assert done.returncode == 0, done.stderr
     (expected,) = [json.loads(line) for line in (straight / "log.jsonl").read_text().splitlines()]
     jobs = [json.loads(line) for line in (chained / "log.jsonl").read_text().splitlines()]
-    assert [len(part["order"]) for part in jobs] == [3 * 12] * 3
+    assert [len(part["order"]) for part in jobs] == [3 * 12] * 2
     assert [index for part in jobs for index in part["order"]] == expected["order"]
     # Sums over other numbers of ranks are rounded in another order.
     assert [loss for part in jobs for loss in part["losses"]] == pytest.approx(expected["losses"], rel=1e-5)

@@ -13,14 +13,15 @@ import pytest
 
 from mpispeed.launch.mpirun import Family, identify
 from tests.helpers.hosts_net import joined_hosts
-from tests.helpers.system import cannot
-from tests.helpers.training import TinyLM, batches, train_plain
+from tests.helpers.system import CHECKOUT, cannot
 from tests.jobs.elastic_worker import TRAIN_BATCH
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import train_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("elastic_worker.py")
 RUN = (sys.executable, "-m", "mpispeed.cli.main", "run")
-ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": CHECKOUT}
 
 PROBE = """
 import json, os, socket, sys
@@ -43,6 +44,15 @@ if comm.rank == comm.size - 1 and not restarts:
 comm.Barrier()
 if comm.rank == 0:
     print(comm.size, "ranks, restart", restarts)
+"""
+
+# No MPI in it: the last rank fails, and the launcher has to end the others.
+PLAIN = """
+import os, sys, time
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+os.write(1, (" ".join(os.environ[name] for name in names) + "\\n").encode())
+time.sleep(2 if os.environ["RANK"] == "2" else 300)
+sys.exit(3)
 """
 
 
@@ -84,7 +94,7 @@ def test_training_by_a_host_file(net, hostfile, tmp_path, mpi, more, hosts):
     assert code == 0, out + err
     log = losses_of(tmp_path)
     assert [step["hosts"] for step in log] == [hosts] * 3
-    expected = train_plain(TinyLM(), batches(3, TRAIN_BATCH))
+    expected = train_warm(TinyLM(), batches(3, TRAIN_BATCH))
     assert [step["loss"] for step in log] == pytest.approx(expected, rel=1e-5)  # sums in another order
 
 
@@ -121,11 +131,24 @@ def test_what_reaches_a_rank(net, hostfile, tmp_path, mpi):
     assert [fact["found"] for fact in facts] == [["0", *same], ["3,5", *same], ["3,5", *same]]
 
 
+@pytest.mark.parametrize("mpi", ["wheel", "Open MPI"])
+def test_variables_of_torch_over_hosts(net, hostfile, tmp_path, mpi):
+    site, environ = open_mpi() if mpi == "Open MPI" else ([], ENVIRON)
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    words = [*RUN, *site, "--torch-env", "--hostfile", hostfile, "--ssh", net.shell, script]
+    code, out, err = net.run("head", words, env=environ)
+    assert code == 3, out + err
+    lines = sorted(line for line in out.splitlines() if " h1 " in line)
+    port = lines[0].split()[-1]
+    assert lines == [f"0 3 0 2 0 h1 {port}", f"1 3 1 2 0 h1 {port}", f"2 3 0 1 1 h1 {port}"], out + err
+
+
 def start_elastic(net, hostfile, folder, *words):
     """Start the job, wait until its last rank can be ended, and return the process and that rank's number."""
     command = [*RUN, "--hostfile", hostfile, "--ssh", net.shell, "--elastic", "--restart-pause", "0.2", *words]
     process = net.start("head", command, env=ENVIRON)
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 300
     while not (folder / "victim").exists() and process.poll() is None and time.monotonic() < ends:
         time.sleep(0.05)
     if process.poll() is not None or not (folder / "victim").exists():
@@ -138,7 +161,7 @@ def start_elastic(net, hostfile, folder, *words):
 
 def end_of(process):
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -167,7 +190,7 @@ def test_a_rank_is_killed_and_the_job_goes_on_without_its_host(net, hostfile, tm
         (5, 1),
     ]
     assert [step["hosts"] for step in log] == [["h1", "h1", "h2"]] * 3 + [["h1", "h1"]] * 4
-    expected = train_plain(TinyLM(), batches(6, TRAIN_BATCH))
+    expected = train_warm(TinyLM(), batches(6, TRAIN_BATCH))
     losses = {step["step"]: step["loss"] for step in log}
     assert [losses[step] for step in range(6)] == pytest.approx(expected, rel=1e-5)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 import mpispeed
-from tests.helpers.training import TinyLM, batches, config
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config
 
 
 def children() -> list[int]:
@@ -25,7 +26,7 @@ def children() -> list[int]:
 def main(folder: str) -> None:
     """Train until a signal ends the run."""
     context = multiprocessing.get_context("fork")
-    settings = config(1, 4, 1, walltime={"save_dir": folder, "margin_seconds": 0})
+    settings = config(1, 4, 1, **WARM, walltime={"save_dir": folder, "margin_seconds": 0})
     engine = mpispeed.initialize(model=TinyLM(), config=settings)[0]
     before = set(children())
     loader = torch.utils.data.DataLoader(

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 import mpispeed
-from mpispeed.guard.job_end import process_age_seconds
-from tests.helpers.training import TinyLM, batches, config
+from mpispeed.walltime.job_end import process_age_seconds
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config
 
 BATCH = 12
 
@@ -53,7 +54,7 @@ def write(file: Path, row: list[Any]) -> None:
 def main(folder: Path, steps: int, seconds: float, asked: dict[str, Any]) -> None:
     """Train until the step `steps` is done."""
     walltime = {"save_dir": str(folder / "checkpoints"), "margin_seconds": 0.2, **asked.get("walltime", {})}
-    settings = config(1, BATCH, 1, walltime=walltime)
+    settings = config(1, BATCH, 1, **WARM, walltime=walltime)
     engine, _, loader, _ = mpispeed.initialize(model=Noisy(), config=settings, training_data=Numbered())
     rank = engine.mesh.rank
     if engine.resumed_from is None:

@@ -28,9 +28,6 @@ def _is_mpi_run(config):
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "ranks(n, ...): where the number of ranks changes nothing in what is shown, those that it runs on"
-    )
     if _is_mpi_run(config):
         config.stash[STACKS] = _open_stacks_file()
         faulthandler.register(signal.SIGUSR1, file=config.stash[STACKS], all_threads=True)

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpispeed.native.block_quant import Coded, Grid, block_count, default_block, dequantize, quantize
+from mpispeed.native.block_quant import block_count, default_block, dequantize, quantize
+from mpispeed.native.codes import Coded, Grid
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 BITS = st.sampled_from([8, 4])

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpispeed.store.cell import STEP, MemoryCell
+from mpispeed.store.stored_tensor import STEP, MemoryTensor
 from mpispeed.store.swap import SwapFolder, run_name
 from mpispeed.store.tiers import SwapPlan, Tiers
 
@@ -26,9 +26,9 @@ def span(part):
 
 def walk(cell, value):
     for part in range(PARTS):
-        loan = cell.lend(*span(part))
-        loan.wait().mul_(2).add_(value)
-        loan.give_back(changed=True)
+        lease = cell.lend(*span(part))
+        lease.wait().mul_(2).add_(value)
+        lease.give_back(changed=True)
 
 
 @given(st.lists(OPERATIONS, max_size=12), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
@@ -36,7 +36,7 @@ def test_a_swapped_cell_is_a_cell(tmp_path_factory, operations, dtype):
     root = tmp_path_factory.mktemp("cells")
     plan = SwapPlan({("x", 0): (NUMEL, dtype)}, states_bytes=STEP * dtype.itemsize * 2, reads_ahead=True)
     tiers = Tiers(plan, {"x": SwapFolder(root, run_name(), 0)})
-    swapped, known = tiers.zeros("x", 0, NUMEL, dtype), MemoryCell(torch.zeros(NUMEL, dtype=dtype))
+    swapped, known = tiers.zeros("x", 0, NUMEL, dtype), MemoryTensor(torch.zeros(NUMEL, dtype=dtype))
     ahead = []
     try:
         for name, value in operations:
@@ -52,14 +52,14 @@ def test_a_swapped_cell_is_a_cell(tmp_path_factory, operations, dtype):
                 walk(known, value)
                 tiers.settle()
             elif name == "look":
-                loan = swapped.lend(*span(value))
-                assert torch.equal(loan.wait(), known.get()[slice(*span(value))])
-                loan.give_back(changed=False)
+                lease = swapped.lend(*span(value))
+                assert torch.equal(lease.wait(), known.get()[slice(*span(value))])
+                lease.give_back(changed=False)
             elif name == "ahead" and not ahead:
                 ahead.append(swapped.lend(*span(value)))
             assert torch.equal(swapped.get(), known.get())
-        for loan in ahead:
-            loan.give_back(changed=False)
+        for lease in ahead:
+            lease.give_back(changed=False)
         assert tiers.buffer_bytes <= plan.states_bytes
     finally:
         tiers.close()

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.save import save
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.write.save import save
 from mpispeed.mesh import sim
 
 NAMES = st.text(st.sampled_from("ab./%2Fü_ "), max_size=8) | st.sampled_from([".", "..", "", "%", "%kind", "a/b/c"])

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mpispeed.base.ledger_file import ranks_of, ranks_text
+from mpispeed.base.recorder_file import ranks_of, ranks_text
 
 
 @given(st.sets(st.integers(0, 200)).map(sorted))

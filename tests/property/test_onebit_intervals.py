@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpispeed.optim import Exchange, ZeroOneAdam
-from mpispeed.optim.zero_one_adam import Intervals
+from mpispeed.optim.exchange import Exchange
+from mpispeed.optim.zero_one_adam import Intervals, ZeroOneAdam
 from tests.helpers.onebit_reference import Counters
 
 KINDS = {

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mpispeed.optim import LRRangeTest, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from mpispeed.optim import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from mpispeed.optim.schedule import Schedule
 from mpispeed.precision import DynamicScale
 
 lrs = st.floats(1e-8, 10.0)

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpispeed.base.shares import share
-from mpispeed.ckpt import ranges
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.save import SaveOptions, save
+from mpispeed.base.even_split import share
+from mpispeed.ckpt.format import ranges
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.ckpt.slices import WHOLE_KINDS, TensorSlice, gather_pieces, read_slice
+from mpispeed.ckpt.write.save import SaveOptions, save
 from mpispeed.mesh import sim
 
 

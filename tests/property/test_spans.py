@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mpispeed.mesh import sim
 from mpispeed.store.layout import BLOCK, FlatLayout
-from mpispeed.store.move import own_share, own_span
+from mpispeed.store.transfers import own_share, own_span
 from tests.helpers.stores import DATA, INNER, NESTED, NODES, WHOLE, mesh_of
 
 

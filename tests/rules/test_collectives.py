@@ -6,8 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "mpispeed"
 VERBS = {
-    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier", "agree", "share",
-    "gather_objects", "start_all_reduce", "start_all_gather", "start_reduce_scatter", "start_all_to_all",
+    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier", "agree", "together",
+    "share", "gather_objects", "start_all_reduce", "start_all_gather", "start_reduce_scatter", "start_all_to_all",
     "start_broadcast",
 }  # fmt: skip
 # `reduce` on these is something else.

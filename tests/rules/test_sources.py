@@ -1,7 +1,6 @@
 """What sources must not contain: prints, asserts, imports of the package root, names of the top-level folders."""
 
 import ast
-import functools
 import re
 import subprocess
 import sys
@@ -9,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.rules.trees import ALL_PYTHON, ROOT, nodes_of, tree_of, where
+
 PACKAGE = ROOT / "src" / "mpispeed"
 TREES = ("src", "tests", "tools", "benchmarks", "docs")
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-ALL_PYTHON = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"))
 # A module called so collects whatever has no home.
 HOMELESS = {"utils", "util", "helpers", "common", "misc"}
 # Words that promise instead of do, signatures, and paths of one machine: this checkout's, and anybody's home.
@@ -24,44 +23,60 @@ FORBIDDEN = re.compile(
 WRITTEN = {".py", ".pyi", ".pyx", ".pxd", ".h", ".cu", ".cuh", ".md", ".sbatch", ".toml", ".json", ""}
 
 
-def where(path, line):
-    return f"{path.relative_to(ROOT)}:{line}"
-
-
-@functools.cache
-def tree_of(path):
-    return ast.parse(path.read_text())
-
-
-def nodes(paths):
-    """(file:line, file, node) of all nodes."""
+def nodes(paths, kinds):
+    """(file:line, file, node) of all nodes of these kinds."""
     for path in paths:
-        for node in ast.walk(tree_of(path)):
-            yield where(path, getattr(node, "lineno", 0)), path, node
+        for node in nodes_of(path):
+            if isinstance(node, kinds):
+                yield where(path, node.lineno), path, node
 
 
 def imports(paths):
     """(file:line, module, names) of every absolute import."""
-    for place, _, node in nodes(paths):
+    for place, _, node in nodes(paths, (ast.Import, ast.ImportFrom)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield place, alias.name, set()
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        elif node.level == 0:
             yield place, node.module, {alias.name for alias in node.names}
 
 
-def is_print(node):
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+def is_print(call):
+    return isinstance(call.func, ast.Name) and call.func.id == "print"
 
 
 def test_nothing_prints():
-    found = [place for place, path, node in nodes(SOURCES) if is_print(node) and path.parent != PACKAGE / "cli"]
+    found = [
+        place for place, path, node in nodes(SOURCES, ast.Call) if is_print(node) and path.parent != PACKAGE / "cli"
+    ]
     assert not found, f"{found}: use the module's logger"
 
 
 def test_nothing_asserts():
-    found = [place for place, _, node in nodes(SOURCES) if isinstance(node, ast.Assert)]
+    found = [place for place, _, _ in nodes(SOURCES, ast.Assert)]
     assert not found, f"{found}: raise a typed error that says what to do"
+
+
+def environment_entries(found):
+    """(node, value as text) of every "PYTHONPATH" in a dict among these nodes."""
+    for node in found:
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "PYTHONPATH":
+                    yield value, ast.unparse(value)
+
+
+def test_processes_of_tests_run_this_checkout():
+    """A PYTHONPATH without src has them run what happens to be installed."""
+    paths = [path for path in ALL_PYTHON if path.relative_to(ROOT).parts[0] in ("tests", "benchmarks")]
+    found = [
+        where(path, value.lineno)
+        for path in paths
+        for value, text in environment_entries(nodes_of(path))
+        if "ROOT" in text and "src" not in text
+    ]
+    assert not found, f"{found}: use tests.helpers.system.CHECKOUT"
+    assert list(environment_entries(ast.walk(ast.parse("x = {**y, 'PYTHONPATH': str(ROOT)}"))))
 
 
 def test_nothing_inside_imports_the_package_root():

@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "mpispeed"
 PIPELINE = ("pipe/", "cli/plan_schedule.py")
-# queries.py is the table of getters by which users of DeepSpeed ask for their stage.
-DECIDE = (*PIPELINE, "config/", "engine/placements.py", "engine/plan.py", "engine/queries.py")
+# deepspeed_getters.py is the table of getters by which users of DeepSpeed ask for their stage.
+DECIDE = (*PIPELINE, "config/", "plan/", "engine/deepspeed_getters.py")
 # ckpt/foreign reads files of DeepSpeed, which have the word in names of classes and entries.
-SHOW = (*DECIDE, "engine/", "cli/", "ckpt/foreign/")
+SHOW = (*DECIDE, "engine/", "compat/", "cli/", "ckpt/foreign/")
 # Those of a pipeline: stages, num_stages, stage_id, is_first_stage, is_last_stage, StageError.
 STAGE = re.compile(r"(?<!first_)(?<!last_)stage(?!d|_in|s\b|_id\b|error\b)", re.IGNORECASE)
 

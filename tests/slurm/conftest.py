@@ -3,14 +3,14 @@
 A test takes the fixture `slurm` (tests/helpers/slurm_cluster.py):
 
     def test_two_ranks(slurm):
-        job = slurm.submit(f"srun --mpi=pmi2 {sys.executable} x.py", nodes=2, ntasks_per_node=1, time=2)
-        assert slurm.wait(job, seconds=60) == "COMPLETED", slurm.output(job)
+        job = slurm.submit(f"srun --mpi=pmi2 {sys.executable} x.py", nodes=2, ntasks_per_node=1, time=20)
+        assert slurm.wait(job) == "COMPLETED", slurm.output(job)
 
 and may call `slurm.run("scontrol", "show", "job", job)`, `slurm.drain("n1")`, `slurm.resume("n1")`. Nodes have 8 cores
 by SLURM's book, so that jobs can wait side by side: submit several first, then wait. Files that all nodes see go below
 `slurm.jobs` or tmp_path. Without the packages the tests are skipped, and fail with CI=true. A requeued job waits
 15 s here, not two minutes; a signal asked for by --signal may still come up to a minute early. Jobs of the partition
-`low` give way to those of `high`, 40 s after a SIGTERM.
+`low` give way to those of `high`, 200 s after a SIGTERM.
 """
 
 from __future__ import annotations

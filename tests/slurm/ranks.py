@@ -3,7 +3,7 @@
 ranks.py show WORDS...    each rank tells its place, its variables and its words
 ranks.py wait             ready, then until SIGUSR1; all ranks leave together
 ranks.py interrupted      the first start marks the run as interrupted, the second as finished
-ranks.py sleep SECONDS    as it says
+ranks.py hold FILE        until there is such a file
 """
 
 import json
@@ -51,11 +51,12 @@ def interrupted():
     say(f"rank {WORLD.rank} {'is interrupted' if is_first else 'has finished'}")
 
 
-def sleep(seconds):
+def hold(file):
     say(f"rank {WORLD.rank} begins on {MPI.Get_processor_name()}")
-    time.sleep(float(seconds))
+    while not Path(file).exists():
+        time.sleep(0.1)
     say(f"rank {WORLD.rank} ends on {MPI.Get_processor_name()}")
 
 
 if __name__ == "__main__":
-    {"show": show, "wait": wait, "interrupted": interrupted, "sleep": sleep}[sys.argv[1]](*sys.argv[2:])
+    {"show": show, "wait": wait, "interrupted": interrupted, "hold": hold}[sys.argv[1]](*sys.argv[2:])

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.slurm_cluster import LATE_SECONDS
+
 WORKER = Path(__file__).parents[1] / "jobs" / "walltime_worker.py"
 STEPS = 40
-SLOWLY = -0.25  # seconds of a step in the first job
+SLOWLY = -1  # seconds of a step in the first job, which has to be at work still when it is interrupted
 CHAINS = {"requeue": ("--template", "requeue"), "dependency": ()}
 
 
@@ -18,7 +20,7 @@ def log_of(folder):
     return "".join(path.read_text() for path in sorted(folder.glob("*.log")))
 
 
-def wait_until(holds, folder, seconds=60):
+def wait_until(holds, folder, seconds=LATE_SECONDS):
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, log_of(folder)
@@ -32,7 +34,7 @@ def jobs(slurm_cluster):
     for chain, words in CHAINS.items():
         folder = slurm_cluster.jobs / f"chain-{chain}"
         done = slurm_cluster.run(
-            sys.executable, "-m", "mpispeed.cli.main", "sbatch", "--run-dir", folder, "--time", 5, "--cpus-per-task",
+            sys.executable, "-m", "mpispeed.cli.main", "sbatch", "--run-dir", folder, "--time", 20, "--cpus-per-task",
             1, "--ntasks-per-node", 2, *words, WORKER, folder, STEPS, SLOWLY,
             json.dumps({"walltime": {"chain": chain}}),
         )  # fmt: skip
@@ -52,12 +54,12 @@ def check_is_whole(folder):
 
 def test_follow_up_job_comes_from_the_copy_of_the_script(slurm, jobs):
     job, folder = jobs["dependency"]
-    assert slurm.wait(job, 60) == "COMPLETED", log_of(folder)
+    assert slurm.wait(job) == "COMPLETED", log_of(folder)
     following = re.search(r"job (\d+) was submitted", log_of(folder))
     assert following, log_of(folder)
     about = slurm.run("scontrol", "show", "job", following[1]).stdout
     assert f"Command={folder}/job.sbatch" in about
-    assert slurm.wait(following[1], 90) == "COMPLETED", log_of(folder)
+    assert slurm.wait(following[1]) == "COMPLETED", log_of(folder)
     check_is_whole(folder)
 
 
@@ -67,6 +69,6 @@ def test_requeued_job_goes_on_by_itself(slurm, jobs):
     def is_over(state):
         return state == "COMPLETED" and "Restarts=1" in slurm.run("scontrol", "show", "job", job).stdout
 
-    slurm.wait(job, 120, is_over)
+    slurm.wait(job, is_over)
     assert f"the run was interrupted: job {job} is requeued" in log_of(folder)
     check_is_whole(folder)

@@ -18,8 +18,8 @@ def report(slurm_cluster):
         f"srun --mpi=none {DOCTOR} > wrong.json; echo $? > wrong.code\n"
         f"{DOCTOR} > alone.json; echo $? > alone.code\n"
     )
-    job = slurm_cluster.submit(script, nodes=2, ntasks_per_node=1, time=4)
-    assert slurm_cluster.wait(job, seconds=150) == "COMPLETED", slurm_cluster.output(job)
+    job = slurm_cluster.submit(script, nodes=2, ntasks_per_node=1, time=9)
+    assert slurm_cluster.wait(job) == "COMPLETED", slurm_cluster.output(job)
     output = slurm_cluster.output(job)
     assert "Traceback" not in output
     found = {}
@@ -37,8 +37,8 @@ def test_a_step_on_two_nodes(report, slurm_cluster):
     assert findings["PMI"]["detail"].startswith("PMI2 of srun, for MPICH")
     assert findings["thread level"]["verdict"] == "ok"
     assert findings["SLURM"]["detail"].endswith("(step)")
-    assert findings["time left"]["verdict"] == "warn"  # four minutes
-    assert findings["time left"]["detail"].endswith("of 00:04:00")
+    assert findings["time left"]["verdict"] == "warn"  # nine minutes
+    assert findings["time left"]["detail"].endswith("of 00:09:00")
     assert findings["requeue"]["detail"].startswith("allowed")
     assert findings["MpiDefault"]["detail"] == "none; SLURM_MPI_TYPE pmi2"  # the site's default, and the flag
     assert "--kill-on-bad-exit=1" in findings["KillOnBadExit"]["cure"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.slurm_cluster import GPUS, refuse_or_skip
+from tests.helpers.slurm_cluster import GPUS, LATE_SECONDS, refuse_or_skip
 
 RANKS = str(Path(__file__).with_name("ranks.py"))
 SMALL = ("--time", "5", "--cpus-per-task", "1")
@@ -82,7 +82,7 @@ def log_of(folder):
 def shown(slurm, jobs, name, state="COMPLETED"):
     """What the ranks of a job told, in the order of ranks."""
     job, folder = jobs[name]
-    assert slurm.wait(job, seconds=120) == state, log_of(folder)
+    assert slurm.wait(job) == state, log_of(folder)
     facts = [json.loads(line) for line in log_of(folder).splitlines() if line.startswith("{")]
     return sorted(facts, key=lambda fact: (fact["rank"], fact["words"]))
 
@@ -127,12 +127,12 @@ def test_containers_form_one_world(slurm, jobs, plugin):
 def test_signal_reaches_all_ranks(slurm, jobs, target):
     """From scancel to the ranks themselves, or to the batch shell, which passes it on as before the time limit."""
     job, folder = jobs[target]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LATE_SECONDS
     while log_of(folder).count("is ready") < 2:
         assert time.monotonic() < deadline, log_of(folder)
         time.sleep(0.1)
     slurm.run("scancel", "--signal=USR1", *(["--batch"] if target == "batch" else []), job)
-    assert slurm.wait(job, seconds=30) == "COMPLETED", log_of(folder)
+    assert slurm.wait(job) == "COMPLETED", log_of(folder)
     left = re.findall(r"rank (\d) got 1 signals", log_of(folder))
     assert sorted(left) == ["0", "1"]
 
@@ -144,7 +144,7 @@ def test_stop_file_keeps_a_job_from_starting(slurm, jobs):
 
 def test_interrupted_run_is_requeued_and_goes_on(slurm, jobs):
     job, folder = jobs["requeue"]
-    assert slurm.wait(job, seconds=120) == "COMPLETED", log_of(folder)
+    assert slurm.wait(job) == "COMPLETED", log_of(folder)
     assert slurm.run("scontrol", "show", "job", job).stdout.count("Restarts=1") == 1
     lines = re.findall(r"^(?:rank|the run|job).*", log_of(folder), re.MULTILINE)
     assert sorted(lines[:2]) == ["rank 0 is interrupted", "rank 1 is interrupted"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.slurm_cluster import LATE_SECONDS
+
 TRAIN = str(Path(__file__).with_name("train.py"))
 SCALE = (sys.executable, "-m", "mpispeed.cli.main", "scale", "--ranks", "1,2", "--skip", "2")
 BATCHES = {"strong": [4, 4], "weak": [4, 8]}
@@ -38,7 +40,7 @@ def check(folder, mode):
 def test_runs_on_this_machine(config, tmp_path):
     folder = tmp_path / "study"
     words = ("--mode", "weak", "--folder", folder, TRAIN, "--deepspeed_config", config)
-    done = subprocess.run([*SCALE, *map(str, words)], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([*SCALE, *map(str, words)], capture_output=True, text=True, check=False, timeout=LATE_SECONDS)
     assert done.returncode == 0, done.stderr
     check(folder, "weak")
 
@@ -46,7 +48,12 @@ def test_runs_on_this_machine(config, tmp_path):
 def test_run_that_fails_ends_the_study_with_its_last_words(config, tmp_path):
     words = ("--folder", tmp_path / "study", TRAIN, "--deepspeed_config", config, "--no_such_flag")
     done = subprocess.run(
-        [*SCALE, *map(str, words)], capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ)
+        [*SCALE, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LATE_SECONDS,
+        env=dict(os.environ),
     )
     assert done.returncode == 2
     assert "the run on 1 ranks ended with 2" in done.stderr
@@ -58,8 +65,8 @@ def test_runs_inside_an_allocation(slurm, config, tmp_path):
     folder = tmp_path / "study"
     words = shlex.join([*SCALE, "--folder", str(folder), TRAIN, "--deepspeed_config", str(config)])
     script = f"unset OMP_NUM_THREADS\n{words}"
-    job = slurm.submit(script, nodes=2, ntasks_per_node=1, cpus_per_task=2, time=5)
-    assert slurm.wait(job, 150) == "COMPLETED", slurm.output(job)
+    job = slurm.submit(script, nodes=2, ntasks_per_node=1, cpus_per_task=2, time=20)
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     check(folder, "strong")
     assert "efficiency" in slurm.output(job)
     with (folder / "scaling.csv").open() as file:
@@ -70,7 +77,7 @@ def test_jobs_of_a_cluster(slurm, config):
     folder = slurm.jobs / "study"
     words = ("--submit", "--wait", "--time", "5", "--cpus-per-task", "1", "--folder", folder, TRAIN,
              "--deepspeed_config", config)  # fmt: skip
-    done = slurm.run(*SCALE, *words, check=False, limit_seconds=180)
+    done = slurm.run(*SCALE, *words, check=False, limit_seconds=LATE_SECONDS)
     assert done.returncode == 0, done.stderr + "".join(path.read_text() for path in folder.rglob("*.log"))
     assert "2 jobs: " in done.stdout
     check(folder, "strong")

@@ -29,7 +29,7 @@ def jobs(slurm_cluster):
     return {
         name: slurm_cluster.submit(
             f"srun --mpi={plugin} --kill-on-bad-exit=1 {sys.executable} -m mpi4py {script}",
-            nodes=RANKS, ntasks_per_node=1, time=3, env=env,
+            nodes=RANKS, ntasks_per_node=1, time=20, env=env,
         )
         for name, (plugin, env) in STARTS.items()
     }  # fmt: skip
@@ -39,13 +39,13 @@ def jobs(slurm_cluster):
 def test_srun_forms_one_world_over_two_nodes(slurm, jobs, name):
     if name == "openmpi" and shutil.which("mpirun.openmpi") is None:
         refuse_or_skip(["openmpi-bin", "libpmix-dev"])
-    assert slurm.wait(jobs[name], seconds=90) == "COMPLETED", slurm.output(jobs[name])
+    assert slurm.wait(jobs[name]) == "COMPLETED", slurm.output(jobs[name])
     wanted = [f"rank {rank} of {RANKS} sees {RANKS}" for rank in range(RANKS)]
     assert sorted(slurm.output(jobs[name]).splitlines()) == wanted
 
 
 def test_wrong_plugin_is_answered_with_the_right_one(slurm, jobs):
-    assert slurm.wait(jobs["wrong"], seconds=90) == "FAILED"
+    assert slurm.wait(jobs["wrong"]) == "FAILED"
     output = slurm.output(jobs["wrong"])
     assert output.count("srun --mpi=pmi2") == 1, output
     assert "started 2 processes" in output

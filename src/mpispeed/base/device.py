@@ -1,4 +1,4 @@
-"""Memory that is not the host's: how this process sees its device, without the name of any kind of device."""
+"""Device of this process: its memory, streams and events, for any kind of device."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def is_on_device(x: torch.Tensor) -> bool:
 
 
 def module_of(device: torch.device) -> Any:
-    """torch.cuda or what other kinds of devices have in its place; torch.cpu for the host."""
+    """Return torch.cuda or its counterpart for other kinds of devices; torch.cpu for the host."""
     return torch.get_device_module(device)
 
 
 def use(device: torch.device) -> None:
-    """From now on this process computes on `device`: started verbs keep to the order of its streams."""
+    """Compute on `device` from now on: started verbs keep to the order of its streams."""
     if device.type not in ("cpu", "meta") and device not in _USED:
         _USED[:] = [device]
 
 
 def notice(device: torch.device) -> None:
-    """A tensor of `device` is at hand: this process computes there, unless it was told of another one."""
+    """Note a tensor of `device`: this process computes there, unless it was told of another one."""
     if not _USED:
         use(device)
 
@@ -41,7 +41,7 @@ def used() -> torch.device | None:
 
 
 def pinned(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that copies to and from the device run beside; ordinary memory without a device. Shapes: [count]."""
+    """Pinned host memory, for copies that overlap with work; ordinary memory without a device. Shapes: [count]."""
     return torch.empty(count, dtype=dtype, device=HOST, pin_memory=bool(_USED))
 
 
@@ -51,24 +51,24 @@ def current_stream(device: torch.device) -> Any:
 
 
 def mark(device: torch.device) -> Any:
-    """An event behind everything that this thread has queued so far."""
-    event = module_of(device).Event(blocking=True)  # who waits for it on the host sleeps; others may need the core
+    """Record an event behind everything that this thread has queued so far."""
+    event = module_of(device).Event(blocking=True)  # the host sleeps while it waits; others may need the core
     event.record(current_stream(device))
     return event
 
 
 def follow(device: torch.device, event: Any) -> None:
-    """What this thread queues from now on comes after `event`; nothing is waited for here."""
+    """Make this thread's later work on the device wait for `event`; the host does not wait."""
     current_stream(device).wait_event(event)
 
 
 def on_stream(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
-    """The time in which this thread queues work for `device` on `stream`."""
+    """Queue this thread's work for `device` on `stream` inside the block."""
     return nullcontext() if stream is None else module_of(device).stream(stream)
 
 
 class Readback:
-    """A number of a device on its way to the host; whoever asks for it waits for nothing that was queued later."""
+    """A number of a device that is copied to the host; reading it does not wait for later work."""
 
     def __init__(self, x: torch.Tensor) -> None:
         """Args: `x` has one element."""
@@ -81,5 +81,5 @@ class Readback:
 
 
 def start_reading(x: torch.Tensor) -> float | Readback:
-    """The number in `x`, which has one element; `float` of it may wait."""
+    """Start to read the number in `x`, which has one element; `float` of the result may wait."""
     return Readback(x) if is_on_device(x) else float(x.detach())

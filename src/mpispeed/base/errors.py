@@ -1,4 +1,4 @@
-"""Typed errors. A message says what was wrong, the value, where it came from, and what to do."""
+"""Typed errors. A message names the fault, the value, its source, and the cure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TopologyError(ConfigError):
 
 
 class UnknownAxis(TopologyError, AttributeError):
-    """A coordinate on an axis that there is not. Also the AttributeError DeepSpeed raises."""
+    """A coordinate on an axis that does not exist. Also the AttributeError DeepSpeed raises."""
 
 
 class StageError(TopologyError, RuntimeError):
@@ -82,7 +82,7 @@ class NativeMissing(MpispeedError, ImportError):
 
 
 class PipelineError(UsageError):
-    """A call that makes no sense for a pipeline, whose batches run as a whole."""
+    """A call that is not possible for a pipeline, which runs whole batches."""
 
 
 class ElasticityError(ConfigError):
@@ -94,4 +94,4 @@ class ElasticityConfigError(ElasticityError):
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """The number of ranks is none of those that the section `elasticity` allows."""
+    """The number of ranks is none that the section `elasticity` allows."""

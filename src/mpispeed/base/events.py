@@ -13,13 +13,13 @@ Listener = Callable[[Mapping[str, Any]], None]
 
 
 class Event(enum.Enum):
-    """What an engine announces. Payload keys are listed beside each event."""
+    """Events that an engine announces. Payload keys are listed beside each event."""
 
     BATCH_START = "batch_start"  # micro_step, global_step, is_training
     FORWARD_END = "forward_end"  # seconds
     BACKWARD_END = "backward_end"  # seconds
-    # global_step, samples, loss (of rank 0), lr, norm, loss_scale, skipped, seconds (since the last step ended),
-    # update_seconds (of reduce, clip, update and publish)
+    # global_step, samples, loss (of rank 0; None if the script ran the backward passes), lr, norm, loss_scale, skipped,
+    # seconds (since the last step ended), update_seconds (of reduce, clip, update and publish)
     STEP_END = "step_end"
     # global_step, and since the last step ended: bytes_read, requests_read, bytes_written, requests_written of swap
     # files by this rank; announced on rank 0 where states are swapped

@@ -29,7 +29,7 @@ def capture() -> dict[str, bytes]:
 
 
 def restore(states: dict[str, bytes]) -> None:
-    """Put generators back to what `capture` saw; kinds that are missing stay as they are."""
+    """Restore generators to the state that `capture` saw; missing kinds stay as they are."""
     if "torch" in states:
         torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
     if "numpy" in states:

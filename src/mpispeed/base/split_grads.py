@@ -1,7 +1,7 @@
-"""Backward in two passes: gradients of inputs at once, gradients of weights later, in the order they were put off.
+"""Backward in two passes: gradients of inputs at once, gradients of weights later, in the order they were postponed.
 
 Linear layers and convolutions are run here as autograd functions of their own, which compute both gradients with the
-operations that torch uses, so that nothing but the time changes. What is not run here stays in the first pass.
+operations that torch uses, so that only the time changes. Other layers stay in the first pass.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -25,7 +25,7 @@ Compute = Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
 
 
 class Backlog:
-    """Weight gradients that were put off, by whoever owes them, in the order they were put off."""
+    """Postponed weight gradients, in order."""
 
     def __init__(self) -> None:
         self._todo: deque[Compute] = deque()
@@ -34,11 +34,11 @@ class Backlog:
         return len(self._todo)
 
     def add(self, compute: Compute) -> None:
-        """Put off what gives pairs of a parameter and its gradient."""
+        """Postpone a computation that returns pairs of a parameter and its gradient."""
         self._todo.append(compute)
 
     def work_off(self, deliver: Deliver) -> None:
-        """Compute all of it and hand it on."""
+        """Compute all of them and deliver the gradients."""
         with torch.no_grad():
             while self._todo:
                 for param, grad in self._todo.popleft()():
@@ -51,7 +51,7 @@ _collecting: Backlog | None = None
 
 @contextmanager
 def put_off(backlog: Backlog) -> Iterator[None]:
-    """Backward passes inside put weight gradients of split layers into `backlog`."""
+    """Let backward passes inside the block postpone weight gradients of split layers to `backlog`."""
     global _collecting
     outer, _collecting = _collecting, backlog
     try:
@@ -61,7 +61,7 @@ def put_off(backlog: Backlog) -> Iterator[None]:
 
 
 def _owed(ctx: Any, grads: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[Any, Any]:
-    """The gradients of weight and bias; None for both if they are put off."""
+    """The gradients of weight and bias; None for both if they are postponed."""
     weight, bias = ctx.weight, ctx.bias
     wanted = [param for param in (weight, bias) if param is not None and param.requires_grad]
     if not wanted:
@@ -139,20 +139,20 @@ class _Convolution(torch.autograd.Function):
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
 ) -> torch.Tensor:
-    """`F.linear`, of weights [in, out] if `is_transposed`. What `Splits` layers compute until they are split."""
+    """`F.linear`; weights are [in, out] if `is_transposed`. `Splits` layers compute this until they are split."""
     return F.linear(x, weight.t() if is_transposed else weight, bias)
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
 ) -> torch.Tensor:
-    """`product` whose weight gradient can be put off. Shapes: x [..., in], weight [out, in], bias [out]."""
+    """Linear layer whose weight gradient can be postponed. Shapes: x [..., in], weight [out, in], bias [out]."""
     result: torch.Tensor = _Linear.apply(x, weight, bias, is_transposed)  # type: ignore[no-untyped-call]
     return result
 
 
 class Splits:
-    """For layers with a forward of their own: they multiply by `self.product`, which `split` replaces by `linear`."""
+    """Base of layers with their own forward: they multiply by `self.product`, which `split` replaces by `linear`."""
 
     product: Callable[..., torch.Tensor] = staticmethod(product)
 

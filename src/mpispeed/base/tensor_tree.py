@@ -12,9 +12,9 @@ import torch
 def map_tensors(
     tree: Any, fn: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any] | None = None
 ) -> Any:
-    """`tree` with `fn` of its tensors; containers are copied, other types are returned as they are.
+    """Apply `fn` to the tensors of `tree`; containers are copied, other types are returned as they are.
 
-    With `other` it gets what is no tensor and has a method `to`, as packed sequences and batches of libraries.
+    `other` is applied to other objects with a method `to`, as packed sequences and batches of libraries.
     """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
@@ -34,7 +34,7 @@ def map_tensors(
 
 
 def move(tree: Any, device: torch.device, *, is_own: bool = False) -> Any:
-    """`tree` with its tensors on `device`; those that are there already are the same objects.
+    """Move the tensors of `tree` to `device`; those that are there already are the same objects.
 
     Args:
         tree: of tensors, and of what moves itself by a method `to`.

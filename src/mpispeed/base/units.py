@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 _BINARY = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_SECONDS = re.compile(r"^\s*\+?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\s*$")
 _DAYTIME = re.compile(r"^(?:(?P<days>[0-9]+)-)?(?P<times>[0-9]+(?::[0-9]{1,2}){0,2})$")
 _QUANTITY = re.compile(r"^\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgtp]?)(i?)(b?)\s*$", re.IGNORECASE)
 
@@ -43,13 +44,13 @@ def parse_duration(text: str | float) -> float:
     Raises:
         ValueError: the text is no duration, or a negative one.
     """
-    try:
+    if not isinstance(text, str) or _SECONDS.match(text):
         seconds = float(text)
-    except ValueError:
-        match = _DAYTIME.match(str(text).strip())
+    else:
+        match = _DAYTIME.match(text.strip())
         if match is None:
             msg = f"expected seconds, or a time such as 30:00, 2:00:00 or 1-12:00:00, found {text!r}"
-            raise ValueError(msg) from None
+            raise ValueError(msg)
         times = [int(part) for part in match["times"].split(":")]
         times = [0] * (3 - len(times)) + times if match["days"] is None else times + [0] * (3 - len(times))
         hours, minutes, rest = times
@@ -61,11 +62,12 @@ def parse_duration(text: str | float) -> float:
 
 
 def format_bytes(count_bytes: float) -> str:
-    """Bytes with a binary unit, three significant digits."""
+    """Bytes with a binary unit, three significant digits, or four before the next unit begins: 1008 KiB."""
     value = float(count_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+            is_whole = unit == "B" or 999.5 <= abs(value) < 1e6
+            return f"{value:.0f} {unit}" if is_whole else f"{value:.3g} {unit}"
         value /= 1024
     raise AssertionError
 
@@ -89,6 +91,13 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def format_list(items: Iterable[object], most: int) -> str:
+    """The first `most` items, and how many more there are: "a, b and 3 more"."""
+    texts = [str(item) for item in items]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def format_ranks(ranks: Iterable[int], most_runs: int = 8) -> str:

@@ -1,5 +1,5 @@
-"""Floor 5: checkpoints as named logical tensors in one plain HDF5 file, whatever the layout that wrote them.
+"""Floor 5: checkpoints as named logical tensors in plain HDF5 files, independent of the layout that wrote them.
 
-`save.save` writes, `load.open_checkpoint` reads. This package file imports nothing, so that the
+`write.save.save` writes, `read.load.open_checkpoint` reads. This package file imports nothing, so that the
 commands which only list and describe checkpoints need neither torch nor MPI.
 """

@@ -1,4 +1,4 @@
-"""A digest of the logical content of a checkpoint: the same however tensors are dealt to files. No torch."""
+"""Digest of a checkpoint's logical content, independent of the number of files. No torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from mpispeed.ckpt.index import StoredTensor
-from mpispeed.ckpt.reader import Reader
+from mpispeed.ckpt.format.index import TensorEntry
+from mpispeed.ckpt.read.reader import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,26 +18,26 @@ _DIGEST_BYTES = 32
 
 
 class LogicalDigest:
-    """Blake2b over name, slot, dtype, shape and elements of tensors, which are passed sorted by name and slot."""
+    """Blake2b over name, slot, dtype, shape and elements of tensors, passed in the order of `in_order`."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
-    def begin(self, tensor: StoredTensor) -> None:
-        """The next tensor; all of its elements follow."""
+    def begin(self, tensor: TensorEntry) -> None:
+        """Begin the next tensor; all of its elements follow."""
         identity = [tensor.name, tensor.slot, tensor.dtype, list(tensor.shape)]
         self._hash.update(json.dumps(identity).encode() + b"\n")
 
     def update(self, data: ReadableBuffer) -> None:
-        """The next elements."""
+        """Add the next elements."""
         self._hash.update(data)
 
     def text(self) -> str:
-        """The digest of what was passed so far."""
+        """The digest so far."""
         return f"blake2b:{self._hash.hexdigest()}"
 
 
-def in_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+def in_order(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
     """Tensors in the order in which they enter the digest."""
     return sorted(tensors, key=lambda tensor: (tensor.name, tensor.slot))
 

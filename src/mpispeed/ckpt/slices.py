@@ -1,4 +1,4 @@
-"""How the slice of a parameter that a tensor-parallel rank holds maps to its whole tensor, for saving and loading."""
+"""Mapping of tensor-parallel slices to whole tensors, for saving and loading."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.base.shares import share
-from mpispeed.ckpt import bits, schema
-from mpispeed.ckpt.logical import Deferred, ParamInfo, Pattern, Piece
+from mpispeed.base.even_split import share
+from mpispeed.ckpt.format import bits, schema
+from mpispeed.ckpt.format.logical import Deferred, ParamInfo, Pattern, Piece
 
 if TYPE_CHECKING:
-    from mpispeed.ckpt.load import Checkpoint
+    from mpispeed.ckpt.read.load import Checkpoint
 
-#: kinds of which every rank of a group has the whole
+#: replicated kinds
 WHOLE_KINDS = ("none", "replicated", "averaged")
-#: kinds that are cut, with the dim that is when none is given
-CUT_KINDS = {"column": 0, "row": 1, "sub": 0, "vocab": 0}
+#: sliced kinds, with the default of the sliced dim
+CUT_KINDS = {"column": 0, "row": 1, "sub": 0, "vocab": 0, "own": 0}
 
 #: unverified runs of at least so much are read one by one, without what lies between
 _LONG_BYTES = 64 << 10
@@ -28,13 +28,13 @@ _LONG_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements of a slice that follow each other there, and where they stand in the whole tensor.
+    """A contiguous range of a slice, and its positions in the whole tensor.
 
     Attributes:
         local: first element in the slice.
         start: first element in the whole tensor.
         count: number of elements.
-        pattern: as of `Piece`; None where they follow each other in the whole tensor too.
+        pattern: as of `Piece`; None if they are contiguous in the whole tensor too.
     """
 
     local: int
@@ -52,11 +52,11 @@ class Block:
 class TensorSlice:
     """The slice of a parameter that one rank of a tensor-parallel group holds.
 
-    What does not divide evenly is cut as `numpy.array_split` does: contiguous parts, the first ones one longer. With
-    grains, whole grains are dealt so, and the last one is short where the length is no multiple. A vocabulary table
-    is padded instead: all ranks hold equally many rows, and those behind `vocab_size` are no part of the whole tensor.
-    Of kind "sub", each of the parts in `tp_sub_sizes` is cut by itself, and a slice has its share of each, one behind
-    the other: query, key and value in one tensor, for example.
+    Lengths that do not divide evenly are split as by `numpy.array_split`: contiguous parts, the first ones one longer.
+    With grains, whole grains are split so; the last one is short if the length is not a multiple. A vocabulary table
+    is padded instead: all ranks hold equally many rows, and those after `vocab_size` are not in the whole tensor.
+    For kind "sub", each part of `tp_sub_sizes` is sliced separately, and a slice has its shares one after the other, as
+    of query, key and value in one tensor. For kind "own" the parts are the ranks' slices, in order.
 
     Args:
         info: the parameter; kind and dim of the cut are taken from it.
@@ -141,7 +141,7 @@ class TensorSlice:
             yield from self._within(last, 0, stop - last * self._turn)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The elements [start, stop) of the slice as ranges of the whole tensor, as long as can be, without padding.
+        """The elements [start, stop) of the slice as maximal ranges of the whole tensor, without padding.
 
         Yields:
             (first element in the slice, first element in the whole tensor, elements), in order.
@@ -252,7 +252,7 @@ def read_slice(
 def _read_pattern(
     checkpoint: Checkpoint, key: tuple[str, str], block: Block, pattern: Pattern, out: torch.Tensor, verify: bool
 ) -> None:
-    """Whole repetitions are read at once, and the runs copied out of them; very long ones run by run."""
+    """Read a block with a pattern: whole repetitions at once, from which runs are copied; long runs one by one."""
     stored = checkpoint.stored(*key)
     longest = schema.BLOCK_BYTES // stored.itemsize
     is_long = not verify and min(count for _, count in pattern.runs) * stored.itemsize >= _LONG_BYTES
@@ -281,7 +281,7 @@ def _shifted(values: Deferred, start: int, count: int) -> Deferred:
 
 
 def _dim(info: ParamInfo) -> int | None:
-    """The dim that is cut, None for none."""
+    """The sliced dim, or None."""
     if info.tp_kind in WHOLE_KINDS:
         return None
     if info.tp_kind not in CUT_KINDS:
@@ -295,11 +295,17 @@ def _dim(info: ParamInfo) -> int | None:
 
 
 def _cuts(info: ParamInfo, dim: int, rank: int, size: int) -> Iterator[tuple[int, int]]:
-    """What a rank has along the dim that is cut, as ranges."""
-    parts = info.tp_sub_sizes if info.tp_kind == "sub" else (info.shape[dim],)
+    """Ranges that a rank has along the sliced dim."""
+    parts = info.tp_sub_sizes if info.tp_kind in ("sub", "own") else (info.shape[dim],)
     if sum(parts) != info.shape[dim] or min(parts, default=0) < 0:
         msg = f"{info.name}: the tp_sub_sizes {parts} do not add up to the {info.shape[dim]} of dim {dim}"
         raise CheckpointError(msg)
+    if info.tp_kind == "own":
+        if len(parts) != size:
+            msg = f"{info.name} was cut over {len(parts)} ranks by the model's own code and cannot be over {size}"
+            raise CheckpointError(msg)
+        yield sum(parts[:rank]), sum(parts[: rank + 1])
+        return
     grains = info.tp_grains or (1,) * len(parts)
     if len(grains) != len(parts) or min(grains) < 1:
         msg = f"{info.name}: the tp_grains {grains} are not one positive number for each of its parts {parts}"

@@ -16,7 +16,7 @@ from mpispeed.ckpt.tools import verify as verifying
 from mpispeed.ckpt.tools.diff import Difference, Row
 from mpispeed.ckpt.tools.show import open_location, split_location
 from mpispeed.ckpt.tools.verify import Report
-from mpispeed.cli.ckpt_report import as_json_option, print_table, reported
+from mpispeed.cli.ckpt_report import as_json_option, print_table, reported, say
 
 _SHOWN = 50
 _EXIT_CODES = {"ok": 0, "incomplete": 4, "corrupt": 3}
@@ -54,17 +54,17 @@ def verify(location: str, quick: bool, wants_all: bool, wants_digest: bool, as_j
 
 def _print(reports: Sequence[Report], quick: bool) -> None:
     for report in reports:
-        click.echo(f"{report.tag}: {report.status}{_amount(report, quick)}")
+        say(f"{report.tag}: {report.status}{_amount(report, quick)}")
         for problem in report.problems[:_SHOWN]:
-            click.echo(f"  {problem.text()}")
+            say(f"  {problem.text()}")
         if report.problem_count > _SHOWN:
-            click.echo(f"  and {report.problem_count - _SHOWN} more problems")
+            say(f"  and {report.problem_count - _SHOWN} more problems")
         for name, slot, nan, infinite in report.odd:
-            click.echo(f"  {name}/{slot}: {nan} elements are not a number, {infinite} are infinite")
+            say(f"  {name}/{slot}: {nan} elements are not a number, {infinite} are infinite")
         for note in report.notes:
-            click.echo(f"  note: {note}")
+            say(f"  note: {note}")
         if report.digest:
-            click.echo(f"  {report.digest}")
+            say(f"  {report.digest}")
 
 
 def _amount(report: Report, quick: bool) -> str:
@@ -117,18 +117,18 @@ def diff(
 def _print_difference(found: Difference) -> None:
     for sign, names in (("-", found.removed), ("+", found.added)):
         for name in names:
-            click.echo(f"{sign} {name}")
+            say(f"{sign} {name}")
     table = [_cells(row) for row in found.rows if row.change != "equal" or row.dtypes[0] != row.dtypes[1]]
     if table:
         print_table(
             ("name", "slot", "change", "equal", "max abs", "max rel", "max ulp", "nan", "dtype", "shape"), table
         )
     for path, mine, theirs in found.state:
-        click.echo(f"{path}: {mine} -> {theirs}")
+        say(f"{path}: {mine} -> {theirs}")
     if found.state_count > len(found.state):
-        click.echo(f"and {found.state_count - len(found.state)} more differences of the state")
+        say(f"and {found.state_count - len(found.state)} more differences of the state")
     same = sum(row.change == "equal" for row in found.rows)
-    click.echo(f"{same} of {len(found.rows)} tensors are equal")
+    say(f"{same} of {len(found.rows)} tensors are equal")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -164,10 +164,10 @@ def tree(location: str, as_json: bool) -> None:
     for row in rows:
         if row["file"] != file:
             file = row["file"]
-            click.echo(file)
-        click.echo(f"  {row['path']}  {_object_text(row)}")
+            say(file)
+        say(f"  {row['path']}  {_object_text(row)}")
         for name, value in row["attributes"].items():
-            click.echo(f"    @{name} = {json.dumps(value)}")
+            say(f"    @{name} = {json.dumps(value)}")
 
 
 def _object_text(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`mpispeed ckpt import`: checkpoints of other programs as ours. Needs torch, no MPI."""
+"""`mpispeed ckpt import`: conversion of checkpoints of other programs. Needs torch, no MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpispeed.ckpt.foreign.found import BUFFER_NAMES, ReadOptions
 from mpispeed.ckpt.foreign.opening import FORMS
 from mpispeed.ckpt.foreign.slices import KINDS
 from mpispeed.ckpt.tools import importing
-from mpispeed.cli.ckpt_report import as_json_option, reported
+from mpispeed.cli.ckpt_report import as_json_option, reported, say
 
 
 def _pairs(_context: click.Context, parameter: click.Parameter, rows: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -90,9 +90,9 @@ def import_(
         }
         click.echo(json.dumps(row, indent=1))
         return
-    click.echo(
+    say(
         f"{saved.path}: {report.params} parameters ({', '.join(report.slots)}), {report.buffers} buffers, "
         f"{report.aliases} aliases, {format_bytes(saved.size_bytes)} from {report.form}"
     )
     for text in report.left_out:
-        click.echo(f"left out: {text}", err=True)
+        say(f"left out: {text}", err=True)

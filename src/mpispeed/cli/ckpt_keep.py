@@ -9,7 +9,7 @@ import click
 
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt.tools import keep
-from mpispeed.cli.ckpt_report import as_json_option, print_table, reported
+from mpispeed.cli.ckpt_report import as_json_option, print_table, reported, say
 
 
 @click.command("prune")
@@ -43,7 +43,7 @@ def prune(
     ]  # fmt: skip
     print_table(("action", "folder", "step", "size", "reason"), table)
     freed = format_bytes(sum(row["bytes"] for row in rows if row["action"] == "remove"))
-    click.echo(f"{freed} {'would be' if dry_run else 'were'} freed")
+    say(f"{freed} {'would be' if dry_run else 'were'} freed")
 
 
 @click.command("latest")
@@ -56,4 +56,4 @@ def latest(folder: Path, tag: str | None, as_json: bool) -> None:
         if tag is not None:
             keep.set_latest(folder, tag)
         found = keep.latest(folder)
-    click.echo(json.dumps({"tag": found}) if as_json else found)
+    say(json.dumps({"tag": found}) if as_json else found)

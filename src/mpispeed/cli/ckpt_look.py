@@ -12,7 +12,7 @@ import click
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt.tools import ls as listing
 from mpispeed.ckpt.tools import show as showing
-from mpispeed.cli.ckpt_report import as_json_option, print_table, reported
+from mpispeed.cli.ckpt_report import as_json_option, print_table, reported, say
 
 
 @click.command("ls")
@@ -24,6 +24,9 @@ def ls(folder: Path, as_json: bool) -> None:
         rows = listing.rows(folder)
     if as_json:
         click.echo(json.dumps(rows, indent=1))
+        return
+    if not rows:
+        say(f"no tags in {folder}")
         return
     table = [
         (
@@ -39,8 +42,8 @@ def ls(folder: Path, as_json: bool) -> None:
     ]
     print_table(("", "tag", "step", "size", "date", "layout", "status"), table)
     for row in rows:
-        if row["status"] == "corrupt":
-            click.echo(f"{row['tag']}: {row['problem']}", err=True)
+        if row["status"] == "corrupt" or (row["status"] == "ok" and row["problem"]):
+            say(f"{row['tag']}: {row['problem']}", err=True)
 
 
 @click.command("show")
@@ -78,10 +81,11 @@ def show(location: str, pattern: str, wants_state: bool, wants_config: bool, wan
 
 def _print_part(part: str, value: Any) -> None:
     if part == "config":
-        click.echo(value if isinstance(value, str) else json.dumps(value, indent=2))
+        for line in (value if isinstance(value, str) else json.dumps(value, indent=2)).splitlines():
+            say(line)
         return
     for line in _leaves(value, part):
-        click.echo(line)
+        say(line)
 
 
 def _print_tensors(rows: Sequence[dict[str, Any]]) -> None:
@@ -99,7 +103,7 @@ def _print_tensors(rows: Sequence[dict[str, Any]]) -> None:
         for row in rows
     ]
     print_table(("name", "shape", "dtype", "kind", "tp_kind", "group", "slots", "bytes"), table)
-    click.echo(f"{len(rows)} rows, {format_bytes(sum(row['bytes'] for row in rows))}")
+    say(f"{len(rows)} rows, {format_bytes(sum(row['bytes'] for row in rows))}")
 
 
 def _layout_text(layout: dict[str, Any] | None) -> str:

@@ -10,7 +10,7 @@ import click
 from mpispeed.base.units import format_bytes, parse_count
 from mpispeed.ckpt.tools import exporting
 from mpispeed.ckpt.tools.show import open_location
-from mpispeed.cli.ckpt_report import as_json_option, reported
+from mpispeed.cli.ckpt_report import as_json_option, reported, say
 
 _SHARD_SIZE = "5GB"
 
@@ -87,10 +87,10 @@ def export(
         click.echo(json.dumps(content | {"tensors": report.tensors, "overflows": report.overflows}, indent=1))
         return
     for path in report.files:
-        click.echo(str(path))
-    click.echo(f"{report.tensors} tensors, {format_bytes(report.size_bytes)}")
+        say(str(path))
+    say(f"{report.tensors} tensors, {format_bytes(report.size_bytes)}")
     for name, count in report.overflows.items():
-        click.echo(f"{name}: {count} elements are too large for {dtype}", err=True)
+        say(f"{name}: {count} elements are too large for {dtype}", err=True)
 
 
 @click.command("reshape")
@@ -110,4 +110,4 @@ def reshape(location: str, folder: Path, files: int, force: bool, as_json: bool)
         click.echo(json.dumps(content | {"digest": report.digest}, indent=1))
         return
     many = "1 file" if report.files == 1 else f"{report.files} files"
-    click.echo(f"{report.path}: elements in {many}, {format_bytes(report.size_bytes)}, {report.digest}")
+    say(f"{report.path}: elements in {many}, {format_bytes(report.size_bytes)}, {report.digest}")

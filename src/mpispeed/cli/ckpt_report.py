@@ -1,4 +1,4 @@
-"""What the checkpoint commands share: failures with exit codes of their own, tables, options.
+"""Common parts of the checkpoint commands: failures with exit codes of their own, tables, options.
 
 Exit codes: 0 fine, 1 a difference or a failed check, 2 usage or not found, 3 corrupt, 4 never committed.
 """
@@ -14,7 +14,8 @@ from typing import IO, Any
 import click
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.errors import CorruptCheckpoint, IncompleteCheckpoint
+from mpispeed.base.plain import printable
+from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -25,7 +26,7 @@ class _Failure(click.ClickException):
     exit_code = 2
 
     def __init__(self, message: str, as_json: bool) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self._as_json = as_json
 
     def show(self, file: IO[Any] | None = None) -> None:
@@ -75,6 +76,6 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def printable(text: str) -> str:
-    """Text of a checkpoint with signs that could steer the terminal written as escapes."""
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+def say(line: str, *, err: bool = False) -> None:
+    """Print one line; control characters from files cannot steer the terminal."""
+    click.echo(printable(line), err=err)

@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.reader import open_reader
+from mpispeed.base.plain import printable
+from mpispeed.ckpt.read.reader import open_reader
 from mpispeed.ckpt.tools import show, stats, stats_drift
-from mpispeed.cli.ckpt_report import as_json_option, print_table, printable, reported
+from mpispeed.cli.ckpt_report import as_json_option, print_table, reported, say
 
 _MOST_BINS = 2000
 #: so many tensors or fewer get their histogram bar by bin
@@ -74,13 +75,13 @@ def stats_command(
     if report["drift"]:
         _print_drift(report["drift"])
     for line in report["skipped"]:
-        click.echo(f"not compared: {printable(line)}", err=True)
+        say(f"not compared: {line}", err=True)
 
 
 def _report(
     location: str, pattern: str, slots: Sequence[str], bins: int, wanted: Sequence[str], all_tags: bool
 ) -> dict[str, Any]:
-    """Everything that is printed or written: tag, step, params, layers, drift and skipped."""
+    """Everything to print or write: tag, step, params, layers, drift and skipped."""
     drift, skipped = None, list[str]()
     folder, tag = show.split_location(location)
     if wanted or all_tags:
@@ -163,7 +164,7 @@ def _print_bars(row: Mapping[str, Any]) -> None:
     for place, count in enumerate(counts):
         edge = low * (1 - place / bins) + high * (place / bins)
         bar = "█" * round(_BAR_SIGNS * count / max(counts))
-        click.echo(f"{edge:>11.4g}  {count:>{digits}}  {bar or ('▏' if count else '')}".rstrip())
+        say(f"{edge:>11.4g}  {count:>{digits}}  {bar or ('▏' if count else '')}".rstrip())
 
 
 def _print_drift(drift: Mapping[str, Any]) -> None:
@@ -193,7 +194,7 @@ def _cell(value: float | None) -> str:
 
 
 def _sparks(histogram: Mapping[str, Any] | None) -> str:
-    """A sign per bin, as high as the logarithm of its count; neighbours are joined where there are too many."""
+    """A character per bin, as high as the logarithm of its count; neighbours are joined if there are too many."""
     if histogram is None:
         return ""
     counts = histogram["counts"]

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.base.plain import printable
 
 # pydantic is imported by the commands, so that `mpispeed --help` stays fast.
 
@@ -19,7 +20,7 @@ def config() -> None:
 
 
 def _leave(error: ConfigError, as_json: bool = False, where: str = "") -> NoReturn:
-    """Say what is wrong on stderr, with `as_json` also as a verdict on stdout, and exit with 2."""
+    """Report the mistakes on stderr, with `as_json` also as a verdict on stdout, and exit with 2."""
     first, *listed = str(error).splitlines()
     click.echo(str(error), err=True)
     if as_json:
@@ -31,16 +32,15 @@ def _leave(error: ConfigError, as_json: bool = False, where: str = "") -> NoRetu
     sys.exit(2)
 
 
-def _load(source: str, as_json: bool = False) -> Any:
-    from mpispeed.config import load, require_available
+def _load(source: str, as_json: bool = False, ranks: int | None = None) -> Any:
+    from mpispeed.config import load_for_run
 
     try:
-        loaded = load(source)
-        require_available(loaded.config, loaded.where)
+        loaded = load_for_run(source, ranks)
     except ConfigError as error:
         _leave(error, as_json, source)
     for warning in loaded.warnings:
-        click.echo(f"{loaded.where}: warning: {warning}", err=True)
+        click.echo(f"{printable(loaded.where)}: warning: {printable(warning)}", err=True)
     return loaded
 
 
@@ -50,14 +50,7 @@ def _load(source: str, as_json: bool = False) -> Any:
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 def check(file: str, ranks: int | None, as_json: bool) -> None:
     """Say ok, or list all mistakes of FILE and exit with 2."""
-    from mpispeed.config.derive import batch_sizes
-
-    loaded = _load(file, as_json)
-    if ranks is not None:
-        try:
-            batch_sizes(loaded.config, ranks)
-        except ConfigError as error:
-            _leave(ConfigError(f"{loaded.where}: {error}"), as_json, loaded.where)
+    loaded = _load(file, as_json, ranks)
     click.echo(json.dumps({"ok": True, "warnings": loaded.warnings}) if as_json else "ok")
 
 
@@ -74,13 +67,13 @@ def explain(file: str, ranks: int, set_only: bool, as_json: bool) -> None:
     try:
         rows = explain_rows(loaded, ranks)
     except ConfigError as error:
-        _leave(ConfigError(f"{loaded.where}: {error}"))
+        _leave(ConfigError(f"{printable(loaded.where)}: {error}"))
     if set_only:
         rows = [row for row in rows if row.origin != "default"]
     if as_json:
         click.echo(json.dumps([row._asdict() for row in rows], indent=1, default=repr))
         return
-    cells = [(row.path, json.dumps(row.value, default=repr), row.origin) for row in rows]
+    cells = [(printable(row.path), json.dumps(row.value, default=repr), row.origin) for row in rows]
     widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
     for path, value, origin in cells:
         click.echo(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}")

@@ -1,4 +1,4 @@
-"""`mpispeed doctor`: what is usable here, what is not, and the cure; alone, or on all ranks of a job."""
+"""`mpispeed doctor`: usable and missing parts with cures, for one process or all ranks of a job."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _alone(folder: str, *, is_asked: bool) -> list[Finding]:
 
 
 def _of_job(place: Place, folder: str, *, is_asked: bool) -> list[Finding]:
-    """What the whole job finds, on rank 0; the first rank of each node looks at the node."""
+    """Findings of the whole job, on rank 0; the first rank of each node looks at the node."""
     own: list[Finding] = []
     if place.local_rank == 0:
         software = examine("software", check_software)
@@ -93,9 +93,11 @@ def _has_gpu(software: list[Finding]) -> bool:
 
 
 def examine(area: str, check: Check) -> list[Finding]:
-    """What a check finds; one that fails itself is a finding, not a traceback."""
+    """Findings of a check; one that fails itself becomes a finding after those it had, not a traceback."""
+    found: list[Finding] = []
     try:
-        return list(check())
-    except Exception as error:  # whatever a strange machine makes it raise
-        what = f"could not be looked at: {type(error).__name__}: {error}"
-        return [Finding(area, area, Verdict.WARN, what, "tell the authors of mpispeed, with this line")]
+        found.extend(check())
+    except Exception as error:  # any error that a strange machine may cause
+        what = f"could not be looked at to the end: {type(error).__name__}: {error}"
+        found.append(Finding(area, area, Verdict.WARN, what, "tell the authors of mpispeed, with this line"))
+    return found

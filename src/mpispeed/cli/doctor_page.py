@@ -39,7 +39,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def as_page(title: str, findings: Sequence[Finding]) -> str:
-    """The same as HTML."""
+    """The report as HTML."""
     summary = f"{_sum_up(findings)}; {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
     body = []
     for area, rows in _by_area(findings):

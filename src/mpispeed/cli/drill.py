@@ -1,4 +1,4 @@
-"""`mpispeed drill`: break a run on purpose and see whether it ends, says why, and can go on."""
+"""`mpispeed drill`: break a run on purpose and check that it ends, explains its end, and can resume."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import click
 
 from mpispeed.base.errors import UsageError
-from mpispeed.guard.drills import DRILLS, choose, names_known, table
+from mpispeed.base.plain import printable
+from mpispeed.drill.catalog import DRILLS, choose, names_known, table
 
 if TYPE_CHECKING:
-    from mpispeed.guard.drill_run import Settings
-    from mpispeed.guard.drills import Drill, Result
+    from mpispeed.drill.catalog import Drill, Result
+    from mpispeed.drill.runner import Settings
 
 
 def _show_list(ctx: click.Context, _parameter: click.Parameter, is_asked: bool) -> None:
@@ -26,7 +27,27 @@ def _show_list(ctx: click.Context, _parameter: click.Parameter, is_asked: bool) 
         ctx.exit()
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+class DrillCommand(click.Command):
+    """Takes its options before NAME and between NAME and SCRIPT; everything after SCRIPT is the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Move NAME behind the options that follow it."""
+        before, words = self._cut(ctx, args)
+        if len(words) > 1 and words[1].startswith("-"):
+            behind, rest = self._cut(ctx, words[1:])
+            args = [*before, *behind, words[0], *rest]
+        return super().parse_args(ctx, args)
+
+    def _cut(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
+        """Split the words into leading options with their values, and the rest."""
+        found, _, _ = self.make_parser(ctx).parse_args(list(args))
+        tail = found["arguments"]
+        words = [found["names"], found["script"], *(tail if isinstance(tail, tuple) else ())]
+        words = [word for word in words if isinstance(word, str)]  # what is not there is no text in any click
+        return args[: len(args) - len(words)], words
+
+
+@click.command(cls=DrillCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_show_list, help="Show all drills.")
 @click.option("-n", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
 @click.option("--rank", type=click.IntRange(min=0), help="The rank with the fault; by default the last one.")
@@ -72,24 +93,24 @@ def drill(
     on from them when it is started again. Then it is also checked that the last checkpoint is whole, and that the run
     goes on to the same result. The exit code is 1 if a drill failed.
     """
-    from mpispeed.guard.drill_run import Settings, run_drill, run_reference  # not needed for --help
+    from mpispeed.drill.runner import Settings, run_drill, run_reference  # not needed for --help
 
     drills, left_out = _chosen(names, ranks)
+    resume_words = _words_of(resume_args)
     odd = ranks - 1 if rank is None else rank
     if odd >= ranks:
         msg = f"--rank {odd}: there are {ranks} ranks, from 0 to {ranks - 1}"
         raise UsageError(msg)
     if not Path(script).is_file():
-        msg = f"there is no script {script} (looked from {Path.cwd()}); write NAME or all before it"
+        what = f"option {script}" if script.startswith("-") else f"script {script} (looked from {Path.cwd()})"
+        msg = f"there is no {what}; write mpispeed drill {names} -n {ranks} SCRIPT ARGS"
         raise UsageError(msg)
     folder = (out or Path(f"mpispeed-drills-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
     if folder.exists() and any(folder.iterdir()):
         msg = f"--out {folder} is not empty; drills need a folder without older checkpoints, name another"
         raise UsageError(msg)
     command = [sys.executable, "-m", "mpispeed.cli.main", "run", "-n", str(ranks), script]
-    settings = Settings(
-        command, arguments, shlex.split(resume_args), folder, odd, limit, watch_seconds, hang_timeout, rtol
-    )
+    settings = Settings(command, arguments, resume_words, folder, odd, limit, watch_seconds, hang_timeout, rtol)
     click.echo(f"without a fault ({len(drills)} drills follow, in {folder})", err=True)
     reference = run_reference(settings)
     results = []
@@ -98,6 +119,14 @@ def drill(
         results.append(run_drill(each, settings, reference))
     _report(settings, ranks, script, results, left_out)
     ctx.exit(int(not all(result.is_passed for result in results)))
+
+
+def _words_of(resume_args: str) -> list[str]:
+    try:
+        return shlex.split(resume_args)
+    except ValueError as error:
+        msg = f"--resume-args {printable(resume_args)}: cannot be read as a shell does: {error}; close every quote"
+        raise UsageError(msg) from None
 
 
 def _chosen(names: str, ranks: int) -> tuple[list[Drill], dict[str, str]]:

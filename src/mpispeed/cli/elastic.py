@@ -1,4 +1,4 @@
-"""`mpispeed elastic`: the batch sizes that the section `elasticity` leads to, and on how many ranks.
+"""`mpispeed elastic`: batch sizes and numbers of ranks that the section `elasticity` leads to.
 
 Exit codes: 0 there is a batch size, 2 there is none, or not on so many ranks.
 """
@@ -20,10 +20,10 @@ import click
 def elastic(file: str, world_size: int | None, as_json: bool) -> None:
     """Show the batch size of CONFIG's elasticity, and the numbers of ranks it divides among."""
     from mpispeed.config import load
-    from mpispeed.config.elastic_batch import elastic_triple, find_run_warnings, read_section
+    from mpispeed.config.elastic_batch import elastic_triple, find_run_warnings, require_enabled
 
     loaded = load(file)
-    section = read_section(loaded.raw, loaded.where)
+    section = require_enabled(loaded.config.elasticity, loaded.where)
     answer = _answer(section)
     if world_size is not None:
         data = max(1, world_size // section.model_parallel_size)
@@ -39,7 +39,7 @@ def elastic(file: str, world_size: int | None, as_json: bool) -> None:
 
 
 def _answer(section: Any) -> dict[str, Any]:
-    """Batch, numbers of ranks, and for each the micro-batch and how many a rank makes of them in a step."""
+    """Batch, numbers of ranks, and for each the micro-batch and its count per rank and step."""
     from mpispeed.config.elastic_batch import choose, elastic_triple
 
     choice, sharing = choose(section), section.model_parallel_size

@@ -1,4 +1,4 @@
-"""Command groups whose sub-commands are a table and are imported when they are used."""
+"""Command groups with a table of sub-commands that are imported when used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpispeed logs`: what ranks have written, as one file."""
+"""`mpispeed logs`: logs of ranks, as one file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from mpispeed.base.errors import UsageError
-from mpispeed.guard.merging import MERGED, find_logs, merge_logs, merged_lines
+from mpispeed.logs.merge import MERGED, find_logs, merge_logs, merged_lines
 
 
 @click.group()

@@ -8,10 +8,12 @@ from typing import Any
 import click
 
 from mpispeed.base.errors import MpispeedError
+from mpispeed.base.version import VERSION
 from mpispeed.cli.lazy import LazyGroup
 
 COMMANDS = {
     "run": ("mpispeed.cli.run", "run", "Start a training script on N ranks."),
+    "env": ("mpispeed.cli.env", "env", "Variables of torch.distributed for a rank of srun or mpirun."),
     "sbatch": ("mpispeed.cli.sbatch", "sbatch", "Fill a batch script from a config and a plan, check it, submit it."),
     "scale": ("mpispeed.cli.scale", "scale", "Measure strong or weak scaling: table, CSV and picture."),
     "config": ("mpispeed.cli.config", "config", "Check and explain configuration files."),
@@ -27,9 +29,7 @@ COMMANDS = {
 
 def _show_version(ctx: click.Context, _parameter: click.Parameter, is_asked: bool) -> None:
     if is_asked and not ctx.resilient_parsing:
-        from importlib.metadata import version  # costs a search of the installed files
-
-        click.echo(f"mpispeed {version('mpispeed')}")
+        click.echo(f"mpispeed {VERSION}")
         ctx.exit()
 
 

@@ -1,4 +1,4 @@
-"""`mpispeed plan`: memory and traffic of a configuration before anything starts, and whether this machine will do.
+"""`mpispeed plan`: memory and traffic of a configuration before anything starts, and if this machine has enough.
 
 With `--schedule` it draws a pipeline schedule instead.
 
@@ -17,29 +17,30 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mpispeed.base.errors import ConfigError, MpispeedError
+from mpispeed.base.plain import printable
 from mpispeed.base.units import format_bytes, format_count, parse_count
 from mpispeed.cli.plan_schedule import refuse_unused, schedule_options, show
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.engine.budget import Budget, Sent
-    from mpispeed.engine.fit import Limit, Setup, Verdict
-    from mpispeed.engine.plan import Plan
+    from mpispeed.engine.estimate.budget import Budget, Sent
+    from mpispeed.engine.estimate.feasibility import Limit, Setup, Verdict
+    from mpispeed.plan.plan import Plan
 
 # torch and pydantic are imported by the command, so that `mpispeed --help` stays fast.
 
 MOST_LAYERS = 100_000
-"""Layers of a model that is given by its size alone; more would only take time."""
+"""Most layers of a model that is given by its size alone; more would only take time."""
 
 
 class Count(click.ParamType):
-    """A whole number as people write it."""
+    """A whole number with an exponent or a unit."""
 
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """7e9, 64Ki, 2GiB: a whole number."""
+        """Read 7e9, 64Ki or 2GiB as a whole number."""
         try:
             return parse_count(value)
         except ValueError as error:
@@ -103,12 +104,12 @@ def plan(
 
 
 def _answer(
-    config: Any, model: nn.Module, ranks: int, nodes: int, is_born_cut: bool, extra: int, memory: int | None,
+    config: Any, model: nn.Module, ranks: int, nodes: int, is_init_sharded: bool, extra: int, memory: int | None,
     *, as_json: bool,
 ) -> tuple[str, bool]:  # fmt: skip
-    from mpispeed.engine.fit import Limit, Setup, machine_limits
+    from mpispeed.engine.estimate.feasibility import Limit, Setup, machine_limits
 
-    setup = Setup(config, ranks, nodes, is_born_cut, extra)
+    setup = Setup(config, ranks, nodes, is_init_sharded, extra)
     limits = machine_limits() if memory is None else [Limit("--memory", memory)]
     resolved, budget, verdict = forecast(setup, model, limits)
     write = _as_json if as_json else _as_text
@@ -116,12 +117,12 @@ def _answer(
 
 
 def forecast(setup: Setup, model: nn.Module, limits: list[Limit]) -> tuple[Plan, Budget, Verdict]:
-    """What a setup means and needs, and whether it fits.
+    """Predict the layout, memory and traffic of a setup, and if it fits.
 
     Raises:
         ConfigError: the settings cannot hold, or are of a kind that is not planned.
     """
-    from mpispeed.engine.fit import examine, judge
+    from mpispeed.engine.estimate.feasibility import examine, judge
 
     _refuse_other_axes(setup.config)
     dtype = _dtype_of(model)
@@ -150,7 +151,7 @@ def _refuse_both(file: str | None, ranks: int | None) -> None:
 
 
 def make_model(target: str | None, arguments: str, params: int | None, largest: int | None) -> nn.Module:
-    """The model to plan, without memory: built by `target`, or of a size.
+    """Make the model to plan, without memory: built by `target`, or of a size.
 
     Raises:
         ConfigError: it is given twice or not at all, or cannot be built.
@@ -174,13 +175,13 @@ def _size_of(target: str | None, params: int | None, largest: int | None) -> tup
 
 
 def read_config(file: str) -> Any:
-    """The settings; what has no effect in this version is said, not refused: this is only a plan."""
+    """Read the settings; those without effect in this version give a warning, not an error, as this is only a plan."""
     from mpispeed.config import load
     from mpispeed.config.unavailable import find_unavailable
 
     loaded = load(file)
     for warning in loaded.warnings:
-        click.echo(f"{loaded.where}: warning: {warning}", err=True)
+        click.echo(f"{printable(loaded.where)}: warning: {printable(warning)}", err=True)
     for problem in find_unavailable(loaded.config):
         click.echo(f"{loaded.where}: a run would refuse this: {problem.path}: {problem.what}", err=True)
     return loaded.config
@@ -255,7 +256,7 @@ def _arguments(text: str) -> tuple[Sequence[Any], dict[str, Any]]:
 
 
 def _sized_model(params: int, largest: int) -> nn.Module:
-    """Equal layers of `largest` parameters and a rest, without memory."""
+    """Model of equal layers of `largest` parameters and a remainder, without memory."""
     import torch
     from torch import nn
 
@@ -269,7 +270,7 @@ def _sized_model(params: int, largest: int) -> nn.Module:
             self.weight = nn.Parameter(torch.empty(size, device="meta"))
 
         def forward(self, x: Any) -> Any:
-            """Never called."""
+            """Return `x`; never called."""
             return x
 
     return nn.Sequential(*(Layer(size) for size in sizes))
@@ -290,7 +291,7 @@ def _dtype_of(model: nn.Module) -> Any:
 
 
 def _meaning(resolved: Plan) -> list[tuple[str, str]]:
-    """What the config asks for: where each kind of state rests, and how ranks group."""
+    """Lines on the config's meaning: the tier of each kind of state, and the groups of ranks."""
     topology, states = resolved.topology(), resolved.states
     names = {
         "param": "parameters",
@@ -306,14 +307,14 @@ def _meaning(resolved: Plan) -> list[tuple[str, str]]:
         if placement is not None:
             ranks = topology.group_size(placement.axes)
             replicas = resolved.world_size // ranks
-            kept = f", {replicas} replicas" if not placement.is_whole and replicas > 1 else ""
+            kept = f", {replicas} replicas" if not placement.is_replicated and replicas > 1 else ""
             cut = "whole on every rank" if ranks == 1 else f"cut over {ranks} ranks{kept}"
             rows.append((what, cut + _tier(resolved, attribute, placement.tier.value)))
     return rows
 
 
 def _tier(resolved: Plan, attribute: str, tier: str) -> str:
-    """Where a kind of state rests, if not on the device."""
+    """Tier of a kind of state, if not the device."""
     zero = resolved.config.zero_optimization
     words = {"device": "", "host": ", in host memory", "nvme": ", in files"}[tier]
     ratio = zero.offload_optimizer.ratio if zero.offload_optimizer is not None else 1.0
@@ -325,7 +326,7 @@ def _tier(resolved: Plan, attribute: str, tier: str) -> str:
 
 
 def _as_json(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, model: nn.Module) -> str:
-    from mpispeed.engine.fit import train_bytes
+    from mpispeed.engine.estimate.feasibility import train_bytes
 
     tiers = sorted({row.tier.value for row in budget.held})
     answer = {
@@ -362,7 +363,7 @@ def _rows(sent: Sequence[Sent]) -> list[dict[str, Any]]:
 
 
 def _traffic(budget: Budget) -> list[str]:
-    """A table for each kind of step; optimizers that do not code have one."""
+    """A table for each kind of step; optimizers without compression have one."""
     steps = [(f"{phase.name} ({phase.when}):\n", phase.sent) for phase in budget.phases]
     found = []
     for title, sent in steps or [("", budget.sent)]:
@@ -373,7 +374,7 @@ def _traffic(budget: Budget) -> list[str]:
 
 
 def _as_text(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, model: nn.Module) -> str:
-    from mpispeed.engine.fit import train_bytes
+    from mpispeed.engine.estimate.feasibility import train_bytes
 
     count = sum(param.numel() for param in model.parameters())
     held = [(row.what, row.tier.value, format_bytes(row.bytes)) for row in budget.held]

@@ -1,4 +1,4 @@
-"""`mpispeed plan --schedule`: a pipeline schedule drawn and proved, with its bubble. Needs neither torch nor MPI."""
+"""`mpispeed plan --schedule`: drawing and proof of a pipeline schedule, and its bubble. Needs neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEFAULTS = {"stages": None, "micro_batches": None, "chunks": None, "times": _TI
 
 
 def schedule_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of a drawing, on a click command: `schedule` and the keys of `Asked`."""
+    """Decorator that adds the options of a drawing to a click command: `schedule` and the keys of `Asked`."""
     options = [
         click.option(
             "--schedule", metavar="NAME", help="Draw a pipeline schedule instead: 1f1b, gpipe, interleaved, zb-h1."
@@ -56,7 +56,7 @@ def schedule_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_unused(drawing: dict[str, Any]) -> None:
-    """Raises: ConfigError: an option of a drawing was given without `--schedule`."""
+    """Refuse options of a drawing without `--schedule`."""
     given = [key for key, default in _DEFAULTS.items() if drawing[key] != default]
     if given:
         option = "--" + given[0].removesuffix("_file").replace("_", "-")

@@ -1,10 +1,12 @@
-"""`mpispeed run`: start a training script on N ranks with the MPI or SLURM that is there."""
+"""`mpispeed run`: start a training script on N ranks with the available MPI or SLURM."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import signal
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from mpispeed.cli.run_options import program_of, runner, wishes_of, with_options
 __all__ = ["run", "runner"]
 
 MERGE_BYTES = 256 << 20
-"""Logs that are larger in all are merged when somebody asks for it, because the end of the command waits for it."""
+"""Size of all logs above which they are merged on request only, because the end of the command waits for it."""
+
+WATCHER_SECONDS = 5.0
+"""Time that the end of a failed job waits for the watchers, which take one or two seconds."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -34,7 +39,8 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
 
     The exit code is that of the job. Inside a SLURM allocation srun starts the ranks, elsewhere mpirun does.
     """
-    from mpispeed.launch import plan_launch, run_launch  # not needed for --help
+    from mpispeed.launch import plan_launch, run_launch
+    from mpispeed.watchdog.report import INTERRUPTED, WATCHING, wait_for_watchers  # not needed for --help
 
     program = program_of(chosen, script, arguments)
     wishes = wishes_of(chosen, os.environ)
@@ -52,9 +58,21 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
     if "MPISPEED_RUN_DIR" in wishes.variables:
         _make_folder(Path(wishes.variables["MPISPEED_RUN_DIR"]))
     with tempfile.TemporaryDirectory(prefix="mpispeed-run-") as folder:
-        said = Path(folder) / "said"  # made by a watcher that has said why the job ended
+        said = Path(folder) / "said"  # made by a watcher that has explained the end of the job
+        (Path(folder) / WATCHING).touch()
         os.environ["MPISPEED_SAID"] = str(said)
-        code = supervisor.run() if chosen["elastic"] else run_launch(launch)
+        signals: list[int] = []
+
+        def note(number: int) -> None:
+            signals.append(number)
+            if number == signal.SIGINT:
+                said.with_name(INTERRUPTED).touch()
+
+        code = supervisor.run() if chosen["elastic"] else run_launch(launch, on_signal=note)
+        if launch.is_hydra:
+            code = _with_signals(code, signals)
+        if code:
+            wait_for_watchers(Path(folder), WATCHER_SECONDS)
         if not said.exists():
             _explain(code, is_hydra=launch.is_hydra)
     _merge_logs(wishes.variables.get("MPISPEED_RUN_DIR") or os.environ.get("MPISPEED_RUN_DIR", ""))
@@ -70,10 +88,10 @@ def _make_folder(folder: Path) -> None:
 
 
 def _merge_logs(folder: str) -> None:
-    """Put the logs of the ranks in one, where they are kept; a job's exit code does not depend on that."""
+    """Merge the logs of the ranks, if they are kept; a job's exit code does not depend on that."""
     if not folder:
         return
-    from mpispeed.guard.merging import find_logs, merge_logs  # not needed without a folder
+    from mpispeed.logs.merge import find_logs, merge_logs  # not needed without a folder
 
     later = f"merge them with `mpispeed logs merge {shlex.quote(folder)}`"
     try:
@@ -88,13 +106,28 @@ def _merge_logs(folder: str) -> None:
         click.echo(f"mpispeed: the logs in {folder} are not merged; {later}", err=True)
 
 
+def _with_signals(code: int, signals: Sequence[int]) -> int:
+    """Correct the exit code of hydra, which reports a signal by its bare number, after we have forwarded `signals`.
+
+    Python that is interrupted while it loads libraries may also die in one of them; and hydra, whose proxies get
+    Ctrl-C from the terminal too, may stumble over its own end of the job.
+    """
+    if code in signals:  # 2 would be a refusal of settings
+        return 128 + code
+    is_interrupted = signal.SIGINT in signals and code in (*_FATAL, _HYDRA_FAILED)
+    return 128 + signal.SIGINT if is_interrupted else code
+
+
 def _explain(code: int, *, is_hydra: bool) -> None:
-    """Say what the exit code of a job means that a signal has ended."""
+    """Explain the exit code of a job that a signal has ended."""
     if code > 128 or (is_hydra and code in _FATAL):
-        from mpispeed.guard.exits import describe_exit_code  # not needed by jobs that end well
+        from mpispeed.watchdog.exits import describe_exit_code  # not needed by jobs that end well
 
         click.echo(f"mpispeed: {describe_exit_code(code, is_hydra=is_hydra)}", err=True)
 
 
 _FATAL = (4, 6, 7, 8, 9, 11)
-"""Signals that hydra tells by their bare number and that no program uses as exit code: they end it in mid-work."""
+"""Signals that hydra reports by their bare number and that no program uses as exit code: they kill it in mid-work."""
+
+_HYDRA_FAILED = 255
+"""Exit code of hydra when one of its own processes ended by a failed check."""

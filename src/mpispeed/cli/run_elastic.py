@@ -1,4 +1,4 @@
-"""`mpispeed run --elastic`: the supervisor, set up from the options."""
+"""`mpispeed run --elastic`: the supervisor, built from the options."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpispeed.cli.run_options import elastic_counts_of, save_dir_of
 from mpispeed.launch import plan_launch
 from mpispeed.launch.command import Launch, takes_srun
 from mpispeed.launch.hosts import Host
-from mpispeed.launch.marks import Marks
 from mpispeed.launch.node_states import ASK_SECONDS, RECHECK_SECONDS, NodeStates
+from mpispeed.launch.options import Wishes
+from mpispeed.launch.run_markers import Marks
 from mpispeed.launch.supervise import Limits, Prober, Supervisor
-from mpispeed.launch.wishes import Wishes
 
 _RUN_DIR, _WALLTIME = "MPISPEED_RUN_DIR", "MPISPEED_WALLTIME"
 _ASK_SLURM = ("srun", "--overlap", "--immediate=10", "--nodes=1", "--ntasks=1", "--mpi=none", "--nodelist")
@@ -28,7 +28,7 @@ _ASK_SLURM = ("srun", "--overlap", "--immediate=10", "--nodes=1", "--ntasks=1", 
 def supervisor_of(
     chosen: Mapping[str, Any], wishes: Wishes, program: Sequence[str], arguments: Sequence[str]
 ) -> Supervisor:
-    """The supervisor that keeps the job going.
+    """Build the supervisor of the job.
 
     Raises:
         ConfigError: the limits, or the elasticity section of the script's config, are wrong.
@@ -68,12 +68,12 @@ def supervisor_of(
 
 
 def _walltime_left(variables: Mapping[str, str], passed_seconds: float) -> dict[str, str]:
-    """The variable for a later start: its processes count from their own beginning. Empty where no time was given."""
+    """The variable for a later start: its processes count from their own beginning. Empty if no time was given."""
     text = variables.get(_WALLTIME) or os.environ.get(_WALLTIME, "")
     try:
         return {_WALLTIME: str(int(max(0.0, parse_duration(text) - passed_seconds)))}
     except ValueError:
-        return {}  # of a variable that the ranks refuse
+        return {}  # the ranks refuse the variable
 
 
 def _prober(wishes: Wishes, limits: Limits, *, is_slurm: bool) -> Prober:

@@ -1,4 +1,4 @@
-"""What the options of `mpispeed run` mean: hosts, variables of the ranks, the words of a rank."""
+"""Options of `mpispeed run` turned into hosts, variables and the command of a rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import click
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.units import parse_duration
-from mpispeed.guard.faults import parse_faults
+from mpispeed.drill.faults import parse_faults
 from mpispeed.launch import hosts as hosts_of
 from mpispeed.launch.hosts import Choice, Host
+from mpispeed.launch.options import Wishes, parse_binding
 from mpispeed.launch.srun import is_inside_allocation
-from mpispeed.launch.wishes import Wishes, parse_binding
+from mpispeed.launch.torch_env import TORCH_ENV
 
-_WITHOUT_FOLDER = "import sys; del sys.path[0]; from mpi4py.run import main; main()"
+_WITHOUT_FOLDER = "import sys; del sys.path[0]; from {} import main; main()"
 _CONFIG_OPTIONS = ("--deepspeed_config", "--config", "--deepspeed")
 
 # DeepSpeed's names of launchers; all of its ways to reach other hosts are mpirun's here.
@@ -40,11 +41,16 @@ def runner(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
 
     Files of the working folder must not take the place of mpi4py's and our modules before the script starts.
     """
-    return ["-P", "-m", "mpi4py"] if version >= (3, 11) else ["-c", _WITHOUT_FOLDER]
+    return ["-P", "-m", "mpi4py"] if version >= (3, 11) else ["-c", _WITHOUT_FOLDER.format("mpi4py.run")]
+
+
+def wrapper_flags(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
+    """Python's flags for the command `mpispeed`, likewise."""
+    return ["-P", "-m", "mpispeed"] if version >= (3, 11) else ["-c", _WITHOUT_FOLDER.format("mpispeed.cli.main")]
 
 
 def launcher_of(_ctx: click.Context, _parameter: click.Parameter, text: str) -> str:
-    """The launcher that a name stands for; DeepSpeed's names count."""
+    """Launcher of a name; DeepSpeed's names count."""
     name = _LAUNCHERS.get(text.lower(), text.lower())
     if name not in ("auto", "mpirun", "srun"):
         msg = f"{text!r} is none of auto, mpirun, srun, nor of DeepSpeed's {', '.join(_LAUNCHERS)}"
@@ -83,6 +89,8 @@ _RANKS = (
     click.option("--hang-timeout", "--hang_timeout", type=click.FloatRange(min=0, min_open=True),
                  help="Seconds after which a rank that keeps others waiting ends the job."),
     click.option("--inject", help="A fault to drill, as in kill:rank=1@step=5."),
+    click.option("--torch-env", "--torch_env", is_flag=True,
+                 help="Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank."),
 )  # fmt: skip
 _ELASTIC = (
     click.option("--elastic", "--elastic_training", is_flag=True,
@@ -99,14 +107,14 @@ _ELASTIC = (
 
 
 def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add all of them, in the order in which help shows them."""
+    """Add all options, in the order in which help shows them."""
     for option in reversed((*_PLACES, *_LAUNCHER, *_RANKS, *_ELASTIC)):
         command = option(command)
     return command
 
 
 def chosen_hosts(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts and slots that the options name; empty for all there is.
+    """The hosts and slots of the options; empty for all there are.
 
     Raises:
         ConfigError: they do not fit together, or not the host file.
@@ -115,7 +123,7 @@ def chosen_hosts(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> tuple
     path: Path | None = chosen["hostfile"]
     if path is not None:
         return hosts_of.fill(choice.of(hosts_of.read_hostfile(path), str(path)), chosen["ranks"], str(path))
-    # An mpirun is told the nodes: what it makes of a batch system's numbers differs from MPI to MPI.
+    # An mpirun is told the nodes: MPIs differ in their use of a batch system's numbers.
     if is_inside_allocation(environ) and (choice or chosen["elastic"] or chosen["launcher"] == "mpirun"):
         where = f"SLURM job {environ['SLURM_JOB_ID']}"
         return hosts_of.fill(choice.of(hosts_of.slurm_slots(environ), where), chosen["ranks"], where)
@@ -127,7 +135,7 @@ def chosen_hosts(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> tuple
 
 
 def variables_of(chosen: Mapping[str, Any], environ: Mapping[str, str], hosts: Sequence[Host]) -> dict[str, str]:
-    """Variables that the options set for all ranks.
+    """Variables of the options for all ranks.
 
     Raises:
         ConfigError: the folder of the run is a file, or a text is neither a fault nor a duration.
@@ -157,7 +165,7 @@ def variables_of(chosen: Mapping[str, Any], environ: Mapping[str, str], hosts: S
 
 
 def _check_texts(inject: str | None, walltime: str | None) -> None:
-    """Refuse here what every rank would refuse after its start.
+    """Refuse texts here that every rank would refuse after its start.
 
     Raises:
         ConfigError: naming the option.
@@ -172,7 +180,7 @@ def _check_texts(inject: str | None, walltime: str | None) -> None:
 
 
 def wishes_of(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> Wishes:
-    """What the options ask for.
+    """The wishes of the options for a start.
 
     Raises:
         ConfigError: they do not fit together.
@@ -189,11 +197,12 @@ def wishes_of(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> Wishes:
         extra=tuple(shlex.split(chosen["launcher_args"])),
         variables=variables_of(chosen, environ, hosts),
         has_runner=not chosen["no_python"],
+        has_torch_env=chosen["torch_env"],
     )
 
 
 def program_of(chosen: Mapping[str, Any], script: str, arguments: Sequence[str]) -> list[str]:
-    """What each rank executes.
+    """The command of each rank.
 
     Raises:
         ConfigError: the options exclude each other.
@@ -203,18 +212,21 @@ def program_of(chosen: Mapping[str, Any], script: str, arguments: Sequence[str])
         msg = "--module and --no_python exclude each other: a module needs Python; give one of them"
         raise ConfigError(msg)
     if chosen["no_python"]:
-        return [script, *arguments]
+        wrapper = [sys.executable, *wrapper_flags(), "env", "--"] if chosen["torch_env"] else []
+        return [*wrapper, script, *arguments]
     if not chosen["module"] and not Path(script).is_file():
         msg = f"there is no script {script} (looked from {Path.cwd()}); give its path, or -m for a module"
         raise UsageError(msg)
     words = [*(["-m"] if chosen["module"] else []), script, *arguments]
-    return [sys.executable, *runner(), "-m", "mpispeed.launch.rank", *words]
+    # On the command line: not every MPI passes a variable on to other hosts.
+    flags = [TORCH_ENV] if chosen["torch_env"] else []
+    return [sys.executable, *runner(), "-m", "mpispeed.launch.rank", *flags, *words]
 
 
 def elastic_counts_of(arguments: Sequence[str]) -> list[int] | None:
     """Numbers of ranks that the `elasticity` section of the script's config allows; None if it has none.
 
-    The config is what stands after --deepspeed_config, --config or --deepspeed in the script's arguments.
+    The config follows --deepspeed_config, --config or --deepspeed in the script's arguments.
 
     Raises:
         ConfigError: the section is wrong.

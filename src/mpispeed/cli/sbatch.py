@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.plain import printable
 from mpispeed.base.units import format_bytes
 from mpispeed.cli.plan import Count
 
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from mpispeed.launch.submit import Partition
 
 PROCESS_BYTES = 1 << 30
-"""Set aside for each rank's Python, torch and MPI; a rank without a model was seen to take 270 MiB on a CPU."""
+"""Memory set aside for each rank's Python, torch and MPI; a rank without a model was seen to take 270 MiB on a CPU."""
 
 SLACK = 1.2
-"""A job asks for so many times what the plan says."""
+"""Factor of a job's memory over the plan's."""
 
 _UNKNOWN = 1 << 60
 
@@ -36,7 +37,7 @@ _UNKNOWN = 1 << 60
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--site", metavar="NAME|FILE", envvar="MPISPEED_SITE", help="A site's profile; default: MPISPEED_SITE.")
 @click.option("--template", metavar="NAME|FILE", default="",
-              help="single, multi, array, requeue, container, or a file; by default what fits.")  # fmt: skip
+              help="single, multi, array, requeue, container, torch, or a file; by default what fits.")  # fmt: skip
 @click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes.")
 @click.option("--ntasks-per-node", type=click.IntRange(min=1), help="Ranks on each; default: the site's, else 1.")
 @click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of a rank; default: an equal share.")
@@ -58,6 +59,8 @@ _UNKNOWN = 1 << 60
 )
 @click.option("--flag", "flags", multiple=True, metavar="--NAME=VALUE", help="Further flag of sbatch; repeatable.")
 @click.option("--config", type=click.Path(), help="Checked, planned, and given to SCRIPT as --deepspeed_config.")
+@click.option("--ranks-per-model", type=click.IntRange(min=1),
+              help="Ranks that share each model, where the script decides it, not the config.")  # fmt: skip
 @click.option("--no-plan", is_flag=True, help="Submit without asking whether memory will do.")
 @click.option("--model", "target", metavar="MODULE:CALLABLE", help="For the plan: what builds the model.")
 @click.option("--model-args", default="{}", metavar="JSON", help="Its arguments.")
@@ -80,7 +83,7 @@ def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
         raise UsageError(msg)
     site = find_site(asked["site"]) if asked["site"] else Site()
     partition = ask_partition(asked["partition"] or site.partition)
-    words, config = _with_config(script, arguments, asked)
+    words, config = _with_config(script, arguments, site, asked)
     request = _request(words, config, site, asked)
     template = choose_template(request)
     _check_chain(config, template)
@@ -88,14 +91,14 @@ def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
     text = fill(template, values_of(request, site, partition))
     check(text, is_dry=asked["dry_run"])
     if not asked["dry_run"]:
-        _deliver(text, request, asked["output"])
+        _deliver(text, request, asked["output"], config)
 
 
-# -- what is asked for -----------------------------------------------------------------------------------------------
+# -- request ---------------------------------------------------------------------------------------------------------
 
 
-def _with_config(script: str, arguments: Sequence[str], asked: dict[str, Any]) -> tuple[list[str], Any]:
-    """The words of a rank, and the settings if they stand in a file that can be found."""
+def _with_config(script: str, arguments: Sequence[str], site: Site, asked: dict[str, Any]) -> tuple[list[str], Any]:
+    """The words of a rank, and the settings, as a run would accept them, if they are in a file that can be found."""
     from mpispeed.launch.scale import CONFIG_FLAGS
 
     words, file = [script, *arguments], asked["config"]
@@ -103,11 +106,41 @@ def _with_config(script: str, arguments: Sequence[str], asked: dict[str, Any]) -
         words += ["--deepspeed_config", file]
     else:
         file = next((word for flag, word in _pairs(arguments) if flag in CONFIG_FLAGS), None)
-        if file is None or not Path(file).is_file():
-            return words, None  # made by the script, or one for each task of an array
-    from mpispeed.cli.plan import read_config
+        if file is None or not Path(file).is_file():  # written by the script, or one for each task of an array
+            why = "none is given" if file is None else f"there is no file {printable(file)}"
+            cure = "give it with --config to have it checked here; the job may still refuse it"
+            click.echo(f"no config is checked, and memory is not planned: {why}; {cure}", err=True)
+            return words, None
+    ranks = (asked["ntasks_per_node"] or site.ranks_per_node or 1) * asked["nodes"]
+    is_other = any(flag.startswith(("--ntasks", "--nodes")) for flag in asked["flags"])
+    loaded = _load(file, None if is_other else ranks, asked["ranks_per_model"] or 0)
+    for warning in loaded.warnings:
+        click.echo(f"{printable(loaded.where)}: warning: {printable(warning)}", err=True)
+    return words, loaded.config
 
-    return words, read_config(file)
+
+def _load(file: str, ranks: int | None, sharing: int) -> Any:
+    """The settings, as a run on so many ranks would accept them; None: their number is unknown."""
+    from mpispeed.config import load_for_run
+
+    try:
+        return load_for_run(file, ranks, sharing)
+    except ConfigError as error:
+        if sharing or _error_of(file) == str(error):
+            raise
+        msg = f"{error}; if ranks share each model, say how many with --ranks-per-model"
+        raise ConfigError(msg) from None
+
+
+def _error_of(file: str) -> str:
+    """Mistakes in settings on any number of ranks."""
+    from mpispeed.config import load_for_run
+
+    try:
+        load_for_run(file)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -155,11 +188,11 @@ def _run_folder(asked: Path | None, name: str, site: Site) -> Path:
 
 
 def _check_chain(config: Any, template: str) -> None:
-    """A run goes on in one way: two jobs would write the same checkpoints."""
+    """Refuse two ways to continue a run: two jobs would write the same checkpoints."""
     if not _saves_in_time(config):
         return
     chain = config.walltime.chain
-    if chain == "requeue" and template in ("single", "multi", "array"):
+    if chain == "requeue" and template in ("single", "multi", "array", "torch"):
         msg = (
             f'walltime.chain in the config is "requeue", and the template {template} does not requeue; '
             'leave out --template, or set it to "dependency"'
@@ -179,15 +212,14 @@ def _check_chain(config: Any, template: str) -> None:
 def _with_memory(
     request: Request, config: Any, template: str, site: Site, partition: Partition, asked: dict[str, Any]
 ) -> Request:
-    """The request with what the plan says of memory; ends the program where it will not do."""
+    """The request with the plan's memory; ends the program on NO-GO."""
     has_model = asked["target"] is not None or asked["params"] is not None
     gpus = site.gpus_per_node if request.gpus_per_node is None else request.gpus_per_node
-    if asked["no_plan"]:
+    if asked["no_plan"] or config is None:
         return request
-    if config is None or not has_model or gpus:
+    if not has_model or gpus:
         why = (
-            "give the config with --config" if config is None
-            else "give the model with --model, or --params and --largest-layer" if not has_model
+            "give the model with --model, or --params and --largest-layer" if not has_model
             else "memory of GPUs is not planned"
         )  # fmt: skip
         click.echo(f"memory is not planned: {why}", err=True)
@@ -195,7 +227,7 @@ def _with_memory(
     from dataclasses import replace
 
     from mpispeed.cli.plan import forecast, make_model
-    from mpispeed.engine.fit import Limit, Setup
+    from mpispeed.engine.estimate.feasibility import Limit, Setup
 
     ranks = request.ranks_per_node or site.ranks_per_node or 1
     known = {"--mem": request.memory_bytes, site.name: site.memory_bytes, "SLURM": partition.memory_per_node_bytes}
@@ -209,16 +241,16 @@ def _with_memory(
     if not verdict.is_go:
         click.echo(f"would fit: {verdict.change}" if verdict.change else "no change that was tried would fit", err=True)
         sys.exit(1)
-    if request.memory_bytes or template == "multi":  # whose nodes are wholly ours
+    if request.memory_bytes or template == "multi":  # which gets whole nodes
         return request
     return replace(request, memory_bytes=min(most, int(verdict.need_bytes * SLACK) + aside))
 
 
-# -- what comes of it ------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------------------
 
 
 def check(text: str, *, is_dry: bool) -> None:
-    """Show the script if asked to, and what the checks found.
+    """Show the script if requested, and the results of its checks.
 
     Raises:
         UsageError: they found something.
@@ -237,8 +269,8 @@ def check(text: str, *, is_dry: bool) -> None:
         raise UsageError(msg)
 
 
-def _deliver(text: str, request: Request, output: Path | None) -> None:
-    """Write the script, and submit it unless it was only asked for."""
+def _deliver(text: str, request: Request, output: Path | None, config: Any) -> None:
+    """Write the script, and submit it unless only the script is wanted."""
     from mpispeed.launch.submit import submit
 
     try:
@@ -255,4 +287,13 @@ def _deliver(text: str, request: Request, output: Path | None) -> None:
     job = submit(target)
     click.echo(f"job {job}, {request.job_name}; logs and reports in {request.run_folder}")
     folder = request.run_folder / ("task-N" if request.array else "")
-    click.echo(f"to save and stop: touch {folder}/STOP; to save and go on: touch {folder}/SAVE")
+    click.echo(_how_to_ask(folder, config))
+
+
+def _how_to_ask(folder: Path, config: Any) -> str:
+    """The way to request a save of the running job; if it does not listen, the settings that it would need."""
+    if _saves_in_time(config):
+        return f"to save and stop: touch {folder}/STOP; to save and go on: touch {folder}/SAVE"
+    if config is None:
+        return f"where the script's config has walltime.save_dir, touch {folder}/STOP saves and stops"
+    return "the job cannot be asked to save: its config has no walltime.save_dir; scancel ends it as it stands"

@@ -83,7 +83,7 @@ def _run(cases: Sequence[Case], most: int, mpi: str) -> None:
 
 
 def _submit(cases: Sequence[Case], script: str, asked: dict[str, Any]) -> list[str]:
-    """A job for each run; all scripts are checked before the first one is submitted."""
+    """Submit a job for each run; all scripts are checked before the first one is submitted."""
     from mpispeed.cli.sbatch import check
     from mpispeed.launch.sbatch import Request, choose_template, fill, values_of
     from mpispeed.launch.sites import Site, find_site
@@ -116,7 +116,7 @@ def _submit(cases: Sequence[Case], script: str, asked: dict[str, Any]) -> list[s
 
 
 def _write_up(folder: Path) -> None:
-    """Table on the terminal; table, CSV and picture in the folder of the study."""
+    """Write the table to the terminal; table, CSV and picture to the folder of the study."""
     from mpispeed.launch.efficiency import draw, rows_of, table, write_csv
     from mpispeed.launch.scale import collect
 

@@ -1,4 +1,4 @@
-"""Floor 1: what the user asked for. Reads, translates and validates settings; the only package with pydantic.
+"""Floor 1: the user's settings. Reads, translates and validates them; the only package with pydantic.
 
 It decides nothing that depends on ranks beyond the arithmetic of batch sizes, and knows no torch and no MPI.
 Parts never see these models: the engine turns them into plain values.
@@ -6,6 +6,7 @@ Parts never see these models: the engine turns them into plain values.
 
 from __future__ import annotations
 
+from mpispeed.config.accept import accept, load_for_run
 from mpispeed.config.batch import resolve_batch
 from mpispeed.config.explain import Row, explain
 from mpispeed.config.load import LoadedConfig, load, parse, read_source
@@ -17,8 +18,10 @@ __all__ = [
     "Config",
     "LoadedConfig",
     "Row",
+    "accept",
     "explain",
     "load",
+    "load_for_run",
     "parse",
     "read_source",
     "require_available",

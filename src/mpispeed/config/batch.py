@@ -39,7 +39,7 @@ def resolve_batch(tb: int | None, mb: int | None, gas: int | None, world: int) -
 
 
 def _complete(tb: int | None, mb: int | None, gas: int | None, world: int) -> tuple[int, int, int]:
-    """Fill what is missing with floor division; the result may not multiply."""
+    """Fill in missing sizes by floor division; the result may not multiply."""
     if tb is not None:
         if mb is not None:
             return tb, mb, tb // mb // world if gas is None else gas
@@ -55,11 +55,11 @@ def _complete(tb: int | None, mb: int | None, gas: int | None, world: int) -> tu
 
 
 def _explain_mismatch(given: list[str], full: tuple[int, int, int], world: int) -> str:
-    """The sentence for numbers that do not multiply, with what would."""
+    """The sentence for sizes that do not multiply, with sizes that would."""
     tb, mb, gas = full
     ranks = f"{world} data-parallel rank{'s' if world > 1 else ''}"
     unit = mb * gas * world
-    if len(given) < 3:  # the third number follows, so any multiple of what is given will do
+    if len(given) < 3:  # the third number follows, so any multiple of the given ones will do
         unit = world * (mb if MICRO_BATCH in given[-1] else gas if ACCUMULATION in given[-1] else 1)
         near = [n for n in (tb // unit * unit, (tb // unit + 1) * unit) if n > 0]
     else:

@@ -10,13 +10,13 @@ from mpispeed.config.section import Bytes, Natural, Positive, Section, subsectio
 
 
 class ParallelWrite(Section):
-    """Who writes."""
+    """Ranks that write checkpoints."""
 
     pipeline_stage: bool = Field(False, description="All stages of a pipeline write at the same time.")
 
 
 class Checkpoint(Section):
-    """How a run is saved."""
+    """Settings of saved checkpoints."""
 
     tag_validation: Literal["Ignore", "Warn", "Fail"] = Field(
         "Warn", description="What happens when ranks save under different tags; any case."
@@ -29,6 +29,9 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite = subsection(ParallelWrite, "Who writes.")
     async_save: bool = Field(
         False, description="Copy the state to host memory and go on; a thread writes the copy. Needs THREAD_MULTIPLE."
+    )
+    overwrite: bool = Field(
+        True, description="A save replaces a tag that exists, at once when it is complete; false refuses."
     )
     writing: Literal["auto", "direct", "aggregated"] = Field(
         "auto", description="Every rank writes its part, or one rank per file; auto asks the file system."

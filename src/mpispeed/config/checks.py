@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from mpispeed.base.registry import suggest
 from mpispeed.config import optimizer as known
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from mpispeed.config.ineffective import find_ineffective
+from mpispeed.config.keywords import check_optimizer, check_schedule
 from mpispeed.config.offload import OffloadParam
 from mpispeed.config.problems import Problem, show
 from mpispeed.config.root import Config
@@ -18,13 +18,22 @@ from mpispeed.config.zero import ZeroOptimization
 _ZERO = "zero_optimization"
 
 
-def find_conflicts(config: Config) -> list[Problem]:
-    """All conflicts, in the order of the file format's sections."""
-    return [problem for check in _CHECKS for problem in check(config)]
+def find_conflicts(config: Config, autos: Collection[str] = ()) -> list[Problem]:
+    """All conflicts, in the order of the file format's sections; `autos` are the paths that were "auto"."""
+    found = [problem for check in _CHECKS for problem in check(config)]
+    if config.optimizer is not None:
+        found += check_optimizer(config.optimizer, _below("optimizer.params.", autos))
+    if config.scheduler is not None:
+        found += check_schedule(config.scheduler, _below("scheduler.params.", autos))
+    return found
+
+
+def _below(prefix: str, paths: Collection[str]) -> list[str]:
+    return [path.removeprefix(prefix) for path in sorted(paths) if path.startswith(prefix)]
 
 
 def _check_batch(config: Config) -> Iterator[Problem]:
-    """What no number of ranks can cure; the rest is for `resolve_batch`."""
+    """Faults of batch sizes on any number of ranks; the rest is for `resolve_batch`."""
     tb, mb, gas = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     factors = [(key, value) for key, value in ((MICRO_BATCH, mb), (ACCUMULATION, gas)) if value is not None]
     unit = math.prod(value for _, value in factors)
@@ -90,10 +99,7 @@ def _check_zero(config: Config) -> Iterator[Problem]:
 
 def _check_offload(config: Config) -> Iterator[Problem]:
     zero = config.zero_optimization
-    param, optimizer = zero.offload_param, zero.offload_optimizer
-    if param is not None and param.device != "none" and zero.stage != 3:
-        what = f"{show(param.device)} needs {_ZERO}.stage 3, found {zero.stage}"
-        yield Problem(f"{_ZERO}.offload_param.device", what, "remove offload_param or set stage to 3")
+    optimizer = zero.offload_optimizer
     if optimizer is not None and optimizer.device != "none" and not zero.stage:
         what = f"{show(optimizer.device)} needs {_ZERO}.stage 1 to 3, found 0"
         yield Problem(f"{_ZERO}.offload_optimizer.device", what, "set stage to 1, or remove offload_optimizer")
@@ -137,7 +143,7 @@ def _check_param_files(zero: ZeroOptimization, param: OffloadParam) -> Iterator[
 
 
 def _check_flat(config: Config) -> Iterator[Problem]:
-    """Only own optimizers keep their states in flat pieces that can be read and written; code may bring another."""
+    """Optimizers in files: only own ones keep their states in flat pieces; those that a script brings may do so too."""
     section = config.optimizer
     if section is None or section.type is None:
         return
@@ -149,108 +155,6 @@ def _check_flat(config: Config) -> Iterator[Problem]:
     own = ", ".join(known.FLAT.values())
     cure = f"use one of {own}, or set {_ZERO}.offload_optimizer.device to cpu"
     yield Problem("optimizer.params.torch_adam" if is_torch else "optimizer.type", what, cure)
-
-
-def _check_optimizer(config: Config) -> Iterator[Problem]:
-    section = config.optimizer
-    if section is None:
-        return
-    path, params = "optimizer.params", section.params
-    if section.type is None and params:
-        yield Problem("optimizer.type", "required because optimizer.params is there", 'name one, such as "AdamW"')
-    if "max_grad_norm" in params:
-        value = params["max_grad_norm"]
-        yield Problem(
-            f"{path}.max_grad_norm", f"the optimizer takes no max_grad_norm (value {show(value)})",
-            f"remove it and set the top-level key gradient_clipping to {show(value)}",
-        )  # fmt: skip
-    rest = {key: value for key, value in params.items() if key != "max_grad_norm"}
-    kind = (section.type or "").lower()
-    if kind in ("adam", "adamw"):
-        is_torch = rest.get("torch_adam") is True
-        yield from _check_params(rest, path, known.ADAM_PARAMS | (known.TORCH_ADAM_PARAMS if is_torch else {}))
-        if rest.get("amsgrad") is True and not is_torch:
-            yield Problem(f"{path}.amsgrad", "the built-in Adam has no amsgrad", "set params.torch_adam to true")
-    elif kind in known.HOST_PARAMS:
-        yield from _check_params(rest, path, known.HOST_PARAMS[kind])
-        if rest.get("amsgrad") is True:
-            yield Problem(f"{path}.amsgrad", f"{section.type} has no amsgrad", "remove it")
-    elif section.type == "SGD":
-        yield from _check_params(rest, path, known.SGD_PARAMS)
-
-
-def _check_scheduler(config: Config) -> Iterator[Problem]:
-    section = config.scheduler
-    if section is None:
-        return
-    path, params = "scheduler.params", section.params
-    if section.type is None:
-        if params:
-            yield Problem(
-                "scheduler.type", "required because scheduler.params is there", 'name one, such as "WarmupLR"'
-            )
-        return
-    table = known.SCHEDULE_PARAMS.get(section.type)
-    if table is None:
-        by_lower = {name.lower(): name for name in known.SCHEDULE_PARAMS}
-        if section.type.lower() in by_lower:
-            cure = f'did you mean "{by_lower[section.type.lower()]}"?'
-            yield Problem("scheduler.type", f"unknown schedule {show(section.type)}", cure)
-        return
-    yield from _check_params(params, path, table)
-    for key in known.SCHEDULE_REQUIRED.get(section.type, ()):
-        if params.get(key) is None:
-            what = f'required by {section.type} and has no default ("auto" counts as missing)'
-            yield Problem(f"{path}.{key}", what)
-
-
-def _check_params(params: Mapping[str, Any], path: str, table: Mapping[str, str]) -> Iterator[Problem]:
-    """Unknown keywords and values of a wrong kind."""
-    for key, value in params.items():
-        kind = table.get(key)
-        if kind is None:
-            close = suggest(key, table)
-            cure = f'did you mean "{close[0]}"?' if close else f"known: {', '.join(table)}"
-            yield Problem(f"{path}.{key}", f"unknown keyword (value {show(value)})", cure)
-        elif not KINDS[kind][1](value):
-            yield Problem(f"{path}.{key}", f"expected {KINDS[kind][0]}, found {show(value)}")
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return _is_number(value) and value == int(value)
-
-
-def _is_betas(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
-
-
-def _is_numbers(value: Any) -> bool:
-    return _is_number(value) or (isinstance(value, list) and bool(value) and all(map(_is_number, value)))
-
-
-# Kind of a keyword's value -> (how it is called in messages, test).
-KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "number": ("a number", _is_number),
-    "non-negative": ("a number of at least 0", lambda v: _is_number(v) and v >= 0),
-    "numbers": ("a number or a list of numbers", _is_numbers),
-    "integer": ("a whole number", _is_whole),
-    "integer or null": ("a whole number or null", lambda v: v is None or _is_whole(v)),
-    "count": ("a whole number of at least 0", lambda v: _is_whole(v) and v >= 0),
-    "positive count": ("a whole number of at least 1", lambda v: _is_whole(v) and v >= 1),
-    "positive count or null": (
-        "a whole number of at least 1 or null", lambda v: v is None or (_is_whole(v) and v >= 1)
-    ),
-    "bool": ("true or false", lambda v: isinstance(v, bool)),
-    "bool or null": ("true, false or null", lambda v: v is None or isinstance(v, bool)),
-    "betas": ("two numbers from 0 to below 1", _is_betas),
-    "text": ("a text", lambda v: isinstance(v, str)),
-}  # fmt: skip
 
 
 def _check_features(config: Config) -> Iterator[Problem]:
@@ -290,7 +194,7 @@ def _check_elasticity(config: Config) -> Iterator[Problem]:
 
 
 def _check_elastic_models(config: Config) -> Iterator[Problem]:
-    """Versions, and what has to divide what."""
+    """Rules of the versions, and sizes that have to divide each other."""
     elastic = config.elasticity
     if elastic.model_parallel_size > 1 and elastic.version < 0.2:
         what = f"{elastic.model_parallel_size} needs version 0.2, found {elastic.version}"
@@ -368,8 +272,6 @@ def _check_compression(config: Config) -> Iterator[Problem]:
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_batch,
-    _check_optimizer,
-    _check_scheduler,
     _check_precision,
     _check_zero,
     _check_features,
@@ -379,7 +281,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
 
 
 def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str]:
-    """What is legal but will not do what it seems to; `spell` gives the path as the user wrote it."""
+    """Warnings on legal settings without the expected effect; `spell` gives the path as the user wrote it."""
     found = find_ineffective(config, spell)
     if config.nebula.enabled:
         found.append("nebula is ignored: it is a vendor's service; checkpoints go where save_checkpoint says")

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from mpispeed.config.data import Eigenvalue
-from mpispeed.config.section import Fraction, Names, Natural, Positive, Section, refuse_bool, subsection
+from mpispeed.config.section import Fraction, Names, Natural, Positive, Section, require_number, subsection
 
 QuantizationType = Literal["symmetric", "asymmetric"]
-Ratio = Annotated[float, Field(gt=0, lt=1), BeforeValidator(refuse_bool)]
+Ratio = Annotated[float, Field(gt=0, lt=1), BeforeValidator(require_number)]
 
 
 class MixedQuantize(Section):
@@ -91,7 +91,7 @@ class ActivationTechnique(Section):
 
 
 class Density(Section):
-    """How much is kept."""
+    """Share of elements that is kept."""
 
     dense_ratio: Ratio = Field(..., description="Part that is kept.")
 
@@ -176,7 +176,7 @@ class CompressionTraining(Section):
 
 
 class QuantizeAlgorithm(Section):
-    """How values become integers."""
+    """Rounding of values to integers."""
 
     q_type: QuantizationType = Field("symmetric", description="Range of the integers.")
     rounding: Literal["nearest", "stochastic"] = Field("nearest", description="Rounding.")
@@ -190,7 +190,7 @@ class QuantizeBits(Section):
 
 
 class QuantizeSchedule(Section):
-    """When bits fall."""
+    """Schedule by which the number of bits falls."""
 
     quantize_period: Positive = Field(100, description="Steps per bit.")
     schedule_offset: Natural = Field(0, description="First step.")

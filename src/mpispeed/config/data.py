@@ -12,7 +12,7 @@ ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 
 
 class DifficultySchedule(Section):
-    """How difficulty grows; which keys are read depends on schedule_type."""
+    """Growth of difficulty; schedule_type decides which keys are read."""
 
     total_curriculum_step: Positive | None = Field(None, description="fixed_linear, fixed_root: steps until the end.")
     difficulty_step: Positive | None = Field(None, description="fixed_linear, fixed_root: difficulty is a multiple.")
@@ -54,7 +54,7 @@ class SampledCurriculum(Section):
 
 
 class DataSampling(Section):
-    """Which samples are seen when."""
+    """Choice and order of samples."""
 
     enabled: bool = Field(False, description="Use the sampler below.")
     num_epochs: Positive = Field(1000, description="Passes over the data.")
@@ -99,7 +99,7 @@ class RandomLtd(Section):
 
 
 class DataRouting(Section):
-    """Which tokens pass which layers."""
+    """Choice of the tokens that pass each layer."""
 
     enabled: bool = Field(False, description="Use the routing below.")
     random_ltd: RandomLtd = subsection(RandomLtd, "Random part of the tokens.")

@@ -25,18 +25,18 @@ def accumulation_dtype(config: Config) -> str:
 
 
 def overlaps_communication(config: Config) -> bool:
-    """Whether gradients are reduced during the backward pass."""
+    """True if gradients are reduced during the backward pass."""
     given = config.zero_optimization.overlap_comm
     return config.zero_optimization.stage == 3 if given is None else given
 
 
 def measures_wall_clock(config: Config) -> bool:
-    """Whether forward, backward and step are timed; counting operations needs the times too."""
+    """True if forward, backward and step are timed; counting operations needs the times too."""
     return config.wall_clock_breakdown or config.flops_profiler.enabled
 
 
 def batch_sizes(config: Config, world_size: int, ranks: int | None = None) -> tuple[int, int, int]:
-    """The complete batch triangle for `world_size` data-parallel ranks; of `ranks` in all, None: there are no others.
+    """The complete batch triangle for `world_size` data-parallel ranks; `ranks` is the total, None if it is the same.
 
     Raises:
         ConfigError: see `resolve_batch`; with the section elasticity, see `elastic_triple`.
@@ -49,6 +49,12 @@ def batch_sizes(config: Config, world_size: int, ranks: int | None = None) -> tu
         config.gradient_accumulation_steps,
         world_size,
     )
+
+
+def ranks_per_model(config: Config) -> int:
+    """Ranks that share each model, by the config alone: pipeline stages x slices of layers."""
+    section = config.tensor_parallel
+    return (config.pipeline.stages or 1) * max(section.autotp_size, section.tensor_parallel.tp_size, 1)
 
 
 def derive(config: Config, world_size: int) -> dict[str, tuple[Any, str]]:

@@ -6,9 +6,11 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, Strict
 
-from mpispeed.config.section import Natural, NonNegative, Positive, Section, refuse_bool
+from mpispeed.config.section import Natural, Positive, Section, require_number
 
-MicroBatch = Annotated[int, Strict(), Field(ge=1)]
+MicroBatch = Annotated[int, Strict(), Field(ge=1, le=2**31)]
+MOST_SIZES, MOST_RANKS = 32, 100_000
+"""Bounds of the search, because all pairs of them are tried."""
 
 
 class Elasticity(Section):
@@ -16,11 +18,13 @@ class Elasticity(Section):
 
     enabled: bool = Field(False, description="Choose the batch sizes; needs the next two keys.")
     max_train_batch_size: Positive = Field(2000, description="The batch size is not greater than this, as a rule.")
-    micro_batch_sizes: list[MicroBatch] = Field([2, 4, 6], description="Allowed micro-batches.")
+    micro_batch_sizes: list[MicroBatch] = Field(
+        [2, 4, 6], max_length=MOST_SIZES, description="Allowed micro-batches; at most 32."
+    )
     min_gpus: Positive = Field(1, description="Fewest ranks.")
-    max_gpus: Positive = Field(10000, description="Most ranks.")
+    max_gpus: Annotated[Positive, Field(le=MOST_RANKS)] = Field(10000, description="Most ranks.")
     min_time: Natural = Field(0, description="Accepted; no effect.")
-    version: Annotated[float, Field(gt=0, le=0.2), BeforeValidator(refuse_bool)] = Field(
+    version: Annotated[float, Field(gt=0, le=0.2), BeforeValidator(require_number)] = Field(
         0.2, description="0.1: data-parallel ranks that come one by one; 0.2: also nodes and models that ranks share."
     )
     prefer_larger_batch: bool = Field(True, description="Prefer the greater of two equal batches.")
@@ -29,11 +33,3 @@ class Elasticity(Section):
         1, description="Ranks that share a model: pipeline stages x slices of layers; above 1 only in version 0.2."
     )
     num_gpus_per_node: Positive = Field(1, description="Ranks of a node; version 0.2 counts whole nodes.")
-
-
-class ProgressiveLayerDrop(Section):
-    """Skip layers with a probability that grows during training."""
-
-    enabled: bool = Field(False, description="Drop layers; needs theta and gamma.")
-    theta: NonNegative | None = Field(None, description="Part of the layers that is kept in the end.")
-    gamma: NonNegative | None = Field(None, description="Rate at which the kept part falls.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ from mpispeed.base.errors import (
     ElasticityError,
     ElasticityIncompatibleWorldSize,
 )
+from mpispeed.base.version import VERSION
 from mpispeed.config.elastic import Elasticity
 from mpispeed.config.elastic_solve import Choice, Demand, pick_micro, solve, solve_here, solve_nodes
 from mpispeed.config.load import INLINE, validate
@@ -23,31 +23,39 @@ from mpispeed.config.load import INLINE, validate
 log = logging.getLogger(__name__)
 
 SCHEDULED = "DEEPSPEED_ELASTICITY_CONFIG"
-"""Variable with the section, as JSON, by which a scheduler chose the number of ranks."""
+"""Variable with the section, as JSON, with which a scheduler chose the number of ranks."""
 
 SUPERVISED = "MPISPEED_ELASTIC"
-"""Variable by which `mpispeed run --elastic` says that it keeps to the numbers of the section."""
+"""Variable by which `mpispeed run --elastic` declares that it keeps to the numbers of the section."""
 
 OLDEST = (0, 3, 8)
 """Versions of DeepSpeed before this one have no elasticity."""
 
 
 def read_section(settings: Mapping[str, Any], where: str = INLINE) -> Elasticity:
-    """The validated section of a whole configuration, which has to be there and enabled.
+    """The validated section of a whole configuration; it must be there and enabled.
 
     Raises:
         ElasticityConfigError: it is missing, off, incomplete or wrong.
     """
     found = settings.get("elasticity")
-    if found is None:
-        msg = f"{where}: there is no section elasticity; add it with max_train_batch_size and micro_batch_sizes"
-        raise ElasticityConfigError(msg)
     try:
-        section = validate({"elasticity": found}, where).config.elasticity
+        section = validate({} if found is None else {"elasticity": found}, where).config.elasticity
     except ConfigError as error:
         raise ElasticityConfigError(str(error)) from None
+    return require_enabled(section, where)
+
+
+def require_enabled(section: Elasticity, where: str = INLINE) -> Elasticity:
+    """The section, if it is enabled.
+
+    Raises:
+        ElasticityConfigError: it is missing or off.
+    """
     if not section.enabled:
-        msg = f"{where}: elasticity.enabled is false; set it to true"
+        is_there = bool(section.model_fields_set)
+        what = "elasticity.enabled is false; set it to true" if is_there else "there is no section elasticity"
+        msg = f"{where}: {what}{'' if is_there else '; add it with max_train_batch_size and micro_batch_sizes'}"
         raise ElasticityConfigError(msg)
     return section
 
@@ -66,7 +74,7 @@ def demand_of(section: Elasticity) -> Demand:
 
 
 def choose(section: Elasticity, ranks: int | None = None) -> Choice:
-    """Batch and numbers of data-parallel ranks; version 0.2 makes an exception for `ranks` that are none of them.
+    """Choose the batch and numbers of data-parallel ranks; version 0.2 also allows other numbers, given as `ranks`.
 
     Raises:
         ElasticityError: there is no such batch.
@@ -78,7 +86,7 @@ def choose(section: Elasticity, ranks: int | None = None) -> Choice:
 
 
 def find_surprises(section: Elasticity, choice: Choice) -> list[str]:
-    """Sentences about a choice that is legal and not what one expects."""
+    """Sentences about a legal choice with unexpected results."""
     if choice.batch <= section.max_train_batch_size:
         return []
     return [
@@ -99,7 +107,7 @@ def elastic_counts(section: Mapping[str, Any]) -> list[int]:
 
 
 def elastic_triple(section: Elasticity, ranks: int, data: int) -> tuple[int, int, int]:
-    """(train batch, micro-batch, accumulation steps) on `ranks` ranks, of which `data` see different samples.
+    """(train batch, micro-batch, accumulation steps) on `ranks` ranks; `data` of them see different samples.
 
     Raises:
         ElasticityConfigError: `model_parallel_size` is not how many ranks share a model.
@@ -119,7 +127,7 @@ def elastic_triple(section: Elasticity, ranks: int, data: int) -> tuple[int, int
 
 
 def _require_allowed(choice: Choice, ranks: int, sharing: int) -> None:
-    if ranks % sharing == 0 and ranks // sharing in choice.counts:
+    if ranks % sharing == 0 and choice.has(ranks // sharing):
         return
     allowed = [sharing * count for count in choice.counts]
     lower, upper = [n for n in allowed if n < ranks][-1:], [n for n in allowed if n > ranks][:1]
@@ -190,14 +198,14 @@ def _require_version(version: str) -> None:
     parts = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     if not version or (parts and tuple(int(part or 0) for part in parts.groups()) >= OLDEST):
         return
-    if parts and version == importlib.metadata.version("mpispeed"):
+    if parts and version == VERSION:
         return
     msg = f"target_deepspeed_version is {version!r}; elasticity needs 0.3.8 or newer"
     raise ElasticityError(msg)
 
 
 def find_run_warnings(section: Elasticity, ranks: int) -> list[str]:
-    """What a run on `ranks` ranks should know: as `find_surprises`, and whether its batch is the usual one.
+    """Warnings for a run on `ranks` ranks: those of `find_surprises`, and if its batch is not the usual one.
 
     Raises:
         ElasticityError: as `choose`.
@@ -213,7 +221,7 @@ def find_run_warnings(section: Elasticity, ranks: int) -> list[str]:
 
 
 def check_schedule(section: Elasticity, environ: Mapping[str, str]) -> list[str]:
-    """Compare the section with the one by which the scheduler chose the number of ranks; a warning if it tells none.
+    """Compare the section with the one from which the scheduler chose the number of ranks; a warning if there is none.
 
     Raises:
         ElasticityConfigError: they differ in what decides the batch size.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mpispeed.base.errors import ElasticityError, ElasticityIncompatibleWorldSize
+from mpispeed.config.elastic import MOST_RANKS
 
 # Numbers with more divisors than any smaller one: a batch of so many micro-batches divides among the most ranks.
 HIGHLY_COMPOSITE = (
@@ -18,13 +20,13 @@ HIGHLY_COMPOSITE = (
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the batch size has to fulfil.
+    """Conditions on the batch size.
 
     Attributes:
-        max_batch: it is not greater, in samples.
-        micro_batches: samples of one forward pass that are allowed.
-        least, most: numbers of ranks that count.
-        prefers_larger: the greater of two batches that as many numbers of ranks divide.
+        max_batch: upper limit, in samples.
+        micro_batches: allowed samples of one forward pass.
+        least, most: range of numbers of ranks.
+        prefers_larger: choose the larger of two batches that equally many numbers of ranks divide.
         sharing: ranks that share one model; above 1, ranks come in nodes.
         per_node: ranks of a node; numbers of ranks are then whole nodes.
     """
@@ -45,7 +47,13 @@ class Choice:
     batch: int
     counts: tuple[int, ...]
 
+    def has(self, count: int) -> bool:
+        """True if `count` is one of the numbers, of which there may be thousands."""
+        place = bisect_left(self.counts, count)
+        return place < len(self.counts) and self.counts[place] == count
 
+
+@lru_cache(maxsize=64)
 def solve(demand: Demand) -> Choice:
     """The batch for ranks that come one by one (version 0.1).
 
@@ -71,8 +79,9 @@ def solve(demand: Demand) -> Choice:
     return best
 
 
+@lru_cache(maxsize=64)
 def solve_nodes(demand: Demand) -> Choice:
-    """The batch for ranks that come in whole nodes and share models (version 0.2); counts are data-parallel ranks.
+    """The batch for ranks in whole nodes that share models (version 0.2); counts are data-parallel ranks.
 
     Raises:
         ElasticityError: models do not divide the ranks of a node, or as `solve`.
@@ -85,11 +94,13 @@ def solve_nodes(demand: Demand) -> Choice:
             f"{demand.max_batch} for each of the {per_node} data-parallel ranks of a node; leave it out"
         )
         raise ElasticityError(msg)
+    # As in DeepSpeed, less than one node is no limit; the search still needs one.
+    most = demand.most // demand.per_node or min(batch // min(demand.micro_batches), MOST_RANKS // demand.per_node or 1)
     of_nodes = replace(
         demand,
         max_batch=batch,
         least=demand.least // demand.per_node or 1,
-        most=demand.most // demand.per_node or batch // min(demand.micro_batches),
+        most=most,
         sharing=1,
         per_node=1,
     )
@@ -98,14 +109,14 @@ def solve_nodes(demand: Demand) -> Choice:
 
 
 def solve_here(demand: Demand, ranks: int) -> Choice:
-    """As `solve_nodes`; where `ranks` are none of its numbers, the greatest batch for them alone.
+    """As `solve_nodes`; if `ranks` is none of its numbers, the greatest batch for these ranks alone.
 
     Raises:
         ElasticityIncompatibleWorldSize: `ranks` are no whole nodes, or too many for the batch.
         ElasticityError: as `solve_nodes`.
     """
     choice = solve_nodes(demand)
-    if ranks % demand.sharing == 0 and ranks // demand.sharing in choice.counts:
+    if ranks % demand.sharing == 0 and choice.has(ranks // demand.sharing):
         return choice
     if ranks % demand.per_node:
         msg = f"{ranks} ranks are no whole number of nodes of num_gpus_per_node {demand.per_node} ranks"
@@ -153,16 +164,34 @@ def _greatest_batch(base: int, limit: int) -> int:
 
 
 def _counts(batch: int, demand: Demand) -> tuple[int, ...]:
-    """All numbers of ranks in the range that cut the batch into whole micro-batches."""
+    """All numbers of ranks in the range that divide the batch into whole micro-batches."""
+    primes = _prime_factors(batch, demand.most)
     cuts = {batch // micro for micro in demand.micro_batches if batch % micro == 0}
-    found = {count for cut in cuts for count in _divisors(cut, demand.most)}
-    return tuple(sorted(count for count in found if demand.least <= count <= demand.most))
+    found = {count for cut in cuts for count in _divisors(cut, primes, demand.most)}
+    return tuple(sorted(count for count in found if count >= demand.least))
 
 
-def _divisors(number: int, most: int) -> set[int]:
-    """All divisors up to `most`, and some beyond."""
-    small = {low for low in range(1, min(math.isqrt(number), most) + 1) if number % low == 0}
-    return small | {number // low for low in small}
+def _prime_factors(number: int, most: int) -> list[int]:
+    """The prime factors of a number that are not greater than `most`."""
+    found, factor = [], 2
+    while factor <= most and factor * factor <= number:
+        if number % factor == 0:
+            found.append(factor)
+            while number % factor == 0:
+                number //= factor
+        factor += 1
+    return [*found, number] if 1 < number <= most else found
+
+
+def _divisors(number: int, primes: Iterable[int], most: int) -> list[int]:
+    """The divisors up to `most`; `primes` are all prime factors up to there, and may be some others."""
+    found = [1]
+    for prime in primes:
+        before, power = list(found), prime
+        while power <= most and number % power == 0:
+            found += [divisor * power for divisor in before if divisor * power <= most]
+            power *= prime
+    return found
 
 
 def _listed(numbers: Iterable[int]) -> str:

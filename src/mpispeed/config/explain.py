@@ -1,4 +1,4 @@
-"""Every resolved value and where it came from."""
+"""Every resolved value and its origin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 
 def explain(loaded: LoadedConfig, world_size: int) -> list[Row]:
-    """All values as they hold on `world_size` data-parallel ranks, in the order of the file format.
+    """All values for `world_size` data-parallel ranks, in the order of the file format.
 
     Raises:
         ConfigError: the batch sizes do not fit that number of ranks.

@@ -14,14 +14,14 @@ _ZERO = "zero_optimization"
 _BUILT = "a PipelineModule is built before the config is read; give it to the constructor"
 _GROUP = "groups of ranks are made for tensor_parallel.autotp_size; or pass an mpu to initialize"
 PINNED = "page-locked memory is for transfers to a GPU"
-"""Holds only where training runs on the host; what knows the device leaves such sentences out."""
+"""True only if training runs on the host; callers that know the device drop such sentences."""
 
 _FILES = "it is for states in files (device nvme), and none are"
 _THROUGHPUT = "steps are always timed, by the clock of the host, and reported by steps_per_print"
 
 
 def _is_in_files(*names: str) -> Callable[[Config], bool]:
-    """Whether one of the sections of `zero_optimization` asks for files."""
+    """True if a section of `zero_optimization` puts states in files."""
 
     def asks(config: Config) -> bool:
         sections = (getattr(config.zero_optimization, name) for name in names)
@@ -85,6 +85,19 @@ DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
 }
 
 
+def drop_unused(config: Config, spell: Callable[[str], str] = str) -> tuple[Config, list[str]]:
+    """The settings without offload_param below stage 3, where it would contradict others, and a sentence on it.
+
+    As in DeepSpeed, so that a config with the section works at every stage.
+    """
+    zero = config.zero_optimization
+    if zero.stage == 3 or zero.offload_param is None or zero.offload_param.device == "none":
+        return config, []
+    why = f"parameters are whole on every rank below stage 3, and {_ZERO}.stage is {zero.stage}"
+    without = config.model_copy(update={_ZERO: zero.model_copy(update={"offload_param": None})})
+    return without, [f"{spell(f'{_ZERO}.offload_param')} has no effect here: {why}"]
+
+
 def find_ineffective(config: Config, spell: Callable[[str], str] = str) -> list[str]:
     """A sentence for each key of the tables that differs from its default and has no effect.
 
@@ -97,7 +110,7 @@ def find_ineffective(config: Config, spell: Callable[[str], str] = str) -> list[
 
 
 def _differs(section: Any, keys: list[str]) -> bool:
-    """Whether the value at a path below `section` is another than its default; absent sections have none."""
+    """True if the value at a path below `section` is not its default; absent sections have none."""
     for key in keys[:-1]:
         section = getattr(section, key)
         if section is None:

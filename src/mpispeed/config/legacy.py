@@ -1,4 +1,4 @@
-"""The one place that knows the history of the file format: a table of old spellings and one pure pass.
+"""History of the file format: a table of old spellings, and one pure pass that translates them.
 
 The pass turns a user's dict into one that the models understand, and remembers for each entry where
 it came from. It never changes the dict it is given.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mpispeed.config.problems import Problem, join, show
+from mpispeed.config.problems import Problem, join, path_of, show
 
 AUTO = "auto"
-_NUMBER = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
+_NUMBER = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+_UNUSABLE = re.compile("[\x00\ud800-\udfff]")
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -29,18 +30,11 @@ class Alias(NamedTuple):
     convert: Callable[[Any], Any] | None = None
 
 
-def _as_switch(value: Any) -> bool:
-    """The bool of true, false, 1, 0 and their texts; ValueError for anything else."""
-    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    try:
-        return known[str(value).lower()]
-    except KeyError:
-        msg = f"expected true or false, found {show(value)}"
-        raise ValueError(msg) from None
-
-
 def _on_host(value: Any) -> dict[str, str] | None:
-    return {"device": "cpu"} if _as_switch(value) else None
+    if not isinstance(value, bool):
+        msg = f"expected true or false, found {show(value)}"
+        raise ValueError(msg)  # noqa: TRY004  what an alias raises for every value it cannot convert
+    return {"device": "cpu"} if value else None
 
 
 _ZERO = "zero_optimization"
@@ -94,7 +88,7 @@ def _title(value: Any) -> Any:
 
 
 def _off_is_null(value: Any) -> Any:
-    """No lines at all is spelled null, 0 or infinity."""
+    """Spell a number of lines that means none (null, 0 or infinity) as null."""
     if isinstance(value, bool):
         return value
     return None if value == 0 or (isinstance(value, float) and math.isinf(value)) else value
@@ -141,7 +135,7 @@ NORMAL_FORMS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(slots=True)
 class Translation:
-    """A dict in the models' spelling and what is known of its entries."""
+    """A dict in the models' spelling, and the history of its entries."""
 
     data: dict[str, Any]
     spelled: dict[str, str] = field(default_factory=dict)  # path -> path in the user's file
@@ -151,14 +145,14 @@ class Translation:
     warnings: list[str] = field(default_factory=list)
 
     def as_spelled(self, path: str) -> str:
-        """The path by which the user knows an entry."""
+        """The path of an entry in the user's file."""
         return _replace_prefix(path, self.spelled)
 
     def origin(self, path: str) -> str:
-        """Where the value at a path came from."""
+        """The origin of the value at a path."""
         if path in self.autos:
             return 'default ("auto")'
-        for prefix in _prefixes(path):
+        for prefix in prefixes(path):
             if prefix in self.derived and has(self.data, path):
                 return f"given as {self.derived[prefix]}"
         if not has(self.data, path):
@@ -167,25 +161,28 @@ class Translation:
         return "given" if spelled == path else f"alias of {spelled}"
 
 
-def translate(raw: Mapping[str, Any], text_keys: frozenset[str]) -> Translation:
-    """Old spellings, "auto", comments, bare switches and texts that are numbers, in one pass.
+def translate(
+    raw: Mapping[str, Any], text_keys: frozenset[str], knows: Callable[[Sequence[str], str], bool]
+) -> Translation:
+    """Translate old spellings, "auto", comments, bare switches and texts that are numbers, in one pass.
 
     Args:
         raw: the user's settings; not changed.
         text_keys: keys whose values stay texts even if they look like numbers.
+        knows: whether the section at a path of keys has a key; "auto" counts as absent only there.
     """
     problems: list[Problem] = []
     result = Translation(_copy(raw, "", problems), problems=problems)
     _widen_switches(result)
     for path, sentence in IGNORED.items():
-        if has(result.data, path):
+        if _stands(result.data, path):
             _pop(result.data, path)
             result.warnings.append(f"{path} {sentence}")
     for alias in ALIASES:
         _rename(result, alias)
-    _drop_autos(result.data, "", result.autos)
+    _drop_autos(result.data, [], result.autos, knows)
     for path, convert in NORMAL_FORMS.items():
-        if has(result.data, path):
+        if _stands(result.data, path):
             put(result.data, path, convert(get(result.data, path)))
     _read_numbers(result.data, "", text_keys)
     _refuse_infinite(result.data, "", result)
@@ -197,14 +194,26 @@ def _copy(value: Any, path: str, problems: list[Problem]) -> Any:
     if isinstance(value, Mapping):
         result = {}
         for key, entry in value.items():
+            here = join(path, str(key))
             if not isinstance(key, str):
-                problems.append(Problem(join(path, str(key)), f"a key must be a text, found {key!r}"))
-            elif not is_comment(key):
-                result[key] = _copy(entry, join(path, key), problems)
+                problems.append(Problem(here, f"a key must be a text, found {show(key)}"))
+            elif not is_comment(key) and _is_usable(key, here, problems) and _is_usable(entry, here, problems):
+                result[key] = _copy(entry, here, problems)
         return result
     if isinstance(value, (list, tuple)):
-        return [_copy(entry, join(path, index), problems) for index, entry in enumerate(value)]
+        places = [(join(path, index), entry) for index, entry in enumerate(value)]
+        return [_copy(entry, here, problems) for here, entry in places if _is_usable(entry, here, problems)]
     return value
+
+
+def _is_usable(value: Any, path: str, problems: list[Problem]) -> bool:
+    """False, with a problem, for a text that no file name, log or message can hold."""
+    found = _UNUSABLE.search(value) if isinstance(value, str) else None
+    if found is not None:
+        sign = "NUL" if found.group() == "\0" else f"half of a surrogate pair, U+{ord(found.group()):04X},"
+        what = f"{sign} at place {found.start() + 1} of the text, which no file name and no message can hold"
+        problems.append(Problem(path, what, "take it out"))
+    return found is None
 
 
 def is_comment(key: str) -> bool:
@@ -228,10 +237,10 @@ def _widen_switches(result: Translation) -> None:
 def _rename(result: Translation, alias: Alias) -> None:
     """Move one entry from its old place to its new one."""
     data = result.data
-    if not has(data, alias.old):
+    if not _stands(data, alias.old):
         return
     parent = alias.new.rpartition(".")[0]
-    if parent and has(data, parent) and not isinstance(get(data, parent), dict):
+    if parent and _stands(data, parent) and not isinstance(get(data, parent), dict):
         _pop(data, alias.old)  # the wrong type of the parent is reported by validation
         return
     value = _pop(data, alias.old)
@@ -246,7 +255,7 @@ def _rename(result: Translation, alias: Alias) -> None:
         except ValueError as error:
             result.problems.append(Problem(alias.old, str(error), f"use {alias.new}"))
             return
-    if has(data, alias.new):
+    if _stands(data, alias.new):
         if alias.old in _NEW_WINS:
             result.warnings.append(f"{alias.old} is ignored because {alias.new} is there")
         else:
@@ -258,15 +267,17 @@ def _rename(result: Translation, alias: Alias) -> None:
     result.spelled[alias.new] = alias.old
 
 
-def _drop_autos(node: dict[str, Any], path: str, autos: set[str]) -> None:
-    """Take "auto" out, so that defaults apply; a list of nothing but "auto" is "auto"."""
+def _drop_autos(
+    node: dict[str, Any], keys: list[str], autos: set[str], knows: Callable[[Sequence[str], str], bool]
+) -> None:
+    """Remove "auto", so that defaults apply; a list of nothing but "auto" is "auto"."""
     for key in list(node):
-        here, value = join(path, key), node[key]
+        here, value = [*keys, key], node[key]
         if isinstance(value, dict):
-            _drop_autos(value, here, autos)
-        elif _is_auto(value):
+            _drop_autos(value, here, autos, knows)
+        elif _is_auto(value) and knows(keys, key):
             del node[key]
-            autos.add(here)
+            autos.add(path_of(here))
 
 
 def _is_auto(value: Any) -> bool:
@@ -291,7 +302,7 @@ def _read_numbers(node: dict[str, Any], path: str, text_keys: frozenset[str]) ->
 
 
 def _refuse_infinite(value: Any, path: str, result: Translation) -> None:
-    """NaN, infinity and numbers beyond every float are problems, wherever they stand."""
+    """Report NaN, infinity and numbers beyond every float, wherever they stand."""
     if isinstance(value, dict):
         for key, entry in value.items():
             _refuse_infinite(entry, join(path, key), result)
@@ -303,7 +314,7 @@ def _refuse_infinite(value: Any, path: str, result: Translation) -> None:
 
 
 def _number(value: Any) -> Any:
-    """The number a text stands for (whole numbers as int), or the value itself."""
+    """The number in a text (whole numbers as int), or the value itself."""
     if not isinstance(value, str) or not _NUMBER.fullmatch(value):
         return value
     try:
@@ -323,6 +334,16 @@ def has(data: Mapping[str, Any], path: str) -> bool:
         if isinstance(inner, Mapping) and has(inner, ".".join(keys[count:])):
             return True
     return False
+
+
+def _stands(data: Mapping[str, Any], path: str) -> bool:
+    """As `has`, for names without dots only: `get`, `put` and `_pop` do not find others either."""
+    node: Any = data
+    for key in path.split("."):
+        if not isinstance(node, Mapping) or key not in node:
+            return False
+        node = node[key]
+    return True
 
 
 def get(data: Mapping[str, Any], path: str) -> Any:
@@ -348,14 +369,14 @@ def _pop(data: dict[str, Any], path: str) -> Any:
     return node.pop(last)
 
 
-def _prefixes(path: str) -> list[str]:
+def prefixes(path: str) -> list[str]:
     """The path and the paths of all sections around it, longest first."""
     keys = _INDEX.sub("", path).split(".")
     return [".".join(keys[:count]) for count in range(len(keys), 0, -1)]
 
 
 def _replace_prefix(path: str, table: Mapping[str, str]) -> str:
-    for prefix in _prefixes(path):
+    for prefix in prefixes(path):
         if prefix in table and (path == prefix or path[len(prefix)] in ".["):
             return table[prefix] + path[len(prefix) :]
     return path

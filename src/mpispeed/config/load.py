@@ -1,12 +1,16 @@
-"""From a path, a dict or a base64 text to a validated configuration; the only module here that reads files."""
+"""Reads a path, a dict or a base64 text into a validated configuration.
+
+The text is not kept: it may hold keys of services, which only the validated settings know how to hide.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,15 +18,21 @@ from typing import Any
 from pydantic import ValidationError
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.base.plain import printable, read_plain
 from mpispeed.config import legacy
 from mpispeed.config.checks import find_conflicts, find_warnings
-from mpispeed.config.problems import Problem, find_too_deep, from_validation, path_of, refuse
+from mpispeed.config.ineffective import drop_unused
+from mpispeed.config.problems import Location, Problem, find_too_deep, from_validation, path_of, refuse
 from mpispeed.config.root import TEXT_KEYS, Config
-from mpispeed.config.section import section_at, walk
+from mpispeed.config.section import has_secrets, knows, section_at, walk
 from mpispeed.config.text import decode
 
 INLINE = "configuration"
-Location = tuple[str | int, ...]
+LARGEST_BYTES = 4 << 20
+"""Longest text of settings; real ones have some thousand bytes."""
+
+_PATH = re.compile(r"[a-z]\w*(?:\.\w+)+")
+_BASE64 = re.compile(r"e[wy][\w+/=-]{14,}", re.ASCII)  # of a text that begins with {
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +41,12 @@ class LoadedConfig:
 
     Attributes:
         config: the validated settings.
-        raw: the settings as they were read, before translation.
         origins: path of each value -> "given", "default", "alias of ...", 'default ("auto")', "given as ...".
         warnings: sentences about deprecated or ignored keys.
         where: what the settings were read from, for messages.
     """
 
     config: Config
-    raw: Mapping[str, Any]
     origins: Mapping[str, str]
     warnings: list[str] = field(default_factory=list)
     where: str = INLINE
@@ -71,10 +79,16 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str | Mapping[s
     text = _from_base64(str(source))
     if text is not None:
         return text, "configuration in base64"
-    shown = str(source) if len(str(source)) <= 200 else f"{str(source)[:197]}..."
-    hint = "; to give the settings themselves, pass a dict" if shown.lstrip().startswith("{") else ""
-    msg = f"{shown}: there is no such configuration file, and it is no base64 of a JSON text{hint}"
+    msg = f"{_shown(str(source))}: there is no such configuration file, and it is no base64 of a JSON text"
+    if str(source).lstrip().startswith("{"):
+        msg += "; to give the settings themselves, pass a dict"
     raise ConfigError(msg)
+
+
+def _shown(source: str) -> str:
+    """The source if it seems to be a name; for settings themselves, which may hold secrets, only their length."""
+    is_content = source.lstrip().startswith("{") or ("." not in source and _BASE64.match(source.lstrip()) is not None)
+    return f"a text of {len(source)} characters" if is_content else printable(source, 200)
 
 
 def parse(text: str, where: str) -> LoadedConfig:
@@ -98,21 +112,58 @@ def validate(raw: Mapping[str, Any], where: str = INLINE, known: Sequence[Proble
     Raises:
         ConfigError: as `load`.
     """
+    verdict = judge(raw, known)
+    if verdict.problems or verdict.config is None:
+        raise refuse(where, verdict.problems)
+    return verdict.accept(where)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of validation.
+
+    Attributes:
+        config: the settings, without those that are wrong; None where nothing is left to look at.
+        problems: all mistakes.
+        done: how entries were translated.
+    """
+
+    config: Config | None
+    problems: list[Problem]
+    done: legacy.Translation
+
+    def accept(self, where: str) -> LoadedConfig:
+        """The settings and their history; there must be no problems."""
+        config, done = self.config, self.done
+        if config is None:
+            raise refuse(where, self.problems)
+        values = flatten(config.resolved_dict())
+        origins = MappingProxyType({path: done.origin(path) for path in (*values, *sorted(done.autos))})
+        return LoadedConfig(config, origins, [*done.warnings, *find_warnings(config, done.as_spelled)], where)
+
+    def add(self, problems: Iterable[Problem]) -> None:
+        """Add mistakes of settings that are legal one by one, except those that only follow from others."""
+        told = {problem.path.partition("[")[0] for problem in self.problems}
+        for problem in problems:
+            spelled = Problem(self.done.as_spelled(problem.path), problem.what, problem.cure)
+            if told.isdisjoint({spelled.path, *_PATH.findall(spelled.what)}):
+                self.problems.append(spelled)
+
+
+def judge(raw: Mapping[str, Any], known: Sequence[Problem] = ()) -> Verdict:
+    """Translate and validate settings, and collect their mistakes; `raw` is not changed."""
     too_deep = find_too_deep(raw)
     if too_deep:
-        raise refuse(where, [*known, *too_deep])
-    done = legacy.translate(raw, TEXT_KEYS)
+        return Verdict(None, [*known, *too_deep], legacy.Translation({}))
+    done = legacy.translate(raw, TEXT_KEYS, partial(knows, Config))
     config, problems = _build(done)
-    problems = [*known, *done.problems, *problems]
     if config is not None:
-        told = {problem.path for problem in problems}
-        spelled = [Problem(done.as_spelled(p.path), p.what, p.cure) for p in find_conflicts(config)]
-        problems += [p for p in spelled if not any(path.partition("[")[0] == p.path for path in told)]
-    if problems or config is None:
-        raise refuse(where, problems)
-    values = flatten(config.resolved_dict())
-    origins = MappingProxyType({path: done.origin(path) for path in (*values, *sorted(done.autos))})
-    return LoadedConfig(config, raw, origins, [*done.warnings, *find_warnings(config, done.as_spelled)], where)
+        config, unused = drop_unused(config, done.as_spelled)
+        done.warnings += unused
+    verdict = Verdict(config, [*known, *done.problems, *problems], done)
+    if config is not None:
+        verdict.add(find_conflicts(config, done.autos))
+    return verdict
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -128,21 +179,26 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _build(done: legacy.Translation) -> tuple[Config | None, list[Problem]]:
-    """The models' verdict. With mistakes, the rest is built too so that conflicts in it show in the same message."""
-    data = done.data
+    """Build the models. With mistakes, the rest is built too, so that its conflicts are in the same message."""
     problems: list[Problem] = []
-    told = {problem.path for problem in done.problems}
+    told = _covered(done.problems)
+    names = cache(_names_at)
     for _ in range(3):
         try:
-            return Config.model_validate(data), problems
+            return Config.model_validate(done.data), problems
         except ValidationError as error:
-            found = from_validation(error, _names_at, _homes())
+            found = from_validation(error, names, _homes(), _is_hidden)
         spelled = [Problem(done.as_spelled(p.path), p.what, p.cure) for _, p in found]
-        problems += [p for p in spelled if not any(path == p.path or path.startswith(f"{p.path}.") for path in told)]
-        told |= {problem.path for problem in spelled}
+        problems += [problem for problem in spelled if problem.path not in told]
+        told |= _covered(spelled)
         for location, _ in found:
-            data = _without(data, location)
+            _take_out(done.data, location)
     return None, problems
+
+
+def _covered(problems: Iterable[Problem]) -> set[str]:
+    """The paths of problems and of all sections around them, for which no more is reported."""
+    return {path for problem in problems for path in (problem.path, *legacy.prefixes(problem.path))}
 
 
 def _names_at(location: Location) -> list[str]:
@@ -152,6 +208,13 @@ def _names_at(location: Location) -> list[str]:
     names = list(section.model_fields) if section else []
     here = path_of(keys)
     return names + [a.old.rpartition(".")[2] for a in legacy.ALIASES if a.old.rpartition(".")[0] == here]
+
+
+def _is_hidden(location: Location) -> bool:
+    """True if a value stands in a section with secrets, or in the place of one."""
+    keys = [key for key in location if isinstance(key, str)]
+    sections = (section_at(Config, keys[:count]) for count in range(1, len(keys) + 1))
+    return any(section is not None and has_secrets(section) for section in sections)
 
 
 @cache
@@ -165,20 +228,15 @@ def _homes() -> dict[str, list[str]]:
     return homes
 
 
-def _without(node: Any, location: Location) -> Any:
-    """A copy without the entry at a location (or without the section that lacks a required key)."""
-    if not location:
-        return node
-    key, rest = location[0], location[1:]
-    if isinstance(node, list):
-        return node if not isinstance(key, int) or key >= len(node) else []
-    if not isinstance(node, dict) or key not in node:
-        return node
-    if not rest:
-        return {k: v for k, v in node.items() if k != key}
-    if len(rest) == 1 and isinstance(node[key], dict) and rest[0] not in node[key]:
-        return {k: v for k, v in node.items() if k != key}
-    return {**node, key: _without(node[key], rest)}
+def _take_out(data: dict[str, Any], location: Location) -> None:
+    """Remove the entry at a location, the whole list it is in, or the section that lacks a required key."""
+    node: Any = data
+    above, last = data, ""
+    for key in location:
+        if not isinstance(node, dict) or key not in node:
+            break
+        above, last, node = node, str(key), node[key]
+    above.pop(last, None)
 
 
 def _require_name(source: object) -> None:
@@ -196,17 +254,19 @@ def _exists(path: Path) -> bool:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_plain(path, LARGEST_BYTES, follows_links=True).decode("utf-8-sig")
     except OSError as error:
-        msg = f"{path}: the configuration file cannot be read: {error.strerror}"
+        msg = f"{printable(str(path))}: the configuration file cannot be read: {error.strerror or error}"
         raise ConfigError(msg) from None
     except UnicodeDecodeError as error:
-        msg = f"{path}: the configuration file is no UTF-8 text (byte {error.start})"
+        msg = f"{printable(str(path))}: the configuration file is no UTF-8 text (byte {error.start})"
         raise ConfigError(msg) from None
 
 
 def _from_base64(text: str) -> str | None:
     """The JSON object in a URL-safe base64 text, or None if it is something else."""
+    if len(text) > 2 * LARGEST_BYTES:
+        return None
     try:
         decoded = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True).decode("utf-8")
     except (ValueError, binascii.Error):

@@ -1,4 +1,4 @@
-"""Where the course of a run is written."""
+"""Observation of a run: destinations of metrics, timers, counts, and limits of the watchdog for hangs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mpispeed.config.section import Positive, Section
+from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Secret, Section, subsection
 
 
 class Tensorboard(Section):
@@ -41,8 +41,59 @@ class Comet(Section):
     samples_log_interval: Positive = Field(100, description="Samples between two records.")
     project: str | None = Field(None, description="Name of the project.")
     workspace: str | None = Field(None, description="Name of the workspace.")
-    api_key: str | None = Field(None, description="Key of the account.")
+    api_key: Secret | None = Field(None, description="Key of the account; shown and stored as (set).")
     experiment_name: str | None = Field(None, description="Name of the experiment.")
     experiment_key: str | None = Field(None, description="Key of the experiment.")
     online: bool | None = Field(None, description="Send now, or keep for later.")
     mode: Literal["get", "create", "get_or_create"] | None = Field(None, description="Continue or create.")
+
+
+class CommsLogger(Section):
+    """Records of communication."""
+
+    enabled: bool = Field(False, description="Record latency and bandwidth of verbs; a table when the run ends.")
+    prof_all: bool = Field(True, description="Record all verbs; otherwise those of prof_ops.")
+    prof_ops: list[str] = Field(default_factory=list, description="Names of recorded verbs, such as all_reduce.")
+    verbose: bool = Field(False, description="Log each call at once, on rank 0.")
+    debug: bool = Field(False, description="Tell calls from different places in the script apart.")
+
+
+class Throughput(Section):
+    """Samples per second."""
+
+    enabled: bool = Field(True, description="Measure the throughput.")
+    synchronized: bool = Field(True, description="Synchronize the device around the measured part.")
+
+
+class Timers(Section):
+    """Timers."""
+
+    throughput: Throughput = subsection(Throughput, "Samples per second.")
+
+
+class FlopsProfiler(Section):
+    """Counts of floating-point operations per module."""
+
+    enabled: bool = Field(False, description="Count during one step.")
+    recompute_fwd_factor: NonNegative = Field(
+        0.0, description="Forward passes repeated in backward; 1 for full recomputation."
+    )
+    profile_step: Positive = Field(1, description="The step that is counted.")
+    module_depth: Integer = Field(-1, description="Depth of the printed tree; -1 is the innermost.")
+    top_modules: Positive = Field(1, description="Modules printed per depth.")
+    detailed: bool = Field(True, description="Print every module.")
+    output_file: str | None = Field(None, description="File; null is the screen.")
+
+
+class Guard(Section):
+    """Limits after which the watchdog reports a hang and ends the job. Environment variables take precedence."""
+
+    divergence_timeout: PositiveReal = Field(
+        30.0,
+        description="Seconds by which a hang is named and ended in which no rank can go on (MPISPEED_WATCH_SECONDS).",
+    )
+    hang_timeout: PositiveReal = Field(
+        600.0,
+        description="Seconds after which the job is ended because others wait for a rank that is in no operation "
+        "(MPISPEED_HANG_TIMEOUT).",
+    )

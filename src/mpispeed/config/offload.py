@@ -1,4 +1,4 @@
-"""Where parameters and optimizer states rest: device, host memory or files."""
+"""Offload of parameters and optimizer states to host memory or files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tier = Literal["none", "cpu", "nvme"]
 
 
 class OffloadParam(Section):
-    """Parameters outside the device (stage 3). Units that stay whole stay on the device."""
+    """Parameters outside the device (stage 3). Replicated units stay on the device."""
 
     device: Tier = Field("none", description="none, cpu (host memory) or nvme (files).")
     nvme_path: str | None = Field(None, description="Folder on the local disk of each node for device nvme.")
@@ -31,7 +31,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Masters, optimizer states, and gradients that rest cut, outside the device (stages 1 to 3)."""
+    """Masters, optimizer states, and gradients that stay sharded, outside the device (stages 1 to 3)."""
 
     device: Tier = Field("none", description="none, cpu (host memory) or nvme (files).")
     nvme_path: str | None = Field(None, description="Folder on the local disk of each node for device nvme.")

@@ -32,9 +32,9 @@ class Scheduler(Section):
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the schedule.")
 
 
-# Kinds of values: see `checks.KINDS`.
+# Kinds of values: see `keywords.KINDS`.
 ADAM_PARAMS = {
-    "lr": "non-negative",
+    "lr": "rate",
     "betas": "betas",
     "eps": "non-negative",
     "weight_decay": "non-negative",
@@ -45,9 +45,14 @@ ADAM_PARAMS = {
     "set_grad_none": "bool",
     "fp32_optimizer_states": "bool",
 }
-TORCH_ADAM_PARAMS = {name: "bool or null" for name in ("foreach", "maximize", "capturable", "differentiable", "fused")}
+_OF_ADAM_AND_TORCH = ("lr", "betas", "eps", "weight_decay", "amsgrad", "torch_adam", "adam_w_mode")
+TORCH_ADAM_PARAMS = {
+    **{name: ADAM_PARAMS[name] for name in _OF_ADAM_AND_TORCH},
+    **{name: "bool or null" for name in ("foreach", "maximize", "capturable", "differentiable", "fused")},
+}
+"""Keywords of torch's own classes, for torch_adam true."""
 SGD_PARAMS = {
-    "lr": "non-negative",
+    "lr": "rate",
     "momentum": "non-negative",
     "dampening": "number",
     "weight_decay": "non-negative",
@@ -57,11 +62,11 @@ SGD_PARAMS = {
     "differentiable": "bool",
     "fused": "bool or null",
 }
-FLAT = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "Lion", "SGD")}
-"""Optimizers whose states are flat pieces, as long as the masters: the ones that can rest in files."""
+FLAT = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "SGD")}
+"""Optimizers whose states are flat pieces, as long as the masters, so that files can hold them."""
 
 ADAGRAD_PARAMS = {
-    "lr": "non-negative",
+    "lr": "rate",
     "eps": "non-negative",
     "weight_decay": "non-negative",
     "lr_decay": "non-negative",
@@ -75,7 +80,7 @@ ADAGRAD_PARAMS = {
     "fused": "bool or null",
 }
 LION_PARAMS = {
-    "lr": "non-negative",
+    "lr": "rate",
     "betas": "betas",
     "weight_decay": "non-negative",
     "amsgrad": "bool",
@@ -83,7 +88,7 @@ LION_PARAMS = {
     "fp32_optimizer_states": "bool",
 }
 LAMB_PARAMS = {
-    "lr": "non-negative",
+    "lr": "rate",
     "betas": "betas",
     "eps": "non-negative",
     "weight_decay": "non-negative",
@@ -96,7 +101,7 @@ LAMB_PARAMS = {
     "fp32_optimizer_states": "bool",
 }
 _ONEBIT_PARAMS = {
-    "lr": "non-negative",
+    "lr": "rate",
     "betas": "betas",
     "eps": "non-negative",
     "weight_decay": "non-negative",
@@ -110,7 +115,10 @@ _ONEBIT_PARAMS = {
 }
 _ZERO_ONE_COUNTS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 _ONEBIT_LAMB_NUMBERS = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
-HOST_PARAMS = {
+OPTIMIZER_PARAMS: dict[str, dict[str, str]] = {
+    "adam": ADAM_PARAMS,
+    "adamw": ADAM_PARAMS,
+    "sgd": SGD_PARAMS,
     "adagrad": ADAGRAD_PARAMS,
     "lion": LION_PARAMS,
     "lamb": LAMB_PARAMS,
@@ -122,24 +130,31 @@ HOST_PARAMS = {
         **dict.fromkeys(_ONEBIT_LAMB_NUMBERS, "non-negative"),
     },
 }
+OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "SGD", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+BACKENDS = ("nccl", "mpi", "compressed", "hccl")
+LATER = frozenset({"muadam", "muadamw", "musgd"})
+"""Names that DeepSpeed knows and this version does not offer."""
+COMMON_PARAMS = {name: ADAM_PARAMS[name] for name in ("lr", "betas", "eps", "weight_decay")}
+"""Keywords with one meaning for all optimizers, used if the optimizer does not exist."""
+
 _WARMUP = {
-    "warmup_min_lr": "numbers",
-    "warmup_max_lr": "numbers",
+    "warmup_min_lr": "rates",
+    "warmup_max_lr": "rates",
     "warmup_num_steps": "count",
     "warmup_type": "text",
     "last_batch_iteration": "integer",
 }
 SCHEDULE_PARAMS: dict[str, dict[str, str]] = {
     "LRRangeTest": {
-        "lr_range_test_min_lr": "numbers",
+        "lr_range_test_min_lr": "rates",
         "lr_range_test_step_size": "positive count",
         "lr_range_test_step_rate": "number",
         "lr_range_test_staircase": "bool",
         "last_batch_iteration": "integer",
     },
     "OneCycle": {
-        "cycle_min_lr": "number",
-        "cycle_max_lr": "number",
+        "cycle_min_lr": "rate",
+        "cycle_max_lr": "rate",
         "decay_lr_rate": "number",
         "cycle_first_step_size": "positive count",
         "cycle_second_step_size": "positive count or null",

@@ -1,4 +1,4 @@
-"""Parallelism other than over data: pipeline and tensor slices."""
+"""Parallelism other than over data: pipeline and tensor slices; and storage of activations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TensorSlices(Section):
 
 
 class TensorParallel(Section):
-    """Layers cut over ranks automatically."""
+    """Layers sliced over ranks automatically."""
 
     autotp_size: Natural = Field(0, description="Ranks that share each layer; 0 is off.")
     dtype: Literal["fp16", "bf16", "fp32", "int8"] = Field("fp16", description="Format of the cut layers.")
@@ -49,3 +49,18 @@ class TensorParallel(Section):
     sequence_parallel: bool = Field(False, description="Cut the sequence between attention and MLP while training.")
     keep_module_on_host: bool = Field(False, description="Leave the modules in host memory while they are cut.")
     replace_with_kernel_inject: bool = Field(False, description="Replace modules by fused ones; also kernel_inject.")
+
+
+class ActivationCheckpointing(Section):
+    """Storage of activations that are kept for the backward pass."""
+
+    partition_activations: bool = Field(False, description="Cut kept activations over the slices of a layer.")
+    cpu_checkpointing: bool = Field(False, description="Keep them in host memory.")
+    contiguous_memory_optimization: bool = Field(
+        False, description="Keep them in one buffer; needs partition_activations and number_checkpoints."
+    )
+    number_checkpoints: Positive | None = Field(
+        None, description="Recomputed blocks whose backward is still to come, at most; the slots of the one buffer."
+    )
+    synchronize_checkpoint_boundary: bool = Field(False, description="Synchronize the device at each block.")
+    profile: bool = Field(False, description="Time forward and backward of each block.")

@@ -10,31 +10,43 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.base.plain import printable
 from mpispeed.base.registry import suggest
 
 # Far more than any legal setting needs, and far less than Python's own limit on recursion.
 MAX_DEPTH = 32
+_MOST_LINES = 100
+_MOST_SUGGESTIONS = 50  # looking for a similar name takes far longer than all the rest
+_LONGEST_PATH = 200
+_LONGEST_LINE = 2000
+
+Location = tuple[str | int, ...]
+"""Keys and list positions on the way to a value."""
 
 
 class Problem(NamedTuple):
-    """One mistake: where it stands in the file, what is wrong, what to do."""
+    """One mistake: its place in the file, the fault, and the cure."""
 
     path: str
     what: str
     cure: str = ""
 
     def __str__(self) -> str:
-        line = f"{self.path}: {self.what}" if self.path else self.what
+        path = printable(self.path, _LONGEST_PATH)
+        line = f"{path}: {self.what}" if path else self.what
         return f"{line}; {self.cure}" if self.cure else line
 
 
 def refuse(where: str, problems: Iterable[Problem]) -> ConfigError:
-    """One error for all problems, one line each, without repetitions."""
-    lines = list(dict.fromkeys(str(problem) for problem in problems))
-    if len(lines) == 1:
+    """One error for all problems, one line each, without repetitions; of very many the first ones."""
+    found = list(dict.fromkeys(problems))
+    lines = [printable(str(problem), _LONGEST_LINE) for problem in found[:_MOST_LINES]]
+    where = printable(where, _LONGEST_LINE)
+    if len(found) == 1:
         return ConfigError(f"{where}: {lines[0]}")
     listed = "".join(f"\n  {line}" for line in lines)
-    return ConfigError(f"{where}: {len(lines)} problems{listed}")
+    more = f"\n  and {len(found) - _MOST_LINES} more" if len(found) > _MOST_LINES else ""
+    return ConfigError(f"{where}: {len(found)} problems{listed}{more}")
 
 
 def show(value: Any) -> str:
@@ -44,6 +56,14 @@ def show(value: Any) -> str:
     except (TypeError, ValueError):
         text = _repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def show_unknown(value: Any) -> str:
+    """The value of an unknown key: numbers and switches; a text, which may be a password, by its type."""
+    kinds = {str: "a text", list: "a list", tuple: "a list", dict: "a section"}
+    if value is None or isinstance(value, (bool, int, float)):
+        return f"value {show(value)}"
+    return next((f"with {name}" for kind, name in kinds.items() if isinstance(value, kind)), type(value).__name__)
 
 
 def _repr(value: Any) -> str:
@@ -106,55 +126,74 @@ _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 
 def from_validation(
     error: ValidationError,
-    names_at: Callable[[tuple[str | int, ...]], list[str]],
+    names_at: Callable[[Location], list[str]],
     homes: Mapping[str, list[str]],
-) -> list[tuple[tuple[str | int, ...], Problem]]:
-    """Problems, with their locations, from what the models refused.
+    is_hidden: Callable[[Location], bool],
+) -> list[tuple[Location, Problem]]:
+    """Problems, with their locations, from the models' validation error.
 
     Args:
         error: what validation raised.
         names_at: the keys that are known in the section at a location.
         homes: key -> sections that have such a key, to say where a misplaced key belongs.
+        is_hidden: whether the value at a location may be a secret, which is not to be shown.
     """
-    found = []
+    found, suggestions = [], Suggestions()
     for detail in error.errors(include_url=False):
         location = detail["loc"]
         path = path_of(location)
         if detail["type"] == "extra_forbidden":
-            cure = _cure_unknown(str(location[-1]), path, names_at(location[:-1]), homes)
-            problem = Problem(path, f"unknown key (value {show(detail['input'])})", cure)
+            cure = _cure_unknown(suggestions, str(location[-1]), path, names_at(location[:-1]), homes)
+            problem = Problem(path, f"unknown key ({show_unknown(detail['input'])})", cure)
         else:
-            problem = Problem(path, *_describe(detail))
+            problem = Problem(path, *_describe(detail, is_hidden=is_hidden(location)))
         found.append((location, problem))
     return found
 
 
-def _cure_unknown(key: str, path: str, names: list[str], homes: Mapping[str, list[str]]) -> str:
-    close = suggest(key, names)
+class Suggestions:
+    """Similar known names, for the first wrong ones only."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_SUGGESTIONS
+
+    def __call__(self, key: str, names: Iterable[str]) -> str:
+        """The sentence 'did you mean "x"?', or nothing."""
+        self._left -= 1
+        close = suggest(key, names) if self._left >= 0 and len(key) <= _LONGEST_PATH else []
+        return f'did you mean "{close[0]}"?' if close else ""
+
+
+def _cure_unknown(
+    suggestions: Suggestions, key: str, path: str, names: list[str], homes: Mapping[str, list[str]]
+) -> str:
+    close = suggestions(key, names)
     if close:
-        return f'did you mean "{close[0]}"?'
+        return close
     elsewhere = [home for home in homes.get(key, ()) if home != path]
     if elsewhere and len(elsewhere) <= 3:
         return f"it belongs at {' or '.join(elsewhere)}"
     return "remove it, or begin it with _ to make it a comment"
 
 
-def _describe(detail: ErrorDetails) -> tuple[str, str]:
-    """What is wrong with one value, and the cure."""
+def _describe(detail: ErrorDetails, *, is_hidden: bool) -> tuple[str, str]:
+    """The fault of one value, and the cure."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    found = "a value that is not shown" if is_hidden else show(value)
     if kind == "missing":
         return "required but missing", ""
     if kind == "literal_error":
         expected = str(context.get("expected", "")).replace("'", '"')
-        close = suggest(value, expected.replace('"', "").replace(" or ", ", ").split(", ")) if _is_text(value) else []
-        return f"expected {expected}, found {show(value)}", f'did you mean "{close[0]}"?' if close else ""
+        names = expected.replace('"', "").replace(" or ", ", ").split(", ")
+        return f"expected {expected}, found {found}", Suggestions()(value, names) if _is_text(value) else ""
     for name, words in _LIMITS.items():
         if name in context:
-            return f"must be {words} {context[name]}, found {show(value)}", ""
+            return f"must be {words} {context[name]}, found {found}", ""
     wanted = _WANTED.get(kind)
     if wanted is None:
-        return f"{detail['msg']}, found {show(value)}", ""
-    return f"expected {wanted}, found {show(value)}", ""
+        return f"{detail['msg']}, found {found}", ""
+    is_quoted = wanted == _WANTED["bool_type"] and _is_text(value) and value.lower() in ("true", "false")
+    return f"expected {wanted}, found {found}", "leave out the quotes" if is_quoted else ""
 
 
 def _is_text(value: Any) -> bool:

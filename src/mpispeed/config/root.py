@@ -6,28 +6,23 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mpispeed.config.activation import ActivationCheckpointing
 from mpispeed.config.checkpoint import Checkpoint, Nebula
 from mpispeed.config.compress import CompressionTraining, QuantizeTraining
 from mpispeed.config.data import CurriculumLearning, DataEfficiency, Eigenvalue
-from mpispeed.config.elastic import Elasticity, ProgressiveLayerDrop
-from mpispeed.config.guard import Guard
-from mpispeed.config.measure import CommsLogger, FlopsProfiler, Timers
-from mpispeed.config.monitor import Comet, CsvMonitor, Tensorboard, Wandb
+from mpispeed.config.elastic import Elasticity
+from mpispeed.config.later import Autotuning, HybridEngine, ProgressiveLayerDrop, SparseAttention, WeightQuantization
+from mpispeed.config.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Guard, Tensorboard, Timers, Wandb
 from mpispeed.config.offload import Aio
 from mpispeed.config.optimizer import Optimizer, Scheduler
-from mpispeed.config.pipeline import Pipeline, TensorParallel
+from mpispeed.config.pipeline import ActivationCheckpointing, Pipeline, TensorParallel
 from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
 from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, is_text, subsection, walk
-from mpispeed.config.serve import HybridEngine, WeightQuantization
-from mpispeed.config.sparse import SparseAttention
-from mpispeed.config.tune import Autotuning
 from mpispeed.config.walltime import Walltime
 from mpispeed.config.zero import ZeroOptimization
 
 
 class Config(Section):
-    """All settings of a run. What is null is decided later, by the number of ranks or by other keys."""
+    """All settings of a run. Null values are decided later, by the number of ranks or by other keys."""
 
     train_batch_size: Positive | None = Field(None, description="Samples of one optimizer step over all ranks.")
     train_micro_batch_size_per_gpu: Positive | None = Field(
@@ -59,6 +54,10 @@ class Config(Section):
         True, description="No effect: any optimizer updates states in host memory, only the own those in files."
     )
     dataloader_drop_last: bool = Field(False, description="Drop a last batch that is short.")
+    dataloader_shuffle: bool | None = Field(
+        None,
+        description="Shuffle training_data in each epoch; null is true, for a PipelineModule false (mpispeed only).",
+    )
     vocabulary_size: Positive | None = Field(None, description="Warn if it is no multiple of 8.")
     use_data_before_expert_parallelism: bool = Field(False, description="Order of data and expert ranks.")
     host_memory_limit: Bytes | None = Field(

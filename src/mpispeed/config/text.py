@@ -8,8 +8,10 @@ from typing import Any
 
 from mpispeed.config.problems import MAX_DEPTH, Problem, join, refuse
 
-_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
-_TRAILING_COMMA = re.compile(r'"(?:[^"\\\n]|\\.)*"|,(?=\s*[}\]])', re.DOTALL)
+# Unclosed ones match to the end too, so that nothing is searched twice; they are left, and refused.
+_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"?|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'"(?:[^"\\\n]|\\.)*"?|,(?=\s*[}\]])', re.DOTALL)
+_SIGN = re.compile(r"[^\n]")
 _HINTS = (
     ("property name", "keys and texts need double quotes"),
     ("Expecting value", "a value is missing here, or a text lacks its double quotes"),
@@ -18,24 +20,21 @@ _HINTS = (
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """The entries of one object in order, before double keys are looked for."""
+    """The entries of one object in order, before duplicate keys are looked for."""
 
 
 def decode(text: str, where: str) -> tuple[dict[str, Any], list[Problem]]:
-    """The object in a JSON text, and a problem for each key that is twice in one object.
+    """The object in a JSON text, and a problem for each duplicate key in one object.
 
     Raises:
         ConfigError: the text is no JSON or holds no object.
     """
     try:
-        tree = _parse(text)
-    except json.JSONDecodeError:
-        try:
-            tree = _parse(_blank(_blank(text, _TOKEN), _TRAILING_COMMA))
-        except json.JSONDecodeError as error:
-            hint = next((hint for word, hint in _HINTS if word in error.msg), "")
-            place = f"line {error.lineno}, column {error.colno}"
-            raise refuse(where, [Problem(place, f"this is no JSON: {error.msg}", hint)]) from None
+        tree = _read(text)
+    except json.JSONDecodeError as error:
+        hint = next((hint for word, hint in _HINTS if word in error.msg), "")
+        place = f"line {error.lineno}, column {error.colno}"
+        raise refuse(where, [Problem(place, f"this is no JSON: {error.msg}", hint)]) from None
     except ValueError as error:  # a number with thousands of digits
         raise refuse(where, [Problem("", f"this is no JSON: {error}")]) from None
     except RecursionError:
@@ -48,6 +47,13 @@ def decode(text: str, where: str) -> tuple[dict[str, Any], list[Problem]]:
     return value, problems
 
 
+def _read(text: str) -> Any:
+    try:
+        return _parse(text)
+    except json.JSONDecodeError:
+        return _parse(_blank(_blank(text, _TOKEN), _TRAILING_COMMA))
+
+
 def _parse(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_Pairs)
 
@@ -57,13 +63,14 @@ def _blank(text: str, pattern: re.Pattern[str]) -> str:
 
     def blank(match: re.Match[str]) -> str:
         found = match.group()
-        return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+        is_left = found.startswith('"') or (found.startswith("/*") and (len(found) < 4 or not found.endswith("*/")))
+        return found if is_left else _SIGN.sub(" ", found)
 
     return pattern.sub(blank, text)
 
 
 def _settle(tree: Any, path: str, problems: list[Problem], depth: int = 0) -> Any:
-    """Objects become dicts; keys that come twice become problems. What is too deep stays, and is refused later."""
+    """Turn objects into dicts and duplicate keys into problems. Values nested too deep stay, and are refused later."""
     if depth > MAX_DEPTH:
         return tree
     if isinstance(tree, _Pairs):

@@ -1,4 +1,4 @@
-"""Settings that are understood but whose parts are not there yet. Delete a row when its part arrives."""
+"""Settings that are understood but not implemented yet. Delete a row when its part arrives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.config.optimizer import LATER
 from mpispeed.config.problems import Problem, refuse
 from mpispeed.config.root import Config
 
-_LATER_OPTIMIZERS = frozenset({"muadam", "muadamw", "musgd"})
-
 
 class Row(NamedTuple):
-    """A setting, when it asks for the missing part, and the sentence."""
+    """A setting, the test that it asks for the missing part, and the sentence."""
 
     path: str
     asks: Callable[[Any], bool]
@@ -43,7 +42,7 @@ _COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_prunin
 UNAVAILABLE: tuple[Row, ...] = (
     Row(
         "optimizer",
-        lambda s: s is not None and (s.type or "").lower() in _LATER_OPTIMIZERS,
+        lambda s: s is not None and (s.type or "").lower() in LATER,
         "this optimizer is not available; use Adam, AdamW, Adagrad, Lion, Lamb, SGD, a 1-bit one or one of torch.optim",
     ),
     Row("fp16.fp16_master_weights_and_grads", bool, "fp16 masters are not available; use false"),
@@ -77,7 +76,7 @@ UNAVAILABLE: tuple[Row, ...] = (
 
 
 def find_unavailable(config: Config) -> list[Problem]:
-    """All settings that ask for a part which is not there."""
+    """All settings that ask for a missing part."""
     found = []
     for row in UNAVAILABLE:
         value: Any = config
@@ -89,7 +88,7 @@ def find_unavailable(config: Config) -> list[Problem]:
 
 
 def require_available(config: Config, where: str = "configuration") -> None:
-    """Refuse settings whose parts are not there yet, all at once.
+    """Refuse settings that are not implemented yet, all at once.
 
     Raises:
         ConfigError: at least one setting asks for a missing part.

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import signal
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from mpispeed.base.units import parse_duration
-from mpispeed.config.section import Names, Natural, NonNegative, Real, Section
+from mpispeed.config.section import LARGEST, Names, Natural, NonNegative, Real, Section
 
 KNOWN_SIGNALS = ("HUP", "USR1", "USR2", "TERM", "XCPU")
 
 
-def _check_limit(value: str | float | None) -> str | float | None:
-    """A duration, in the form it was given."""
-    if value is None:
+def _check_limit(value: Any) -> Any:
+    """Check a duration, kept as given. Runs before the types are tried: one message instead of one for each."""
+    if value is None or (_is_number_or_text(value) and _is_duration(value)):
         return value
+    raise PydanticCustomError("duration", "Input should be seconds, or a time such as 30:00, 2:00:00 or 1-12:00:00")
+
+
+def _is_number_or_text(value: Any) -> bool:
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
+
+
+def _is_duration(value: str | float) -> bool:
     try:
-        parse_duration(value)
-    except ValueError:
-        raise PydanticCustomError(
-            "duration", "Input should be seconds, or a time such as 30:00, 2:00:00 or 1-12:00:00"
-        ) from None
-    return value
+        return parse_duration(value) <= LARGEST
+    except (ValueError, OverflowError):
+        return False
 
 
 def _check_signals(names: list[str]) -> list[str]:
@@ -45,11 +50,11 @@ def _check_tag(value: str) -> str:
 
 
 class Walltime(Section):
-    """Saving before the job ends, when asked to, and going on in the next job. mpispeed only."""
+    """Saving before the job ends and on request, and continuing in the next job. mpispeed only."""
 
     enabled: bool = Field(True, description="Needs save_dir.")
     save_dir: str | None = Field(None, description="Folder of the checkpoints; null: none of this happens.")
-    limit: Annotated[str | NonNegative | None, AfterValidator(_check_limit)] = Field(
+    limit: Annotated[str | NonNegative | None, BeforeValidator(_check_limit)] = Field(
         None,
         description="Time from the start of the program to the end of the job: seconds or D-HH:MM:SS. "
         "MPISPEED_WALLTIME goes first; SLURM is asked besides, and the earlier end counts.",

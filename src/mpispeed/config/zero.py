@@ -1,4 +1,4 @@
-"""ZeRO: which model states are cut over the data-parallel ranks, and how they move."""
+"""ZeRO: model states sharded over the data-parallel ranks, and their communication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LocoParam(Section):
 
 
 class ZeroOptimization(Section):
-    """What is cut over the data-parallel ranks: 1 masters and states, 2 also gradients, 3 also parameters."""
+    """States sharded over data-parallel ranks: 1 masters and optimizer states, 2 also gradients, 3 also parameters."""
 
     stage: Stage = Field(0, description="0 nothing, 1 masters and optimizer states, 2 and gradients, 3 and parameters.")
     contiguous_gradients: bool = Field(True, description="Copy gradients into one buffer as they appear.")

@@ -1,4 +1,4 @@
-"""Floor 6, data: which samples a rank sees, in an order that does not depend on the number of ranks.
+"""Floor 6, data: the samples of a rank, in an order that does not depend on the number of ranks.
 
 Knows torch's data sets and loaders, and two plain numbers: its index on the data axis and the axis'
 size. Must not know the engine, the configuration, or how ranks talk to each other: nothing here

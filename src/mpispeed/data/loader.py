@@ -28,7 +28,7 @@ class _StreamShare(IterableDataset[list[Any]]):
         self,
         dataset: IterableDataset[Any],
         *,
-        skip: int | None,  # None: the data set already stands where reading goes on
+        skip: int | None,  # None: the data set is at its position already
         start: int,
         micro_batch: int,
         size: int,
@@ -60,8 +60,8 @@ class ShardedLoader:
     and rank `r` the `r`-th slice of them. Each rank makes the same number of micro-steps: the last
     block of an epoch is filled up from the beginning of the epoch, or left out with `drop_last`. The
     fill is to a whole multiple of `step_samples` if that is given (the global batch), so that epochs
-    and global batches are the same sets of samples however the global batch is cut into ranks,
-    micro-batches and accumulation; without it the last block of an epoch depends on the cut.
+    and global batches are the same sets of samples however the global batch is split into ranks,
+    micro-batches and accumulation; without it the last block of an epoch depends on the split.
 
     `iter(loader)` goes on at `position` to the end of the epoch; it does not start over. A batch
     counts as consumed when it is handed out, whatever worker processes have prefetched. `len(loader)`
@@ -98,11 +98,11 @@ class ShardedLoader:
         _check_sizes(micro_batch, rank, size, workers, step_samples)
         self.dataset, self.micro_batch, self.rank, self.size = dataset, micro_batch, rank, size
         self.drop_last, self.workers, self.pin_memory, self.collate_fn = drop_last, workers, pin_memory, collate_fn
-        self.device = device  # where tensors of batches go
+        self.device = device  # of the batches' tensors
         self._is_stream = isinstance(dataset, IterableDataset)
         self._unit = step_samples or micro_batch * size
         self._epoch = self._offset = self._loads = 0
-        self._is_placed = False  # the data set itself was put at `_offset` by load_state_dict
+        self._is_placed = False  # load_state_dict has put the data set itself at `_offset`
         if self._is_stream:
             self.order = SampleOrder(0, seed, shuffle=False)
             if workers > 1:
@@ -131,7 +131,7 @@ class ShardedLoader:
         return self._epoch if self._is_stream else self.position // max(1, self.order.length)
 
     def __len__(self) -> int:
-        """Micro-batches of a whole epoch.
+        """Number of micro-batches of a whole epoch.
 
         Raises:
             TypeError: the data set is a stream without a length.
@@ -158,7 +158,7 @@ class ShardedLoader:
                     return
 
     def state_dict(self, *, unused_batches: int = 0) -> dict[str, Any]:
-        """What `load_state_dict` needs; the same on every rank of the data axis.
+        """State for `load_state_dict`; the same on every rank of the data axis.
 
         Args:
             unused_batches: micro-batches of each rank that were handed out last and are to come again.
@@ -175,7 +175,7 @@ class ShardedLoader:
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Whether `load_state_dict` can take `state`; changes nothing.
+        """Raise if `load_state_dict` cannot take `state`; changes nothing.
 
         Raises:
             ConfigError: the state is of a data set of another length, or of another kind.
@@ -220,13 +220,13 @@ class ShardedLoader:
         return units * (self._unit // (self.micro_batch * self.size))
 
     def _open(self) -> Iterable[Any]:
-        """A torch loader over what is left of the epoch."""
+        """Open a torch loader over the rest of the epoch."""
         # With a generator of its own torch draws the workers' seed without moving the global state.
         dice = torch.Generator().manual_seed(self.order.seed + self.position)
         shared: dict[str, Any] = {
             "num_workers": self.workers,
             "collate_fn": self.collate_fn or default_collate,
-            # Copies out of other memory wait for all that the device has been given.
+            # Copies from pageable memory wait for all earlier work of the device.
             "pin_memory": torch.cuda.is_available() and (self.pin_memory or self.device.type == "cuda"),
             "generator": dice,
         }

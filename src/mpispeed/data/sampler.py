@@ -66,7 +66,7 @@ class SampleOrder:
         return [int(index) for index in found]
 
     def _permute(self, cells: Words, keys: Words) -> Words:
-        """One to one map of the cells of the grid onto themselves, another one for every key."""
+        """Map the cells of the grid one to one onto themselves, differently for every key."""
         columns, rows = np.divmod(cells, self._rows)
         for turn in range(_ROUNDS):
             salted = keys + np.uint64((turn + 1) * _GOLDEN & _MASK)

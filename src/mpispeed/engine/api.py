@@ -1,45 +1,48 @@
-"""`initialize`: read, plan, agree, assemble."""
+"""`initialize`: read the config, plan, compare plans between ranks, assemble the engine."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError
+from mpispeed.config.accept import accept
 from mpispeed.config.elastic_batch import check_schedule, find_run_warnings
-from mpispeed.config.load import LoadedConfig, parse, read_source, validate
-from mpispeed.config.unavailable import require_available
-from mpispeed.engine import drilling, ending_run
-from mpispeed.engine.assemble import assemble
-from mpispeed.engine.axes import choose_axes
-from mpispeed.engine.device import choose_device
+from mpispeed.config.load import LoadedConfig, read_source
+from mpispeed.engine import preemption
+from mpispeed.engine.build.assemble import assemble
+from mpispeed.engine.build.slicing import fit_layers
+from mpispeed.engine.distributed import DEFAULT_PORT, init_distributed
 from mpispeed.engine.engine import Engine
+from mpispeed.engine.observe import fault_injection
+from mpispeed.engine.observe.reports import watch
+from mpispeed.engine.ownership import register, release
 from mpispeed.engine.pipeline import PipelineEngine
-from mpispeed.engine.placements import ranks_per_node
-from mpispeed.engine.plan import Plan, make_plan
-from mpispeed.engine.slicing import slice_layers
-from mpispeed.guard import begin
-from mpispeed.guard import logs as rank_logs
-from mpispeed.mesh import exits
+from mpispeed.mesh.collectives.together import agree_by_texts, together
 from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Topology
-from mpispeed.mesh.world import start
-from mpispeed.nn.tensor import cuts
+from mpispeed.nn.tensor.tensor_cut import forget_own_cuts
 from mpispeed.pipe.module import PipelineModule
+from mpispeed.plan.agreement import fingerprint, require_equal
+from mpispeed.plan.axes import choose_axes
+from mpispeed.plan.device import choose_device
+from mpispeed.plan.placements import ranks_per_node
+from mpispeed.plan.plan import Plan, make_plan
+from mpispeed.watchdog import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import nn
 
     from mpispeed.mesh.world import World
+
+_NO_MESH = "mpispeed.initialize: mesh_param is not supported; sequence parallelism is not there yet, leave it out"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -52,36 +55,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: Any = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> World:
-    """Join MPI, once per process.
-
-    Rank and size come from the communicator. `timeout`, a timedelta or seconds, is for how long ranks may wait for one
-    that is in no operation, where that is longer than `guard.hang_timeout`. The other arguments are accepted for
-    DeepSpeed scripts and have no effect.
-
-    Collective over: all ranks of the job.
-    """
-    world = start()
-    rank_logs.begin(world.rank)
-    exits.keep_silent_errors(rank_logs.note)
-    logs.setup(world.rank, world.size)
-    begin.watch_over(world)
-    if timeout is not None:
-        begin.allow(hang_seconds=float(getattr(timeout, "total_seconds", lambda: timeout)()))
-    return world
-
-
 def initialize(
     args: argparse.Namespace | None = None,
     model: nn.Module | None = None,
@@ -89,7 +62,7 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    distributed_port: int = 29500,
+    distributed_port: int = DEFAULT_PORT,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -101,14 +74,14 @@ def initialize(
 
     Args:
         args: may carry `deepspeed_config`, the path of the JSON.
-        model: the module to train; it is changed in place.
+        model: the module to train; it is changed in place. An engine that holds it already is taken apart.
         optimizer: an optimizer over the model's parameters, or a callable that makes one; overrides the JSON.
         model_parameters: parameters or parameter groups; all trainable ones by default.
         training_data: a data set (map style or iterable) from which `engine.training_dataloader` is made.
         lr_scheduler: a scheduler, or a callable that makes one of the optimizer; overrides the JSON.
-        distributed_port: accepted; no effect.
-        mpu: knows the ranks' places (Megatron style: get_data_parallel_group and so on); for models that cut their
-            layers themselves. With the config's `tensor_parallel` or a PipelineModule leave it out.
+        distributed_port: as in `init_distributed`.
+        mpu: the groups of ranks (get_data_parallel_group and so on) of a model that slices its layers itself; with the
+            config's `tensor_parallel`, the groups over which layers are sliced. Not with a PipelineModule.
         dist_init_required: accepted; no effect.
         collate_fn: makes a batch of a list of samples; torch's by default.
         config: path, mapping, or base64 text; instead of `args.deepspeed_config`.
@@ -127,21 +100,29 @@ def initialize(
         msg = "mpispeed.initialize: model is None; pass the torch module to train"
         raise ConfigError(msg)
     if mesh_param is not None:
-        msg = "mpispeed.initialize: mesh_param is not supported; sequence parallelism is not there yet, leave it out"
-        raise ConfigError(msg)
-    world = init_distributed()
+        raise ConfigError(_NO_MESH)
+    world = init_distributed(distributed_port=distributed_port)
+    release(model, world.comm)
     source = _shared_source(world, args, config if config is not None else config_params)
     loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model))
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
-    slice_layers(plan, mesh, model)
+    fit_layers(plan, mesh, model, has_mpu=mpu is not None)
     given = optimizer, model_parameters, training_data, lr_scheduler
-    parts = assemble(plan, loaded, mesh, model, *given, collate_fn=collate_fn)
+    parts = assemble(plan, mesh, model, *given, collate_fn=collate_fn)
+    watch(parts, loaded.warnings)
     engine = PipelineEngine(parts, model) if isinstance(model, PipelineModule) else Engine(parts)
-    drilling.attach(engine)
-    begin.attach(engine.bus, plan.config.guard.divergence_timeout, plan.config.guard.hang_timeout)
-    ending_run.attach(engine)
+    _attach(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _attach(engine: Engine) -> None:
+    """Attach drills, watchdog limits and the walltime to the engine. Collective over: all ranks."""
+    register(engine)
+    fault_injection.attach(engine)
+    guard = engine.plan.config.guard
+    start.attach(engine.bus, guard.divergence_timeout, guard.hang_timeout)
+    preemption.attach(engine)
 
 
 def _config_source(args: argparse.Namespace | None, config: Any) -> Any:
@@ -162,20 +143,15 @@ def _config_source(args: argparse.Namespace | None, config: Any) -> Any:
 
 
 def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -> tuple[Any, str]:
-    """What rank 0 read of a file, so that all ranks parse the same bytes; a mapping stays each rank's own.
+    """The content of the config file as rank 0 read it, and its name; a mapping stays each rank's own.
 
     Collective over: all ranks.
     """
-    problem, content, where = "", None, ""
-    try:
+    content, where = None, ""
+    with _together(world):
         source = _config_source(args, config)
         if world.rank == 0 or isinstance(source, Mapping):
             content, where = read_source(source)
-    except ConfigError as error:
-        problem = str(error)
-    problems = [found for found in world.comm.gather_objects(problem) if found]
-    if problems:
-        raise ConfigError(problems[0])
     text, name = world.comm.share((content, where) if isinstance(content, str) else (None, where))
     return (text, name) if text is not None else (content, where)
 
@@ -188,66 +164,28 @@ def _resolve(
     Collective over: all ranks.
     """
     content, where = source
-    problem, digest, own, resolved = "", "", (0, ""), None
+    forget_own_cuts(model)
     node = ranks_per_node(world)
-    loaded = _load_together(world, content, where)
-    try:
+    with _together(world):
+        loaded = accept(content, where)
+    with _together(world):  # an mpu is read by all ranks or by none
         axes = choose_axes(loaded.config, world, model, mpu)
         dtype = _floating_dtype(model)
         plan = make_plan(loaded.config, world.size, dtype, ranks_per_node=node, axes=axes, device=device)
-        resolved = loaded, plan
         if loaded.config.elasticity.enabled:
             section = loaded.config.elasticity
             loaded.warnings.extend([*find_run_warnings(section, world.size), *check_schedule(section, os.environ)])
-        digest, own = resolved[1].digest(), _digest_of_stage(resolved[1], world.rank, model)
-    except ConfigError as error:
-        problem = str(error)
-    outcomes = world.comm.gather_objects((problem, digest, own))
-    _raise_first([outcome[0] for outcome in outcomes])
-    first: dict[int, str] = {}  # along the pipe axis ranks have other parameters
-    odd = [
-        rank
-        for rank, (_, found, (place, model_found)) in enumerate(outcomes)
-        if found != outcomes[0][1] or first.setdefault(place, model_found) != model_found
-    ]
-    if odd or resolved is None:
-        msg = (
-            f"ranks {odd[:8]} have another plan than rank 0: the config or the model that is passed in code differs "
-            "between ranks; build both from equal values everywhere"
-        )
-        raise ConfigError(msg)
-    return resolved
+        own = fingerprint(plan, world.rank, model)
+    require_equal(world.comm, world.comm.gather_objects(own), plan, model)
+    return loaded, plan
 
 
-def _digest_of_stage(plan: Plan, rank: int, model: nn.Module) -> tuple[int, str]:
-    """The rank's stage, and a short hash of what is equal on all of its ranks: parameters, and their dtypes' policy."""
-    whole = cuts(model)
-    shapes = [
-        (name, tuple(whole[name].shape if name in whole else param.shape), param.dtype)
-        for name, param in model.named_parameters()
-    ]
-    stage = Topology(plan.axes).coords(rank)["pipe"]
-    return stage, hashlib.sha256(repr((plan.policy, shapes)).encode()).hexdigest()[:16]
+def _together(world: World) -> AbstractContextManager[None]:
+    """Context of a step of this rank that raises ConfigError on all ranks if it fails on one.
 
-
-def _load_together(world: World, content: Any, where: str) -> LoadedConfig:
-    """Validate this rank's config. Collective over: all ranks, which all raise if one has to."""
-    problem = ""
-    try:
-        loaded = parse(content, where) if isinstance(content, str) else validate(content, where)
-        require_available(loaded.config, loaded.where)
-    except ConfigError as error:
-        problem = str(error)
-    _raise_first(world.comm.gather_objects(problem))
-    return loaded
-
-
-def _raise_first(problems: list[str]) -> None:
-    """Raise the first rank's problem on every rank; says which rank it was if not all have one."""
-    failed = [rank for rank, problem in enumerate(problems) if problem]
-    if failed:
-        first = problems[failed[0]]
-        raise ConfigError(first if len(failed) == len(problems) else f"{first} (on rank {failed[0]})")
+    Collective over: all ranks, at the end of the step.
+    """
+    return together(agree_by_texts(world.comm.gather_objects), ConfigError)
 
 
 def _floating_dtype(model: torch.nn.Module) -> torch.dtype:
@@ -260,7 +198,7 @@ def _floating_dtype(model: torch.nn.Module) -> torch.dtype:
 
 
 def _adopt_local_rank(args: argparse.Namespace | None, number: int) -> None:
-    """`args.local_rank` is what scripts expect after initialize: the number of the own device, or of the rank."""
+    """Set `args.local_rank` and LOCAL_RANK, which scripts read: the device's number or the local rank."""
     os.environ.setdefault("LOCAL_RANK", str(number))
     if args is not None and hasattr(args, "local_rank"):
         args.local_rank = number

@@ -1,4 +1,4 @@
-"""The training engine: forward, backward and step over parts that others built."""
+"""The training engine: forward, backward and step."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from mpispeed.base.device import Readback, start_reading
 from mpispeed.base.errors import MpispeedError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.base.tensor_tree import move
-from mpispeed.engine import queries
-from mpispeed.engine.backward import Accumulation, backward_scaled, require_scalar, scale_loss
-from mpispeed.engine.batching import BatchSizes
-from mpispeed.engine.checkpointing import Checkpoints
-from mpispeed.engine.ending_run import EndsInTime
-from mpispeed.engine.offloading import Absence, OffloadStates
+from mpispeed.engine import deepspeed_getters
+from mpispeed.engine.backward import Accumulation, backward_scaled, divided, require_scalar, scale_loss
+from mpispeed.engine.direct import DirectBackward, DirectPass
+from mpispeed.engine.preemption import EndsInTime
+from mpispeed.engine.state.api import Checkpoints
+from mpispeed.engine.state.offload_states import Absence, OffloadStates
+from mpispeed.engine.state.weights import Weights
 from mpispeed.engine.step import StepContext
-from mpispeed.engine.weights import Weights
-from mpispeed.precision.cast import cast_inputs
-from mpispeed.zero.kinds import OffloadStateTypeEnum as Kind
+from mpispeed.nn.sync_norm import release_norms
+from mpispeed.precision.cast import cast_inputs, naming_dtype
+from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from mpispeed.base.events import Bus
-    from mpispeed.engine.parts import Counters, Optimization, Parts
+    from mpispeed.engine.backward import Counters
+    from mpispeed.engine.build.parts import Optimization, Parts
     from mpispeed.mesh.mesh import Mesh
 
 
-class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Module):
+class Engine(DirectBackward, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Module):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
-    Names that the engine does not have are looked up among the settings (`engine.gradient_clipping()`) and then on
-    the model.
+    Other names are looked up among the settings (`engine.gradient_clipping()`) and then on the model.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -45,6 +46,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         self.parts = parts
         self.plan = parts.plan
         self._accumulation = Accumulation(parts.plan.batch.gradient_accumulation_steps)
+        self._direct = DirectPass()
         self._was_step_applied = False
         self._norm: float | None = None
         self._losses: list[float | Readback] = []  # of this batch
@@ -53,8 +55,9 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         self._absence: Absence | None = None
         self._tried_roots: set[str] = set()
         self.client_state: dict[str, Any] = {}
+        self._listen()
 
-    # -- what it holds ---------------------------------------------------------------------------------------
+    # -- components ------------------------------------------------------------------------------------------
 
     @property
     def mesh(self) -> Mesh:
@@ -63,17 +66,17 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
 
     @property
     def bus(self) -> Bus:
-        """Where observers subscribe to events of this run."""
+        """The event bus, to which observers subscribe."""
         return self.parts.bus
 
     @property
     def counters(self) -> Counters:
-        """micro_steps, global_steps, global_samples, skipped_steps."""
+        """Counters: micro_steps, global_steps, global_samples, skipped_steps."""
         return self.parts.counters
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What `initialize` returned as the optimizer, or None."""
+        """The optimizer that `initialize` returned, or None."""
         return self.parts.optimization.facade if self.parts.optimization else None
 
     @property
@@ -91,6 +94,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; returns its output unchanged."""
         self._require("forward", (Kind.lp_params,))
+        self._settle_direct()
         micro_step, global_step = self.counters.micro_steps, self.counters.global_steps
         self.bus.announce(Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training)
         if self.plan.device.type != "cpu":
@@ -98,31 +102,33 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         if self.plan.casts_inputs:
             inputs = cast_inputs(inputs, self.plan.policy.compute)
         start = time.perf_counter()
-        with self.parts.sharding.unwinding():
+        with self.parts.sharding.unwinding(), naming_dtype(self.plan.policy.compute, self.plan.cast_by):
             output = self.module(*inputs, **kwargs)
         self.bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
         return output
 
     def backward(self, loss: Any, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """Compute gradients of `loss`; at an accumulation boundary their sum over ranks is started.
+        """Compute gradients of `loss`; at an accumulation boundary their reduction over ranks starts.
 
         Returns the loss divided by the accumulation steps (not inside `no_sync`, where the caller scales).
 
-        Collective over: the data axis, at boundaries (every time where gradients rest cut).
+        Collective over: the data axis, at boundaries (every time where gradients are sharded).
 
         Raises:
-            UsageError: there is no optimizer, or the loss is no scalar.
+            UsageError: there is no optimizer, or the loss is not a scalar.
         """
         self._require("backward", (Kind.lp_params, Kind.lp_grads))
         grads, start = self._optimization("backward").grads, time.perf_counter()
+        self._settle_direct()
         divides = scale_wrt_gas and not self._accumulation.is_local
-        loss = scale_loss(loss, self.plan.batch.gradient_accumulation_steps if divides else 1)
+        steps = self.plan.batch.gradient_accumulation_steps if divides else 1
+        loss = scale_loss(loss, steps)
         require_scalar(loss, "engine.backward", "sum or average it first")
         grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and not self._accumulation.is_local)
-        with self.parts.sharding.unwinding():
+        named = naming_dtype(self.plan.policy.compute, self.plan.cast_by)
+        with self.parts.sharding.unwinding(), divided(steps), named:
             backward_scaled(loss, self.parts.scaler.scale, retain_graph=retain_graph)
         self.parts.end_backward()
-        self.counters.pending_backwards += 1
         self._losses.append(start_reading(loss))
         self.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
         return loss
@@ -130,12 +136,13 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at a boundary reduce, clip, update and advance the schedule.
 
-        Gradients that no backward pass summed over ranks, because no boundary was known then, are summed here.
+        Gradients that backward has not reduced, because the boundary was not known then, are reduced here.
 
         Collective over: the data axis, at boundaries; all ranks, where `walltime.save_dir` is set.
 
         Raises:
-            UsageError: inside `no_sync`, or there is no optimizer.
+            UsageError: inside `no_sync`, there is no optimizer, or (then on every rank) no rank has run a backward pass
+                before an update.
             RunEnded: (a SystemExit) on all ranks: the run was saved because its job ends or it was asked to stop.
         """
         self._optimization("step")
@@ -143,8 +150,10 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         if self._accumulation.is_local:
             msg = "engine.step() inside no_sync would update from unsummed gradients; leave the context first"
             raise UsageError(msg)
+        self._settle_direct()
         self._was_step_applied = False
         if self.is_gradient_accumulation_boundary():
+            self._accumulation.warn_of_fewer(self.counters.pending_backwards, self.counters.finished_micro_steps)
             self._run_step(lr_kwargs or {})
         self.counters.micro_steps += 1
         self._end_step()
@@ -155,6 +164,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         ctx = StepContext(counters.update_count + 1, self.parts.scaler.scale, samples, lr_kwargs)
         for part in self.parts.step_parts:
             part(ctx)
+        self.parts.buffers.equalise()
         self._was_step_applied = not ctx.skip
         counters.end_batch(samples, is_skipped=ctx.skip)
         self._norm = self._norm if ctx.skip else ctx.norm
@@ -163,7 +173,7 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
             Event.STEP_END,
             global_step=counters.global_steps,
             samples=counters.global_samples,
-            loss=sum(map(float, self._losses)),
+            loss=sum(map(float, self._losses)) if self._losses else None,  # the loss of a direct pass is unknown
             lr=lr[0] if lr else 0.0,
             norm=ctx.norm,
             loss_scale=ctx.scale,
@@ -178,8 +188,8 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
         """Run all micro-batches of one global batch and the step; returns this rank's mean loss.
 
         Args:
-            data_iter: yields what the model takes, as a tuple, or one tensor.
-            loss_fn: makes the loss of the model's output and the batch; without it the output is the loss.
+            data_iter: yields the model's arguments as a tuple, or one tensor.
+            loss_fn: computes the loss from the model's output and the batch; without it the output is the loss.
 
         Collective over: the data axis.
         """
@@ -197,21 +207,21 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
     # -- accumulation ------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True from forward to step of the micro-batch that ends a global batch."""
+        """True from forward to step of the last micro-batch of a global batch."""
         return self._accumulation.is_boundary(self.counters.finished_micro_steps)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide the boundary by hand until told otherwise; None returns to counting."""
+        """Set the boundary by hand; None returns to counting micro-batches."""
         self._accumulation.override = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add gradients locally, without a sum over ranks; the caller scales the loss.
+        """Context in which backward adds gradients locally, without reductions; the caller scales the loss.
 
         Raises:
-            UsageError: gradients rest cut over ranks, or the context is entered twice.
+            UsageError: gradients are sharded over ranks, or the context is entered twice.
         """
-        if self.parts.optimization and not self.parts.optimization.grads.rest.is_whole:
+        if self.parts.optimization and not self.parts.optimization.grads.rest.is_replicated:
             msg = (
                 "no_sync context manager is incompatible with gradients that are partitioned over ranks "
                 f"(zero_optimization.stage {self.plan.stage}); use stage 0 or 1, or gradient_accumulation_steps"
@@ -221,39 +231,63 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.module.zero_grad(set_to_none=set_to_none)
         if self.parts.optimization:
             self.parts.optimization.grads.clear()
 
-    # -- answers -----------------------------------------------------------------------------------------------
+    # -- batch sizes ----------------------------------------------------------------------------------------
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the accumulation steps only.
+
+        Raises:
+            ConfigError: it is not a multiple of micro-batch size times data-parallel ranks.
+        """
+        self._set_batch(self.plan.batch.with_train_batch_size(train_batch_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size and with it the global batch; the accumulation steps stay.
+
+        For the caller's own loaders: `training_dataloader` keeps the micro-batch size it was made with.
+        """
+        self._set_batch(self.plan.batch.with_micro_batch_size(micro_batch_size))
+
+    def _set_batch(self, batch: Any) -> None:
+        self.plan = self.parts.plan = self.plan.with_batch(batch)
+        self._accumulation.steps = batch.gradient_accumulation_steps
+
+    # -- getters -----------------------------------------------------------------------------------------------
 
     def was_step_applied(self) -> bool:
         """True if the last `step()` changed parameters."""
         return self._was_step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm at the last applied step, before clipping, without the loss scale; None before the first."""
+        """L2 norm of the gradients at the last applied step, before clipping, unscaled; None before the first."""
         return self._norm
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group; empty without an optimizer."""
-        return queries.group_values(self.parts.optimization, "lr", 0.0)
+        return deepspeed_getters.group_values(self.parts.optimization, "lr", 0.0)
 
     def get_mom(self) -> list[Any]:
         """Momentum or betas of each parameter group."""
-        return queries.momenta(self.parts.optimization)
+        return deepspeed_getters.momenta(self.parts.optimization)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found, value = queries.find(self.__dict__.get("parts"), name)
+            found, value = deepspeed_getters.find(self.__dict__.get("parts"), name)
             return value if found else getattr(super().__getattr__("module"), name)
 
     def _optimization(self, verb: str) -> Optimization:
         if self._is_closed:
-            msg = f"engine.{verb}() after engine.destroy(): its hooks and groups of ranks are gone; make a new engine"
+            msg = (
+                f"engine.{verb}() after engine.destroy(), or after its model was given to another engine: its hooks "
+                "and groups of ranks are gone; make a new engine"
+            )
             raise UsageError(msg)
         if self.parts.optimization is None:
             msg = f'engine.{verb}() needs an optimizer: set "optimizer" in the config or pass one to initialize'
@@ -263,21 +297,21 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
     # -- end -----------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Take hooks off, stop communication threads, flush observers. The model keeps its weights.
+        """Remove hooks, stop communication threads, flush observers. The model keeps its weights.
 
         Waits for a checkpoint that is being written.
 
         Collective over: all ranks, the first time.
 
         Raises:
-            StoreError: on every rank, if weights in swap files cannot be read; the rest is done all the same.
-            CheckpointError: on every rank, if the checkpoint could not be written; alike.
+            StoreError: on every rank, if weights in swap files cannot be read; everything else is still done.
+            CheckpointError: on every rank, if the checkpoint could not be written; everything else is still done.
         """
         if not self._is_closed:
             try:
                 self.wait_checkpoint()
             finally:
-                if self._pending is None:  # interrupted while it waits: the save goes on, and needs the mesh
+                if self._pending is None:  # pending after an interrupt: the save goes on, and needs the mesh
                     self._is_closed = True
                     self._take_apart()
                     self._saver = None
@@ -288,13 +322,14 @@ class Engine(BatchSizes, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Mod
             self.parts.optimization.unguard()
         self.parts.sharding.meet("engine.destroy()")
         if not self.parts.params.away:
-            self.parts.show(is_training=False)  # what the model keeps
+            self.parts.show(is_training=False)  # the model keeps the common parameters
         try:
             if self.parts.optimization:
-                with suppress(MpispeedError):  # of a lane that is broken already
-                    self.parts.optimization.grads.pause()  # sums under way use what is closed next
+                with suppress(MpispeedError):  # the channel may be broken already
+                    self.parts.optimization.grads.pause()  # reductions under way use stores that are closed next
             self._end_absence()
             self.parts.sharding.remove()
         finally:
+            release_norms(self.module)
             self.bus.announce(Event.CLOSE)
             self.mesh.close()

@@ -1,4 +1,4 @@
-"""The engine of a pipeline: whole global batches, by a schedule, over stages."""
+"""The pipeline engine: runs global batches over stages by a schedule."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import ConfigError, MpispeedError, PipelineError, ScheduleError, UsageError
+from mpispeed.base.errors import ConfigError, PipelineError, ScheduleError, UsageError
 from mpispeed.base.split_grads import split
 from mpispeed.data.loader import RepeatingLoader
+from mpispeed.engine.build.recomputing import configure_recomputation
 from mpispeed.engine.engine import Engine
-from mpispeed.engine.recomputing import configure_recomputation
-from mpispeed.engine.reports import describe_pipeline
-from mpispeed.engine.stage_duties import StageDuties
-from mpispeed.nn import checkpointing
+from mpispeed.engine.observe.reports import describe_pipeline
+from mpispeed.engine.pipeline_callbacks import StageDuties
+from mpispeed.nn import activation_checkpointing
 from mpispeed.nn.cut_marks import is_cut, mark_cut
 from mpispeed.pipe import instructions as do
 from mpispeed.pipe.check import check
@@ -25,21 +25,21 @@ from mpispeed.pipe.run import Executor, Place
 from mpispeed.pipe.schedule import InferenceSchedule, PipeSchedule, build
 
 if TYPE_CHECKING:
-    from mpispeed.engine.parts import Parts
+    from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.comm import Comm
     from mpispeed.pipe.module import PipelineModule
 
 log = logging.getLogger(__name__)
 
 ScheduleFactory = Callable[[int, int, int], PipeSchedule]
-"""Makes a schedule of (micro-batches, stages, stage)."""
+"""(micro-batches, stages, stage) -> schedule of that stage."""
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    """A method that other engines have."""
+    """A method of `Engine` that a pipeline refuses."""
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        """Refused: several micro-batches are in work at once.
+        """Refused: several micro-batches are under way at once.
 
         Raises:
             PipelineError: always.
@@ -72,7 +72,7 @@ class PipelineEngine(Engine):
         self._unsplit: Callable[[], None] | None = None
         slices = Slices(mesh["model"])
         exchange = Exchange(
-            (mesh.lane("pipe") if self.is_pipe_parallel else mesh)["pipe"],
+            (mesh.channel("pipe") if self.is_pipe_parallel else mesh)["pipe"],
             slices if config.pipe_partitioned else None,
             slices if config.grad_partitioned else None,
             is_cut,
@@ -81,18 +81,20 @@ class PipelineEngine(Engine):
         )
         self._duties = StageDuties(parts, model, self._finish_batch)
         self._executor = Executor(place, exchange, self._duties)
-        schedule = self._schedule(parts.plan.batch.gradient_accumulation_steps)  # refuses what cannot be
+        schedule = self._schedule(
+            parts.plan.batch.gradient_accumulation_steps
+        )  # raises for schedules that are not possible
         configure_recomputation(parts.plan, mesh, micro_batches=schedule.num_pipe_buffers())
         function = model.activation_checkpoint_func
-        if function is recompute and checkpointing.is_configured():
-            function = checkpointing.checkpoint
+        if function is recompute and activation_checkpointing.is_configured():
+            function = activation_checkpointing.checkpoint
         interval = config.activation_checkpoint_interval or model.activation_checkpoint_interval
         self._restore_recomputation = model.set_activation_checkpointing(interval, function)
         if mesh.rank == 0:
             for row in describe_pipeline(parts, schedule, name):
                 log.info("%-10s %s", *row)
 
-    # -- where this rank stands ------------------------------------------------------------------------------------
+    # -- place of this rank ----------------------------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
@@ -105,17 +107,17 @@ class PipelineEngine(Engine):
         return self._executor.place.stage
 
     def is_first_stage(self) -> bool:
-        """True where micro-batches enter."""
+        """True on the stage that loads inputs."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """True where losses are made."""
+        """True on the stage that computes losses."""
         return self.stage_id == self.num_stages - 1
 
     # -- data --------------------------------------------------------------------------------------------------------
 
     def set_dataloader(self, loader: Any) -> None:
-        """Take batches from `loader`, from its beginning again when it ends. Middle stages ignore it."""
+        """Take batches from `loader`, restarting it when it ends. Middle stages ignore it."""
         if self.is_first_stage() or self.is_last_stage():
             self._duties.data = iter(RepeatingLoader(loader))
 
@@ -125,17 +127,20 @@ class PipelineEngine(Engine):
             self._duties.data = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Change every batch that is loaded by `fn`. Middle stages ignore it."""
+        """Apply `fn` to every batch that is loaded. Middle stages load none."""
         self._duties.batch_fn = fn
+
+    def _listen(self) -> None:
+        """No operation: gradients of backward passes outside the schedule are refused by the gradient store."""
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: Any = None) -> torch.Tensor:  # type: ignore[override]
-        """Train on one global batch: as many micro-batches as there are accumulation steps, and an update.
+        """Train on one global batch: one micro-batch per accumulation step, and an update.
 
         Args:
             data_iter: yields pairs (inputs, labels); first and last stages take one for each micro-batch, the others
-                none. Without it what was set is used, or the loader of `training_data`.
+                none. By default the iterator or loader that was set, or the loader of `training_data`.
             loss_fn: must be None: the loss belongs to the `PipelineModule`.
 
         Returns:
@@ -165,7 +170,7 @@ class PipelineEngine(Engine):
         return loss
 
     def _finish_batch(self, mean_loss: float) -> None:
-        """What the last instruction of a schedule asks for. Collective over: all ranks."""
+        """Run the update, the last instruction of a schedule. Collective over: all ranks."""
         self._losses = [mean_loss]
         steps = self.plan.batch.gradient_accumulation_steps
         self.counters.micro_steps += steps - 1
@@ -185,11 +190,11 @@ class PipelineEngine(Engine):
         """Evaluate one global batch, without gradients and without an update.
 
         Args:
-            data_iter: as for `train_batch`, whose own iterator stays where it is.
+            data_iter: as for `train_batch`; the training iterator does not move.
             return_logits: return (result, outputs of the last micro-batch), the latter on the last stage.
-            compute_loss: False: the result is made of the outputs of the last layer.
+            compute_loss: False: the result consists of the last layer's outputs.
             reduce_output: "avg": mean over micro-batches and data ranks; None: a list with one entry per micro-batch.
-            bcast_loss: give the result to all stages; otherwise, and without `compute_loss`, the others get None.
+            bcast_loss: send the result to all stages; otherwise, or without `compute_loss`, the others get None.
             num_micro_batches: instead of the accumulation steps.
 
         Collective over: all ranks.
@@ -218,23 +223,23 @@ class PipelineEngine(Engine):
         return (result, duties.last_outputs) if return_logits else result
 
     def get_additional_losses(self) -> dict[str, float] | None:
-        """What the module reported beside the loss, averaged over the last training batch; None if nothing."""
+        """Additional losses reported by the module, averaged over the last training batch; None if there are none."""
         return self._duties.extra_losses or None
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True while gradients are summed over ranks and the update runs."""
+        """True while gradients are reduced and the update runs."""
         return self._duties.is_at_boundary
 
     def set_schedule(self, make: ScheduleFactory | None, *, name: str = "1f1b") -> None:
-        """Train by another schedule: `make(micro_batches, stages, stage)`, or one known by `name`.
+        """Train by another schedule: `make(micro_batches, stages, stage)`, or a named one.
 
-        What `make` returns is proved by `pipe.check`, here and in `train_batch` for another number of micro-batches.
+        Schedules of `make` are proved by `pipe.check`, here and in `train_batch` for other numbers of micro-batches.
 
         Collective over: all ranks, with the same arguments.
 
         Raises:
-            ConfigError: no schedule of that name, or it does not go with the module's chunks. The schedule stays.
-            ScheduleError: on every rank, if stages would wait for ever or mix up what they hold; alike.
+            ConfigError: no schedule of that name, or it does not fit the module's chunks. The old schedule stays.
+            ScheduleError: on every rank, if stages would deadlock or mix up micro-batches. The old schedule stays.
         """
         chunks, steps = self._executor.place.chunks, self.plan.batch.gradient_accumulation_steps
         factory = _factory(name, chunks) if make is None else _proved(make, chunks, self.mesh.world.comm)
@@ -242,11 +247,13 @@ class PipelineEngine(Engine):
         self._make_schedule, self._schedules = factory, {steps: schedule}
 
     def reset_activation_shape(self) -> None:
-        """Announce shapes anew. Shapes may change at any time; this is here for DeepSpeed scripts."""
+        """Send shapes again. Shapes may change at any time; this is here for DeepSpeed scripts."""
         self._executor.exchange.forget_shapes()
 
-    # -- what a pipeline has not -------------------------------------------------------------------------------------
+    # -- refused methods ---------------------------------------------------------------------------------------------
 
+    scale = _refused("scale")
+    allreduce_gradients = _refused("allreduce_gradients")
     forward = _refused("forward")
     backward = _refused("backward")
     step = _refused("step")
@@ -261,7 +268,7 @@ class PipelineEngine(Engine):
         return self._schedules[micro_batches]
 
     def _made_by(self, make: ScheduleFactory, micro_batches: int) -> PipeSchedule:
-        """This stage's schedule; layers that it needs split are, from then on."""
+        """This stage's schedule; splits the backward of layers if the schedule needs that."""
         place = self._executor.place
         schedule = make(micro_batches, place.stages, place.stage)
         has_passes = any(isinstance(one, do.BackwardInput) for step in schedule.steps() for one in step)
@@ -290,10 +297,10 @@ class PipelineEngine(Engine):
 
 
 def _schedule_name(wanted: str | None, chunks: int) -> str:
-    """The schedule of the config, or what fits the module.
+    """Name of the schedule: that of the config, or the default for the module's chunks.
 
     Raises:
-        ConfigError: these do not fit each other.
+        ConfigError: the config's schedule does not fit the chunks.
     """
     if wanted is not None and (wanted == "interleaved") != (chunks > 1):
         msg = (
@@ -312,27 +319,25 @@ def _factory(name: str, chunks: int) -> ScheduleFactory:
 
 
 def _proved(make: ScheduleFactory, chunks: int, comm: Comm) -> ScheduleFactory:
-    """`make`, whose schedules are proved before one is returned; a call is collective over `comm`."""
+    """`make` with schedules proved before one is returned; calls are collective over `comm`."""
 
     def proved(micro_batches: int, stages: int, stage_id: int) -> PipeSchedule:
-        problem, found = "", list[PipeSchedule]()
-        try:
+        where = f"the schedule that engine.set_schedule was given, for {micro_batches} micro-batches, {stages} stages"
+        with comm.together(ScheduleError, doing=where):
             found = [make(micro_batches, stages, each) for each in range(stages)]
             problem = _flaw(found, micro_batches, chunks)
-        except MpispeedError as error:
-            problem = str(error)
-        where = f"the schedule that engine.set_schedule was given, for {micro_batches} micro-batches, {stages} stages"
-        comm.agree(not problem, f"{where}: {problem}", ScheduleError)
+            if problem:
+                raise ScheduleError(problem)
         return found[stage_id]
 
     return proved
 
 
 def _flaw(schedules: Sequence[PipeSchedule], micro_batches: int, chunks: int) -> str:
-    """Why schedules of all stages cannot train a module of so many chunks; "" if they can.
+    """The reason why schedules of all stages cannot train a module of so many chunks, or "".
 
     Raises:
-        ScheduleError: they do not hold at all.
+        ScheduleError: the check has failed.
     """
     proof, first = check(schedules), schedules[0]
     if (first.num_micro_batches, first.num_chunks) != (micro_batches, chunks):

@@ -1,4 +1,4 @@
-"""The optimizer step as a tuple of small parts that share one context."""
+"""The optimizer step, a sequence of small parts that share a context."""
 
 from __future__ import annotations
 
@@ -11,36 +11,39 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from mpispeed.base import log as logs
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.engine.facade import EngineOptimizer
-from mpispeed.zero.norm import global_square_sum
-from mpispeed.zero.params import find_unbound
+from mpispeed.sharding.norm import global_square_sum
+from mpispeed.sharding.params import find_unbound
 
 if TYPE_CHECKING:
-    from mpispeed.engine.parts import Counters
-    from mpispeed.engine.sharing import Sharing
+    from collections.abc import Callable, Sequence
+
+    from mpispeed.engine.backward import Counters
+    from mpispeed.engine.replica_groups import Sharing
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
     from mpispeed.precision.scaler import LossScale
-    from mpispeed.zero.coded import CodedExchange
-    from mpispeed.zero.grads import GradStore
-    from mpispeed.zero.params import ParamStore
-    from mpispeed.zero.walk import Walker
+    from mpispeed.sharding.grads import GradStore
+    from mpispeed.sharding.onebit_exchange import OneBitExchange
+    from mpispeed.sharding.params import ParamStore
+    from mpispeed.sharding.update_windows import UpdateWindows
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class StepContext:
-    """What the parts of one step tell each other."""
+    """Data shared by the parts of one step."""
 
     step: int  # number of this update if it is applied, from 1
-    scale: float  # loss scale that was used in backward
+    scale: float  # loss scale used in backward
     train_batch_size: int
     lr_kwargs: dict[str, Any] = field(default_factory=dict)
     threads: int = field(default_factory=torch.get_num_threads)
     norm: float = math.nan  # global L2 norm of the averaged, unscaled gradients
-    multiplier: float = 1.0  # what the update multiplies gradients by: unscales and clips
+    multiplier: float = 1.0  # factor of gradients in the update: unscales and clips
     skip: bool = False
 
 
@@ -52,7 +55,7 @@ class StepPart(Protocol):
 
 
 class FinishReduce:
-    """Complete the sums over ranks, most of which were started during backward."""
+    """Complete the gradient reductions, most of which were started during backward."""
 
     def __init__(self, grads: GradStore) -> None:
         self._grads = grads
@@ -63,13 +66,13 @@ class FinishReduce:
 
 
 class SumShared:
-    """Add up gradients of weights that several stages or slices have in common, over these."""
+    """Sum gradients of shared weights over the stages or slices that share them."""
 
     def __init__(self, grads: GradStore, sharing: Sharing) -> None:
         self._grads, self._sharing = grads, sharing
 
     def __call__(self, ctx: StepContext) -> None:
-        """Collective over: the ranks that share them."""
+        """Collective over: the ranks that share weights."""
         self._sharing.sum(self._grads)
 
 
@@ -96,45 +99,76 @@ class CheckParams:
 
 
 class MeasureNorm:
-    """Global norm and finite check in one pass; all ranks come to the same verdict.
+    """Global norm and finite check in one pass, with the same result on all ranks.
 
-    Of gradients that stay local it is the root mean square over data ranks of their own norms. That of their mean,
-    which nobody has, is never larger: clipping by it clips no less, and all ranks clip alike.
+    For gradients that stay local it is the root mean square of the data ranks' norms. The norm of their mean, which no
+    rank has, is never larger: clipping by the former clips no less, and all ranks clip alike.
     """
 
-    def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing) -> None:
-        self._mesh, self._grads, self._sharing = mesh, grads, sharing
+    def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing, counters: Counters) -> None:
+        self._mesh, self._grads, self._sharing, self._counters = mesh, grads, sharing, counters
 
     def __call__(self, ctx: StepContext) -> None:
-        """Collective over: all ranks."""
+        """Collective over: all ranks.
+
+        Raises:
+            UsageError: on every rank, if none has run a backward pass since the last update.
+        """
+        passes = float(self._counters.pending_backwards)
         counts = self._sharing.is_counted
-        total = global_square_sum(self._mesh, self._grads, threads=ctx.threads, counts=counts)
+        total, everyone = global_square_sum(self._mesh, self._grads, threads=ctx.threads, counts=counts, note=passes)
+        self._look_for_passes(everyone)
         if self._grads.is_local:
             total /= self._mesh["data"].size
         ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
         ctx.skip = not math.isfinite(total)
 
+    def _look_for_passes(self, passes: list[float]) -> None:
+        idle = [rank for rank, count in enumerate(passes) if not count]
+        if len(idle) == len(passes):
+            msg = (
+                "engine.step() would update without any backward pass since the last update; call "
+                "engine.backward(loss) before engine.step(), or leave the step out"
+            )
+            raise UsageError(msg)
+        if idle and self._mesh.rank == 0:
+            text = (
+                f"{len(idle)} of {len(passes)} ranks ran no backward pass before an update; their gradients count as "
+                "zeros in the mean over ranks (if that is not meant, call engine.backward(loss) on all ranks)"
+            )
+            logs.once(log, logging.WARNING, text)
+
 
 class AdjustScale:
-    """Tell the loss scale how the step went; gradients keep the scale that backward used."""
+    """Update the loss scale; gradients keep the scale used in backward."""
 
     def __init__(self, scaler: LossScale, mesh: Mesh, counters: Counters, grads: GradStore) -> None:
         self._scaler, self._mesh, self._counters, self._grads = scaler, mesh, counters, grads
+        self._was_exhausted = False
 
     def __call__(self, ctx: StepContext) -> None:
-        """Local: every rank has the same verdict."""
+        """Local: every rank decides alike."""
         self._scaler.update(ctx.skip)
         self._grads.rescale(self._scaler.scale / ctx.scale, is_overflow=ctx.skip)
+        starts_failing = self._scaler.is_exhausted and not self._was_exhausted
+        self._was_exhausted = self._scaler.is_exhausted
         if ctx.skip and self._mesh.rank == 0:
             step = self._counters.global_steps + 1
-            if self._scaler.dynamic:
+            if starts_failing:
+                log.warning(
+                    "step %d skipped: gradients overflow at the least loss scale, %g (fp16.min_loss_scale); the run "
+                    "goes on and skips all such steps: lower the learning rate, clip gradients, or use bf16",
+                    step,
+                    self._scaler.scale,
+                )
+            elif self._scaler.dynamic:
                 log.info("step %d skipped: gradient overflow, loss scale now %g", step, self._scaler.scale)
             else:
                 log.warning("step %d skipped: a gradient is %s; parameters are unchanged", step, ctx.norm)
 
 
 class ScaleAndClip:
-    """One multiplier that unscales and clips; the update kernel applies it in its own pass."""
+    """Compute the multiplier that unscales and clips; the update kernel applies it in its own pass."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -146,41 +180,52 @@ class ScaleAndClip:
 
 
 class ExchangeBefore:
-    """Agree on momenta or gradients that travel through one bit."""
+    """1-bit exchange of momenta or gradients, before the update."""
 
-    def __init__(self, coded: CodedExchange) -> None:
-        self._coded = coded
+    def __init__(self, onebit: OneBitExchange) -> None:
+        self._onebit = onebit
 
     def __call__(self, ctx: StepContext) -> None:
         """Collective over: the data axis."""
         if ctx.skip:
-            self._coded.drop()
+            self._onebit.drop()
         else:
-            ctx.multiplier = self._coded.before_update(ctx.step, ctx.multiplier)
+            ctx.multiplier = self._onebit.before_update(ctx.step, ctx.multiplier)
 
 
 class ExchangeAfter:
-    """Meet after local updates, where the rule says so."""
+    """1-bit exchange of local updates, after updates at which the rule synchronises."""
 
-    def __init__(self, coded: CodedExchange) -> None:
-        self._coded = coded
+    def __init__(self, onebit: OneBitExchange) -> None:
+        self._onebit = onebit
 
     def __call__(self, ctx: StepContext) -> None:
         """Collective over: the data axis."""
         if not ctx.skip:
-            self._coded.after_update(ctx.step)
+            self._onebit.after_update(ctx.step)
 
 
 class Update:
     """Run the update rule over this rank's windows."""
 
     def __init__(
-        self, mesh: Mesh, rule: Rule, walker: Walker, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer
+        self,
+        mesh: Mesh,
+        rule: Rule,
+        update_windows: UpdateWindows,
+        groups: list[dict[str, Any]],
+        optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._mesh, self._rule, self._walker, self._groups, self._optimizer = mesh, rule, walker, groups, optimizer
+        self._mesh, self._rule, self._update_windows, self._groups, self._optimizer = (
+            mesh,
+            rule,
+            update_windows,
+            groups,
+            optimizer,
+        )
 
     def __call__(self, ctx: StepContext) -> None:
-        """Local; collective over all ranks where states may be swapped.
+        """Local; collective over all ranks if states are in swap files.
 
         Raises:
             StoreError: on every rank, if a swap file of one cannot be read or written.
@@ -188,48 +233,45 @@ class Update:
         if isinstance(self._optimizer, EngineOptimizer):
             self._optimizer.overflow = ctx.skip
         if not ctx.skip:
-            if self._walker.is_swapping:
-                self._update_together(ctx)
-            else:
-                self._update(ctx)
-            # torch's schedulers look here to see that an update came before their own step
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]
+            for work in self.works(ctx):
+                if self._update_windows.is_swapping:
+                    self._together(work)
+                else:
+                    work()
+            # torch's schedulers check this attribute for an update before their own step
+            for optimizer in (self._optimizer, getattr(self._optimizer, "optimizer", None)):
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    vars(optimizer)["_opt_called"] = True
+
+    def works(self, ctx: StepContext) -> Sequence[Callable[[], None]]:
+        """The phases of an update; with states in swap files, all ranks end one before the next."""
+        return (lambda: self._update(ctx),)
 
     def _update(self, ctx: StepContext) -> None:
         # Closed, so that an exception in the rule does not keep windows borrowed.
-        with closing(self._walker.windows(self._groups, ctx.step)) as windows:
+        with closing(self._update_windows.windows(self._groups, ctx.step)) as windows:
             self._rule.update(windows, grad_scale=ctx.multiplier, threads=ctx.threads)
 
-    def _update_together(self, ctx: StepContext) -> None:
-        """What fails on one rank ends the step on all of them. Collective over: all ranks."""
-        failure: Exception | None = None
-        try:
-            self._update(ctx)
-        except Exception as error:
-            failure = error
-        problem = "" if failure is None else str(failure) or type(failure).__name__
-        try:
-            self._mesh[self._mesh.topology.names].agree(failure is None, problem, StoreError)
-        except StoreError as told:
-            if failure is None or isinstance(failure, StoreError):
-                raise
-            raise told from failure
+    def _together(self, work: Callable[[], None]) -> None:
+        """Run `work`; a failure on one rank ends the step on all. Collective over: all ranks."""
+        with self._mesh[self._mesh.topology.names].together(StoreError, plain=Exception):
+            work()
 
 
 class Publish:
-    """Bring updated masters to where parameters rest."""
+    """Copy updated masters to the parameters' placement."""
 
     def __init__(self, params: ParamStore) -> None:
         self._params = params
 
     def __call__(self, ctx: StepContext) -> None:
-        """Collective over: the axes by which masters are cut."""
+        """Collective over: the axes over which masters are sharded."""
         if not ctx.skip:
             self._params.publish_all()
 
 
 class ClearGrads:
-    """Forget the gradients of this step."""
+    """Drop the gradients of this step."""
 
     def __init__(self, grads: GradStore) -> None:
         self._grads = grads
@@ -240,9 +282,9 @@ class ClearGrads:
 
 
 class AdvanceLr:
-    """Move the learning-rate schedule on, after applied steps only.
+    """Advance the learning-rate schedule, after applied steps only.
 
-    A scheduler whose `step` has to be given one value, and which is not `metrics`, receives the train batch size.
+    A scheduler whose `step` requires one argument, other than `metrics`, gets the train batch size.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -263,7 +305,7 @@ class AdvanceLr:
         return True
 
     def check(self, lr_kwargs: dict[str, Any]) -> None:
-        """Before anything is changed.
+        """Check `lr_kwargs` before anything is changed.
 
         Raises:
             UsageError: the scheduler cannot be called with `lr_kwargs`.
@@ -289,7 +331,7 @@ class AdvanceLr:
 
 
 class CheckLrKwargs:
-    """Refuse a step that the scheduler could not follow, while nothing is changed yet."""
+    """Refuse a step whose `lr_kwargs` the scheduler cannot take, before anything is changed."""
 
     def __init__(self, advance: AdvanceLr) -> None:
         self._advance = advance

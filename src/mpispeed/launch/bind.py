@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.launch.wishes import Binding, parse_core_list
+from mpispeed.launch.options import Binding, parse_core_list
 
 CORES = "MPISPEED_BIND_CORES"
 DEVICES = "MPISPEED_BIND_DEVICES"  # by node of SLURM: n1=0,1;n2=3
@@ -22,11 +22,16 @@ _PLACES = (
 
 def local_place(environ: Mapping[str, str]) -> tuple[int, int]:
     """(number on its node, ranks there) of this process by its launcher; (0, 1) without one."""
+    return told_local_place(environ) or (0, 1)
+
+
+def told_local_place(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """(number on its node, ranks there) of this process; None if no launcher tells."""
     for rank, size in _PLACES:
         if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
             return int(environ[rank]), int(environ[size])
     if not environ.get("SLURM_LOCALID", "").isdigit():
-        return 0, 1
+        return None
     tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts = [int(count) for count, times in tasks for _ in range(int(times or 1))]
     node = int(environ.get("SLURM_NODEID") or 0)

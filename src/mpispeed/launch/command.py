@@ -1,4 +1,4 @@
-"""Plans the start of a job and runs it: which launcher, which flags, which variables, and what becomes of signals."""
+"""Plans the start of a job and runs it: launcher, flags, variables, and forwarded signals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mpispeed.launch.bind import CORES, DEVICES
 from mpispeed.launch.hosts import count_ranks, in_slurm_order, is_here
 from mpispeed.launch.mpirun import Family, find_mpirun, mpi_choice
 from mpispeed.launch.mpirun_words import common_devices, device_variables, launcher_variables, mpirun_argv
-from mpispeed.launch.wishes import Wishes
+from mpispeed.launch.options import Wishes
+from mpispeed.launch.torch_env import HOST_RANKS, host_variables
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
@@ -28,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A job that can be started: its command line and the variables added to the environment.
+    """A job that can be started: its command line and the variables it adds to the environment.
 
     `is_hydra` is True for the mpirun of MPICH and Intel MPI, whose exit code is the bare number of a fatal signal.
     """
@@ -38,7 +39,7 @@ class Launch:
     is_hydra: bool = False
 
     def describe(self) -> str:
-        """The same as a line for a shell."""
+        """The launch as a line for a shell."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.added.items())]
         return " ".join([*settings, shlex.join(self.argv)])
 
@@ -62,10 +63,10 @@ def plan_launch(
 ) -> Launch:
     """Decide how to start `program` on `ranks` ranks.
 
-    None takes the slots of the hosts that are wished for, else the tasks of a SLURM allocation, else one rank.
+    None takes the slots of the chosen hosts, else the tasks of a SLURM allocation, else one rank.
 
     Raises:
-        ConfigError: the number of ranks is not positive, or a wish cannot be had.
+        ConfigError: the number of ranks is not positive, or an option is not possible.
         UsageError: there is no launcher, or a variable of SLURM is not a number.
     """
     environ = os.environ if environ is None else environ
@@ -100,7 +101,7 @@ def takes_srun(launcher: str, environ: Mapping[str, str]) -> bool:
 
 
 def _listed_cores(wishes: Wishes) -> dict[str, str]:
-    """The variable by which the runner of a rank binds it to its part of the listed cores.
+    """The variable from which the runner of a rank takes its part of the listed cores.
 
     Raises:
         ConfigError: there is no such runner, or hosts have different numbers of ranks.
@@ -114,7 +115,7 @@ def _listed_cores(wishes: Wishes) -> dict[str, str]:
 
 
 def _listed_devices(wishes: Wishes) -> dict[str, str]:
-    """The variable by which the runner of a rank shows it the accelerators of its host.
+    """The variable from which the runner of a rank takes the accelerators of its host.
 
     SLURM sets CUDA_VISIBLE_DEVICES by itself, whatever srun has in its environment, and for all hosts alike.
 
@@ -129,6 +130,16 @@ def _listed_devices(wishes: Wishes) -> dict[str, str]:
         raise ConfigError(msg)
     lists = {host.name: ",".join(map(str, host.slots)) for host in wishes.hosts}
     return {DEVICES: ";".join(f"{name}={devices}" for name, devices in lists.items())}
+
+
+def _torch_hosts(wishes: Wishes, environ: Mapping[str, str], *, is_srun: bool) -> dict[str, str]:
+    """Variables about the hosts that ranks of torch.distributed need; those that are set stay."""
+    if not wishes.has_torch_env:
+        return {}
+    # With equal numbers srun sorts the hosts, and tells the ranks.
+    keeps_order = not is_srun or len({len(host.slots) for host in wishes.hosts}) > 1
+    found = host_variables(wishes.hosts, keeps_order=keeps_order)
+    return {name: value for name, value in found.items() if name == HOST_RANKS or not environ.get(name)}
 
 
 def _plan_srun(
@@ -146,7 +157,7 @@ def _plan_srun(
     share = srun.cores_per_rank(per_node, environ)
     cores = env.usable_cores() if share is None else share * per_node
     added = env.rank_environment(environ, ranks_per_node=per_node, cores=cores, is_debug=is_debug)
-    return Launch(tuple(argv), {**added, **_listed_devices(wishes)})
+    return Launch(tuple(argv), {**added, **_listed_devices(wishes), **_torch_hosts(wishes, environ, is_srun=True)})
 
 
 def _plan_mpirun(
@@ -167,6 +178,7 @@ def _plan_mpirun(
     cores = 0 if wishes.hosts else env.usable_cores()
     added = env.rank_environment(environ, ranks_per_node=ranks, cores=cores, is_debug=is_debug)
     added = {**mpi_choice(mpirun), **launcher_variables(mpirun, wishes, environ), **added}
+    added |= _torch_hosts(wishes, environ, is_srun=False)
     argv = mpirun_argv(
         mpirun,
         ranks,
@@ -188,7 +200,7 @@ def _terminal_sends_interrupts() -> bool:
 
 
 def _tie_to_parent() -> Callable[[], None] | None:
-    """What a child calls before it starts the job, to be ended should we be killed; None where that cannot be had."""
+    """Function a child calls before it starts the job, to be killed when we are; None if the system lacks the call."""
     if sys.platform != "linux":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Speed-up and efficiency of a scaling study: rows from what its runs have written, as table, CSV and picture."""
+"""Speed-up and efficiency of a scaling study: rows from the results of its runs, as table, CSV and picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mpispeed.base.errors import UsageError
-from mpispeed.base.pictures import picture
+from mpispeed.base.plotting import picture
 
 WIDTH_INCHES, HEIGHT_INCHES = 9.0, 3.8
 
@@ -27,20 +27,20 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size.
+    """Results for one number of ranks.
 
     Attributes:
-        ranks: how many.
-        threads: of each rank, 0 if not known.
+        ranks: their number.
+        threads: of each rank, 0 if unknown.
         samples_per_step: over all ranks.
-        runs, steps: how many runs, and steps of them all that counted.
+        runs, steps: numbers of runs, and of all their steps that counted.
         step_seconds: the median over runs of the median over steps.
-        low_seconds, high_seconds: of the runs' medians the least and largest; of one run its quartiles.
+        low_seconds, high_seconds: least and largest of the runs' medians; for one run its quartiles.
         samples_per_second: by `step_seconds`.
         speedup: samples per second by those of the smallest size.
-        efficiency: the speed-up by how many times more ranks there are.
+        efficiency: the speed-up divided by the ratio of ranks.
         efficiency_low, efficiency_high: with the spread of both sizes, in the worst and the best case.
-        serial_part: of a step of the smallest size, what did not get faster (strong scaling; by Karp and Flatt).
+        serial_part: part of a step of the smallest size that did not get faster (strong scaling; by Karp and Flatt).
     """
 
     ranks: int
@@ -60,7 +60,7 @@ class Row:
 
 
 def read_run(path: Path) -> Run:
-    """What a run has written.
+    """Read the results of a run.
 
     Raises:
         UsageError: it cannot be read.
@@ -75,7 +75,7 @@ def read_run(path: Path) -> Run:
 
 
 def rows_of(runs: Iterable[Run], mode: str, skip: int) -> list[Row]:
-    """A row for each number of ranks; `skip` first steps of each run do not count.
+    """Return a row for each number of ranks; the first `skip` steps of each run do not count.
 
     Raises:
         UsageError: a run was too short, or the batches are not those of this mode.

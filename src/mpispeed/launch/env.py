@@ -1,4 +1,4 @@
-"""Environment variables that ranks need, those that go to other hosts, and facts about this node that decide them."""
+"""Environment variables for ranks and for other hosts, and the facts about this node that decide them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CPU = Path("/sys/devices/system/cpu")
 
 
 def usable_cores() -> int:
-    """Cores this process may run on: an affinity mask or a cgroup can leave fewer than the machine has."""
+    """Number of cores this process may run on: an affinity mask or a cgroup can leave fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def physical_cores(folder: Path = _CPU) -> int:
-    """Usable cores, of which two hardware threads are one; MPIs count so when they bind."""
+    """Number of usable cores without hardware threads, which is how MPIs count when they bind."""
     if not hasattr(os, "sched_getaffinity"):
         return usable_cores()
     cores = set()
@@ -42,9 +42,9 @@ def physical_cores(folder: Path = _CPU) -> int:
 def rank_environment(
     environ: Mapping[str, str], *, ranks_per_node: int, cores: int, is_debug: bool = False
 ) -> dict[str, str]:
-    """What to add to `environ` for the ranks; a variable the user has set is left alone.
+    """Return variables to add to `environ` for the ranks; those that the user has set are left alone.
 
-    Units: `ranks_per_node` ranks share `cores` cores of one node; 0 cores if nobody knows how many a node has, and
+    Units: `ranks_per_node` ranks share `cores` cores of one node; 0 cores if the number is unknown, and
     then the ranks find out.
     """
     wanted = {"PYTHONUNBUFFERED": "1"}
@@ -62,7 +62,7 @@ def rank_environment(
 
 
 def exported_names(environ: Mapping[str, str], added: Mapping[str, str]) -> tuple[str, ...]:
-    """Variables to name to a launcher that passes nothing on to other hosts by itself."""
+    """Names of variables for launchers that pass nothing on to other hosts by themselves."""
     known = {name for name in environ if name.startswith(_PREFIXES) or name in _NAMES}
     return tuple(sorted({*known, *added}))
 
@@ -86,9 +86,9 @@ def file_variables(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def parse_variables(text: str, where: str) -> dict[str, str]:
-    """Variables in lines KEY=VALUE; blank lines and those that begin with # are skipped.
+    """Parse lines KEY=VALUE; blank lines and those that begin with # are skipped.
 
-    A value keeps its spaces and its further =; quotes around the whole of it are taken off, nothing is expanded.
+    A value keeps its spaces and any further =; quotes around all of it are removed, nothing is expanded.
 
     Raises:
         ConfigError: naming `where` and the line.

@@ -1,4 +1,4 @@
-"""What the doctor finds: one line each, with a verdict and a cure."""
+"""Findings of the doctor: one line each, with a verdict and a cure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 MOST_ALIKE = 2
-"""Different words of as many nodes are all shown."""
+"""Up to so many nodes, differing words are all shown."""
 
 
 class Verdict(str, enum.Enum):
-    """How a finding is meant, from good to bad; `INFO` is neither."""
+    """Verdict on a finding, from good to bad; `INFO` is neither."""
 
     OK = "ok"
     INFO = "info"
@@ -22,7 +22,7 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
         area: heading it stands under.
@@ -49,15 +49,15 @@ class Finding:
 
 
 def from_dict(plain: Mapping[str, Any]) -> Finding:
-    """What `as_dict` gave."""
+    """Make a finding from `as_dict`'s result."""
     return Finding(**{**plain, "verdict": Verdict(plain["verdict"])})
 
 
 def merge(by_node: Mapping[str, Iterable[Finding]]) -> list[Finding]:
-    """Findings of several nodes: what is the same everywhere once, the rest with the nodes that have it.
+    """Merge findings of several nodes: those equal everywhere appear once, the rest with their nodes.
 
-    Where many nodes differ only in the words of what is good, those of the first one stand for all. The order is that
-    of the first node; what only others have comes last.
+    If many nodes differ only in the words of good findings, those of the first one stand for all. The order is that
+    of the first node; findings of other nodes only come last.
     """
     nodes = {node: list(dict.fromkeys(found)) for node, found in by_node.items()}
     subjects: dict[tuple[str, str], dict[Finding, list[str]]] = {}
@@ -79,12 +79,12 @@ def _merge_subject(places: Mapping[Finding, list[str]], nodes: int) -> list[Find
 
 
 def list_names(names: Iterable[object], most: int = 8) -> str:
-    """The first names, and how many there are in all if these are more."""
+    """The first names, and their total number if there are more."""
     listed = [str(name) for name in names]
     shown = ", ".join(listed[:most])
     return shown if len(listed) <= most else f"{shown}, ... ({len(listed)} in all)"
 
 
 def has_failed(findings: Iterable[Finding]) -> bool:
-    """Whether anything is missing that no run can do without."""
+    """True if anything is missing that every run needs."""
     return any(finding.verdict is Verdict.FAIL for finding in findings)

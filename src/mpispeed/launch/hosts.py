@@ -1,4 +1,4 @@
-"""Which hosts a job runs on: host files, filters, and the slots that are used on each.
+"""Hosts of a job: host files, filters, and the slots used on each.
 
 A slot is the place of one rank on a host, and the number of the accelerator that the rank there uses.
 """
@@ -99,7 +99,7 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
 
 
 def filter_hosts(hosts: Slots, include: str = "", exclude: str = "") -> Slots:
-    """What a filter leaves of the hosts, in their order; hosts without a slot left disappear.
+    """Apply a filter to the hosts, in their order; hosts without a slot left disappear.
 
     Raises:
         ConfigError: both filters are given, or one names a host or a slot that is not there.
@@ -133,7 +133,7 @@ def filter_hosts(hosts: Slots, include: str = "", exclude: str = "") -> Slots:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the user chose of the hosts."""
+    """The user's choice among the hosts."""
 
     include: str = ""
     exclude: str = ""
@@ -144,7 +144,7 @@ class Choice:
         return bool(self.include or self.exclude) or self.num_nodes is not None or self.num_gpus is not None
 
     def check(self) -> None:
-        """Refuse what cannot hold together.
+        """Refuse options that contradict each other.
 
         Raises:
             ConfigError: naming the options.
@@ -165,10 +165,10 @@ class Choice:
             raise ConfigError(msg)
 
     def of(self, hosts: Slots, where: str) -> tuple[Host, ...]:
-        """The chosen part of the hosts that `where` names.
+        """Return the chosen part of the hosts; `where` is their source, for messages.
 
-        An include may name slots beyond those of the host file: they are numbers of accelerators, of which a machine
-        can have more than the file allows ranks.
+        An include may name slots beyond those of the host file: they are numbers of accelerators, and a machine
+        can have more of them than the file allows ranks.
 
         Raises:
             ConfigError: the choice does not fit the hosts.
@@ -243,7 +243,7 @@ def is_here(name: str) -> bool:
 
 
 def expand_slurm_names(text: str) -> list[str]:
-    """Names in SLURM's short form: n[01-03,7],login gives n01 n02 n03 n7 login.
+    """Expand SLURM's short form of names: n[01-03,7],login gives n01 n02 n03 n7 login.
 
     Raises:
         ConfigError: the text is no list of hosts.
@@ -265,6 +265,12 @@ def expand_slurm_names(text: str) -> list[str]:
     return names
 
 
+def first_slurm_name(text: str) -> str:
+    """The first host of SLURM's short form: of n[01-03,7],login n01; brackets may stand anywhere in a name."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", text)
+    return re.sub(r"\[(\d*)[^\]]*\]", r"\1", first[0] if first else "").strip()
+
+
 def slurm_slots(environ: Mapping[str, str]) -> Slots:
     """The hosts of a SLURM allocation with as many slots as it has tasks there, one where it does not say.
 
@@ -279,17 +285,17 @@ def slurm_slots(environ: Mapping[str, str]) -> Slots:
 
 
 def in_slurm_order(hosts: Sequence[Host], environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts in the order of the allocation: MPICH starts its helpers by srun, which sorts them so."""
+    """Sort the hosts as the allocation does: MPICH starts its helpers by srun, which uses that order."""
     names = expand_slurm_names(environ.get("SLURM_JOB_NODELIST", ""))
     places = {name: place for place, name in enumerate(names)}
     return tuple(sorted(hosts, key=lambda host: places.get(host.name, len(places))))
 
 
 def describe(hosts: Sequence[Host]) -> str:
-    """The hosts and how many ranks each has, in few words."""
+    """The hosts with their numbers of ranks, in few words."""
     return ", ".join(f"{host.name} ({len(host.slots)})" for host in hosts)
 
 
 def count_ranks(hosts: Sequence[Host]) -> int:
-    """How many slots there are."""
+    """Number of slots."""
     return sum(len(host.slots) for host in hosts)

@@ -17,7 +17,7 @@ from mpispeed.base.errors import ConfigError, UsageError
 
 
 class Family(enum.Enum):
-    """Kinds of MPI that want different flags."""
+    """Kinds of MPI that need different flags."""
 
     MPICH = "MPICH"
     INTEL = "Intel MPI"
@@ -117,7 +117,7 @@ def _without_script(mpirun: Mpirun, environ: Mapping[str, str]) -> Mpirun:
 
 
 def mpi_choice(mpirun: Mpirun, *, python: str = sys.executable) -> dict[str, str]:
-    """Variables that make mpi4py load the library of this launcher when a wheel of another MPI lies beside it."""
+    """Variables that make mpi4py load this launcher's library when a wheel of another MPI lies beside it."""
     if mpirun.path.parent.resolve() == Path(python).parent.resolve():
         return {}
     by_family = {Family.OPEN_MPI: "openmpi", Family.MPICH: "mpich", Family.INTEL: "mpich"}

@@ -10,7 +10,7 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch import env
 from mpispeed.launch.hosts import Host
 from mpispeed.launch.mpirun import Family, Mpirun
-from mpispeed.launch.wishes import Wishes
+from mpispeed.launch.options import Wishes
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -28,13 +28,13 @@ def mpirun_argv(
     wishes: Wishes | None = None,
     exported: Iterable[str] = (),
 ) -> list[str]:
-    """The command line that starts `program` on `ranks` ranks, on this node or on the hosts of the wishes.
+    """The command line that starts `program` on `ranks` ranks, on this node or on the chosen hosts.
 
     `cores` are those of this node. Variables named in `exported` are passed on to other hosts.
 
     Raises:
-        ConfigError: the wishes cannot be had from this MPI.
-        UsageError: nobody knows how to reach other hosts with it.
+        ConfigError: the options are not possible with this MPI.
+        UsageError: there is no known way to reach other hosts with it.
     """
     wishes = wishes or Wishes()
     write = _WRITERS[mpirun.family]
@@ -176,14 +176,14 @@ _WRITERS: Mapping[Family, Callable[..., list[str]]] = {
 
 
 def _is_cut(family: Family, hosts: Sequence[Host]) -> bool:
-    """True if every host needs a block of the command line of its own."""
+    """True if every host needs a block of its own in the command line."""
     if family is Family.INTEL and len({len(host.slots) for host in hosts}) > 1:
         return True
     return common_devices(hosts) == ""
 
 
 def _blocks(family: Family, ranks: int, program: Sequence[str], wishes: Wishes, exported: Iterable[str]) -> list[str]:
-    """What stands after the flags: the number of ranks and the program, by host if need be."""
+    """Words after the flags: the number of ranks and the program, by host if need be."""
     is_open = family is Family.OPEN_MPI
     every = list(itertools.chain.from_iterable(("-x", name) for name in exported)) if is_open and wishes.hosts else []
     if not _is_cut(family, wishes.hosts):

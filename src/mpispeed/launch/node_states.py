@@ -1,15 +1,15 @@
-"""Hosts of a SLURM job that are lost, by what the controller says: one question for all of them, not a step on each."""
+"""Lost hosts of a SLURM job by the controller's answer: one question for all of them, not a step on each."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mpispeed.base.commands import run_command
 from mpispeed.launch.hosts import Host
 
 ASK_SECONDS, RECHECK_SECONDS = 300.0, 60.0
-"""Between two questions: the controller serves many jobs, and finds out by itself at about this pace."""
+"""Intervals of questions: the controller serves many jobs, and itself notices lost nodes at about this pace."""
 
 _LOST = ("down", "fail")
 
@@ -26,7 +26,7 @@ class NodeStates:
         """Hosts that SLURM calls lost, with the reason."""
         try:
             text = self._ask(",".join(host.name for host in hosts))
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except OSError as error:
             if not self._is_silent:
                 self.say(f"SLURM does not say how the hosts are ({error}); none is taken to be lost")
             self._is_silent = True
@@ -39,13 +39,10 @@ class NodeStates:
         """The answer for these nodes, a line for each and each of its partitions.
 
         Raises:
-            OSError: there is no sinfo, or no controller.
-            TimeoutExpired: there was no answer in time.
+            OSError: there is no sinfo, no controller, or no answer in time.
         """
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", f"--nodes={names}", "--format=%N %T"], capture_output=True, text=True,
-            timeout=self.limit_seconds, stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+        words = ["sinfo", "--noheader", "--Node", f"--nodes={names}", "--format=%N %T"]
+        done = run_command(words, seconds=self.limit_seconds)
         if done.returncode:
             raise OSError((done.stderr.strip().splitlines() or [f"sinfo ended with {done.returncode}"])[-1])
         return done.stdout

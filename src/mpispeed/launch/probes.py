@@ -1,4 +1,4 @@
-"""Questions to processes of their own, because a library may crash and a file system may hang."""
+"""Probes in processes of their own, because a library may crash and a file system may hang."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 KILL_SECONDS = 5.0
-"""What a process gets to end by itself, and then to be ended."""
+"""Time for a process to end by itself after a request, and again after it was killed."""
 
 Answer = tuple[Any, str]
-"""(what was answered, "") or (None, why there is no answer)."""
+"""(answer, "") or (None, the reason why there is none)."""
 
 
 def ask(
@@ -36,7 +36,7 @@ def ask(
 def run(
     argv: Sequence[str], *, seconds: float, environ: Mapping[str, str] | None = None, is_rank: bool = False
 ) -> Answer:
-    """As `ask`, of any program."""
+    """Like `ask`, for any program."""
     code, out, err = call(argv, seconds=seconds, environ=environ, is_rank=is_rank)
     if code is None:
         return None, err
@@ -50,8 +50,8 @@ def run(
 def call(
     argv: Sequence[str], *, seconds: float, environ: Mapping[str, str] | None = None, is_rank: bool = False
 ) -> tuple[int | None, str, str]:
-    """(exit code, what it wrote, what it complained); the code is None if it had to be ended, with the reason."""
-    # Files, not pipes: what it has started itself may keep a pipe open for ever.
+    """Return (exit code, stdout, stderr); for a process that had to be killed, None and the reason."""
+    # Files, not pipes: programs that it has started may keep a pipe open for ever.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             process = subprocess.Popen(
@@ -72,12 +72,12 @@ def call(
 
 
 def _environment(environ: Mapping[str, str] | None) -> dict[str, str]:
-    """Files in the current folder do not replace modules."""
+    """Environment in which files in the current folder do not replace modules."""
     return {**(os.environ if environ is None else environ), "PYTHONSAFEPATH": "1"}
 
 
 def _end(process: subprocess.Popen[bytes], *, is_group: bool) -> None:
-    """Ask it to end, then end it; a process that a dead file system holds stays behind."""
+    """Ask a process to end, then kill it; one that a dead file system holds stays behind."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number) if is_group else process.send_signal(number)

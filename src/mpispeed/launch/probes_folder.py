@@ -1,4 +1,4 @@
-"""How a folder behaves: locks, renames, mapped files, direct I/O, speed. Asked in a process of its own.
+"""Probe of a folder: locks, renames, mapped files, direct I/O, speed. Runs in a process of its own.
 
     python -m mpispeed.launch.probes_folder FOLDER
 
@@ -37,7 +37,7 @@ SEEN_SECONDS = 5.0
 
 
 def check_folder(folder: str, *, is_asked: bool = True) -> list[Finding]:
-    """All findings of this area; a folder that nobody asked for is no failure if it cannot be used."""
+    """All findings on the folder; a default folder that cannot be used is no failure."""
     found, reason = ask(["-m", "mpispeed.launch.probes_folder", folder], seconds=SECONDS)
     rows = [_no_answer(folder, reason)] if not isinstance(found, list) else [from_dict(row) for row in found]
     is_milder = not is_asked and [row.verdict for row in rows] == [Verdict.FAIL]
@@ -50,7 +50,7 @@ def _no_answer(folder: str, reason: str) -> Finding:
 
 
 def look_at(folder: Path) -> Iterator[Finding]:
-    """Try everything in a folder of its own below `folder`."""
+    """Try everything in a new folder below `folder`."""
     try:
         room = tempfile.TemporaryDirectory(prefix=".mpispeed-doctor-", dir=folder, ignore_cleanup_errors=True)
     except OSError as error:
@@ -85,7 +85,7 @@ def _look_at_space(folder: Path) -> Iterator[Finding]:
 
 
 def _tried(what: str, trial: Callable[[Path], str], room: Path, cure: str) -> Finding:
-    """`trial` returns what was seen, or raises `OSError` with what is wrong."""
+    """Finding of a trial; `trial` returns its observation, or raises `OSError` with the reason."""
     try:
         return Finding(AREA, what, Verdict.OK, trial(room))
     except OSError as error:
@@ -96,7 +96,7 @@ def _tried(what: str, trial: Callable[[Path], str], room: Path, cure: str) -> Fi
 
 
 def _in_child(body: Callable[[], bool]) -> bool:
-    """What `body` answers in a forked process."""
+    """Return the answer of `body` in a forked process."""
     child = os.fork()
     if child == 0:
         code = 2
@@ -133,7 +133,7 @@ def _try_fcntl(room: Path) -> str:
 
 
 def _try_rename(room: Path) -> str:
-    """Readers see the old file or the new one, never none or a part."""
+    """Check that readers see the old file or the new one, never none or a part."""
     target, fresh = room / "renamed", room / "fresh"
     words = [b"a" * 4096, b"b" * 4096]
     target.write_bytes(words[0])
@@ -199,7 +199,7 @@ _TRIALS: tuple[tuple[str, Callable[[Path], str], str], ...] = (
 
 
 def _speed(room: Path) -> Finding:
-    """What one process writes, with fsync, and reads again, with the cache dropped."""
+    """Measure one process that writes, with fsync, and reads again, with the cache dropped."""
     path, chunk = room / "speed", os.urandom(CHUNK_BYTES)
     try:
         status = os.statvfs(room)

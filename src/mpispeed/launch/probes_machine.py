@@ -1,4 +1,4 @@
-"""What this node gives a process: cores, memory, limits, /dev/shm, the temporary folder."""
+"""Resources of a process on this node: cores, memory, limits, /dev/shm, the temporary folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpispeed.base.units import format_bytes
-from mpispeed.guard.memory import memory_facts
 from mpispeed.launch.env import usable_cores
 from mpispeed.launch.findings import Finding, Verdict
+from mpispeed.watchdog.memory import memory_facts
 
 AREA = "machine"
 GIB = 1 << 30
@@ -31,7 +31,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_cores() -> Finding:
-    """How many cores there are, and how many threads will be taken."""
+    """Number of cores, and of threads that will be used."""
     cores, total = usable_cores(), os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS", "")
     text = f"{cores} of {total} usable by this process; OMP_NUM_THREADS {threads or 'unset'}"
@@ -41,7 +41,7 @@ def check_cores() -> Finding:
 
 
 def check_memory() -> Finding:
-    """The smallest limit on memory, and what is free."""
+    """The smallest limit on memory, and the free memory."""
     facts = memory_facts(os.getpid())
     if facts.total_bytes is None:
         return Finding(AREA, "memory", Verdict.INFO, "this system does not tell (/proc/meminfo)")
@@ -60,7 +60,7 @@ def check_memory() -> Finding:
 
 
 def check_shm(folder: Path) -> Finding:
-    """Where ranks of a node exchange messages."""
+    """Shared memory, through which ranks of a node exchange messages."""
     try:
         status = os.statvfs(folder)
     except OSError as error:
@@ -78,7 +78,7 @@ def check_shm(folder: Path) -> Finding:
 
 
 def check_temp(folder: Path) -> Finding:
-    """Where temporary files go."""
+    """Folder for temporary files."""
     try:
         status = os.statvfs(folder)
         free = status.f_bavail * status.f_frsize
@@ -93,7 +93,7 @@ def check_temp(folder: Path) -> Finding:
 
 
 def check_limits() -> Iterator[Finding]:
-    """Limits of the shell that hurt."""
+    """Limits of the shell that are too low."""
     rows = (
         ("locked memory", resource.RLIMIT_MEMLOCK, LOCKED_LEAST_BYTES, True, "-l", "page-locked buffers and networks"),
         ("open files", resource.RLIMIT_NOFILE, FILES_LEAST, False, "-n", "checkpoints and many ranks"),

@@ -1,4 +1,4 @@
-"""Ranks and their MPI: whether they form one world, how they are bound, whether MPI works while they compute."""
+"""Probes of ranks and their MPI: they form one world, are bound well, and MPI works while they compute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpispeed.launch.probes import Answer, ask, call
 AREA = "ranks"
 SECONDS = 90.0
 JOIN_SECONDS = 600.0
-"""How long ranks wait for the first one of each node, which looks at software, GPU and folder before it joins."""
+"""Time that ranks wait for the first one of each node, which looks at software, GPU and folder before it joins."""
 
 LATE_CLOCK_SECONDS = 0.1
 PROGRESS_PART = 0.5
@@ -33,14 +33,14 @@ import json
 from mpi4py import MPI
 print(json.dumps(" ".join(MPI.Get_library_version().split("\\n")[0].strip(" \\0").split())))
 """
-# Of those that a launcher sets for its ranks, and that a process alone must not see.
+# Variables that a launcher sets for its ranks, and that a process alone must not see.
 _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "PALS_")
 _SIZES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process by the variables of its launcher; a size of 1 is a process alone."""
+    """This process's place by the variables of its launcher; a size of 1 is a process alone."""
 
     rank: int
     size: int
@@ -48,7 +48,7 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Where the launcher put this process; the batch script of SLURM is no rank."""
+    """Find this process's place by its launcher; the batch script of SLURM is no rank."""
     names = list(_SIZES)
     if not srun.is_inside_allocation(environ):
         names.append(("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
@@ -62,7 +62,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
 
 
 def check_pair(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Which MPI there is, and what two ranks see that are started for it."""
+    """The MPI in use, and the findings of two ranks started for this check."""
     if any(size in environ for _, size in _SIZES):  # a world of one inside of an mpirun starts another
         environ = _without_launcher(environ, _OF_LAUNCHERS)
     library, reason = ask(["-c", _MPI], seconds=SECONDS, environ=environ)
@@ -90,7 +90,7 @@ def _check_started_pair(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def read_answer(file: Path, code: int | None, out: str, err: str) -> Answer:
-    """What rank 0 wrote to `file`, or why it did not."""
+    """Read rank 0's answer from `file`, or the reason why there is none."""
     try:
         return json.loads(file.read_text()), ""
     except (OSError, ValueError):
@@ -99,7 +99,7 @@ def read_answer(file: Path, code: int | None, out: str, err: str) -> Answer:
 
 
 def judge_pair(found: Answer, command: str) -> Iterator[Finding]:
-    """Findings of two ranks that were started on purpose."""
+    """Findings of two ranks started for this check."""
     answer, reason = found
     if answer is None:
         yield Finding(AREA, "world of 2", Verdict.FAIL, reason, f"try by hand: {command}")
@@ -123,7 +123,7 @@ def judge_pair(found: Answer, command: str) -> Iterator[Finding]:
 def look_as_rank(
     place: Place, own: Sequence[Finding], folder: str, environ: Mapping[str, str] = os.environ
 ) -> list[Finding]:
-    """Give what this rank has found to rank 0, in a process that joins MPI; there, findings of the whole job.
+    """Send this rank's findings to rank 0, in a process that joins MPI; there, return findings of the whole job.
 
     Collective over: all ranks of the job. Elsewhere the result is empty.
     """
@@ -175,7 +175,7 @@ def _judge_library(ranks: Sequence[Mapping[str, Any]]) -> Finding:
 
 
 def judge_world(ranks: Sequence[Mapping[str, Any]], place: Place, environ: Mapping[str, str]) -> Finding:
-    """Whether the world is what the launcher started, and that what the allocation has."""
+    """Check that the world is the launcher's, and that the launcher uses the allocation."""
     if len(ranks) != place.size:
         what = f"the launcher started {place.size} ranks, MPI sees {len(ranks)}"
         return Finding(AREA, "world", Verdict.FAIL, what, ranks[0]["problem"])
@@ -192,7 +192,7 @@ def judge_world(ranks: Sequence[Mapping[str, Any]], place: Place, environ: Mappi
 
 
 def judge_pmi(library: str, environ: Mapping[str, str]) -> Finding:
-    """By what the ranks found each other."""
+    """The interface through which ranks found each other."""
     is_slurm = "SLURM_STEP_ID" in environ and not srun.is_inside_allocation(environ)
     starter = "srun" if is_slurm and "HYDI_CONTROL_FD" not in environ else "mpirun"
     if "PMIX_RANK" in environ:
@@ -260,7 +260,7 @@ def format_cores(cores: Sequence[int]) -> str:
 
 
 def judge_clocks(rows: Sequence[Mapping[str, Any]]) -> Finding:
-    """Whether clocks of nodes agree."""
+    """Check that the clocks of nodes agree."""
     if not rows:
         return Finding(AREA, "clocks", Verdict.OK, "one node, one clock")
     worst = max(rows, key=lambda row: abs(row["offset_seconds"]))
@@ -305,7 +305,7 @@ def _without_launcher(environ: Mapping[str, str], prefixes: tuple[str, ...]) -> 
 
 
 def check_gpu_memory(has_gpu: bool, environ: Mapping[str, str] = os.environ) -> Finding:
-    """Whether MPI takes memory of a GPU as it is, tried by a process that may die of it."""
+    """Check that MPI takes memory of a GPU directly, in a process that may crash."""
     if not has_gpu:
         return Finding(AREA, "MPI and GPU memory", Verdict.INFO, "no GPU")
     alone = _without_launcher(environ, (*_OF_LAUNCHERS, "SLURM_"))

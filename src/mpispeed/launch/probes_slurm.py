@@ -1,4 +1,4 @@
-"""What SLURM says of the job around us."""
+"""Probe of the SLURM job around us."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _show(argv: list[str], environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Name -> value of what scontrol shows; None if it does not answer."""
+    """Name -> value of scontrol's output; None if it does not answer."""
     code, out, _ = call(argv, seconds=SECONDS, environ=environ)
     return parse(out) if code == 0 else None
 
@@ -61,7 +61,7 @@ def seconds_of(text: str) -> int | None:
 
 
 def check_time(job: Mapping[str, str]) -> Finding:
-    """How long the job may still run."""
+    """Time that the job may still run."""
     limit, ran = job.get("TimeLimit", ""), job.get("RunTime", "")
     most, so_far = seconds_of(limit), seconds_of(ran)
     if most is None or so_far is None:
@@ -75,7 +75,7 @@ def check_time(job: Mapping[str, str]) -> Finding:
 
 
 def check_requeue(job: Mapping[str, str]) -> Finding:
-    """Whether SLURM may start the job again."""
+    """Finding on SLURM's right to start the job again."""
     if job.get("Requeue") == "1":
         return Finding(AREA, "requeue", Verdict.OK, f"allowed; restarts so far {job.get('Restarts', '0')}")
     cure = 'submit with --requeue for walltime.chain "requeue"; "dependency" needs none'

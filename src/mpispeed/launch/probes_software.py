@@ -1,14 +1,14 @@
-"""What of the software is usable: Python, torch, compiled modules, HDF5, CUDA."""
+"""Probe of the software: Python, torch, compiled modules, HDF5, CUDA."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 import sys
 from collections.abc import Iterator
 
 from mpispeed.base.errors import NativeMissing
+from mpispeed.base.version import VERSION
 from mpispeed.launch.findings import Finding, Verdict
 from mpispeed.launch.probes import ask
 from mpispeed.native.cuda import toolchain
@@ -45,7 +45,7 @@ print(json.dumps({"reason": reason, "said": said}))
 
 def check_software() -> Iterator[Finding]:
     """All findings of this area."""
-    yield Finding(AREA, "mpispeed", Verdict.OK, importlib.metadata.version("mpispeed"))
+    yield Finding(AREA, "mpispeed", Verdict.OK, VERSION)
     yield Finding(AREA, "Python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
     yield from _check_torch()
     yield from _check_hdf5()
@@ -85,7 +85,7 @@ def _check_compiled() -> Iterator[Finding]:
         yield Finding(AREA, "compiled modules", Verdict.WARN, reason, "install mpispeed again with a C compiler")
         return
     for name, is_usable, detail in found:
-        cure = "" if is_usable else "slower twins in torch take over; install mpispeed again with a C compiler"
+        cure = "" if is_usable else "slower torch code takes over; install mpispeed again with a C compiler"
         yield Finding(AREA, f"compiled {name}", Verdict.OK if is_usable else Verdict.WARN, detail, cure)
 
 
@@ -104,10 +104,10 @@ def _check_cuda() -> Iterator[Finding]:
 
 
 def _check_kernels() -> Iterator[Finding]:
-    """Whether a kernel runs on the GPU, tried in a process of its own."""
+    """Check that a kernel runs on the GPU, in a process of its own."""
     found, reason = ask(["-c", _KERNELS], seconds=SECONDS)
     if isinstance(found, dict) and not found["reason"]:
         yield Finding(AREA, "fused kernels", Verdict.OK, found["said"])
         return
     what = found["reason"] if isinstance(found, dict) else reason
-    yield Finding(AREA, "fused kernels", Verdict.WARN, what, "slower twins in torch take over")
+    yield Finding(AREA, "fused kernels", Verdict.WARN, what, "slower torch code takes over")

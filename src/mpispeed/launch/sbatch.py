@@ -1,4 +1,4 @@
-"""Fills a batch template from what is asked for, what a site's profile says, and what SLURM says of a partition."""
+"""Fills a batch template from a request, a site's profile, and SLURM's answers about a partition."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mpispeed.launch.mpirun import Family, find_mpirun
 from mpispeed.launch.sites import Site, seconds_of
 from mpispeed.launch.submit import Partition
 
-TEMPLATES = ("single", "multi", "array", "requeue", "container")
+TEMPLATES = ("single", "multi", "array", "requeue", "container", "torch")
 SIGNAL_SECONDS = 120
-"""How long before the time limit SLURM sends USR1; the run itself asks for the limit and is done before, as a rule."""
+"""Seconds before the time limit at which SLURM sends USR1; the run asks for the limit and is usually done before."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.+-]+")
 _ARRAY = re.compile(r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[0-9]+)?")
@@ -29,7 +29,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to run, and on what; None and "" leave it to the site, the partition or SLURM.
+    """Program and resources of a job; None and "" leave a choice to the site, the partition or SLURM.
 
     Attributes:
         words: the script and its arguments.
@@ -68,10 +68,10 @@ class Request:
 
 
 def choose_template(request: Request) -> str:
-    """The template that fits what is asked for.
+    """Return the template that fits the request.
 
     Raises:
-        UsageError: what is asked for does not fit the template that was named.
+        UsageError: the request does not fit the template that was named.
     """
     if request.template:
         _refuse_misfit(request)
@@ -118,7 +118,7 @@ def read_template(name: str) -> str:
 
 
 def values_of(request: Request, site: Site, partition: Partition) -> dict[str, str]:
-    """What the names in templates stand for.
+    """Values of the names in templates.
 
     Raises:
         UsageError: something is missing that neither the request nor the site nor SLURM says.
@@ -190,7 +190,7 @@ def _flags(request: Request, site: Site, gpus: int) -> list[str]:
 
 
 def signal_seconds(time: str) -> int:
-    """How long before the limit USR1 is sent, by default; 0 for not at all.
+    """Seconds before the limit at which USR1 is sent, by default; 0 for not at all.
 
     A job spends the most of its time on training, and SLURM may send the signal a minute too early.
     """
@@ -209,7 +209,7 @@ def _plain(folder: Path) -> str:
 
 
 def _refuse_over_limit(request: Request, site: Site, partition: Partition, time: str) -> None:
-    """Jobs over the limits of a partition would wait for ever."""
+    """Refuse jobs over the limits of a partition, which would wait for ever."""
     try:
         wanted = seconds_of(time)
     except ValueError as error:
@@ -242,7 +242,7 @@ def default_plugin() -> str:
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """The script.
+    """Fill the template; return the script.
 
     Raises:
         UsageError: the template has names that nothing is known for, or a dollar sign that is no name.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.plain import hide_secrets
 from mpispeed.launch import srun
 from mpispeed.launch.command import plan_launch
 from mpispeed.launch.efficiency import Run, read_run
@@ -20,7 +21,7 @@ from mpispeed.launch.env import usable_cores
 
 MODES = ("strong", "weak")
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
-"""By which scripts take their config; a --config may be anything."""
+"""Flags that take the config in scripts; a --config may be anything."""
 
 RESULT_FILE = "MPISPEED_SCALE_FILE"
 NAME = "study.json"
@@ -32,7 +33,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 10.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is measured, as it stands in `study.json`.
+    """Settings of a study, as stored in `study.json`.
 
     Attributes:
         words: the script and its arguments.
@@ -49,13 +50,13 @@ class Study:
     skip: int = 3
 
     def cases(self) -> Iterator[tuple[int, int]]:
-        """(ranks, repetition): all sizes in turn, so that what changes with time touches them alike."""
+        """(ranks, repetition): all sizes in turn, so that changes over time affect them alike."""
         return ((ranks, number) for number in range(self.repeat) for ranks in self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of a study, and where it keeps its files."""
+    """One run of a study, and its folder."""
 
     ranks: int
     folder: Path
@@ -63,12 +64,12 @@ class Case:
 
     @property
     def result(self) -> Path:
-        """What the run writes at its end."""
+        """File of the run's results."""
         return self.folder / "steps.json"
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the run needs to know."""
+        """Variables for the run."""
         return {RESULT_FILE: str(self.result)}
 
 
@@ -89,7 +90,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def batch_keys(config: Mapping[str, Any], mode: str, ranks: int, first: int) -> dict[str, int]:
-    """The batch settings of a config for a number of ranks; `first` is the smallest one of the study.
+    """Batch settings of a config for a number of ranks; `first` is the smallest one of the study.
 
     Raises:
         ConfigError: the config does not tell its batch, or it cannot be cut so.
@@ -116,7 +117,7 @@ def batch_keys(config: Mapping[str, Any], mode: str, ranks: int, first: int) -> 
     share = _quotient(total, here, ranks)
     if micro is None:
         return {_TRIANGLE[0]: total, _TRIANGLE[2]: steps if steps and share % steps == 0 else 1}
-    # As large as the config allows, so that a rank needs no more memory than it said.
+    # As large as possible without exceeding the config's, so that a rank needs no more memory.
     fitting = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
     return {_TRIANGLE[0]: total, _TRIANGLE[1]: fitting}
 
@@ -147,7 +148,7 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _others(config: Mapping[str, Any]) -> int:
-    """Ranks that share one part of the batch: stages of a pipeline times slices of layers."""
+    """Ranks that share one part of the batch: stages of a pipeline times tensor slices."""
     tensor = _section(config, "tensor_parallel")
     slices = [tensor.get("autotp_size"), _section(tensor, "tensor_parallel").get("tp_size")]
     found = [number for number in slices if isinstance(number, int)]
@@ -159,7 +160,7 @@ def _others(config: Mapping[str, Any]) -> int:
 
 
 def find_config(words: Sequence[str]) -> tuple[int, str, Path] | None:
-    """(position, what stands before the path in that word, path) of the config among the words; None without one."""
+    """Find (position, text before the path in that word, path) of the config among the words; None without one."""
     for number, word in enumerate(words[1:], 1):
         flag, equals, value = word.partition("=")
         if flag in CONFIG_FLAGS and equals:
@@ -187,7 +188,7 @@ def prepare(study: Study, folder: Path) -> list[Case]:
         case = _case(study, folder, ranks, number)
         case.folder.mkdir(parents=True, exist_ok=True)
         if config is not None:
-            kept = {key: value for key, value in config.items() if key not in _TRIANGLE}
+            kept = {key: value for key, value in hide_secrets(config).items() if key not in _TRIANGLE}
             (case.folder / "config.json").write_text(json.dumps({**kept, **sized[ranks]}, indent=2) + "\n")
         cases.append(case)
     (folder / NAME).write_text(json.dumps(asdict(study), indent=1) + "\n")
@@ -229,12 +230,12 @@ def threads_of(most: int, environ: Mapping[str, str] | None = None) -> int:
 
 
 def run_case(case: Case, runner: Sequence[str], threads: int, mpi: str = "auto") -> None:
-    """Run one case with mpirun or srun, and wait; what it prints goes to a file.
+    """Run one case with mpirun or srun, and wait; its output goes to a file.
 
     Args:
         case: the run.
         runner: the command of a rank, before the script.
-        threads: of each rank where the user does not say; equal for all sizes, which could not be compared otherwise.
+        threads: of each rank if the user does not say; equal for all sizes, which could not be compared otherwise.
         mpi: as in `plan_launch`.
 
     Raises:
@@ -258,13 +259,17 @@ def run_case(case: Case, runner: Sequence[str], threads: int, mpi: str = "auto")
             raise
     if code or not case.result.exists():
         last = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
-        what = f"ended with {code}" if code else "has written no times: does it train with mpispeed.initialize?"
+        none = (
+            "took 0 steps of an engine: a run that goes on from a finished one has none left; else, does it train with "
+            "mpispeed.initialize?"
+        )
+        what = f"ended with {code}" if code else none
         msg = f"the run on {case.ranks} ranks {what}\n{last}\n(all of it: {log}; again: {shlex.join(launch.argv)})"
         raise UsageError(msg)
 
 
 def collect(folder: Path) -> tuple[Study, list[Run], list[Path]]:
-    """A study that was prepared in this folder, its runs that have ended, and the results that are not there.
+    """Return the study prepared in this folder, its runs that have ended, and the missing results.
 
     Raises:
         UsageError: there is no study.

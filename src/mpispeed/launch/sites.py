@@ -1,4 +1,4 @@
-"""Profiles of sites: what batch jobs need to know of a cluster, as TOML."""
+"""Profiles of sites: facts on a cluster for batch jobs, as TOML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ else:  # the same under its older name
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a partition allows; None is not known. `max_time` is written as in sbatch."""
+    """Limits of a partition; None if unknown. `max_time` is written as in sbatch."""
 
     max_time: str | None = None
     max_nodes: int | None = None
@@ -30,22 +30,22 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a profile says; everything may be left out.
+    """Contents of a profile; everything may be left out.
 
     Attributes:
-        name: how it was asked for, for messages.
+        name: the name or path it was found by, for messages.
         description: one line for people.
         partition, account, qos: as in sbatch.
         sbatch_flags: further flags of sbatch, such as --constraint=gpu.
-        time: the time limit of a job that asks for none.
-        max_time, max_nodes: what a job may ask for where its partition does not say otherwise.
-        mpi_plugin: what srun --mpi is given.
+        time: the time limit of a job without one.
+        max_time, max_nodes: limits of a job if its partition has none.
+        mpi_plugin: value of srun --mpi.
         srun_flags: further flags of srun.
         modules, setup: modules to load, and lines of shell before the start.
         ranks_per_node, cores_per_node, gpus_per_node: of a node.
-        memory_per_node: what a job can have of a node, such as "240GiB".
-        scratch: where run folders go; variables are replaced.
-        container_command, container_flags: how a container is entered.
+        memory_per_node: memory of a node for jobs, such as "240GiB".
+        scratch: folder for run folders; variables are replaced.
+        container_command, container_flags: command that enters a container.
         partitions: their own limits.
     """
 
@@ -72,7 +72,7 @@ class Site:
     partitions: Mapping[str, Limits] = field(default_factory=dict)
 
     def limits(self, partition: str) -> Limits:
-        """What a job in this partition may ask for."""
+        """Limits of a job in this partition."""
         own = self.partitions.get(partition, Limits())
         return Limits(own.max_time or self.max_time or None, own.max_nodes or self.max_nodes or None)
 
@@ -83,7 +83,7 @@ class Site:
 
     @property
     def shell_lines(self) -> list[str]:
-        """What a batch script runs before the start."""
+        """Lines of shell that a batch script runs before the start."""
         return [*(f"module load {module}" for module in self.modules), *self.setup]
 
 
@@ -98,7 +98,7 @@ def seconds_of(text: str) -> float:
 
 
 def find_site(name: str, environ: Mapping[str, str] | None = None) -> Site:
-    """The profile in a file, or of this name: in the folder of MPISPEED_SITES, of the user, or among the shipped ones.
+    """Find a profile: a file, or a name in the folder of MPISPEED_SITES, of the user, or among the shipped ones.
 
     Raises:
         UsageError: there is no such profile, or it cannot be read.
@@ -142,7 +142,7 @@ def _take_table(path: Path, entries: dict[str, Any]) -> dict[str, Limits]:
 
 
 def _checked(path: Path, key: str, value: Any) -> Any:
-    """A value of the kind that the key wants; lists become tuples."""
+    """Return a value if it is of the key's kind; lists become tuples."""
     kinds: dict[str, Any] = {
         item.name: type(item.default) for item in fields(Site) if item.name not in ("name", "partitions")
     }

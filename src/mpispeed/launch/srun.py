@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from mpispeed.base.errors import UsageError
 from mpispeed.launch.hosts import Host
 from mpispeed.launch.mpirun import Family
-from mpispeed.launch.wishes import Wishes
+from mpispeed.launch.options import Wishes
 
 # The wrong plugin does not fail: every process becomes a world of one.
 _PLUGIN = {Family.MPICH: "pmi2", Family.INTEL: "pmi2", Family.OPEN_MPI: "pmix"}
@@ -19,8 +19,12 @@ _SHELL_STEPS = {"4294967290", "4294967291"}
 
 def is_inside_allocation(environ: Mapping[str, str]) -> bool:
     """True in a batch script or an salloc shell; False inside a step, whose processes are ranks already."""
-    is_rank = "SLURM_STEP_ID" in environ and environ["SLURM_STEP_ID"] not in _SHELL_STEPS
-    return "SLURM_JOB_ID" in environ and not is_rank and is_installed(environ)
+    return "SLURM_JOB_ID" in environ and not is_step(environ) and is_installed(environ)
+
+
+def is_step(environ: Mapping[str, str]) -> bool:
+    """True inside a step that srun has started; False in a batch script or an salloc shell."""
+    return "SLURM_STEP_ID" in environ and environ["SLURM_STEP_ID"] not in _SHELL_STEPS
 
 
 def is_installed(environ: Mapping[str, str]) -> bool:
@@ -29,7 +33,7 @@ def is_installed(environ: Mapping[str, str]) -> bool:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """The positive number in a variable; None if it is not set."""
+    """The positive number in a variable; None if the variable is not set."""
     text = environ.get(name)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""Checks a batch script and gives it to SLURM; asks SLURM what a partition allows and how jobs have ended."""
+"""Checks a batch script and submits it; asks SLURM for a partition's limits and for jobs that have ended."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mpispeed.base.commands import run_command
 from mpispeed.base.errors import UsageError
+from mpispeed.walltime.job_states import is_over
 
 ANSWER_SECONDS, SUBMIT_SECONDS = 20, 120
-"""Clients of SLURM try for a minute to find their configuration; it is there at once or not at all."""
+"""SLURM's clients try for a minute to find their configuration; it is there at once or not at all."""
 
 _PLACEHOLDER = re.compile(r"(?m)^#SBATCH.*\$.*$")
-# What only looks odd does not keep a template of the user's own from being submitted.
+# A mere oddity does not keep a user's own template from being submitted.
 _SHELLCHECK = ("shellcheck", "--shell=bash", "--severity=error")
 _MIB = 1 << 20
-_ENDED = {
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What SLURM says of a partition; None where it does not."""
+    """SLURM's description of a partition; None for unknown values."""
 
     name: str = ""
     max_time: str | None = None
@@ -37,19 +36,19 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the checks of a script found: reasons not to submit it, and what could not be checked."""
+    """Result of a script's checks: reasons not to submit it, and checks that were not possible."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def ask_partition(name: str = "") -> Partition:
-    """What SLURM says of a partition, or of the default one; nothing where it does not answer.
+    """Ask SLURM for a partition, or for the default one; empty if it does not answer.
 
     Raises:
-        UsageError: SLURM answers that there is no such partition.
+        UsageError: SLURM answers that the partition does not exist.
     """
-    if shutil.which("sinfo") is None or "," in name:  # of several SLURM chooses one
+    if shutil.which("sinfo") is None or "," in name:  # SLURM chooses one of several
         return Partition(name)
     # Columns: name (* is the default), limits of time and nodes, nodes, least cores and memory of a node.
     answer = _call(["sinfo", "--noheader", "--format=%P|%l|%s|%D|%c|%m"])
@@ -65,7 +64,7 @@ def ask_partition(name: str = "") -> Partition:
 
 
 def _read_rows(name: str, rows: Sequence[Sequence[str]]) -> Partition:
-    """One partition has a row for each kind of node."""
+    """Read the answer's rows; a partition has one for each kind of node."""
     if not rows:
         return Partition(name)
     first = rows[0]
@@ -83,7 +82,7 @@ def _read_rows(name: str, rows: Sequence[Sequence[str]]) -> Partition:
 
 
 def check_script(text: str) -> Checked:
-    """Look at a script with what there is: bash, shellcheck, and a SLURM that answers."""
+    """Check a script with the available tools: bash, shellcheck, and SLURM if it answers."""
     checked = Checked()
     if not text.startswith("#!"):
         checked.problems.append("its first line is no #!, such as #!/bin/bash; SLURM refuses it")
@@ -106,7 +105,7 @@ def _ask(checked: Checked, words: Sequence[str], name: str) -> None:
 
 
 def _ask_slurm(checked: Checked, script: Path) -> None:
-    """`sbatch --test-only` says what would be refused, where a controller answers."""
+    """Run `sbatch --test-only`, which reports what would be refused, if a controller answers."""
     if shutil.which("sbatch") is None:
         checked.notes.append("not checked with sbatch --test-only: no SLURM is installed here")
         return
@@ -121,7 +120,7 @@ def _ask_slurm(checked: Checked, script: Path) -> None:
 
 
 def submit(script: Path, *flags: str) -> str:
-    """Give a script to sbatch; returns the number of the job.
+    """Submit a script by sbatch; return the number of the job.
 
     Raises:
         UsageError: there is no sbatch, or it refuses.
@@ -137,7 +136,7 @@ def submit(script: Path, *flags: str) -> str:
 
 
 def ended_of(jobs: Sequence[str]) -> set[str] | None:
-    """Those of the jobs that are over, or that SLURM knows no more, by one question; None without an answer.
+    """Jobs that are over, or unknown to SLURM, by one question; None without an answer.
 
     Raises:
         UsageError: there is no squeue here.
@@ -152,14 +151,12 @@ def ended_of(jobs: Sequence[str]) -> set[str] | None:
         # A single job that is long over is an error to squeue; of several those are not named.
         return set(jobs) if len(jobs) == 1 and "invalid job id" in answer.stderr.lower() else None
     states = dict(line.split()[:2] for line in answer.stdout.splitlines() if len(line.split()) > 1)
-    return {job for job in jobs if states.get(job, "COMPLETED") in _ENDED}
+    return {job for job in jobs if is_over(states.get(job, "COMPLETED"))}
 
 
 def _call(words: Sequence[str], seconds: float = ANSWER_SECONDS) -> subprocess.CompletedProcess[str] | None:
-    """What a command says; None where it is not there or does not answer."""
+    """Return a command's output; None if it is missing or does not answer."""
     try:
-        return subprocess.run(
-            words, capture_output=True, text=True, timeout=seconds, check=False, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return run_command(words, seconds=seconds)
+    except OSError:
         return None

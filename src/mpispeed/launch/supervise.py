@@ -1,4 +1,4 @@
-"""Keeps a job going: when it dies, it is started again on the hosts that still answer, within limits.
+"""Supervisor of a job: restarts it when it dies, on the hosts that still answer, within limits.
 
 Nothing is repaired in place. A dead rank ends the job, and the script goes on from its last checkpoint.
 """
@@ -18,26 +18,26 @@ from typing import Protocol
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch.command import Launch, run_launch
 from mpispeed.launch.hosts import Host, count_ranks, describe, fill, is_here
-from mpispeed.launch.marks import Marks
+from mpispeed.launch.run_markers import Marks
 
 DONE, REFUSED = 0, 2
-"""Exit codes of jobs that ended on purpose: refused is what the user asked for."""
+"""Exit codes of jobs that ended on purpose; REFUSED: the user's request was refused."""
 
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _AT_A_TIME = 64
 _GRACE_SECONDS = 20.0
 
 Plan = Callable[[tuple[Host, ...], int], Launch]
-"""The start on these hosts; the number tells how often the job was restarted before."""
+"""Plans a start on these hosts; the number counts restarts before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long and on how little a job is kept going.
+    """Limits on restarts, hosts and waiting times.
 
-    A pause before a restart is twice the one before. Hosts are asked every `beat_seconds` while the job runs, and one
-    that does not answer, nor `recheck_seconds` later, within `probe_seconds` each, is lost. If none answers, it may be
-    the way to them that is broken: then they are lost after `wait_seconds`.
+    Each pause before a restart is twice the last. Hosts are probed every `beat_seconds` while the job runs; one
+    that does not answer, nor `recheck_seconds` later, within `probe_seconds` each, is lost. If none answers, the
+    network to them may be broken: then they are lost after `wait_seconds`.
     """
 
     least_nodes: int = 1
@@ -68,15 +68,15 @@ class Limits:
 
 
 class Asks(Protocol):
-    """Knows of hosts whether they are there."""
+    """Interface for the state of hosts."""
 
     def silence(self, hosts: Sequence[Host]) -> dict[str, str]:
-        """Hosts that are not, with the reason; what is unknown is taken to be there."""
+        """Return lost hosts with the reason; hosts of unknown state count as present."""
 
 
 @dataclass
 class Prober:
-    """Asks hosts whether they answer, by a command that has to end well; `words` end where the host's name belongs."""
+    """Probes hosts by a command that has to succeed; the host's name follows `words`."""
 
     words: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
     question: tuple[str, ...] = ("true",)
@@ -84,13 +84,13 @@ class Prober:
     asks_this_host: bool = False
 
     def silence(self, hosts: Sequence[Host]) -> dict[str, str]:
-        """Hosts that do not answer, with the reason."""
+        """Return hosts that do not answer, with the reason."""
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
             reasons = pool.map(self._ask, hosts)
             return {host.name: reason for host, reason in zip(hosts, reasons, strict=True) if reason}
 
     def _ask(self, host: Host) -> str:
-        """Why a host does not answer; empty if it does."""
+        """Return the reason why a host does not answer; empty if it does."""
         if is_here(host.name) and not self.asks_this_host:
             return ""
         argv = [*self.words, host.name, *self.question]
@@ -110,9 +110,9 @@ class Prober:
 class Supervisor:
     """Runs a job again until it ends on purpose or a limit is reached.
 
-    `counts` are the numbers of ranks that the job can have, None if it can have any. `say` gets what there is to tell.
-    `prober` is asked before a restart, `watcher` (None for the same) as long as all seems well. `marks` tells what the
-    last start has noted down of its end on purpose, "" for nothing.
+    `counts` are the numbers of ranks that the job can have, None if it can have any. `say` gets the messages.
+    `prober` is asked before a restart, `watcher` (None for the same) while the job runs. `marks` returns the
+    last start's note of its end on purpose, "" for none.
     """
 
     hosts: Sequence[Host]
@@ -125,10 +125,10 @@ class Supervisor:
     watcher: Asks | None = None
     marks: Marks | None = None
     _told: list[int] = field(default_factory=list)
-    _is_cut: bool = False  # by the watcher, who found a host lost
+    _is_cut: bool = False  # ended because the watcher found a host lost
 
     def run(self) -> int:
-        """The exit code of the last start.
+        """Run the job until its end; return the exit code of the last start.
 
         Raises:
             UsageError: too few hosts answer, or no number of ranks fits them.
@@ -153,7 +153,7 @@ class Supervisor:
             self.sleep(pause)
 
     def choose(self, alive: Sequence[Host]) -> tuple[Host, ...]:
-        """The hosts and slots to use of those that answer.
+        """Choose hosts and slots among the hosts that answer.
 
         Raises:
             UsageError: the job can have none of the numbers of ranks that fit.
@@ -176,9 +176,9 @@ class Supervisor:
         return self.watcher or self.prober
 
     def _has_ended_on_purpose(self, code: int, hosts: Sequence[Host]) -> bool:
-        """True if there is nothing to start again.
+        """True if there is nothing to restart.
 
-        What a job that was cut has noted down counts for nothing: it was told to save and leave, to go on elsewhere.
+        The note of a job that was cut off does not count: it was told to save and leave, to go on elsewhere.
         """
         if code == REFUSED:
             return True
@@ -190,10 +190,10 @@ class Supervisor:
         return bool(noted) or (code == DONE and not self._has_lost(hosts))
 
     def _has_lost(self, hosts: Sequence[Host]) -> bool:
-        """True if a host of a job that seems to have ended well is silent: Open MPI 5 tells 0 when it loses a host.
+        """True if a host of a job that seems to have succeeded is silent: Open MPI 5 returns 0 when it loses a host.
 
-        Should the job have been done, the next start finds nothing to do. Where no host of several answers, it is the
-        way to them that is broken.
+        If the job was done, the next start finds nothing to do. If none of several hosts answers, the network to
+        them is broken.
         """
         silent = self._watcher.silence(hosts)
         if len(silent) == len(hosts) > 1:
@@ -204,7 +204,7 @@ class Supervisor:
         return bool(silent)
 
     def _wait_for_hosts(self, prober: Asks) -> list[Host]:
-        """The hosts that answer, when they are enough.
+        """Return the hosts that answer, when they are enough.
 
         Raises:
             UsageError: they did not become enough in time.
@@ -254,7 +254,7 @@ class Supervisor:
                 watcher.join(self.limits.probe_seconds + _GRACE_SECONDS)
 
     def _watch(self, process: subprocess.Popen[bytes], hosts: Sequence[Host], ended: threading.Event) -> None:
-        """End the job when a host is lost: MPI may wait for it for ever."""
+        """End the job when a host is lost, because MPI may wait for it for ever."""
         for silent in self._beats(hosts, ended):
             lost = ", ".join(f"{name} ({reason})" for name, reason in sorted(silent.items()))
             self.say(f"lost: {lost}; ending the job")
@@ -267,7 +267,7 @@ class Supervisor:
             return
 
     def _beats(self, hosts: Sequence[Host], ended: threading.Event) -> Iterator[dict[str, str]]:
-        """Hosts that did not answer twice in a row; all at once only if that stays so."""
+        """Return hosts that did not answer twice in a row; all at once only if that stays so."""
         none_since: float | None = None
         while not ended.wait(self.limits.beat_seconds):
             first = self._watcher.silence(hosts)

@@ -1,11 +1,12 @@
-"""The comms logger: latency and bandwidth of each verb and message size, from the journal's stream of records."""
+"""The comms logger: latency and bandwidth of each verb and message size, from the records of the trace."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from mpispeed.base.registry import suggest
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.journal import Journal, Record
+    from mpispeed.mesh.trace.comm_trace import CommTrace, Record
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ TRIMMED = 0.1
 
 VERBS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "isend", "irecv",
-    "barrier", "agree", "share", "gather_objects", "compressed_all_reduce",
+    "gather", "scatter", "barrier", "agree", "share", "gather_objects", "compressed_all_reduce",
 )  # fmt: skip
 
 # Names of torch.distributed and DeepSpeed for the same verbs.
@@ -35,7 +36,8 @@ ALIASES = {
     "all_gather_into_tensor": "all_gather", "all_gather_base": "all_gather", "all_gather_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_base": "reduce_scatter",
     "all_to_all_single": "all_to_all", "all_reduce_coalesced": "all_reduce", "inference_all_reduce": "all_reduce",
-    "broadcast_object_list": "share", "monitored_barrier": "barrier",
+    "broadcast_object_list": "share", "all_gather_object": "gather_objects", "monitored_barrier": "barrier",
+    "allgather_fn": "all_gather", "reduce_scatter_fn": "reduce_scatter",
 }  # fmt: skip
 
 _OVER_ALL = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
@@ -48,7 +50,7 @@ def bandwidths(verb: str, size_bytes: int, seconds: float, ranks: int) -> tuple[
 
     Args:
         verb: name of the verb.
-        size_bytes: of the tensor that a rank puts in: its shard for all_gather, the whole for reduce_scatter.
+        size_bytes: of a rank's input: its shard for all_gather, the full tensor for reduce_scatter.
         seconds: of the call; 0 (a message that was only posted) has no bandwidth.
         ranks: of the group.
     """
@@ -66,7 +68,7 @@ def bandwidths(verb: str, size_bytes: int, seconds: float, ranks: int) -> tuple[
 
 
 def trimmed_mean(values: Iterable[float], trimmed: float = TRIMMED) -> float:
-    """The mean without the smallest and the largest part; 0 of nothing."""
+    """The mean without the smallest and the largest part; 0 if nothing is left."""
     ordered = sorted(values)
     cut = round(trimmed * len(ordered))
     kept = ordered[cut : len(ordered) - cut]
@@ -74,7 +76,7 @@ def trimmed_mean(values: Iterable[float], trimmed: float = TRIMMED) -> float:
 
 
 def format_size(count_bytes: int) -> str:
-    """Bytes as DeepSpeed's table has them: 1.5 MB of 1024 KB each; 0B."""
+    """Bytes in the format of DeepSpeed's table: 1.5 MB of 1024 KB each; 0B."""
     if count_bytes == 0:
         return "0B"
     size, units = float(count_bytes), ("B", "KB", "MB", "GB", "TB", "PB")
@@ -95,8 +97,19 @@ class Settings:
     debug: bool = False
 
     def takes(self, verb: str) -> bool:
-        """Whether a verb is recorded."""
+        """True if a verb is recorded."""
         return self.prof_all or verb in self.prof_ops
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Recording that one call asks for: whatever the settings say if it `is_wanted`, and under another name."""
+
+    is_wanted: bool = False
+    name: str = ""
+
+
+NO_WISH = Wish()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -118,19 +131,20 @@ class Row:
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
 
     def add(self, seconds: float) -> None:
-        """One more call."""
+        """Add the latency of a call."""
         self.count += 1
         self.total_seconds += seconds
         self.latencies.append(seconds)
 
 
 class CommsLog:
-    """Reads the records of a journal while it is attached and enabled."""
+    """Reads the records of a trace while it is attached and enabled."""
 
     def __init__(self) -> None:
         self.settings = Settings()
         self._rows: dict[Key, Row] = {}
         self._lock = threading.Lock()
+        self._here = threading.local()
         self._detach: Callable[[], None] | None = None
 
     def configure(
@@ -143,7 +157,7 @@ class CommsLog:
         verbose: bool | None = None,
         debug: bool | None = None,
     ) -> None:
-        """Take the settings of a section, then those that are given by name; what is in neither stays."""
+        """Take the settings of a section, then those given by name; others stay."""
         values: dict[str, object] = dict(section or {})
         given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
         values.update({name: value for name, value in given.items() if value is not None})
@@ -153,28 +167,43 @@ class CommsLog:
         self.settings = replace(self.settings, **values)  # type: ignore[arg-type]
 
     def profile(self, ops: Sequence[str], *, is_on: bool) -> None:
-        """Record some verbs from now on, or no longer."""
+        """Switch the recording of some verbs on or off."""
         verbs, now = known_verbs(ops), self.settings.prof_ops
         self.settings = replace(self.settings, prof_ops=now | verbs if is_on else now - verbs)
 
     @property
+    def wish(self) -> Wish:
+        """What this thread asks for now."""
+        found: Wish = getattr(self._here, "wish", NO_WISH)
+        return found
+
+    @contextmanager
+    def wishing(self, wish: Wish) -> Iterator[None]:
+        """Record the calls of this thread as it asks for."""
+        before, self._here.wish = self.wish, wish
+        try:
+            yield
+        finally:
+            self._here.wish = before
+
+    @property
     def is_attached(self) -> bool:
-        """Whether it reads a journal."""
+        """True if it reads a trace."""
         return self._detach is not None
 
-    def attach(self, journal: Journal) -> None:
-        """Read a journal, if enabled; again is no harm."""
+    def attach(self, comm_trace: CommTrace) -> None:
+        """Read a trace, if enabled; idempotent."""
         if self.settings.enabled and self._detach is None:
-            self._detach = journal.subscribe(self._read, wants_sites=self.settings.debug)
+            self._detach = comm_trace.subscribe(self._read, wants_sites=self.settings.debug)
 
     def detach(self) -> None:
-        """Read it no longer; what was recorded stays."""
+        """Stop reading; records stay."""
         if self._detach is not None:
             self._detach()
             self._detach = None
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Drop all records."""
         with self._lock:
             self._rows.clear()
 
@@ -186,14 +215,16 @@ class CommsLog:
             }
 
     def _read(self, record: Record) -> None:
-        settings = self.settings
+        settings, wish = self.settings, self.wish
         verb = record.verb
         if verb in ("send", "recv") and record.seconds == 0:
             verb = f"i{verb}"  # it was posted: no time passed
-        if not (settings.enabled and settings.takes(verb)):
+        if not (settings.enabled and (wish.is_wanted or settings.takes(verb) or wish.name in settings.prof_ops)):
             return
         size = record.message_bytes // record.size if verb in _MESSAGE_OF_ONE else record.message_bytes
-        name = f"{verb} | [Caller Func: {record.site}]" if settings.debug and record.site else verb
+        name = wish.name or verb
+        if settings.debug and record.site:
+            name = f"{name} | [Caller Func: {record.site}]"
         with self._lock:
             self._rows.setdefault(Key(name, size, record.size, verb), Row()).add(record.seconds)
         if settings.verbose:
@@ -217,9 +248,9 @@ class CommsLog:
         return _layout(head, rows)
 
     def straggler_table(self, comm: Comm) -> str:
-        """How long this rank waited for others: its latencies less the shortest of all ranks, call by call.
+        """Time that this rank waited for others: its latencies less the shortest of all ranks, call by call.
 
-        Verbs over a part of the ranks are left out, and those that ranks have called differently often.
+        Leaves out verbs over a part of the ranks, and those whose number of calls differs between ranks.
 
         Collective over: `comm`, all ranks.
         """
@@ -244,7 +275,7 @@ class CommsLog:
 
 
 def known_verbs(names: Sequence[str]) -> frozenset[str]:
-    """Verbs by our names; one that is none of them is told and kept, it may be recorded one day."""
+    """Verbs by our names; warns of unknown names and keeps them, because they may be recorded one day."""
     found = {ALIASES.get(name, name) for name in names}
     for name in sorted(found - set(VERBS)):
         close = suggest(name, [*VERBS, *ALIASES])

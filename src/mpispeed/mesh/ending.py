@@ -1,4 +1,4 @@
-"""What a transport does to end a job."""
+"""The ways of a transport to end a job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 def _nothing() -> None:
-    """One process has nobody to abort at its end."""
+    """Do nothing: one process has nobody to abort."""
 
 
 @dataclass(frozen=True, slots=True)

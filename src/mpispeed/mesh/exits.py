@@ -1,4 +1,4 @@
-"""How a rank leaves: an error nobody caught ends the whole job within seconds and is shown once.
+"""Exit hooks of a rank: an uncaught error ends the whole job within seconds and is shown once.
 
 Three ways out are covered: an uncaught exception, an error that all ranks raise alike, and an
 exit with a non-zero code while other ranks wait. Left to itself each of them would hang,
@@ -13,6 +13,7 @@ import atexit
 import builtins
 import contextlib
 import fcntl
+import io
 import logging
 import os
 import sys
@@ -26,11 +27,12 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpispeed.base.errors import MpispeedError
-from mpispeed.base.ledger_file import State
-from mpispeed.mesh import ledger as ledgers
+from mpispeed.base.recorder_file import State
+from mpispeed.base.traces import own_trace
+from mpispeed.mesh.collectives.work import nap_until
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.ending import Ending
-from mpispeed.mesh.work import nap_until
+from mpispeed.mesh.trace import recorder as recorders
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ SHOWN_SECONDS = 3.0
 WATCHER_SECONDS = 5.0
 """How long a rank that leaves waits for the watcher to look at its last operations; it takes a quarter of a second."""
 
+SAID = "MPISPEED_SAID"
+"""Where it is in the environment, `mpispeed run` says what the exit code of the job means."""
+
 _CODE: Any = vars(SystemExit)["code"]
 
 _INSTALLED: dict[str, Exits] = {}
@@ -58,7 +63,7 @@ ErrorType = type[BaseException]
 
 
 class Leaving(SystemExit):
-    """What sys.exit raises. A script may catch it and go on, so its code counts only once the interpreter reads it."""
+    """The SystemExit of sys.exit. A script may catch it, so its code counts only once the interpreter reads it."""
 
     @property
     def code(self) -> Any:
@@ -76,20 +81,30 @@ class Leaving(SystemExit):
 
 
 def _nothing() -> None:
-    """Nothing is under way."""
+    """Do nothing."""
 
 
 class Exits:
     """The hooks of one process. `comm` is a group of all ranks that nothing else uses; `node` those of this node."""
 
-    def __init__(self, comm: Comm, node: Comm, ending: Ending, finish: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        node: Comm,
+        ending: Ending,
+        finish: Callable[[], None] = _nothing,
+        *,
+        is_silent: bool = False,
+    ) -> None:
         """Agree on a lock for each node. Collective over: all ranks."""
         self._comm, self._ending, self._finish = comm, ending, finish
+        self._is_with_first = 0 in node.ranks
         self._lock = open_lock(node)
         self._pid = os.getpid()  # children of a fork inherit the hooks, and are no ranks
         self._exit_code: int | None = None
         self._has_left = False
-        self.has_shown = self.has_no_watcher = False
+        self._is_silent = self.has_shown = is_silent
+        self.has_no_watcher = False
         self._previous = sys.excepthook
 
     def install(self) -> None:
@@ -105,30 +120,35 @@ class Exits:
         if os.getpid() != self._pid:
             self._previous(kind, error, trace)
             return
+        if isinstance(sys.stderr, io.StringIO) and sys.excepthook != self.on_error and sys.__stderr__ is not None:
+            sys.stderr = sys.__stderr__  # a hook of torch collects what this one writes, and would lose it
         code = 2 if isinstance(error, MpispeedError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        is_collective = getattr(error, "is_collective", False)
+        trace = own_trace(trace)
         is_first = self._is_first()
-        note_failure(kind, error, trace, code, is_shown=is_first)
-        if is_first:
-            self._show(kind, error, trace)
-        else:
-            for keep in _KEEPERS:
-                keep("".join(traceback.format_exception(kind, error, trace)))
-        self._flush()
+        # Each node has a rank that is first; of what all ranks raise that of rank 0 is enough, once all are known to.
+        is_shown = is_first and (self._is_with_first or not is_collective)
+        note_failure(kind, error, trace, code, is_shown=is_shown)
+        self._tell(kind, error.with_traceback(trace), is_shown=is_shown)
         if self._comm.size == 1:
+            if self._is_silent:
+                time.sleep(SHOWN_SECONDS)  # a launcher that sees this one end takes the one that speaks along
             self._exit_code = code
             self._ending.forgive()  # nobody waits, and an abort would have another code
             raise SystemExit(code)
-        if getattr(error, "is_collective", False) and self._meet(GRACE_SECONDS):
+        if is_collective and self._meet(GRACE_SECONDS):
             self._has_left = True
             note_state(State.LEFT, code)
             self._ending.forgive()
             raise SystemExit(code)
+        if is_first and not is_shown:
+            self._tell(kind, error, is_shown=True)
         if not is_first:
             time.sleep(SHOWN_SECONDS)
         self._abort(code)
 
     def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        """An error in a thread is an error of the rank: what waits for that thread would wait for ever."""
+        """Treat an error in a thread as one of the rank: threads waiting for that one would wait for ever."""
         if os.getpid() != self._pid:
             threading.__excepthook__(args)
         elif not issubclass(args.exc_type, SystemExit) and args.exc_value is not None:
@@ -153,13 +173,13 @@ class Exits:
                 if self._is_first():
                     log.warning("rank %d has left the program and waits for the others", self._comm.rank)
                 self._meet(None)
-            show_ledger()
+            show_recorder()
             note_state(State.LEFT, self._exit_code or 0)
             # All ranks have left their programs, so no abort is needed to free them.
             self._ending.forgive()
 
     def close(self) -> None:
-        """Give the lock up; a process keeps it to its end."""
+        """Close the lock; a process keeps it to its end."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -178,19 +198,30 @@ class Exits:
         self.has_shown = True
         return True
 
-    def _show(self, kind: ErrorType, error: BaseException, trace: TracebackType | None) -> None:
+    def _tell(self, kind: ErrorType, error: BaseException, *, is_shown: bool) -> None:
+        """Write the error to stderr, or to the log of this rank where another one shows its own."""
+        if is_shown:
+            self._show(kind, error)
+        if not is_shown or isinstance(error, KeyboardInterrupt):
+            for keep in _KEEPERS:
+                keep("".join(traceback.format_exception(kind, error, error.__traceback__)))
+        self._flush()
+
+    def _show(self, kind: ErrorType, error: BaseException) -> None:
         where = f" (rank {self._comm.rank})" if self._comm.size > 1 else ""
-        is_collective = getattr(error, "is_collective", False)
-        if not isinstance(error, MpispeedError):
-            if self._comm.size == 1:
-                self._previous(kind, error, trace)
-                return
-            sys.stderr.write(f"mpispeed: uncaught error on rank {self._comm.rank}; ending the job\n")
-            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
+        is_debugged = bool(os.environ.get("MPISPEED_DEBUG")) or "--debug" in sys.argv
+        is_expected = isinstance(error, (MpispeedError, KeyboardInterrupt))
+        if not is_expected and self._comm.size == 1:
+            self._previous(kind, error, error.__traceback__)
             return
-        if os.environ.get("MPISPEED_DEBUG") or "--debug" in sys.argv:
-            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
-        sys.stderr.write(f"mpispeed: error: {error}{'' if is_collective else where}\n")
+        if not is_expected:
+            sys.stderr.write(f"mpispeed: uncaught error on rank {self._comm.rank}; ending the job\n")
+        if is_debugged or not is_expected:
+            sys.stderr.write("".join(traceback.format_exception(kind, error, error.__traceback__)))
+        if isinstance(error, MpispeedError):
+            sys.stderr.write(f"mpispeed: error: {error}{'' if getattr(error, 'is_collective', False) else where}\n")
+        elif isinstance(error, KeyboardInterrupt) and SAID not in os.environ:
+            sys.stderr.write("mpispeed: interrupted (Ctrl-C)\n")
 
     def _meet(self, limit_seconds: float | None) -> bool:
         """Wait for all ranks to come here; False if they do not within the limit."""
@@ -225,9 +256,9 @@ class Exits:
             mpi._set_abort_status = noting_plan  # type: ignore[union-attr]
 
     def _abort(self, code: int) -> None:
-        """End the job once the launcher has had time to take what was written: it drops what is still in the pipe."""
+        """End the job after a pause for the launcher, which drops output that is still in the pipe."""
         self._flush()
-        show_ledger()
+        show_recorder()
         time.sleep(HANDED_SECONDS)
         self._ending.abort(code)
 
@@ -240,35 +271,35 @@ class Exits:
 
 
 def note_state(state: State, code: int) -> None:
-    """Write in the ledger how this rank leaves, for whoever wonders."""
-    ledger = ledgers.current()
-    if ledger is not None:
-        ledger.enter(state, code)
+    """Write to the recorder how this rank leaves."""
+    recorder = recorders.current()
+    if recorder is not None:
+        recorder.enter(state, code)
 
 
-def show_ledger() -> None:
-    """Let the watcher see the last operations before the job is gone: they may say more than the error does."""
-    ledger = ledgers.current()
-    if ledger is not None and not _INSTALLED["exits"].has_no_watcher:
-        _INSTALLED["exits"].has_no_watcher = not ledger.show(WATCHER_SECONDS)
-        if ledger.has_order:
+def show_recorder() -> None:
+    """Let the watchdog read the last operations before the job is gone: they may say more than the error."""
+    recorder = recorders.current()
+    if recorder is not None and not _INSTALLED["exits"].has_no_watcher:
+        _INSTALLED["exits"].has_no_watcher = not recorder.show(WATCHER_SECONDS)
+        if recorder.has_order:
             time.sleep(WATCHER_SECONDS)  # the thread that follows the order ends this process
 
 
 def note_failure(
     kind: ErrorType | None, error: BaseException | None, trace: TracebackType | None, code: int, *, is_shown: bool
 ) -> None:
-    """Leave the error in the ledger; `is_shown` if this rank writes it to stderr."""
-    ledger = ledgers.current()
-    if ledger is None:
+    """Leave the error in the recorder; `is_shown` if this rank writes it to stderr."""
+    recorder = recorders.current()
+    if recorder is None:
         return
     text = f"exit code {code}" if kind is None else "".join(traceback.format_exception(kind, error, trace))
-    ledger.last_words(text, is_shown=is_shown)
-    ledger.enter(State.FAILED, code)
+    recorder.last_words(text, is_shown=is_shown)
+    recorder.enter(State.FAILED, code)
 
 
 def open_lock(node: Comm) -> int | None:
-    """A file that all ranks of the node have open and nobody can see; None where that cannot be had."""
+    """A file that all ranks of the node have open and nobody can see; None where there can be none."""
     path = ""
     if node.rank == 0:
         try:
@@ -297,15 +328,14 @@ def install(
 ) -> None:
     """Watch how this process leaves, from now on.
 
-    `finish` is called before a process leaves in good order, to end what it has started. `is_silent` is for a
-    process that could not join its peers and knows that another one speaks.
+    `finish` is called before an orderly exit, to end started operations. `is_silent` is for a process that could not
+    join its peers while another one shows the error.
 
     Collective over: all ranks, at the first call.
     """
     if "exits" in _INSTALLED:
         return
-    exits = Exits(comm.duplicate(), node, ending, finish)
-    exits.has_shown = is_silent
+    exits = Exits(comm.duplicate(), node, ending, finish, is_silent=is_silent)
     _INSTALLED["exits"] = exits
     exits.install()
 
@@ -317,6 +347,6 @@ def leaves_with(status: object) -> None:
 
 
 def keep_silent_errors(keep: Callable[[str], object]) -> None:
-    """Hand tracebacks that a rank does not show, because another one shows its own, to `keep`; once for each."""
+    """Hand each traceback that this rank does not show, because another one shows its own, to `keep`."""
     if keep not in _KEEPERS:
         _KEEPERS.append(keep)

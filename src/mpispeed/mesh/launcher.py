@@ -1,37 +1,21 @@
-"""What launchers say in environment variables, compared with what the MPI library sees."""
+"""Environment variables of launchers, compared with the world that the MPI library sees."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.base.launched import RENDEZVOUS, SIZES, TORCHRUN, launched_rank, launched_size
 
 log = logging.getLogger(__name__)
 
-_SIZES = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
-    "PMI_SIZE": "mpirun of MPICH or Intel MPI, or srun --mpi=pmi2",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
-"""Variable with the number of ranks, by launcher; the first that is set counts.
-
-SLURM's stands last: under an mpirun inside a SLURM job it counts the helpers of that mpirun.
-"""
-
-_RANKS = {
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE": "PMI_RANK",
-    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
-}
-
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE")
-
-_OTHER_LAUNCHERS = ("HYDI_CONTROL_FD", "PMI_FD", "PMIX_RANK", "OMPI_MCA_ess_base_jobid", "PRTE_LAUNCHED")
 
 
 def cores() -> frozenset[int]:
@@ -39,25 +23,6 @@ def cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
-
-
-def launched_size(env: Mapping[str, str]) -> tuple[str, int]:
-    """The variable that tells the number of ranks and its value; ("", 1) without a launcher."""
-    for name in _SIZES:
-        text = env.get(name, "")
-        if not text.isdigit():
-            continue
-        if name == "SLURM_STEP_NUM_TASKS" and any(other in env for other in _OTHER_LAUNCHERS):
-            continue
-        return name, int(text)
-    return "", 1
-
-
-def launched_rank(env: Mapping[str, str] = os.environ) -> int:
-    """This process's number by the launcher; 0 without one. Never a rank to compute with."""
-    name, _ = launched_size(env)
-    text = env.get(_RANKS.get(name, ""), "")
-    return int(text) if text.isdigit() else 0
 
 
 def prepare(env: dict[str, str] | os._Environ[str] = os.environ) -> None:
@@ -68,7 +33,7 @@ def prepare(env: dict[str, str] | os._Environ[str] = os.environ) -> None:
 
 
 def warn_early(env: Mapping[str, str] = os.environ) -> None:
-    """Say what to do before MPI is joined, where joining ends the process: the wheel of MPICH speaks no PMIx."""
+    """Advise before MPI is joined, where joining ends the process: the wheel of MPICH speaks no PMIx."""
     speaks_pmix = "PMIX_RANK" in env and "PMI_SIZE" not in env
     if not speaks_pmix or env.get("MPI4PY_LIBMPI") or env.get("MPI4PY_MPIABI", "mpich") != "mpich":
         return
@@ -85,6 +50,23 @@ def warn_early(env: Mapping[str, str] = os.environ) -> None:
         )  # fmt: skip
 
 
+def check_torchrun(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse workers of torchrun before MPI is joined, which may end them silently: they are no ranks of MPI.
+
+    Under srun they inherit its variables, and with them the place of another process.
+
+    Raises:
+        ConfigError: with the command that starts the same ranks.
+    """
+    if TORCHRUN not in env:
+        return
+    name, wanted = launched_size(env)
+    outer = {key: value for key, value in env.items() if key not in (TORCHRUN, "WORLD_SIZE")}
+    by_mpi = launched_size(outer)[1], launched_rank(outer)
+    if wanted > 1 and by_mpi != (wanted, launched_rank(env)):
+        raise ConfigError(_as_torch(name, wanted, env))
+
+
 def check(world_size: int, library: str, env: Mapping[str, str] = os.environ) -> None:
     """Refuse to run as many worlds of one where the launcher started one world.
 
@@ -92,10 +74,12 @@ def check(world_size: int, library: str, env: Mapping[str, str] = os.environ) ->
         ConfigError: with the cure.
     """
     name, wanted = launched_size(env)
+    if wanted > 1 and world_size == 1 and name == "WORLD_SIZE":
+        raise ConfigError(_as_torch(name, wanted, env))
     if wanted > 1 and world_size == 1:
-        short = library.split("\n")[0].strip("\0 ")
+        short = " ".join(library.split("\n")[0].strip("\0 ").split())
         msg = (
-            f"the launcher started {wanted} processes ({name}={wanted}, set by {_SIZES[name]}), but the MPI library "
+            f"the launcher started {wanted} processes ({name}={wanted}, set by {SIZES[name]}), but the MPI library "
             f"({short}) sees only one: launcher and library belong to different MPIs. {_cure(name, library)}"
         )
         raise ConfigError(msg)
@@ -114,6 +98,19 @@ def check_alone(reason: BaseException, env: Mapping[str, str] = os.environ) -> N
             "it with pip install 'mpispeed[mpich]', or load the site's MPI module before starting"
         )
         raise ConfigError(msg)
+
+
+def _as_torch(name: str, wanted: int, env: Mapping[str, str]) -> str:
+    """Advice for a process started by torch.distributed's launcher."""
+    is_certain = TORCHRUN in env
+    who, variables = ("torchrun", [name, TORCHRUN]) if is_certain else (SIZES[name], RENDEZVOUS)
+    script = shlex.quote(sys.argv[0]) if sys.argv[0] not in ("", "-c", "-m") else "SCRIPT"
+    stale = "if nobody started these processes together" if not is_certain else "if this is not a worker of torchrun"
+    return (
+        f"{who} started {wanted} processes ({name}={wanted}), but MPI connects mpispeed's ranks, and knows nothing of "
+        f"them: each would train alone. Start with: mpispeed run -n {wanted} {script} ARGUMENTS (or mpirun -n {wanted} "
+        f"python {script} ARGUMENTS; inside SLURM srun); {stale}, unset {' '.join(variables)}"
+    )
 
 
 def _cure(name: str, library: str) -> str:

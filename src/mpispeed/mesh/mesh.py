@@ -1,4 +1,4 @@
-"""A topology on real ranks: one group per set of axes, and lanes of duplicated groups."""
+"""A topology on real ranks: one group per set of axes, and channels of duplicated groups."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import TopologyError
-from mpispeed.mesh.journal import Journal
-from mpispeed.mesh.solo import SoloComm
+from mpispeed.mesh.backends.solo import SoloComm
 from mpispeed.mesh.topology import Axes, Topology
+from mpispeed.mesh.trace.comm_trace import CommTrace
 
 if TYPE_CHECKING:
+    from mpispeed.mesh.collectives.progress import Progress
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.progress import Progress
     from mpispeed.mesh.world import World
 
 Key = tuple[str, ...]
@@ -41,10 +41,10 @@ class Mesh:
             )
             raise TopologyError(msg)
         self.topology, self.world = topology, world
-        self.journal = Journal(world.journal)
+        self.comm_trace = CommTrace(world.comm_trace)
         self.reduction = reduction or world.comm.reduction
         self._coords = topology.coords(world.rank)
-        self._lanes: dict[str, Mesh] = {}
+        self._channels: dict[str, Mesh] = {}
         self._progress: Progress | None = None
         self._solos: dict[Key, Comm] = {}
         self._check_grid()
@@ -52,7 +52,7 @@ class Mesh:
         subsets = [axes for count in range(1, len(names) + 1) for axes in combinations(names, count)]
         self._comms: dict[Key, Comm] = {axes: self._make(axes) for axes in subsets}
         if subsets:
-            progress = world.new_lane("mesh")
+            progress = world.new_channel("mesh")
             for axes in subsets:
                 self._comms[axes].start_on(progress)
 
@@ -78,7 +78,7 @@ class Mesh:
         if key:
             return self._comms[key]
         if chosen not in self._solos:
-            solo = self._solos[chosen] = SoloComm(self.rank, self._spoken(chosen), self.reduction, self.journal)
+            solo = self._solos[chosen] = SoloComm(self.rank, self._spoken(chosen), self.reduction, self.comm_trace)
             if self._progress is not None and devices.used() is not None:
                 solo.run_on(self._progress)  # copies between host and device run beside what is computed
         return self._solos[chosen]
@@ -87,26 +87,26 @@ class Mesh:
         """Position of this rank in its group over `axes`."""
         return self.topology.index(self.rank, axes)
 
-    def lane(self, name: str) -> Mesh:
+    def channel(self, name: str) -> Mesh:
         """The same axes on duplicated groups with a progress thread of their own.
 
-        All verbs of a lane, started or blocking, run in the order of their calls, and independently of
-        other lanes.
+        All verbs of a channel, started or blocking, run in the order of their calls, and independently of
+        other channels.
 
         Collective over: all ranks, the first time a name is used.
         """
         if self._progress is not None:
-            msg = "a lane has no lanes of its own; ask the mesh it was made of"
+            msg = "a channel has no channels of its own; ask the mesh it was made of"
             raise TopologyError(msg)
-        if name not in self._lanes:
-            self._lanes[name] = self._duplicate(name)
-        return self._lanes[name]
+        if name not in self._channels:
+            self._channels[name] = self._duplicate(name)
+        return self._channels[name]
 
     def close(self) -> None:
         """Finish what was started and give all groups back. Collective over: all ranks."""
-        for lane in self._lanes.values():
-            lane.close()
-        self._lanes.clear()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
         if self._progress is not None:
             self._progress.close()
         for comm in self._comms.values():
@@ -118,34 +118,34 @@ class Mesh:
         self._comms.clear()
 
     def _duplicate(self, name: str) -> Mesh:
-        lane = object.__new__(Mesh)
-        lane.topology, lane.world, lane.journal, lane.reduction = (
+        channel = object.__new__(Mesh)
+        channel.topology, channel.world, channel.comm_trace, channel.reduction = (
             self.topology,
             self.world,
-            self.journal,
+            self.comm_trace,
             self.reduction,
         )
-        lane._coords, lane._lanes, lane._solos = self._coords, {}, {}
-        lane._progress = self.world.new_lane(name)
-        lane._comms = {axes: comm.duplicate().run_on(lane._progress) for axes, comm in self._comms.items()}
-        return lane
+        channel._coords, channel._channels, channel._solos = self._coords, {}, {}
+        channel._progress = self.world.new_channel(name)
+        channel._comms = {axes: comm.duplicate().run_on(channel._progress) for axes, comm in self._comms.items()}
+        return channel
 
     def _make(self, axes: Key) -> Comm:
         fixed = {name: at for name, at in self._coords.items() if name not in axes}
         color = self.topology.rank(**fixed, **dict.fromkeys(axes, 0))
         comm = self.world.comm.split(color, self.topology.peers(self.rank, axes), self._spoken(axes))
-        comm.reduction, comm.journal = self.reduction, self.journal
+        comm.reduction, comm.comm_trace = self.reduction, self.comm_trace
         return comm
 
     def _spoken(self, axes: Key) -> Key:
-        """The alias that means exactly these axes, if there is one: the journal shows names that users know."""
+        """The alias that means exactly these axes, if there is one, so that the trace shows names that users know."""
         for alias, parts in self.topology.aliases:
             if axes and tuple(p for p in parts if self.topology.group_size(p) > 1) == axes:
                 return (alias,)
         return axes
 
     def _check_grid(self) -> None:
-        coords = self.world.comm.grid_coords(self.topology.sizes) if self.topology.sizes else None
+        coords = self.world.grid_coords(self.topology.sizes) if self.topology.sizes else None
         own = tuple(self._coords.values())
         if coords is not None and coords != own:
             msg = f"rank {self.rank} is at {own} by arithmetic and at {coords} on the MPI grid of {self.topology}"

@@ -1,4 +1,4 @@
-"""What ranks see of each other, for `mpispeed doctor`: size of the world, cores, clocks, progress, memory of GPUs.
+"""Probe of the ranks for `mpispeed doctor`: size of the world, cores, clocks, progress, memory of GPUs.
 
     python -m mpispeed.mesh.probe ranks ANSWER [FINDINGS [FOLDER]]
     python -m mpispeed.mesh.probe gpu
@@ -35,7 +35,7 @@ SEEN_SECONDS = 5.0
 
 
 def main(words: list[str]) -> None:
-    """Run what the command line names."""
+    """Run the command named on the command line."""
     if words[0] == "gpu":
         sys.stdout.write(json.dumps(try_gpu()) + "\n")
         return
@@ -45,7 +45,7 @@ def main(words: list[str]) -> None:
 
 
 def look_around(findings: str = "", folder: str = "") -> dict[str, Any] | None:
-    """What all ranks see, on rank 0; None elsewhere. Collective over: all ranks of the job."""
+    """Findings of all ranks, on rank 0; None elsewhere. Collective over: all ranks of the job."""
     from mpi4py import MPI  # joins
 
     world = MPI.COMM_WORLD
@@ -65,7 +65,7 @@ def look_around(findings: str = "", folder: str = "") -> dict[str, Any] | None:
 
 
 def _answers_everywhere(ranks: list[dict[str, Any]]) -> bool:
-    """Whether the folder was usable on every node: a file system that hangs would hang all ranks here."""
+    """True if the folder was usable on every node: a file system that hangs would hang all ranks here."""
     rows = [row for facts in ranks for row in facts["findings"] if (row["area"], row["name"]) == ("folder", "folder")]
     return all(row["verdict"] in ("ok", "info") for row in rows)
 
@@ -123,7 +123,7 @@ def _rest(comm: MPI.Comm) -> None:
 
 
 def _compare_clocks(mpi: Any, leaders: list[int], hosts: list[str]) -> list[dict[str, Any]]:
-    """How far clocks of other nodes are from that of rank 0, by the fastest of some round trips.
+    """Offsets between the clocks of other nodes and that of rank 0, by the fastest of some round trips.
 
     Collective over: all ranks. Units: seconds; the true offset is at most half a round trip away.
     """
@@ -154,7 +154,7 @@ def _ping(world: MPI.Comm, other: int) -> dict[str, float]:
 
 
 def _try_progress(mpi: Any, hosts: list[str]) -> dict[str, Any] | None:
-    """How much of a started operation is done while its ranks compute, between two ranks; of two nodes if there are.
+    """Progress of a started operation while its ranks compute, between two ranks; of two nodes if there are.
 
     Collective over: all ranks.
     """
@@ -247,7 +247,7 @@ def _find_unseen(mpi: Any, folder: str, leaders: list[int], hosts: list[str]) ->
 
 
 def try_gpu() -> dict[str, Any]:
-    """Hand memory of a GPU to MPI as it is: a message of this process to itself. A library that cannot dies of it."""
+    """Hand memory of a GPU to MPI: a message of this process to itself. A library that cannot crashes."""
     import torch
     from mpi4py import MPI
 
@@ -258,7 +258,10 @@ def try_gpu() -> dict[str, Any]:
     buffers = [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes) for tensor in (source, target)]
     MPI.COMM_SELF.Sendrecv([buffers[0], MPI.BYTE], 0, 0, [buffers[1], MPI.BYTE], 0, 0)
     torch.cuda.synchronize()
-    return {"is_right": bool(torch.equal(source, target)), "library": MPI.Get_library_version().split("\n")[0]}
+    return {
+        "is_right": bool(torch.equal(source, target)),
+        "library": " ".join(MPI.Get_library_version().split("\n")[0].split()),
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""N ranks as threads of one process: the same verbs and algorithms without MPI, for tests and planning.
+"""N ranks as threads of one process: the same verbs and algorithms without MPI, for tests.
 
-A rank that fails or never comes ends the run: everyone who waits gets a CommError that says who was
-missing in which verb.
+A rank that fails or never comes ends the run: all waiting ranks get a CommError that names the missing ranks and the
+verb.
 """
 
 from __future__ import annotations
@@ -10,33 +10,44 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from mpispeed.base.errors import CommError
+from mpispeed.mesh.collectives.transport import Comparison, Pairs, Source
+from mpispeed.mesh.collectives.work import Poll
 from mpispeed.mesh.comm import Comm
-from mpispeed.mesh.journal import Journal
-from mpispeed.mesh.transport import Comparison, Pairs
-from mpispeed.mesh.work import Poll
+from mpispeed.mesh.trace.comm_trace import CommTrace
 from mpispeed.mesh.world import World
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
-_FOLDS: dict[str, Any] = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+_FOLDS: dict[str, Any] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
 
 
 @dataclass(slots=True)
 class _Meeting:
-    """One collective call: what each rank brought, and how many have taken what they need."""
+    """One collective call: the values of all ranks, and the number of ranks that have read them."""
 
     brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
     left: int = 0
 
 
 class _Machine:
-    """What all simulated ranks share: one lock, the first failure, who has ended."""
+    """State shared by all simulated ranks: one lock, the first failure, the ranks that have ended."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
@@ -92,7 +103,7 @@ class _Group:
         self.mail: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
 
     def meet(self, rank: int, verb: str, value: Any, read: Callable[[list[Any]], T]) -> T:
-        """Wait for all members, call `read` on what they brought, wait until all have read."""
+        """Wait for all members, call `read` on their values, wait until all have read."""
         changed, size = self.machine.changed, len(self.ranks)
         with changed:
             turn = self.turns[rank]
@@ -140,9 +151,10 @@ class _Group:
 class SimComm(Comm):
     """A group of simulated ranks."""
 
-    def __init__(self, group: _Group, rank: int, axes: tuple[str, ...], reduction: str, journal: Journal) -> None:
-        super().__init__(rank, group.ranks, axes, reduction, journal)
+    def __init__(self, group: _Group, rank: int, axes: tuple[str, ...], reduction: str, comm_trace: CommTrace) -> None:
+        super().__init__(rank, group.ranks, axes, reduction, comm_trace)
         self._group = group
+        self._named: dict[tuple[Any, ...], int] = {}
 
     def _meet(self, verb: str, value: Any, read: Callable[[list[Any]], T]) -> T:
         return self._group.meet(self.rank, verb, value, read)
@@ -161,13 +173,13 @@ class SimComm(Comm):
 
         return self._meet(verb, x, read)
 
-    def swap_equal(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def alltoall(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Take the own part of everyone's tensor."""
         cut = x.numel() // self.size
         mine = slice(self.rank * cut, (self.rank + 1) * cut)
         out.copy_(self._meet("all_to_all", x, lambda brought: torch.cat([t[mine] for t in brought])))
 
-    def gather_equal(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+    def allgather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Take everyone's tensor."""
         out.copy_(self._meet("all_gather", shard, torch.cat))
 
@@ -182,7 +194,7 @@ class SimComm(Comm):
             x.copy_(total)
 
     def library_reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-        """Fold the own cut."""
+        """Fold this rank's shard."""
         mine = slice(self.rank * shard.numel(), (self.rank + 1) * shard.numel())
         shard.copy_(self._fold("reduce_scatter", full, op, lambda t: t[mine]))
 
@@ -229,6 +241,17 @@ class SimComm(Comm):
 
         return poll
 
+    def post_recv_any(self, x: torch.Tensor, tag: int) -> Source:
+        """Look into all mailboxes."""
+
+        def poll() -> int | None:
+            with self._group.machine.changed:
+                self._raise_failure("recv")
+                others = (src for src in range(self.size) if src != self.rank)
+                return next((src for src in others if self._group.take(src, self.rank, tag, x)), None)
+
+        return poll
+
     def _raise_failure(self, what: str) -> None:
         failure = self._group.machine.failure
         if failure is not None:
@@ -263,21 +286,28 @@ class SimComm(Comm):
 
         return poll
 
-    def duplicate(self) -> Comm:
-        """Another group of the same ranks."""
-        return self.split(0, self.ranks, self.axes)
-
-    def split(self, color: int, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
+    def split(self, color: int, ranks: Sequence[int], axes: tuple[str, ...]) -> Self:
         """The n-th group made of this one, by color; needs no meeting."""
         group, own = self._group, self.ranks[self.rank]
         with group.machine.changed:
             key = (*group.key, group.made[self.rank], color)
             group.made[self.rank] += 1
             made = group.machine.groups.setdefault(key, _Group(group.machine, key, ranks))
-        return SimComm(made, list(ranks).index(own), axes, self.reduction, self.journal).inherit(self)
+        return type(self)(made, list(ranks).index(own), axes, self.reduction, self.comm_trace).inherit(self)
+
+    def of_members(self, members: Sequence[int], name: str, axes: tuple[str, ...]) -> Self:
+        """The n-th group of that name and these ranks; needs no meeting."""
+        group, ranks = self._group, [self.ranks[member] for member in members]
+        own = ranks.index(self.ranks[self.rank])
+        with group.machine.changed:
+            kind = (*group.key, name, *ranks)
+            count = self._named[kind] = self._named.get(kind, 0) + 1
+            key = (*kind, count)
+            made = group.machine.groups.setdefault(key, _Group(group.machine, key, ranks))
+        return type(self)(made, own, axes, self.reduction, self.comm_trace).inherit(self)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def run(
@@ -320,7 +350,7 @@ def run(
 
 
 def _world(group: _Group, rank: int, reduction: str, ranks_per_node: int) -> World:
-    comm = SimComm(group, rank, ("world",), reduction, Journal())
+    comm = SimComm(group, rank, ("world",), reduction, CommTrace())
     comm.timeout_seconds = group.machine.timeout_seconds
     first = rank // ranks_per_node * ranks_per_node
     node = comm.split(first, range(first, min(first + ranks_per_node, comm.size)), ("node",))

@@ -17,8 +17,8 @@ Axes = str | Iterable[str]
 class Factor:
     """A named inner part of an axis: `name` spans the `size` fastest positions of it.
 
-    `setting` is where the size came from, for messages. `rest` optionally names what remains of the
-    axis, for example `Factor("data.inner", 4, "mics_shard_size", rest="data.outer")`.
+    `setting` is the origin of the size, for messages. `rest` optionally names the remaining outer part of the axis, for
+    example `Factor("data.inner", 4, "mics_shard_size", rest="data.outer")`.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Topology:
 
     @classmethod
     def factored(cls, axes: Mapping[str, int], factors: Mapping[str, Sequence[Factor]]) -> Topology:
-        """Cut axes into fine axes so that every factor is a group of its own; old names become aliases.
+        """Split axes into fine axes so that every factor is a group of its own; old names become aliases.
 
         Raises:
             TopologyError: sizes that do not form a divisor chain, naming both settings.

@@ -1,29 +1,41 @@
-"""All ranks of the job: joining MPI once per process, and what a rank knows about its node."""
+"""The world of all ranks: joining MPI once per process, and this rank's place on its node."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from zlib import crc32
 
 import torch
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.base.launched import launched_rank
 from mpispeed.mesh import exits, launcher
+from mpispeed.mesh.backends.solo import SoloComm
+from mpispeed.mesh.collectives.progress import Progress
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.ending import Ending
-from mpispeed.mesh.journal import Journal
-from mpispeed.mesh.progress import Progress
-from mpispeed.mesh.solo import SoloComm
+from mpispeed.mesh.trace.comm_trace import CommTrace
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
-DEFAULT_MASTER_PORT = 29500
+
+LAST_SECONDS = 10.0
+"""How long the end of a group of members waits for what was started on it: nobody else may ever come to that."""
+
+FIRST_OWN, OWN_COUNT = 1000, 60000
+"""Numbers of channels of groups of members: above those that all ranks have, below the 2^16 of the recorder."""
 
 _PROCESS: dict[str, World] = {}
 """The world of this process under "world"; MPI can be joined only once, so there is only one."""
+
+
+GridCoords = Callable[[Sequence[int]], tuple[int, ...] | None]
 
 
 class World:
@@ -37,12 +49,19 @@ class World:
         node_count: int,
         has_threads: bool = True,
         ending: Ending | None = None,
+        grid_coords: GridCoords = lambda _: None,
     ) -> None:
-        """Wire started verbs to a progress thread. Collective over: all ranks."""
+        """Wire started verbs to a progress thread. Collective over: all ranks.
+
+        `grid_coords` tells this rank's place on the library's own Cartesian grid of given sizes, if it has one.
+        """
         self.comm, self.node, self.node_count = comm, node, node_count
-        self.has_threads, self.ending = has_threads, ending or Ending()
-        self._lanes: list[Progress] = []
-        progress = self.new_lane("world")
+        self.has_threads, self.ending, self.grid_coords = has_threads, ending or Ending(), grid_coords
+        self._channels: list[Progress] = []
+        # Of groups of members, which other ranks do not know: their channels, by the group's id, which stays its own.
+        self._own: dict[int, tuple[Comm, Progress]] = {}
+        self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        progress = self.new_channel("world")
         for group in (comm, node):
             if group.size > 1:
                 group.start_on(progress)
@@ -68,20 +87,20 @@ class World:
         return self.node.size
 
     @property
-    def journal(self) -> Journal:
-        """What all groups of this process have communicated."""
-        return self.comm.journal
+    def comm_trace(self) -> CommTrace:
+        """The trace of all groups of this process."""
+        return self.comm.comm_trace
 
     @property
-    def lanes(self) -> Sequence[Progress]:
-        """All lanes of this world and its meshes, in the same order on every rank."""
-        return self._lanes
+    def channels(self) -> Sequence[Progress]:
+        """All channels of this world and its meshes, in the same order on every rank."""
+        return self._channels
 
-    def new_lane(self, name: str) -> Progress:
+    def new_channel(self, name: str) -> Progress:
         """A queue for started verbs that `close` will end."""
-        lane = Progress(name, number=len(self._lanes), is_threaded=self.has_threads)
-        self._lanes.append(lane)
-        return lane
+        channel = Progress(name, number=len(self._channels), is_threaded=self.has_threads)
+        self._channels.append(channel)
+        return channel
 
     def group(self, ranks: Sequence[int]) -> Comm | None:
         """A group of some world ranks; None on ranks that are not in it.
@@ -93,35 +112,68 @@ class World:
             msg = f"a group of ranks {list(ranks)} needs different ranks out of 0..{self.size - 1}"
             raise ConfigError(msg)
         if self.size == 1:
-            return SoloComm(self.rank, ("group",), self.comm.reduction, self.journal)
+            return SoloComm(self.rank, ("group",), self.comm.reduction, self.comm_trace)
         members = sorted(ranks) if is_member else [r for r in range(self.size) if r not in ranks]
         made = self.comm.split(0 if is_member else 1, members, ("group",))
         if made.size > 1:
-            made.start_on(self._lanes[0])
+            made.start_on(self._channels[0])
         return made if is_member else None
 
+    def group_of_members(self, ranks: Sequence[int], name: str) -> Comm:
+        """A group of some world ranks, in the given order, with traffic and a channel of its own.
+
+        The channel is ended by `close_group`, or with the world. `name` is the same on all members.
+
+        Collective over: `ranks` only.
+        """
+        # Torch names its default group alike each time; the watch must not take the calls of one for those of another.
+        times = self._made[name, tuple(ranks)]
+        self._made[name, tuple(ranks)] = times + 1
+        name = f"{name} made again {times}" if times else name
+        made = self.comm.of_members(ranks, name, ("torch",))
+        channel = Progress(name, number=_own_number(name), is_threaded=self.has_threads)
+        self._own[id(made)] = made, channel
+        if made.size > 1:
+            made.start_on(channel)
+        return made
+
+    def close_group(self, group: Comm) -> None:
+        """End the channel of a group of `group_of_members`, then free it. Collective over: the group."""
+        _, channel = self._own.pop(id(group), (None, None))
+        if channel is not None:
+            channel.close(LAST_SECONDS)
+            if group.started is not group:
+                group.started.close()
+            group.close()
+
     def close(self) -> None:
-        """Finish what was started and end the progress threads."""
-        for lane in self._lanes:
-            lane.close()
+        """Finish started operations and end the progress threads."""
+        for _, channel in self._own.values():
+            channel.close(LAST_SECONDS)
+        self._own.clear()
+        for channel in self._channels:
+            channel.close()
 
 
-def start(
-    reduction: str = "mpi",
-    *,
-    timeout: float = DEFAULT_TIMEOUT_SECONDS,
-    master_port: int = DEFAULT_MASTER_PORT,
-) -> World:
+def _own_number(name: str) -> int:
+    """A number that is equal on all members of a group, though they count their groups differently."""
+    return FIRST_OWN + crc32(name.encode()) % OWN_COUNT
+
+
+def is_started() -> bool:
+    """True if this process has joined MPI by `start`."""
+    return "world" in _PROCESS
+
+
+def start(reduction: str = "mpi", *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> World:
     """Join MPI, or make a world of one where there is none; later calls return the same world.
 
-    Exports RANK, WORLD_SIZE and LOCAL_RANK, and MASTER_ADDR and MASTER_PORT where they are not set, divides
-    the cores among the ranks of a node unless OMP_NUM_THREADS is set, and makes an uncaught error on
-    one rank end the whole job.
+    Exports RANK, WORLD_SIZE and LOCAL_RANK, divides the cores among the ranks of a node unless OMP_NUM_THREADS is
+    set, and makes an uncaught error on one rank end the whole job.
 
     Args:
         reduction: "mpi" or "ordered", for the world's own verbs; a Mesh chooses for itself.
         timeout: seconds a started verb waits for its peers.
-        master_port: exported for libraries that want one.
 
     Collective over: all ranks of the job, at the first call.
 
@@ -133,14 +185,15 @@ def start(
     launcher.prepare()
     launcher.warn_early()
     try:
+        launcher.check_torchrun()
         world = _join(reduction, timeout)
     except ConfigError:
         # Every process stands alone here, so only the launcher's numbering tells which one may speak.
         alone = SoloComm()
-        exits.install(alone, alone, Ending(), is_silent=launcher.launched_rank() != 0)
+        exits.install(alone, alone, Ending(), is_silent=launched_rank() != 0)
         raise
     _PROCESS["world"] = world
-    _export(world, master_port)
+    _export(world)
     _share_cores(world)
     exits.install(world.comm, world.node, world.ending, world.close)
     return world
@@ -154,9 +207,12 @@ def current() -> World | None:
 def _join(reduction: str, timeout_seconds: float) -> World:
     try:
         # Imported here because the import joins MPI, and because there may be no MPI at all.
-        from mpi4py import MPI
+        with warnings.catch_warnings():
+            # The launcher's variables are checked below, with errors that name the command to use.
+            warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
+            from mpi4py import MPI
 
-        from mpispeed.mesh.mpi import MpiComm, ending
+        from mpispeed.mesh.backends.mpi import MpiComm, ending, grid_coords
     except (ImportError, RuntimeError, OSError) as error:
         launcher.check_alone(error)
         return World(SoloComm(0, ("world",), reduction), SoloComm(0, ("node",), reduction), node_count=1)
@@ -166,17 +222,23 @@ def _join(reduction: str, timeout_seconds: float) -> World:
     node_ranks = node_handle.allgather(handle.Get_rank())
     node_count = handle.allreduce(int(node_handle.Get_rank() == 0))
     near = frozenset(node_ranks)
-    journal = Journal()
-    comm = MpiComm(handle, range(handle.Get_size()), ("world",), reduction, journal, near)
-    node = MpiComm(node_handle, node_ranks, ("node",), reduction, journal, near)
+    comm_trace = CommTrace()
+    comm = MpiComm(handle, range(handle.Get_size()), ("world",), reduction, comm_trace, near)
+    node = MpiComm(node_handle, node_ranks, ("node",), reduction, comm_trace, near)
     comm.timeout_seconds = node.timeout_seconds = timeout_seconds
     has_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    return World(comm, node, node_count=node_count, has_threads=has_threads, ending=ending())
+    return World(
+        comm,
+        node,
+        node_count=node_count,
+        has_threads=has_threads,
+        ending=ending(),
+        grid_coords=partial(grid_coords, handle),
+    )
 
 
-def _export(world: World, master_port: int) -> None:
+def _export(world: World) -> None:
     """Set the variables DeepSpeed scripts read. Collective over: all ranks."""
-    host = "127.0.0.1" if world.node_count == 1 else socket.gethostname()
     facts = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
     stale = {name: os.environ[name] for name, value in facts.items() if os.environ.get(name, value) != value}
     os.environ.update(facts)
@@ -188,8 +250,6 @@ def _export(world: World, master_port: int) -> None:
             "the environment of %d of %d ranks had other values than MPI (rank %d: %s), left by another launcher "
             "perhaps; MPI's are used", len(wrong), world.size, wrong[0], text,
         )  # fmt: skip
-    os.environ.setdefault("MASTER_ADDR", world.comm.library_share(host, 0))
-    os.environ.setdefault("MASTER_PORT", str(master_port))
 
 
 def _share_cores(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Floor 6, monitor: watches a run through its events and writes series of numbers, or a console.
+"""Floor 6, monitor: listens to events of a run and writes series of numbers, or a console.
 
 Knows event names, this process' rank, and the libraries that sinks write with. Must not know the
 engine or the configuration: sections arrive as plain dicts. Nothing here communicates.
@@ -6,8 +6,9 @@ engine or the configuration: sections arrive as plain dicts. Nothing here commun
 
 from __future__ import annotations
 
+from mpispeed.base.events import Event
 from mpispeed.monitor.console import Console
 from mpispeed.monitor.sink import Sink, attach
 from mpispeed.monitor.sinks import build
 
-__all__ = ["Console", "Sink", "attach", "build"]
+__all__ = ["Console", "Event", "Sink", "attach", "build"]

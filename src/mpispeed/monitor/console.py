@@ -19,7 +19,7 @@ _WINDOW_STEPS = 50  # speed is the mean of so many steps
 
 
 class Console:
-    """Shows step, loss, speed, learning rate and the time that is left; rank 0 only.
+    """Shows step, loss, speed, learning rate and the time left; rank 0 only.
 
     Args:
         total_steps: global steps of the whole run, for the bar and the time left.
@@ -91,7 +91,7 @@ class Console:
         return f"step {step:{len(str(self.total_steps))}d}/{self.total_steps}"
 
     def _speed(self, step: int) -> list[str]:
-        """Throughput and time left, once two steps have been seen."""
+        """Throughput and time left, after two steps."""
         (start, first_step, first), (end, _, last) = self._marks[0], self._marks[-1]
         if end <= start:
             return []

@@ -23,7 +23,7 @@ class CsvSink:
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any]) -> CsvSink:
-        """The sink of a `csv_monitor` section."""
+        """Make the sink of a `csv_monitor` section."""
         return cls(folder_of(section))
 
     def write(self, series: str, value: float, x: int) -> None:

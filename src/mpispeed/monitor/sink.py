@@ -1,4 +1,4 @@
-"""What a sink is, and which events become which points of which series."""
+"""Base of sinks, and the translation of events to points of series."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CODED = {
 
 
 class Sink(Protocol):
-    """Takes the numbers of named series; `x` counts samples of the whole run."""
+    """Writes the numbers of named series; `x` counts samples of the whole run."""
 
     def write(self, series: str, value: float, x: int) -> None:
         """Add one point to a series."""
 
     def flush(self) -> None:
-        """Bring what was written to where others can read it."""
+        """Make written points visible to readers."""
 
     def close(self) -> None:
         """Flush and let go of files."""
 
 
 def folder_of(section: Mapping[str, Any]) -> Path:
-    """Where a sink writes: `output_path`/`job_name`."""
+    """Folder of a sink: `output_path`/`job_name`."""
     return Path(section.get("output_path") or "") / section.get("job_name", "DeepSpeedJobName")
 
 

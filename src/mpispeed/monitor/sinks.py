@@ -1,4 +1,4 @@
-"""The table of sinks by the name of their section, and what builds those that a run asks for."""
+"""Table of sinks by the name of their section, and the construction of those that a run asks for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpispeed.monitor.sink import Sink
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How a sink is made of its section, and the module that has to be installed for it."""
+    """Constructor of a sink from its section, and the module that it needs."""
 
     create: Callable[[Mapping[str, Any]], Sink]
     module: str | None = None

@@ -1,4 +1,4 @@
-"""Writes how long each step took, for `mpispeed scale`; nothing else of a run is needed to compare sizes."""
+"""Writes the duration of each step for `mpispeed scale`, which needs nothing else to compare sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "MPISPEED_SCALE_FILE"
 
 
 def watch(bus: Bus, **facts: Any) -> None:
-    """Collect the times of this run if that was asked for; call on rank 0."""
+    """Collect the times of this run if requested; call on rank 0."""
     if os.environ.get(FILE):
         facts["threads"] = int(os.environ.get("OMP_NUM_THREADS", "0").split(",")[0] or 0)
         StepTimes(Path(os.environ[FILE]), facts).attach(bus)

@@ -24,7 +24,7 @@ class TensorBoardSink:
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any]) -> TensorBoardSink:
-        """The sink of a `tensorboard` section."""
+        """Make the sink of a `tensorboard` section."""
         return cls(folder_of(section))
 
     def write(self, series: str, value: float, x: int) -> None:

@@ -1,6 +1,6 @@
-"""Compiled passes over flat tensors on the host: fused Adam, tree sums, exact norms, checksums.
+"""Compiled passes over flat tensors, on the host and on devices: optimizer updates, sums, norms, quantizers, block I/O.
 
-Each function has a twin in torch or numpy that gives the same bits and takes over, with one log
-line, where the compiled module is missing; `native.status` says what is usable and why not. This
-floor knows tensors and bytes; it must not know ranks, settings, or what a buffer means.
+Functions of the host have a reference in torch or numpy that gives the same bits and takes over, with one log line,
+where the compiled module is missing; `native.status` lists usable ones, with reasons for others. This floor knows
+tensors and bytes; it must not know ranks, settings, or the meaning of a buffer.
 """

@@ -1,8 +1,8 @@
 """Attention with its probabilities written out: two batched matrix products around the fused softmax.
 
-For what `torch.nn.functional.scaled_dot_product_attention` has no kernel for, and for what has to repeat its dropout
-from a seed. What is kept for backward is said exactly: queries, keys, values, the probabilities, and, unless they are
-to be computed again, the probabilities after dropout.
+For cases that `torch.nn.functional.scaled_dot_product_attention` has no kernel for, and for dropout repeated from a
+seed. Kept for backward: queries, keys, values, the probabilities, and, unless they are recomputed, the probabilities
+after dropout.
 """
 
 from __future__ import annotations

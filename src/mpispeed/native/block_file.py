@@ -1,4 +1,4 @@
-"""Files for block I/O: opened with O_DIRECT where that works, read and written in ranges."""
+"""Files for block I/O, opened with O_DIRECT where that works, read and written in ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous reads and writes between files and host tensors, in threads that need no interpreter."""
+"""Asynchronous reads and writes between files and host tensors, in threads that do not hold the interpreter lock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LEAST_PART = 1 << 16  # bytes; shorter transfers are not shared by threads
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How transfers are cut and queued.
+    """Options of splitting and queueing transfers.
 
     `block_size` (bytes) is the longest request; on a file opened with O_DIRECT it is rounded up to whole
     pages of 4096 bytes. A thread keeps `queue_depth` requests in flight. `threads` threads share a
@@ -93,12 +93,12 @@ class Transfer:
         self.is_write = is_write
 
     def is_done(self) -> bool:
-        """Whether it is over, well or not; never blocks, never raises."""
+        """True once it has ended, well or not; never blocks, never raises."""
         done: bool = self._job.is_done()
         return done
 
     def wait(self) -> None:
-        """Wait until it is over, without the interpreter lock; may be called again, and says the same.
+        """Wait until it has ended, without the interpreter lock; repeated calls have the same result.
 
         Raises:
             OSError: what the system reported, with the path; EIO where the file ends before the range.
@@ -164,12 +164,12 @@ class _Pools:
 class BlockIO:
     """Reads and writes that go on while the caller computes.
 
-    `backend` is the one in use for files opened with O_DIRECT, `reason` says why "auto" took no better one.
+    `backend` is the one in use for files opened with O_DIRECT, `reason` the reason for no better one with "auto".
     It belongs to one process: a fork cannot use it, and leaves it alone when it ends.
 
     Raises:
         ConfigError: the named backend is not possible here; the message says why.
-        OSError: its threads or queues cannot be had.
+        OSError: its threads or queues cannot be made.
         NativeMissing: the compiled module is not usable.
     """
 
@@ -239,12 +239,12 @@ class BlockIO:
 
     @property
     def counters(self) -> Counters:
-        """What was moved since this was made; a transfer that is done is counted whole."""
+        """Requests and bytes moved since this was made; a finished transfer is counted in full."""
         found = [pool.counters() for pool in self._pools.pools.values()]
         return Counters(*(sum(column) for column in zip(*found, strict=True))) if found else Counters(0, 0, 0, 0)
 
     def close(self) -> None:
-        """Wait for what is under way and end the threads; again does nothing."""
+        """Wait for transfers under way and end the threads; idempotent."""
         self._end()
 
     def __enter__(self) -> BlockIO:
@@ -269,11 +269,11 @@ def _choose(backend: str) -> tuple[str, str]:
 
 
 def inject(op: str, *, nth: int = 1, errno: int = 0, after_bytes: int = 0) -> None:
-    """For tests: the `nth` request from now, of "read" or "write" in this process, goes wrong once.
+    """For tests: make the `nth` request from now, of "read" or "write" in this process, fail once.
 
-    It comes short at `after_bytes` if there are any, and then fails with `errno` if there is one. `nth` 0
-    takes back what was asked for. Also "submit" and "reap": the call that hands requests to a queue of the
-    kernel, and the one that fetches answers, fail with `errno`.
+    It stops short after `after_bytes` if given, and then fails with `errno` if given. `nth` 0 cancels. Also "submit"
+    and "reap": the call that hands requests to a queue of the kernel, and the one that fetches answers, fail with
+    `errno`.
 
     Raises:
         ValueError: no such `op`.

@@ -1,4 +1,4 @@
-"""What asynchronous I/O can rest on here: O_DIRECT in a folder, and what the kernel lets this process use."""
+"""Probe for asynchronous I/O: O_DIRECT in a folder, and the kernel's interfaces that this process may use."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KINDS = {"queue": 1, "uring": 2}
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a folder and this process get.
+    """Capabilities of a folder and this process.
 
-    Units: `alignment` and `mlock_limit` in bytes; no limit is None. `backend` is what "auto" takes for
-    files in the folder. The reasons say why it is not better, and are "" where it is the best.
+    Units: `alignment` and `mlock_limit` in bytes; no limit is None. `backend` is that of "auto" for files in the
+    folder. The reasons are those against better ones, "" where it is the best.
     """
 
     folder: str
@@ -36,7 +36,7 @@ class Probe:
 
 @cache
 def kernel_refusal(backend: str) -> str:
-    """Why the kernel does not let this process use "queue" or "uring"; "" if it does."""
+    """Reason why the kernel does not let this process use "queue" or "uring"; "" if it does."""
     module = status.require("block_io")
     code = module.probe_kernel(_KINDS[backend])
     if code == 0:
@@ -52,12 +52,12 @@ def kernel_refusal(backend: str) -> str:
 
 
 def probe(folder: str | os.PathLike[str]) -> Probe:
-    """What asynchronous I/O can use for files in `folder`; cached per folder.
+    """Capabilities of asynchronous I/O for files in `folder`; cached per folder.
 
     Writes a block to a temporary file without a name and reads it back.
 
     Raises:
-        OSError: the folder cannot be looked at.
+        OSError: the folder cannot be examined.
     """
     return _probe(os.path.realpath(folder))
 
@@ -82,7 +82,7 @@ def _probe(folder: str) -> Probe:
 
 
 def _direct_refusal(folder: str) -> str:
-    """Why O_DIRECT does not work in the folder; "" if it does."""
+    """Reason why O_DIRECT does not work in the folder; "" if it does."""
     if not hasattr(os, "O_DIRECT"):
         return "this system has no O_DIRECT"
     try:
@@ -97,7 +97,7 @@ def _direct_refusal(folder: str) -> str:
 
 
 def direct_file_refusal(path: str, flags: int, *, is_written: bool = False) -> str:
-    """Why a file cannot be used with O_DIRECT, tried with one block; "" if it can."""
+    """Reason why a file cannot be used with O_DIRECT, tried with one block; "" if it can."""
     try:
         handle = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Block quantizers: flat floats as 8- or 4-bit integers with one fp32 scale per block, and sums of such.
+"""Block quantizers: flat floats as 8- or 4-bit integers with one fp32 scale per block, and their sums.
 
 A block of largest magnitude m has the scale s = m / L with L = 127 (8 bits) or 7 (4 bits), and the codes
 round(x / s), ties to even, between -L and L. The error of an element is at most s / 2 + m * 2**-23: half
@@ -7,19 +7,18 @@ a level, and the roundings of the quotient and of the product. Two corners:
 - Scales below 2**-126 become 2**-126, and blocks with m <= 2**-127 become zeros, so that scales are normal floats.
 - A block with an infinity or a NaN has the scale NaN: it comes back as NaN throughout, so that an overflow is seen.
 
-Tensors are on the host or all on one device, where kernels give the same bytes: what one side has coded the other can
-decode. A device without kernels gets the twins.
+Tensors are on the host or all on one device, where kernels give the same bytes, so that either can decode the other's.
+A device without kernels gets the references.
 
-Quantizing what was dequantized to the dtype it came from gives the same bytes.
+Quantizing values again after dequantizing them to their dtype gives the same bytes.
 
 Source of the scheme: ZeRO++ (arXiv 2306.10209), block quantization of weights and gradients; LoCo
-(arXiv 2407.04480) for the kept error.
+(arXiv 2407.04480) for the error feedback.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
@@ -27,23 +26,15 @@ import torch
 from torch import Tensor
 
 from mpispeed.native import device_quant, status
+from mpispeed.native.codes import BITS, BLOCK_UNIT, LEVELS, Coded, Grid
 from mpispeed.native.cuda import launcher
-from mpispeed.native.flat import KINDS, TWIN_SPAN, check_tensors, check_threads, overlaps
-
-BLOCK_UNIT = 256
-"""Elements. Block lengths are multiples of it, as are the cuts of flat buffers."""
-
-BLOCK_MOST = 1 << 16
-"""Elements. A block has to stay in cache between the two looks at it."""
+from mpispeed.native.flat import KINDS, REFERENCE_SPAN, check_tensors, check_threads, divisor, overlaps
 
 FALLBACK_BLOCK = 2048
 """Elements. The block where the counting rule has no answer."""
 
 _RULE_LENGTH = 8000
 _RULE_GROUP = 8
-_LEVELS = {8: 127, 4: 7}
-_CODE_DTYPES = {8: torch.int8, 4: torch.uint8}
-_BITS = {dtype: bits for bits, dtype in _CODE_DTYPES.items()}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST_SCALE = 2.0**-126
 # The largest floats that stay finite times the number of levels.
@@ -54,7 +45,7 @@ _MAGNITUDE, _INFINITY, _HALF_SMALLEST = 0x7FFFFFFF, 0x7F800000, 0x00400000
 def block_count(count: int) -> int:
     """Blocks for `count` elements: the fewest, of at most 8000 elements each, that are equal multiples of 8 elements.
 
-    Where no such cut exists (`count` is no multiple of 8) it is the number of blocks of 2048 elements.
+    Where no such division exists (`count` is no multiple of 8) it is the number of blocks of 2048 elements.
     2**20 elements give 256 blocks of 4096, 2**18 give 64, and 8000 or 1024 give one.
 
     Raises:
@@ -75,72 +66,6 @@ def default_block(count: int) -> int:
     """The block length for `count` elements: that of `block_count`, rounded up to a multiple of 256 elements."""
     length = -(-count // max(1, block_count(count)))
     return max(1, -(-length // BLOCK_UNIT)) * BLOCK_UNIT
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Where blocks lie: `pieces` equal pieces of `piece` elements; in each, blocks are counted from its start.
-
-    The last block of a piece may be short. Pieces are what travels to different ranks.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-
-    piece: int
-    block: int
-    pieces: int = 1
-
-    def __post_init__(self) -> None:
-        if self.block % BLOCK_UNIT or not BLOCK_UNIT <= self.block <= BLOCK_MOST:
-            msg = f"blocks of {self.block} elements; use a multiple of {BLOCK_UNIT} from {BLOCK_UNIT} to {BLOCK_MOST}"
-            raise ValueError(msg)
-        if self.piece < 0 or self.pieces < 1:
-            msg = f"{self.pieces} pieces of {self.piece} elements; pass at least 1 piece of at least 0 elements"
-            raise ValueError(msg)
-
-    @property
-    def numel(self) -> int:
-        """Elements in all."""
-        return self.pieces * self.piece
-
-    @property
-    def scales(self) -> int:
-        """Scales in all."""
-        return self.pieces * -(-self.piece // self.block)
-
-    def codes(self, bits: int) -> int:
-        """Bytes of codes in all; a piece starts at a full byte."""
-        return self.pieces * (self.piece if bits == 8 else -(-self.piece // 2))
-
-    def nbytes(self, bits: int) -> int:
-        """Bytes of codes and scales."""
-        return self.codes(bits) + 4 * self.scales
-
-
-class Coded(NamedTuple):
-    """A quantized buffer: codes (int8, or uint8 with two codes per byte, low nibble first) and fp32 scales."""
-
-    codes: Tensor
-    scales: Tensor
-
-    @classmethod
-    def zeros(cls, grid: Grid, bits: int, device: torch.device | str = "cpu") -> Coded:
-        """The code of a buffer of zeros, on `device`.
-
-        Raises:
-            ValueError: `bits` is not 8 or 4.
-        """
-        if bits not in _LEVELS:
-            msg = f"codes of {bits} bits; 8 and 4 are possible"
-            raise ValueError(msg)
-        codes = torch.zeros(grid.codes(bits), dtype=_CODE_DTYPES[bits], device=device)
-        return cls(codes, torch.zeros(grid.scales, dtype=torch.float32, device=device))
-
-    @property
-    def bits(self) -> int:
-        """8 or 4."""
-        return _BITS[self.codes.dtype]
 
 
 def quantize(
@@ -228,14 +153,15 @@ def dequantize_sum(out: Tensor, parts: Sequence[Coded], grid: Grid, *, scale: fl
     _decode("dequantize_sum", out, parts, grid, scale, is_added=False, threads=threads)
 
 
-# -- twins -----------------------------------------------------------------------------------------------------------
+# -- references
+# -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def quantize_reference(
     coded: Coded, x: Tensor, grid: Grid, *, error: Coded | None = None, beta: float = 0.0, threads: int = 1
 ) -> None:
-    """The same as `quantize` in torch, with the same bits; `threads` is accepted for symmetry.
+    """As `quantize`, in torch, with the same bits; `threads` is accepted for symmetry.
 
     Raises:
         ValueError, TypeError: as `quantize`.
@@ -256,7 +182,7 @@ def sum_requantize_reference(
     beta: float = 0.0,
     threads: int = 1,
 ) -> None:
-    """The same as `sum_requantize` in torch, with the same bits.
+    """As `sum_requantize`, in torch, with the same bits.
 
     Raises:
         ValueError, TypeError: as `sum_requantize`.
@@ -267,7 +193,7 @@ def sum_requantize_reference(
 
 
 def dequantize_reference(out: Tensor, coded: Coded, grid: Grid, *, threads: int = 1) -> None:
-    """The same as `dequantize` in torch, with the same bits.
+    """As `dequantize`, in torch, with the same bits.
 
     Raises:
         ValueError, TypeError: as `quantize`.
@@ -276,7 +202,7 @@ def dequantize_reference(out: Tensor, coded: Coded, grid: Grid, *, threads: int 
 
 
 def dequantize_add_reference(out: Tensor, coded: Coded, grid: Grid, *, threads: int = 1) -> None:
-    """The same as `dequantize_add` in torch, with the same bits.
+    """As `dequantize_add`, in torch, with the same bits.
 
     Raises:
         ValueError, TypeError: as `quantize`.
@@ -296,7 +222,7 @@ def dequantize_sum_reference(
 
 
 class _Span(NamedTuple):
-    """A range of whole blocks of one piece, and where its codes and scales are."""
+    """A range of whole blocks of one piece, and the places of its codes and scales."""
 
     elements: slice
     nibbles: slice
@@ -312,7 +238,7 @@ class _Span(NamedTuple):
 
 
 def _spans(grid: Grid) -> Iterator[_Span]:
-    blocks = max(1, TWIN_SPAN // grid.block)
+    blocks = max(1, REFERENCE_SPAN // grid.block)
     step = blocks * grid.block
     for piece in range(grid.pieces):
         start, byte, row = piece * grid.piece, piece * grid.codes(4) // grid.pieces, piece * grid.scales // grid.pieces
@@ -350,7 +276,8 @@ def _sum_span(parts: Sequence[Coded], span: _Span, start: Tensor | None) -> Tens
 def _levels(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes as floats, and scales [rows, 1]."""
     peak = (rows.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
-    scales = (peak.view(torch.float32) / _LEVELS[bits]).clamp(_SMALLEST_SCALE, _LARGEST_SCALE[bits])
+    magnitude = peak.view(torch.float32)
+    scales = (magnitude / divisor(LEVELS[bits], magnitude)).clamp(_SMALLEST_SCALE, _LARGEST_SCALE[bits])
     scales = scales.masked_fill(peak <= _HALF_SMALLEST, 0.0).masked_fill(peak >= _INFINITY, torch.nan)
     is_coded = scales > 0
     codes = torch.round(rows / torch.where(is_coded, scales, 1.0))
@@ -440,7 +367,7 @@ def _check(
     beta: float = 0.0,
     threads: int,
 ) -> None:
-    """Refuse what compiled code could not address; `is_written` says that `floats` are results."""
+    """Refuse tensors that compiled code could not address; `is_written` is true if `floats` are results."""
     check_threads(where, threads)
     if not 0.0 <= beta < 1.0:
         msg = f"{where}: beta is {beta}; the weight of the old error is at least 0 and below 1"
@@ -469,7 +396,7 @@ def _check(
 
 
 def _check_coded(where: str, name: str, coded: Coded, grid: Grid, device: torch.device, only: int | None) -> None:
-    if coded.codes.dtype not in _BITS or coded.scales.dtype != torch.float32:
+    if coded.codes.dtype not in BITS or coded.scales.dtype != torch.float32:
         found = f"{coded.codes.dtype} and scales of {coded.scales.dtype}"
         msg = f"{where}: {name} has codes of {found}; use int8 (8 bits) or uint8 (4 bits), and fp32 scales"
         raise TypeError(msg)

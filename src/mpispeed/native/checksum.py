@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli) of buffers, and of two buffers from the checksums of both."""
+"""CRC-32C (Castagnoli) of buffers, and of joined buffers from the checksums of both."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mpispeed.native import status
 
 _POLYNOMIAL = 0x82F63B78  # bits reversed: bit 31 is x^0
 _ONE = 0x80000000
-_TWIN_LANES = 1024
+_REFERENCE_LANES = 1024
 _Words = npt.NDArray[np.uint32]
 
 
 def crc32c(buffer: Any, value: int = 0) -> int:
-    """Checksum of `buffer`, continuing from the checksum `value` of what stood before it.
+    """Checksum of `buffer`, continued from the checksum `value` of the bytes before it.
 
-    `buffer` is anything contiguous with the buffer protocol, or a contiguous tensor on the host
+    `buffer` is a contiguous object with the buffer protocol, or a contiguous tensor on the host
     (of every dtype, bf16 too). The interpreter lock is released.
 
     Raises:
@@ -59,16 +59,16 @@ def crc32c_combine(crc1: int, crc2: int, length2: int) -> int:
 
 
 def crc32c_reference(buffer: Any, value: int = 0) -> int:
-    """The same as `crc32c` in numpy: equal lanes of a long buffer advance together and are then combined.
+    """As `crc32c`, in numpy: equal lanes of a long buffer advance together and are then combined.
 
     Raises:
         ValueError: a tensor is not contiguous or not on the host.
     """
     data = _as_bytes(buffer)
-    lane_bytes = len(data) // _TWIN_LANES
+    lane_bytes = len(data) // _REFERENCE_LANES
     if lane_bytes >= 64:
-        bulk = lane_bytes * _TWIN_LANES
-        crc = _fold(_advance(data[:bulk].reshape(_TWIN_LANES, lane_bytes)), lane_bytes)
+        bulk = lane_bytes * _REFERENCE_LANES
+        crc = _fold(_advance(data[:bulk].reshape(_REFERENCE_LANES, lane_bytes)), lane_bytes)
         value = crc32c_combine_reference(value, crc, bulk)
         data = data[bulk:]
     table = _table().tolist()

@@ -1,4 +1,4 @@
-"""What faces share that walk down columns: shapes of launches, and sums over rows in a fixed order.
+"""Common parts of wrappers whose kernels walk down columns: shapes of launches, and sums over rows in a fixed order.
 
 Partial sums of rows are made by the kernels (cuda/include/mpispeed_columns.cuh) and added up by `add_up`, so that a
 gradient of a bias has the same bits in every run.
@@ -21,12 +21,12 @@ def vector(dtype: torch.dtype) -> int:
 
 
 def inner_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a twin computes in, and statistics are kept in: fp32, or fp64 for fp64."""
+    """Dtype of a reference's computation and of statistics: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_wide(cols: int, *tensors: Tensor | None) -> bool:
-    """Whether rows of `cols` elements of all these tensors can be moved by 16 bytes."""
+    """True if rows of `cols` elements of all these tensors can be moved by 16 bytes."""
     return not any(x is not None and (x.data_ptr() % 16 or cols * x.element_size() % 16) for x in tensors)
 
 
@@ -53,7 +53,7 @@ def tile(
 
 
 def _rows_of_blocks(across: int, places: int) -> int:
-    """How many rows of `across` blocks fill `places` once, or a few times if that leaves fewer of them empty."""
+    """Number of rows of `across` blocks that fill `places` once, or a few times if fewer stay empty then."""
     best, best_part = 1, 0.0
     for times in range(1, 9):
         down = max(1, times * places // across)

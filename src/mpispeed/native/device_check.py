@@ -1,4 +1,4 @@
-"""A short proof that kernels run on a device: the update of Adam there against that on the host."""
+"""Smoke test of kernels on a device: the update of Adam there against that on the host."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 from mpispeed.base.errors import NativeMissing
 from mpispeed.native import host_optim
+from mpispeed.native.coefficients import adam_terms
 from mpispeed.native.cuda import launcher
 from mpispeed.native.device_optim import DeviceTable
-from mpispeed.native.host_table import Row
-from mpispeed.native.host_terms import adam_terms
+from mpispeed.native.multi_tensor_host import Row
 
 _COUNT = 10_007
 _HYPER = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
 
 
 def run(index: int) -> str:
-    """Update some numbers on device `index`, on its default stream and on another; says what was seen.
+    """Update some numbers on device `index`, on its default stream and on another; returns a summary.
 
     Raises:
         NativeMissing: a number differs from the host's, or no kernel ran.

@@ -1,4 +1,4 @@
-"""Sum of squares of many tensors and whether all their elements are finite, in one read; both stay on the device."""
+"""Sum of squares of many tensors and a check that all elements are finite, in one read; both stay on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import for_tensor
 from mpispeed.native.device_optim import stream_of, upload
-from mpispeed.native.flat import TWIN_SPAN
+from mpispeed.native.flat import REFERENCE_SPAN
 
 CHUNK, THREADS = 32768, 256  # elements of a block, and its threads; cuda/optim/global_norm.cu has the same numbers
 _TOTAL_THREADS = 1024
@@ -77,7 +77,7 @@ def norm_and_finite_reference(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor
     squares = torch.zeros((), dtype=torch.float64, device=device)
     is_finite = torch.ones((), dtype=torch.bool, device=device)
     for x in tensors:
-        for span in x.detach().view(-1).split(TWIN_SPAN):
+        for span in x.detach().view(-1).split(REFERENCE_SPAN):
             squares += span.double().square().sum()
             is_finite &= torch.isfinite(span).all()
     return squares, is_finite

@@ -1,12 +1,12 @@
-"""Adam, its 1-bit variants, Adagrad, Lion and LAMB on tensors of a device, many in one launch; nothing waits for it.
+"""Adam, its 1-bit variants, Adagrad, Lion and LAMB on tensors of a device, many in one launch; asynchronous.
 
-The arithmetic is that of the host loops, operation by operation, so parameters and states have their bits. Only LAMB's
-sums of squares are not theirs: fp64, in an order that shapes alone decide. Its trust ratio is within
-`elements * 2^-53` of the host's, relatively.
+The arithmetic is that of the host loops, operation by operation, so parameters and states are bitwise the same. Only
+LAMB's sums of squares differ: fp64, in an order that depends on shapes alone. Its trust ratio is within `elements *
+2^-53` of the host's, relatively.
 
 Kernels take fp32 masters and states with gradients in fp32, bf16 or fp16 and a bf16 or fp16 copy; and bf16 or fp16
 parameters with states and gradients in fp32 or their own dtype; those of the 1-bit variants take fp32 only. Everything
-else is done by the twin of `native.host_twins`, on the device.
+else is done by `native.reference_updates`, on the device.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from mpispeed.base.errors import UsageError
+from mpispeed.native.coefficients import Terms
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher, for_tensor
-from mpispeed.native.host_table import Row, check_row
-from mpispeed.native.host_terms import Terms
-from mpispeed.native.host_twins import run_twin
+from mpispeed.native.multi_tensor_host import Row, check_row
+from mpispeed.native.reference_updates import lamb_first, lamb_second, run_reference
 
 CHUNK, THREADS = 16384, 256  # elements of a block, and its threads; cuda/include/multi_tensor.cuh has the same numbers
 
@@ -57,7 +57,7 @@ def pack_terms(t: Terms) -> bytes:
 
 
 class _Launch(NamedTuple):
-    """Neighbouring rows of a table that go together."""
+    """Neighbouring rows of a table that share a launch."""
 
     kernels: tuple[str, ...]
     lot: int
@@ -68,7 +68,7 @@ class _Launch(NamedTuple):
 
 
 class _Uploaded(NamedTuple):
-    """A table in the memory of the device, and the stream on which it got there."""
+    """A table in the memory of the device, and the stream that uploaded it."""
 
     rows: Tensor
     chunks: Tensor
@@ -76,7 +76,7 @@ class _Uploaded(NamedTuple):
 
 
 def kernels_of(rule: str, row: Row) -> tuple[str, ...]:
-    """Names of the kernels for a row: one, or the first and the last of LAMB; empty if the twin has to do it."""
+    """Names of the kernels for a row: one, or the first and the last of LAMB; empty if the reference has to do it."""
     states = {state.dtype for state in row.states}
     param, grad = row.param.dtype, row.grad.dtype
     if rule in _ONEBIT:
@@ -143,7 +143,7 @@ def stream_of(device: torch.device) -> int:
 
 
 class DeviceTable:
-    """Tensors of one device that a rule updates together; as `HostTable`, but nothing waits for the device.
+    """Tensors of one device that a rule updates together; as `HostTable`, but asynchronous.
 
     The table keeps parameters, states and outs alive, but gradients only until the first `run`. Addresses are uploaded
     at the first `run`, and again when those of gradients have changed or another stream is current.
@@ -158,7 +158,7 @@ class DeviceTable:
             check_row(rule, row, self._device)
         self._launcher: Launcher | None = for_tensor(self._rows[0].param) if self._rows else None
         names = [kernels_of(rule, row) if self._launcher is not None else () for row in self._rows]
-        self._by_twin = [place for place, kernels in enumerate(names) if not kernels]
+        self._by_reference = [place for place, kernels in enumerate(names) if not kernels]
         order, self._launches = _grouped(names, [row.lot for row in self._rows])
         self._order = np.array(order, np.intp)
         self._array = np.zeros(len(self._order), _ROW)
@@ -178,13 +178,13 @@ class DeviceTable:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether kernels do all rows; otherwise the twin does some."""
-        return not self._by_twin
+        """True if kernels do all rows; otherwise the reference does some."""
+        return not self._by_reference
 
     def take(self, params: list[Tensor], grads: list[Tensor], outs: list[Tensor]) -> bool:
-        """Whether the table can go on with these tensors in the order of its rows; if so, it has taken the gradients.
+        """Take new gradients for the rows; False, and nothing taken, if the table does not fit these tensors.
 
-        It can if parameters and outs (all or none) are where they were, and gradients are of the same dtypes,
+        It fits if parameters and outs (all or none) are at their old addresses, and gradients are of the same dtypes,
         contiguous and on the device. The caller keeps the gradients alive until `run` returns.
         """
         fits = (
@@ -227,9 +227,9 @@ class DeviceTable:
             uploaded = self._upload(grads)
             for launch in self._launches:
                 self._launch(self._launcher, launch, uploaded, terms[launch.lot], scales[launch.lot], ratios)
-        for place in self._by_twin:
+        for place in self._by_reference:
             row = self._rows[place]
-            ratio = _by_twin(self.rule, row._replace(grad=grads[place]), terms[row.lot], scales[row.lot])
+            ratio = _by_reference(self.rule, row._replace(grad=grads[place]), terms[row.lot], scales[row.lot])
             if self.rule == "lamb":
                 ratios[place] = ratio
         return ratios if self.rule == "lamb" else []
@@ -282,6 +282,53 @@ def _run_kernels(
         launcher.launch(last, grid, threads, rows, chunks, ratios.data_ptr(), terms)
 
 
+def lamb_first_row(row: Row, terms: Terms) -> Tensor:
+    """First half of LAMB on a non-empty row: its states; returns the sums of squares of parameter and direction.
+
+    Shapes: the result is of two fp64 elements, on the device of the row.
+
+    Raises:
+        As `check_row`.
+    """
+    device, found = row.param.device, _launch_of("lamb", row)
+    if found is None:
+        sums = lamb_first(row.param, row.states, row.grad, terms)
+        return torch.tensor(sums, dtype=torch.float64, device=device)
+    launcher, kernels, table, chunks = found
+    partials = torch.empty((chunks, 2), dtype=torch.float64, device=device)
+    words = (table.rows.data_ptr(), table.chunks.data_ptr(), 0, partials.data_ptr(), pack_terms(terms))
+    launcher.launch(kernels[0], (chunks, 1, 1), (THREADS, 1, 1), *words)
+    return partials.sum(0)
+
+
+def lamb_second_row(row: Row, terms: Terms, ratio: Tensor) -> None:
+    """Second half of LAMB on a non-empty row: the parameter and `out`, from its states and trust ratio.
+
+    Shapes: `ratio` is one fp64 element on the device of the row.
+
+    Raises:
+        As `check_row`.
+    """
+    found = _launch_of("lamb", row)
+    if found is None:
+        lamb_second(row.param, row.states, row.out, terms, float(ratio))
+        return
+    launcher, kernels, table, chunks = found
+    words = (table.rows.data_ptr(), table.chunks.data_ptr(), ratio.data_ptr(), pack_terms(terms))
+    launcher.launch(kernels[1], (chunks, 1, 1), (THREADS, 1, 1), *words)
+
+
+def _launch_of(rule: str, row: Row) -> tuple[Launcher, tuple[str, ...], _Uploaded, int] | None:
+    """Launch of the kernels of one row: names, table, number of chunks; None if the reference has to do it."""
+    device = row.param.device
+    check_row(rule, row, device)
+    launcher, kernels = for_tensor(row.param), kernels_of(rule, row)
+    if launcher is None or not kernels:
+        return None
+    table = _table_of_one(device, stream_of(device), _numbers(row))
+    return launcher, kernels, table, -(-row.param.numel() // CHUNK)
+
+
 def _grouped(names: list[tuple[str, ...]], lots: list[int]) -> tuple[list[int], list[_Launch]]:
     """The order of rows in which those of one kernel and lot are neighbours, and these groups, without chunks yet."""
     groups: dict[tuple[tuple[str, ...], int], list[int]] = {}
@@ -313,11 +360,11 @@ def _check_scale(rule: str, scale: Tensor | None, device: torch.device) -> None:
         raise ValueError(msg)
 
 
-def _by_twin(rule: str, row: Row, terms: Terms, scale: Tensor | None) -> float:
+def _by_reference(rule: str, row: Row, terms: Terms, scale: Tensor | None) -> float:
     if scale is not None:
         factor: Any = scale.detach().view(()) * terms.grad_scale  # stays on the device
         terms = terms._replace(grad_scale=factor)
-    return run_twin(rule, row.param, row.states, row.grad, row.out, terms)
+    return run_reference(rule, row.param, row.states, row.grad, row.out, terms)
 
 
 @lru_cache(maxsize=8192)  # one per parameter where LAMB has windows of whole parameters
@@ -337,14 +384,10 @@ def update_row(rule: str, row: Row, terms: Terms) -> float | Tensor:
     Raises:
         As `check_row`.
     """
-    device = row.param.device
-    check_row(rule, row, device)
-    launcher = for_tensor(row.param)
-    kernels = kernels_of(rule, row)
-    if launcher is None or not kernels:
-        return run_twin(rule, row.param, row.states, row.grad, row.out, terms)
-    table = _table_of_one(device, stream_of(device), _numbers(row))
-    chunks = -(-row.param.numel() // CHUNK)
+    device, found = row.param.device, _launch_of(rule, row)
+    if found is None:
+        return run_reference(rule, row.param, row.states, row.grad, row.out, terms)
+    launcher, kernels, table, chunks = found
     is_lamb = rule == "lamb"
     partials = torch.empty(2 * chunks, dtype=torch.float64, device=device) if is_lamb else None
     ratios = torch.empty(int(is_lamb), dtype=torch.float64, device=device)

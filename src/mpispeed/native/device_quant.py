@@ -1,6 +1,6 @@
-"""Block codes on a device: launches the kernels of `cuda/quant`, which write the bytes of the host loops.
+"""Block quantization on a device: launches the kernels of `cuda/quant`, which write the same bytes as the host loops.
 
-`block_quant` checks and dispatches; nothing here looks at a value on the host or waits for the device.
+`block_quant` checks and dispatches; nothing here reads a value on the host or waits for the device.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from ctypes import c_float
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpispeed.native.codes import Coded, Grid
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher
-
-if TYPE_CHECKING:
-    from mpispeed.native.block_quant import Coded, Grid
 
 MOST_PARTS = 128
 """Addends of one launch: their addresses travel with its arguments. More are summed in several."""
@@ -37,7 +34,7 @@ def encode(
     error: Coded | None,
     beta: float,
 ) -> None:
-    """Fill `coded` with the codes of `x`, or, where that is None, of the sum of `parts`; as `block_quant.quantize`."""
+    """Quantize `x`, or, if that is None, the sum of `parts` into `coded`; as `block_quant.quantize`."""
     if not grid.numel:
         return
     if x is None and len(parts) > MOST_PARTS:

@@ -1,7 +1,7 @@
-"""Signs on a device: launches the kernels of `cuda/bits`, which give the bits of the host loops.
+"""Sign packing on a device: launches the kernels of `cuda/bits`, with the same bits as the host loops.
 
-`one_bit` checks and dispatches. Sums of squares come to the host, because a scale is a number there: they wait for the
-device. The others do not.
+`one_bit` checks and dispatches. Sums of squares wait for the device, because scales are numbers on the host. The others
+do not.
 """
 
 from __future__ import annotations

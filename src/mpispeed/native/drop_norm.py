@@ -1,4 +1,4 @@
-"""residual + dropout(x + bias) and the layer norm of that sum, in one pass: what stands between two sublayers.
+"""Dropout, residual and norm between two sublayers in one pass: residual + dropout(x + bias) and its layer norm.
 
 The sum has the bits of `transformer.bias_dropout_residual`, the norm is that of `norm.layer_norm`; the sum is read once
 less, and backward adds the gradient that goes around the norm within the pass of the norm.
@@ -14,8 +14,8 @@ from torch import Tensor
 from mpispeed.native.columns import inner_dtype, pointer
 from mpispeed.native.cuda import ops, philox
 from mpispeed.native.cuda.catalog import TAGS
-from mpispeed.native.norm import check, forward_shape, launcher_for_rows, norm_backward, norm_twin
-from mpispeed.native.transformer import drop_backward, drop_twin
+from mpispeed.native.norm import check, forward_shape, launcher_for_rows, norm_backward, norm_reference
+from mpispeed.native.transformer import drop_backward, drop_reference
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -30,14 +30,14 @@ def bias_dropout_layer_norm(
     contiguous.
 
     Args:
-        x: what is dropped in parts.
-        x_bias: is added to it before.
-        residual: is added whole.
+        x: subject to dropout.
+        x_bias: added to x before.
+        residual: added without dropout.
         weight: of the norm.
         bias: of the norm.
         ratio: part of the elements that become 0; the others are scaled by 1 / (1 - ratio).
-        eps: is added to the variance.
-        seed: which ones; None: a new `philox.draw_seed()`.
+        eps: added to the variance.
+        seed: chooses them; None: a new `philox.draw_seed()`.
         training: False: as if ratio were 0.
 
     Raises:
@@ -54,12 +54,12 @@ def bias_dropout_layer_norm(
     return total, y
 
 
-def _twin(
+def _reference(
     x: Tensor, x_bias: Tensor | None, residual: Tensor, weight: Tensor | None, bias: Tensor | None, ratio: float,
     seed: Tensor | None, eps: float,
 ) -> _Four:  # fmt: skip
-    total = drop_twin(x, x_bias, residual, ratio, seed)
-    y, _, mean, rstd = norm_twin(total, None, weight, bias, eps, True)
+    total = drop_reference(x, x_bias, residual, ratio, seed)
+    y, _, mean, rstd = norm_reference(total, None, weight, bias, eps, True)
     return y, total, mean, rstd
 
 
@@ -70,7 +70,7 @@ def _run(
     runs = launcher_for_rows(x)
     x, residual = x.contiguous(), residual.contiguous()
     if runs is None:
-        return _twin(x, x_bias, residual, weight, bias, ratio, seed, eps)
+        return _reference(x, x_bias, residual, weight, bias, ratio, seed, eps)
     x_bias, weight, bias = (t if t is None else t.contiguous() for t in (x_bias, weight, bias))
     y, total, mean, rstd = _fake(x, x_bias, residual, weight, bias, ratio, seed, eps)
     if x.numel():

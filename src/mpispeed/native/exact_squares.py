@@ -1,8 +1,8 @@
-"""Sums of squares on a device that do not depend on how a buffer was cut: exact over fixed blocks, by integers.
+"""Exact sums of squares on a device, over fixed blocks, by integers: independent of the division of a buffer.
 
 The sum of a block is the double of the compiled host loop. A kernel adds these to an integer that is long enough for
 all of them; without a kernel torch adds up the halves of their mantissas by powers of two. No order changes such sums,
-and the host is told one small table for any number of tensors.
+and one small table is copied to the host for any number of tensors.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _by_kernel(launcher: Launcher, tensors: Sequence[Tensor]) -> list[float]:
 
 
 def block_sums(x: Tensor, block: int) -> Tensor:
-    """Sums of squares of all blocks, in the sixteen lanes of the compiled loop; what is missing at the end is zero.
+    """Sums of squares of all blocks, in the sixteen lanes of the compiled loop; the end is padded with zeros.
 
     Shapes: result [ceil(x.numel() / block)], fp64.
     """

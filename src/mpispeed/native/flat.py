@@ -1,4 +1,4 @@
-"""Checks that flat tensors may be handed to compiled code by address."""
+"""Checks and divisors for passes over flat tensors, whose addresses go to compiled code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# the numbers by which the compiled loops know dtypes
+# numbers of dtypes in the compiled loops
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
 
-# elements a twin works on at a time, so that its temporaries stay small
-TWIN_SPAN = 1 << 18
+# elements a reference works on at a time, so that its temporaries stay small
+REFERENCE_SPAN = 1 << 18
 
 
 def check_tensors(where: str, tensors: Mapping[str, Tensor], *, device: torch.device | None = None) -> int:
@@ -63,18 +63,27 @@ def _byte_range(x: Tensor) -> tuple[int, int]:
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both stand at the same address with the same dtype and length."""
+    """True if both have the same address, dtype and length."""
     return a.dtype == b.dtype and _byte_range(a) == _byte_range(b)
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Whether the two contiguous tensors share at least one byte."""
+    """True if the two contiguous tensors share at least one byte."""
     a_begin, a_end = _byte_range(a)
     b_begin, b_end = _byte_range(b)
     return max(a_begin, b_begin) < min(a_end, b_end)
 
 
 def any_overlap(tensors: Iterable[Tensor]) -> bool:
-    """Whether some two of the contiguous tensors share memory; empty ones share nothing."""
+    """True if any two of the contiguous tensors share memory; empty ones share nothing."""
     ranges = sorted(_byte_range(x) for x in tensors if x.numel())
     return any(b_begin < a_end for (_, a_end), (b_begin, _) in pairwise(ranges))
+
+
+def divisor(value: float, of: Tensor) -> Tensor:
+    """`value` to divide the tensor `of` by, as a tensor of its dtype and device.
+
+    CUDA multiplies by the rounded reciprocal of a number, and of a tensor of one element on the host: the quotient is
+    not that of the host.
+    """
+    return torch.full((), value, dtype=of.dtype, device=of.device)

@@ -1,7 +1,7 @@
-"""The second half of an MLP, GELU of x + bias and a linear map of it, without keeping the GELU for backward.
+"""The second half of an MLP, a linear map of GELU(x + bias), without keeping the GELU for backward.
 
-Kept are the input, the bias and the weight; backward computes the GELU again, which is one pass over memory beside two
-matrix products.
+The input, the bias and the weight are kept; backward recomputes the GELU, one pass over memory beside two matrix
+products.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adam, Adagrad, Lion and LAMB on host memory in one call, with torch twins that give the same bits.
+"""Adam, Adagrad, Lion and LAMB on host memory in one call, with torch references that give the same bits.
 
 All work is in fp32 (fp64 for fp64 masters), with t = step and g = grad * grad_scale; each stored value is
 rounded once to its dtype, to nearest even. L2 decay adds weight_decay * p to g; decoupled decay takes
@@ -13,8 +13,8 @@ lr * weight_decay * p from p before the step:
 
 The master and the states are fp32, both of one 16-bit dtype, or a 16-bit master with fp32 states; gradients are
 fp32, bf16 or fp16. `out` (bf16 or fp16) receives the new master, rounded; it may be the memory of `grad`.
-Compiled code runs for these on the host, the twin for fp64. Bits do not depend on `threads`, on the vector width,
-nor, but for LAMB, on where the range starts or was cut. For all functions:
+Compiled code runs for these on the host, the reference for fp64. Bits do not depend on `threads`, on the vector width,
+nor, except for LAMB, on the division of tensors into ranges. For all functions:
 
 Shapes:
     All tensors are contiguous, on the host and of equal length.
@@ -31,9 +31,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mpispeed.native.host_table import HostTable, Row
-from mpispeed.native.host_terms import Terms, adagrad_terms, adam_terms, lamb_terms, lion_terms
-from mpispeed.native.host_twins import run_twin
+from mpispeed.native.coefficients import Terms, adagrad_terms, adam_terms, lamb_terms, lion_terms
+from mpispeed.native.multi_tensor_host import HostTable, Row
+from mpispeed.native.reference_updates import run_reference
 
 
 def _run(rule: str, row: Row, terms: Terms, threads: int) -> float:
@@ -101,7 +101,7 @@ def adam_reference(
         bias_correction=bias_correction,
         grad_scale=grad_scale,
     )
-    run_twin("adam", master, (exp_avg, exp_avg_sq), grad, out, terms)
+    run_reference("adam", master, (exp_avg, exp_avg_sq), grad, out, terms)
 
 
 def adagrad(
@@ -170,7 +170,7 @@ def lamb(
     grad_scale: float = 1.0,
     threads: int = 1,
 ) -> float:
-    """Update one whole tensor and both its moments in place, in two passes; gives the trust ratio r.
+    """Update one full tensor and both its moments in place, in two passes; returns the trust ratio r.
 
     The norms are sums of fp64 over fixed blocks in a fixed order. r is 1 where a norm is 0.
     """

@@ -95,7 +95,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float 
     return total, y
 
 
-def norm_twin(
+def norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, the sum, mean and reciprocal deviation in torch.
@@ -116,7 +116,7 @@ def norm_twin(
     return y.contiguous(), total, inner.new_empty(0) if mean is None else mean.reshape(-1), rstd.reshape(-1)
 
 
-def norm_backward_twin(
+def norm_backward_reference(
     dy: Tensor, add: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias in torch; `add` is added to the first. No mean: RMS norm."""
@@ -135,7 +135,7 @@ def norm_backward_twin(
 
 
 def check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Check what a norm gets.
+    """Check the arguments of a norm.
 
     Raises:
         ValueError: a shape, dtype or device does not fit; the message begins with `name`.
@@ -159,7 +159,7 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     runs = launcher_for_rows(x)
     if runs is None:
-        return norm_twin(x, residual, weight, bias, eps, is_centered)
+        return norm_reference(x, residual, weight, bias, eps, is_centered)
     x = x.contiguous()
     residual, weight, bias = (t if t is None else t.contiguous() for t in (residual, weight, bias))
     y, total, mean, rstd = _fake(x, residual, weight, bias, eps, is_centered)
@@ -173,14 +173,14 @@ def _run(
 
 
 def launcher_for_rows(x: Tensor) -> Launcher | None:
-    """What launches kernels for the rows of `x`; None if the twin has to run: no kernel, or more rows than blocks."""
+    """The launcher of kernels for rows of `x`; None if the reference runs: no kernel, or more rows than blocks."""
     return launcher.for_tensor(x) if x.dtype in TAGS and x.numel() < x.shape[-1] << 31 else None
 
 
 def forward_shape(
     x: Tensor, eps: float, *others: Tensor | None
 ) -> tuple[str, tuple[int, int, int], tuple[int, int, int], bytes]:
-    """Which of the two kernels of a forward pass takes these tensors, its grid, its block and its packed terms."""
+    """Choice between the two kernels of a forward pass, with its grid, its block and its packed terms."""
     cols = x.shape[-1]
     rows = x.numel() // cols
     wide = is_wide(cols, x, *others)
@@ -213,7 +213,7 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     runs = launcher_for_rows(x)
     if runs is None:
-        dx, dweight, dbias = norm_backward_twin(dy, add, x, weight, mean, rstd)
+        dx, dweight, dbias = norm_backward_reference(dy, add, x, weight, mean, rstd)
         return dx.contiguous(), dweight if with_weight else x.new_empty(0), dbias if with_bias else x.new_empty(0)
     dy, x = dy.contiguous(), x.contiguous()
     add, weight = (t if t is None else t.contiguous() for t in (add, weight))
@@ -310,7 +310,7 @@ def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple
 
 
 class _Beside(torch.autograd.Function):
-    """No operator of torch, because those must not return what they got."""
+    """Autograd function, not an operator of torch, because those must not return their inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

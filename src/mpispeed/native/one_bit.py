@@ -1,10 +1,10 @@
-"""Signs of flat floats packed eight to a byte, under one scale, with the error kept for the next time.
+"""Signs of flat floats packed eight to a byte, under one scale, with error feedback.
 
-A value x with the kept error e becomes y = x + e, y is coded as scale * sgn(y), and e becomes what is left. sgn(0) is
-+1. Bits are most significant first, as in `numpy.packbits`; 1 means not negative.
+A value x with the kept error e becomes y = x + e, y is quantized to scale * sgn(y), and e becomes the difference.
+sgn(0) is +1. Bits are most significant first, as in `numpy.packbits`; 1 means not negative.
 
-Tensors are on the host or all on one device, where kernels give the same bits; a device without kernels gets the twins.
-Sums of squares wait for the device.
+Tensors are on the host or all on one device, where kernels give the same bits; a device without kernels gets the
+references. Sums of squares wait for the device.
 
 Source: 1-bit Adam (arXiv 2102.02888), error-compensated compression.
 """
@@ -31,7 +31,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def scale_of(squares: Iterable[float], length: int) -> float:
-    """The root of the mean square, rounded to fp32; `squares` are what `compensate` and `add_parts` give."""
+    """The root of the mean square, rounded to fp32; `squares` are those of `compensate` and `add_parts`."""
     if length == 0:
         return 0.0
     total = math.fsum(squares)

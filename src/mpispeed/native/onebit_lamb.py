@@ -1,7 +1,7 @@
 """The update of 1-bit LAMB with a frozen variance, in torch: the same bits for every number of threads.
 
-There is no compiled loop: next to sums it needs the largest of the ratios of two roots, and it runs on whole
-parameters, whose momenta have just been through the network.
+There is no compiled loop: next to sums it needs the largest of the ratios of two roots, and it runs on full parameters,
+whose momenta have just been exchanged.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpispeed.native.flat import TWIN_SPAN
-from mpispeed.native.host_twins import block_squares, root
+from mpispeed.native.flat import REFERENCE_SPAN, divisor
+from mpispeed.native.reference_updates import block_squares, root
 
 
 class FrozenLamb(NamedTuple):
@@ -47,10 +47,11 @@ def update_frozen_lamb(
     beta1, beta2 = factors.betas
     tensors = (param, *moments, previous)
     work = torch.float64 if param.dtype == torch.float64 else torch.float32
-    for begin in range(0, param.numel(), TWIN_SPAN):
-        p, m, v, fresh, before = (x[begin : begin + TWIN_SPAN] for x in tensors)
+    for begin in range(0, param.numel(), REFERENCE_SPAN):
+        p, m, v, fresh, before = (x[begin : begin + REFERENCE_SPAN] for x in tensors)
         m.masked_fill_(v == 0, 0.0)
-        grad = (m.to(work) - before.to(work) * beta1) / torch.full((), 1.0 - beta1, dtype=work, device=m.device)
+        news = m.to(work) - before.to(work) * beta1
+        grad = news / divisor(1.0 - beta1, news)
         grad.masked_fill_(v == 0, 0.0)
         fresh.copy_(fresh.to(work) * beta2 + grad * (1.0 - beta2) * grad)
         ratio = (root(v.to(work)) + factors.eps) / (root(fresh.to(work)) + factors.eps)
@@ -62,13 +63,13 @@ def update_frozen_lamb(
             directions += block_squares(quotient + p.to(work) * factors.weight_decay)
     factor = _limited(top, reduce(operator.add, weights), reduce(operator.add, directions), factors)
     step_size = factors.lr * factors.trust * factor
-    for begin in range(0, param.numel(), TWIN_SPAN):
-        p, m, v, _, _ = (x[begin : begin + TWIN_SPAN] for x in tensors)
+    for begin in range(0, param.numel(), REFERENCE_SPAN):
+        p, m, v, _, _ = (x[begin : begin + REFERENCE_SPAN] for x in tensors)
         direction = _quotient(m, v, factors, work) + p.to(work) * factors.weight_decay
         updated = p.to(work) - direction * step_size
         p.copy_(updated)
         if out is not None:
-            out[begin : begin + TWIN_SPAN].copy_(updated)
+            out[begin : begin + REFERENCE_SPAN].copy_(updated)
     return factor
 
 

@@ -20,8 +20,8 @@ _logger = logging.getLogger(__name__)
 def aligned(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     """A tensor of `nbytes` bytes (uint8) at the start of a page, in whole pages of its own, all zeros.
 
-    The memory is given back with the last tensor that looks at it. `pin`: page-locked for a GPU, where
-    torch sees one. Where torch cannot pin it, the log says so once and the memory is not pinned.
+    The memory is freed with the last tensor that views it. `pin`: page-locked for a GPU, where torch sees one. If torch
+    cannot pin it, that is logged once.
 
     Raises:
         ValueError: a negative length.

@@ -1,4 +1,4 @@
-"""Sums of buffers in a fixed tree, and sums of squares that do not depend on how a buffer was cut."""
+"""Sums of buffers in a fixed tree, and sums of squares that are independent of the division of a buffer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpispeed.native import exact_squares, status
-from mpispeed.native.flat import KINDS, TWIN_SPAN, check_tensors, check_threads, is_same_memory, overlaps
+from mpispeed.native.flat import KINDS, REFERENCE_SPAN, check_tensors, check_threads, is_same_memory, overlaps
 
 _MOST_PARTS = 65536
 _LANES = 16
@@ -56,7 +56,7 @@ def tree_sum(out: Tensor, parts: Sequence[Tensor], *, scale: float = 1.0, thread
         raise TypeError(msg)
     module = status.compiled("fp_sum") if (dtype, out.dtype) in _SUM_LOOPS else None
     if module is None:
-        _run_twin(out, parts, "sum", float(scale))
+        _run_reference(out, parts, "sum", float(scale))
         return
     module.tree_sum(
         out.data_ptr(), [x.data_ptr() for x in parts], length, KINDS[dtype], KINDS[out.dtype], float(scale), threads
@@ -71,7 +71,7 @@ def tree_sum_reference(out: Tensor, parts: Sequence[Tensor], *, scale: float = 1
         TypeError: dtypes differ.
     """
     _check_parts("tree_sum", out, parts)
-    _run_twin(out, parts, "sum", float(scale))
+    _run_reference(out, parts, "sum", float(scale))
 
 
 def tree_reduce(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
@@ -96,7 +96,7 @@ def tree_reduce(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
     if op in ("min", "max") and out.dtype.is_complex:
         msg = f"tree_reduce: {op} of {out.dtype}; complex numbers have no order"
         raise TypeError(msg)
-    _run_twin(out, parts, op, 1.0)
+    _run_reference(out, parts, op, 1.0)
 
 
 def _check_parts(where: str, out: Tensor, parts: Sequence[Tensor]) -> int:
@@ -120,12 +120,12 @@ def _check_parts(where: str, out: Tensor, parts: Sequence[Tensor]) -> int:
 
 
 @torch.no_grad()
-def _run_twin(out: Tensor, parts: Sequence[Tensor], op: str, scale: float) -> None:
+def _run_reference(out: Tensor, parts: Sequence[Tensor], op: str, scale: float) -> None:
     flat = [x.detach().view(-1) for x in parts]
     flat_out = out.detach().view(-1)
     join = _PAIRWISE[op]
-    for begin in range(0, out.numel(), TWIN_SPAN):
-        cut = slice(begin, begin + TWIN_SPAN)
+    for begin in range(0, out.numel(), REFERENCE_SPAN):
+        cut = slice(begin, begin + REFERENCE_SPAN)
         level = [x[cut].float() if x.dtype in _HALF_DTYPES else x[cut] for x in flat]
         while len(level) > 1:
             odd = level[len(level) - len(level) % 2 :]
@@ -139,9 +139,8 @@ def square_partials(x: Tensor, *, block: int = 256, threads: int = 1) -> list[fl
 
     Each block of `block` elements, counted from the start of `x`, is summed in fp64 in a fixed
     order; the block sums are then added without rounding. Concatenate the lists of neighbouring
-    ranges and apply `math.fsum`: the total does not depend on how the flat buffer was cut at
-    multiples of `block`, nor on `threads`. Any NaN in `x` gives [nan]; any infinity, or a block
-    sum beyond fp64, gives [inf].
+    ranges and apply `math.fsum`: the total does not depend on the division of the flat buffer at multiples of `block`,
+    nor on `threads`. Any NaN in `x` gives [nan]; any infinity, or a block sum beyond fp64, gives [inf].
 
     Shapes:
         `x` is contiguous; fp32, bf16, fp16 or fp64.
@@ -171,7 +170,7 @@ def square_partials_reference(x: Tensor, *, block: int = 256, threads: int = 1) 
     length = _check_squares(x, block)
     sums: list[float] = []
     flat = x.detach().view(-1)
-    span = max(1, TWIN_SPAN // block) * block
+    span = max(1, REFERENCE_SPAN // block) * block
     for begin in range(0, length, span):
         sums.extend(_block_sums(flat[begin : begin + span], block))
     special = sum(s for s in sums if not math.isfinite(s))
@@ -210,7 +209,7 @@ def _block_sums(x: Tensor, block: int) -> list[float]:
 
 
 def _exact_partials(values: list[float]) -> list[float]:
-    """A few doubles with the same exact sum: what `fsum` rounds away is summed again until nothing is left."""
+    """A few doubles with the same exact sum: the rounding error of `fsum` is summed again until it is 0."""
     partials: list[float] = []
     while True:
         rest = math.fsum([*values, *(-p for p in partials)])

@@ -1,4 +1,4 @@
-"""The projection of a layer to queries, keys and values: bias, cut into heads and rotary embedding in one pass.
+"""Projection to queries, keys and values: bias, split into heads and rotary embedding in one pass.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. Arithmetic is fp32 (fp64 for
 fp64), each stored value is rounded once; the gradient of the bias is a sum in a fixed order.
@@ -15,6 +15,7 @@ from torch import Tensor
 from mpispeed.native.columns import add_up, inner_dtype, is_wide, pointer, tile, vector
 from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.flat import divisor
 
 _AT_ONCE = 3  # blocks on a multiprocessor, by the launch bounds of the kernels
 
@@ -36,7 +37,8 @@ def rotary_tables(
         msg = f"rotary_tables: rotary_dim is {rotary_dim}; expected an even number, since pairs are turned"
         raise ValueError(msg)
     # In fp64, because an fp32 angle of position 100,000 is off by 0.004.
-    rates = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
+    places = -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device)
+    rates = base ** (places / divisor(rotary_dim, places))
     angles = torch.arange(first, first + sequence, dtype=torch.float64, device=device)[:, None] * rates
     return angles.cos().float(), angles.sin().float()
 
@@ -113,8 +115,9 @@ def _check_tables(qkv: Tensor, cosine: Tensor, sine: Tensor, size: int) -> None:
         raise ValueError(msg)
 
 
-# ---- twins -----------------------------------------------------------------------------------------------------------
-def split_twin(
+# ---- references
+# -----------------------------------------------------------------------------------------------------------
+def split_reference(
     qkv: Tensor, bias: Tensor | None, cosine: Tensor | None, sine: Tensor | None, heads: int, key_heads: int,
     is_halved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -129,7 +132,7 @@ def split_twin(
     return first, second, third
 
 
-def merge_twin(
+def merge_reference(
     dq: Tensor, dk: Tensor, dv: Tensor, cosine: Tensor | None, sine: Tensor | None, is_halved: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the projection and of the bias in torch; the second is their sum before it is rounded."""
@@ -168,7 +171,7 @@ def _run(
     rows, cols = qkv.shape[0] * qkv.shape[1], qkv.shape[2]
     runs = launcher.for_tensor(qkv) if qkv.dtype in TAGS and max(rows, cols) < 2**31 else None
     if runs is None:
-        return split_twin(qkv, bias, cosine, sine, heads, key_heads, is_halved)
+        return split_reference(qkv, bias, cosine, sine, heads, key_heads, is_halved)
     qkv = qkv.contiguous()
     bias, cosine, sine = (t if t is None else t.contiguous() for t in (bias, cosine, sine))
     q, k, v = _fake(qkv, bias, cosine, sine, heads, key_heads, is_halved)
@@ -199,7 +202,7 @@ def _run_merge(
     rows, cols = batch * sequence, (heads + 2 * key_heads) * size
     runs = launcher.for_tensor(dq) if dq.dtype in TAGS and max(rows, cols) < 2**31 else None
     if runs is None:
-        whole, dbias = merge_twin(dq, dk, dv, cosine, sine, is_halved)
+        whole, dbias = merge_reference(dq, dk, dv, cosine, sine, is_halved)
         return whole, dbias if with_bias else dq.new_empty(0)
     dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
     cosine, sine = (t if t is None else t.contiguous() for t in (cosine, sine))

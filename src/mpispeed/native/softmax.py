@@ -1,8 +1,8 @@
 """Softmax of attention scores: scaled, masked or causal, with dropout, forward and backward in one pass each.
 
-Inside everything is fp32 (fp64 for fp64 tensors), and each stored value is rounded once. What is dropped is decided by
-Philox bits of a seed (`native.cuda.philox`), element by element, so backward repeats it and no mask is kept. A row in
-which everything is masked gives zeros.
+Inside everything is fp32 (fp64 for fp64 tensors), and each stored value is rounded once. Dropout takes Philox bits of a
+seed (`native.cuda.philox`), element by element, so backward repeats it and no mask is kept. A fully masked row gives
+zeros.
 
 Source: dS = A (dA - sum(dA A)), as in Vaswani et al., "Attention Is All You Need", arXiv 1706.03762, equation 1.
 """
@@ -77,7 +77,7 @@ def causal_softmax(
 
 
 def check_mask(mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
-    """Check what masks scores of this shape.
+    """Check a mask for scores of this shape.
 
     Raises:
         ValueError: it does not fit.
@@ -105,11 +105,11 @@ def check_mask(mask: Tensor | None, shape: tuple[int, ...], device: torch.device
 def run_softmax(
     scores: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, is_causal: bool, ratio: float
 ) -> tuple[Tensor, Tensor]:
-    """What is left after dropout, and the probabilities; the second is empty if nothing is dropped."""
+    """Probabilities after dropout, and before it; the second is empty if nothing is dropped."""
     scores = scores.contiguous()
     running = _launcher(scores)
     if running is None:
-        return softmax_twin(scores, mask, seed, scale, is_causal, ratio)
+        return softmax_reference(scores, mask, seed, scale, is_causal, ratio)
     probs = torch.empty_like(scores)
     dropped = torch.empty_like(scores) if ratio else scores.new_empty(0)
     if scores.numel():
@@ -122,7 +122,7 @@ def run_softmax(
     return (dropped, probs) if ratio else (probs, dropped)
 
 
-def softmax_twin(
+def softmax_reference(
     scores: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, is_causal: bool, ratio: float
 ) -> tuple[Tensor, Tensor]:
     """`run_softmax` in torch."""
@@ -138,7 +138,7 @@ def softmax_twin(
     total = raised.sum(dim=-1, keepdim=True)
     inverse = torch.where(total == 0, 0.0, 1.0 / total)
     probs = (raised * inverse).to(scores.dtype)
-    return (dropout_twin(probs, seed, ratio), probs) if ratio else (probs, scores.new_empty(0))
+    return (dropout_reference(probs, seed, ratio), probs) if ratio else (probs, scores.new_empty(0))
 
 
 def _later(scores: Tensor) -> Tensor:
@@ -157,11 +157,11 @@ def _wide(x: Tensor) -> Tensor:
 def run_softmax_backward(
     grad: Tensor, probs: Tensor, seed: Tensor | None, scale: float, is_causal: bool, ratio: float
 ) -> Tensor:
-    """The gradient of the scores from that of what was left after dropout."""
+    """The gradient of the scores from that of the probabilities after dropout."""
     grad, probs = grad.contiguous(), probs.contiguous()
     running = _launcher(probs)
     if running is None or grad.dtype != probs.dtype:
-        return softmax_backward_twin(grad, probs, seed, scale, is_causal, ratio)
+        return softmax_backward_reference(grad, probs, seed, scale, is_causal, ratio)
     out = torch.empty_like(probs)
     if probs.numel():
         terms = _terms(probs, (None, 0, (0, 0, 0)), seed, scale, is_causal, ratio)
@@ -170,7 +170,7 @@ def run_softmax_backward(
     return out
 
 
-def softmax_backward_twin(
+def softmax_backward_reference(
     grad: Tensor, probs: Tensor, seed: Tensor | None, scale: float, is_causal: bool, ratio: float
 ) -> Tensor:
     """`run_softmax_backward` in torch."""
@@ -186,11 +186,11 @@ def softmax_backward_twin(
 
 
 def run_dropout(probs: Tensor, seed: Tensor | None, ratio: float) -> Tensor:
-    """What dropout left of probabilities, again: the bits that `run_softmax` gave."""
+    """The probabilities after dropout, recomputed: the same bits as from `run_softmax`."""
     probs = probs.contiguous()
     running = _launcher(probs)
     if running is None:
-        return dropout_twin(probs, seed, ratio)
+        return dropout_reference(probs, seed, ratio)
     out = torch.empty_like(probs)
     count = probs.numel()
     if count:
@@ -200,7 +200,7 @@ def run_dropout(probs: Tensor, seed: Tensor | None, ratio: float) -> Tensor:
     return out
 
 
-def dropout_twin(probs: Tensor, seed: Tensor | None, ratio: float) -> Tensor:
+def dropout_reference(probs: Tensor, seed: Tensor | None, ratio: float) -> Tensor:
     """`run_dropout` in torch."""
     x = _wide(probs)
     return torch.where(_kept(x, seed, ratio), x * (1.0 / (1.0 - ratio)), 0.0).to(probs.dtype)

@@ -1,4 +1,4 @@
-"""What compiled code is usable here, and the reason when it is not."""
+"""Status of compiled code: usable parts, and reasons for the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpispeed.base.log import once
 
 _logger = logging.getLogger(__name__)
 
-# compiled module under mpispeed._native -> what it serves
+# compiled module under mpispeed._native -> its use
 MODULES = {
     "cpu_optim": "fused optimizers on host memory",
     "fp_sum": "tree sums and exact norms on host memory",
@@ -26,9 +26,9 @@ MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One thing that may or may not work on this machine.
+    """A capability that may or may not be usable on this machine.
 
-    `reason` says why it does not when `is_usable` is False, and may add a detail when it is True.
+    `reason` is the reason when `is_usable` is False, and may be a detail when it is True.
     """
 
     name: str
@@ -54,11 +54,11 @@ def _explain(name: str, error: ImportError) -> str:
 
 
 def compiled(name: str) -> ModuleType | None:
-    """The compiled module `name`, or None, which is logged once: the caller then runs its twin."""
+    """The compiled module `name`, or None, which is logged once: the caller then runs its reference."""
     module, reason = _load(name)
     if module is None:
         what = MODULES.get(name, name)
-        once(_logger, logging.WARNING, f"no compiled {name} ({what}): {reason}; a slower twin runs instead")
+        once(_logger, logging.WARNING, f"no compiled {name} ({what}): {reason}; a slower implementation runs instead")
     return module
 
 

@@ -1,8 +1,8 @@
-"""Tokens picked out of a batch, and put back into it, with gradients: for layers that work on some tokens only.
+"""Gather and scatter of tokens of a batch, with gradients, for layers that work on some tokens only.
 
 The tokens of a sample are named by places, which are distinct and in any order. On the host they are checked; on a
 device they are the caller's duty, because a check would wait for the device: a wrong place there gives a row of zeros
-or is left out, and a double one leaves open which row counts. With MPISPEED_CHECK_INDICES=1 devices are checked, too.
+or is left out, and of double ones an arbitrary row counts. With MPISPEED_CHECK_INDICES=1 devices are checked, too.
 
 Source: random layerwise token dropping (arXiv 2211.11586).
 """
@@ -31,7 +31,7 @@ def gather(x: Tensor, index: Tensor, *, batch_first: bool = True) -> Tensor:
     """Pick tokens of `x`; its gradient puts them back among zeros.
 
     Shapes: x [B, S, ...], index [B, K] in int32 or int64, the result [B, K, ...]. Without `batch_first` x is
-    [S, B, ...] and the result [K, B, ...]; index is [B, K] all the same.
+    [S, B, ...] and the result [K, B, ...]; index is still [B, K].
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit; a place is not in [0, S) or named twice.
@@ -61,12 +61,12 @@ def scatter(y: Tensor, index: Tensor, into: Tensor, *, batch_first: bool = True)
     return merged
 
 
-def gather_twin(x: Tensor, index: Tensor, batch_first: bool) -> Tensor:
+def gather_reference(x: Tensor, index: Tensor, batch_first: bool) -> Tensor:
     """`gather` in torch."""
     return x.gather(_token_dim(batch_first), _wide_index(index, x, batch_first))
 
 
-def merge_twin(y: Tensor | None, into: Tensor | None, index: Tensor, tokens: int, batch_first: bool) -> Tensor:
+def merge_reference(y: Tensor | None, into: Tensor | None, index: Tensor, tokens: int, batch_first: bool) -> Tensor:
     """`scatter` in torch; without `y` the places become zero, without `into` all others are."""
     base = (
         _base(y, into, tokens, batch_first).zero_()
@@ -155,7 +155,7 @@ def _run_gather(x: Tensor, index: Tensor, batch_first: bool) -> Tensor:
     _check_places(index, tokens)
     runs = launcher.for_tensor(x)
     if runs is None:
-        return gather_twin(x, index, batch_first)
+        return gather_reference(x, index, batch_first)
     x, index = x.contiguous(), index.contiguous()
     out = x.new_empty(_shape(x, picked, batch_first))
     if out.numel():
@@ -172,7 +172,7 @@ def _run_merge(y: Tensor | None, into: Tensor | None, index: Tensor, tokens: int
     out = _base(y, into, tokens, batch_first)
     runs = launcher.for_tensor(out)
     if runs is None:
-        return merge_twin(y, into, index, tokens, batch_first)
+        return merge_reference(y, into, index, tokens, batch_first)
     if out.numel():
         held = [x.contiguous() for x in (y, into) if x is not None]
         sources = _sources(runs, index.contiguous(), tokens, batch_first)

@@ -58,11 +58,11 @@ def bias_dropout_residual(
     Shapes: x and residual [..., n], bias [n], seed an int64 scalar in host memory; the result is contiguous.
 
     Args:
-        x: what is dropped in parts.
-        bias: is added to it before.
-        residual: is added whole.
+        x: subject to dropout.
+        bias: added to x before.
+        residual: added without dropout.
         ratio: part of the elements that become 0; the others are scaled by 1 / (1 - ratio).
-        seed: which ones; None: a new `philox.draw_seed()`.
+        seed: chooses them; None: a new `philox.draw_seed()`.
         training: False: as if ratio were 0.
 
     Raises:
@@ -96,15 +96,16 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-# ---- twins -----------------------------------------------------------------------------------------------------------
-def gelu_twin(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
+# ---- references
+# -----------------------------------------------------------------------------------------------------------
+def gelu_reference(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
     """GELU of x + bias in torch."""
     z = _wide(x) if bias is None else _wide(x) + _wide(bias)
     share = 0.5 * (1 + torch.erf(z * 0.5**0.5)) if exact else torch.sigmoid(z * (_TWO_U + _TWO_U3 * (z * z)))
     return (z * share).to(x.dtype)
 
 
-def gelu_backward_twin(dy: Tensor, x: Tensor, bias: Tensor | None, exact: bool) -> tuple[Tensor, Tensor]:
+def gelu_backward_reference(dy: Tensor, x: Tensor, bias: Tensor | None, exact: bool) -> tuple[Tensor, Tensor]:
     """Gradients of x and bias in torch; the second is their sum before it is rounded."""
     z = _wide(x) if bias is None else _wide(x) + _wide(bias)
     if exact:
@@ -118,13 +119,13 @@ def gelu_backward_twin(dy: Tensor, x: Tensor, bias: Tensor | None, exact: bool) 
     return dx.to(x.dtype), _column_sum(dx, x)
 
 
-def drop_twin(x: Tensor, bias: Tensor | None, residual: Tensor, ratio: float, seed: Tensor | None) -> Tensor:
+def drop_reference(x: Tensor, bias: Tensor | None, residual: Tensor, ratio: float, seed: Tensor | None) -> Tensor:
     """The sum residual + dropout(x + bias) in torch."""
     z = _wide(x) if bias is None else _wide(x) + _wide(bias)
     return (_wide(residual) + _dropped(z, ratio, seed)).to(x.dtype)
 
 
-def drop_backward_twin(dy: Tensor, ratio: float, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def drop_backward_reference(dy: Tensor, ratio: float, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gradients of x and bias in torch; the second is their sum before it is rounded."""
     dx = _dropped(_wide(dy), ratio, seed)
     return dx.to(dy.dtype), _column_sum(dx, dy)
@@ -143,9 +144,9 @@ def _column_sum(dx: Tensor, like: Tensor) -> Tensor:
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 def _cuts(count: int, cols: int | None, *tensors: Tensor | None) -> Iterator[tuple[int, int, int, bool]]:
-    """First element, rows, columns of launches for `count` elements, and whether they go by 16 bytes.
+    """First element, rows, columns of launches for `count` elements, and whether they move 16 bytes at a time.
 
-    `cols` is the length of a bias; without one any cut will do, and the last elements are one of their own.
+    `cols` is the length of a bias; without one any division will do, and the last elements are a launch of their own.
     """
     x = next(t for t in tensors if t is not None)
     if cols is not None:
@@ -171,7 +172,7 @@ def _launch_sums(
     runs: Launcher, kernel: str, dx: Tensor, dbias: Tensor | None, inputs: tuple[Tensor, ...], bias: Tensor | None,
     cols: int | None, terms: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel of gradients for each cut, and add up the partial sums of the bias."""
+    """Launch a kernel of gradients for each part, and add up the partial sums of the bias."""
     out = dx if dx.numel() else None
     for first, rows, width, wide in _cuts(inputs[0].numel(), cols, *inputs, bias, out):
         columns = vector(inputs[0].dtype) if wide else 1
@@ -191,7 +192,7 @@ def _run_gelu(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
     runs = launcher.for_tensor(x) if x.dtype in TAGS else None
     x = x.contiguous()
     if runs is None:
-        return gelu_twin(x, bias, exact)
+        return gelu_reference(x, bias, exact)
     (bias,) = _contiguous(bias)
     y = x.new_empty(x.shape)
     name = f"gelu_{'exact' if exact else 'tanh'}_{TAGS[x.dtype]}"
@@ -209,7 +210,7 @@ def _run_gelu_backward(
     runs = launcher.for_tensor(x) if x.dtype in TAGS else None
     dy, x = dy.contiguous(), x.contiguous()
     if runs is None:
-        dx, dbias = gelu_backward_twin(dy, x, bias, exact)
+        dx, dbias = gelu_backward_reference(dy, x, bias, exact)
         return dx, dbias if with_bias else x.new_empty(0)
     (bias,) = _contiguous(bias)
     dx, dbias = _fake_gelu_backward(dy, x, bias, exact, with_bias)
@@ -270,7 +271,7 @@ def _run_drop(x: Tensor, bias: Tensor | None, residual: Tensor, ratio: float, se
     runs = launcher.for_tensor(x) if x.dtype in TAGS else None
     x, residual = x.contiguous(), residual.contiguous()
     if runs is None:
-        return drop_twin(x, bias, residual, ratio, seed)
+        return drop_reference(x, bias, residual, ratio, seed)
     (bias,) = _contiguous(bias)
     y = x.new_empty(x.shape)
     name = f"bias_dropout_residual_{TAGS[x.dtype]}"
@@ -289,7 +290,7 @@ def _run_drop_backward(
     runs = launcher.for_tensor(dy) if dy.dtype in TAGS else None
     dy = dy.contiguous()
     if runs is None:
-        dx, dbias = drop_backward_twin(dy, ratio, seed)
+        dx, dbias = drop_backward_reference(dy, ratio, seed)
         # Without dropout dx would be dy itself.
         return dx.clone() if with_x else dy.new_empty(0), dbias if with_bias else dy.new_empty(0)
     dx, dbias = _fake_drop_backward(dy, ratio, seed, with_x, with_bias)

@@ -1,4 +1,4 @@
-"""Floor 5: modules a model is built from. They know torch and the floors below, not how their parameters rest."""
+"""Floor 5: modules a model is built from. They know torch and the floors below, not the placement of parameters."""
 
 from mpispeed.nn.tiled import TiledLinear, TiledLinearReturnBias
 

@@ -1,7 +1,7 @@
-"""Random numbers per axis: streams that are equal over the slices of a layer, and streams that differ between them.
+"""Random streams per axis: some equal over the slices of a layer, others different between them.
 
-What every slice computes whole needs equal dropout masks on all of them: that is the default stream. What is cut needs
-a mask of its own on every rank: such a region runs in `get_rng_tracker().fork()`. All generators of torch are switched
+Replicated computation needs equal dropout masks on all slices: that is the default stream. Sliced computation needs a
+different mask on every rank: such a region runs in `get_rng_tracker().fork()`. All generators of torch are switched
 together, that of the host and that of the device.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
@@ -41,7 +41,7 @@ def capture() -> State:
 
 
 def restore(state: Mapping[str, torch.Tensor]) -> None:
-    """Put the generators back to what `capture` saw; devices that are missing in it stay as they are."""
+    """Restore the generators to the states of `capture`; devices that are missing in it stay as they are."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     device = _device()
@@ -50,7 +50,7 @@ def restore(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _device() -> torch.device | None:
-    """What this process computes on, as an engine or a script has chosen it; None: the host."""
+    """The device of this process, as an engine or a script has chosen it; None: the host."""
     if devices.used() is not None:
         return devices.used()
     # Asking a device that nobody uses for its state would start it.
@@ -71,11 +71,11 @@ class RNGStatesTracker:
         self._seeds.clear()
 
     def get_states(self) -> dict[str, State]:
-        """The state of every stream by name: what a checkpoint has to keep, besides the default stream."""
+        """The state of every stream by name: for a checkpoint, besides the default stream."""
         return {name: dict(state) for name, state in self._states.items()}
 
     def set_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replace all streams by what `get_states` gave."""
+        """Replace all streams by the result of `get_states`."""
         self._states = {name: dict(state) for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
@@ -118,7 +118,7 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Put the generators back afterwards."""
+        """Context that restores the generators afterwards."""
         before = capture()
         try:
             yield

@@ -1,8 +1,9 @@
-"""Run a function without keeping what it computes inside, and run it again when backward asks for that.
+"""Recomputation: run a function without keeping its intermediate results, and run it again when backward needs them.
 
-What autograd would save inside of the function is replaced by places. The first place that backward looks up makes the
-function run again, with the random numbers and settings of its first run; that fills all places. Nothing hangs on the
-inputs: it works whether or not they need gradients, and gradients of any part of the graph may be asked for.
+Tensors that autograd would save inside of the function are replaced by places. The first place that backward looks up
+makes the function run again, with the random numbers and settings of its first run; that fills all places. It does not
+depend on the inputs: it works whether or not they need gradients, and gradients of any part of the graph may be asked
+for.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
@@ -25,28 +26,28 @@ OUTSIDE = -1
 
 
 class Inputs(Protocol):
-    """The arguments of a call, at rest."""
+    """The stored arguments of a call."""
 
     def restore(self) -> tuple[Any, ...]:
-        """The arguments again, cut off from the graph they came from."""
+        """The arguments, detached from the graph they came from."""
 
 
 class Handle(Protocol):
-    """A tensor that can be had again."""
+    """A tensor that can be restored."""
 
     def get(self) -> torch.Tensor:
         """The tensor."""
 
 
 class Recorder(Protocol):
-    """What stands for the innermost checkpointed call that runs."""
+    """Interface of the innermost checkpointed call that is running."""
 
     def keep(self, tensor: torch.Tensor) -> Handle:
-        """Keep a tensor the way the call keeps what is computed inside of it."""
+        """Keep a tensor the way the call keeps intermediate results."""
 
 
 class Place:
-    """A tensor that was saved inside of a call: where it is found when the call has run again."""
+    """Placeholder of a tensor saved inside of a call, filled by recomputation."""
 
     __slots__ = ("__weakref__", "index", "kind", "region", "value", "version")
 
@@ -61,9 +62,9 @@ class Place:
 
 
 class Region:
-    """One checkpointed call: what is needed to run it again.
+    """One checkpointed call: the state needed to run it again.
 
-    It lives as long as the graph it belongs to, and frees what it keeps with that.
+    It lives as long as its graph.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Inputs) -> None:
@@ -80,7 +81,7 @@ class Region:
             return self.function(*args)
 
     def find(self, place: Place) -> torch.Tensor:
-        """What belongs to `place`. It is given away: backward frees it as it goes on."""
+        """The tensor of `place`. It is given away: backward frees it as it goes on."""
         current = _current_pass()
         if current != self._pass:
             self._forget()
@@ -98,7 +99,7 @@ class Region:
                 f"that: {_said(place.kind)}; compute with a copy instead"
             )
             raise UsageError(msg)
-        # Who asks twice in one backward pass would run the call again each time: from the second run on it stays.
+        # Repeated lookups in one backward would run the call again each time: kept from the second run on.
         if self._runs == 1:
             place.value = None
         if current == OUTSIDE:
@@ -107,7 +108,7 @@ class Region:
 
     def _run_again(self, current: int) -> None:
         if current != OUTSIDE:
-            # Whatever is left over when this pass ends is not wanted any more.
+            # Tensors left over when this pass ends are not needed any more.
             reference = weakref.ref(self)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(reference))
             if self._runs == 0 and self.on_backward is not None:
@@ -143,7 +144,7 @@ def _current_pass() -> int:
 
 
 class Surroundings:
-    """What a function may depend on besides its arguments: random numbers and automatic casts."""
+    """State that a function may depend on besides its arguments: random numbers and automatic casts."""
 
     def __init__(self) -> None:
         self._random = random.capture()
@@ -155,7 +156,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """As it was, with gradients; afterwards random numbers go on where they were before."""
+        """Context with the state of the first run, with gradients; random numbers go on as before afterwards."""
         tracker = random.get_rng_tracker()
         before, streams = random.capture(), tracker.get_states()
         try:
@@ -199,7 +200,7 @@ def _recording(recorder: _First | _Again) -> Iterator[None]:
 
 
 class _Complete(Exception):
-    """Everything that backward needs is there again; the rest of the function is of no use.
+    """Raised when everything that backward needs has been recomputed; the rest of the function is not needed.
 
     No BaseException: hooks of modules that always run are told about exceptions only.
     """
@@ -244,7 +245,7 @@ class _Again:
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        # Fixed here: backward may want some of a function whose first run has not ended yet.
+        # Fixed here: backward may need places of a function whose first run has not ended yet.
         self._expected, self._count = len(region.places), 0
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -267,7 +268,7 @@ class _Again:
         return _Held(self.save(tensor))
 
     def check(self) -> None:
-        """Everything was there."""
+        """Check that all places were filled."""
         if self._count < self._expected:
             msg = (
                 f"{_name(self._region.function)} saved {self._expected} tensors for backward in its forward pass and "

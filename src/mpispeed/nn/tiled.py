@@ -1,4 +1,4 @@
-"""A linear layer in tiles that are used one after the other, so that one tile is all that has to be whole at a time.
+"""A linear layer in tiles used one after the other, so that only one tile has to be unsharded at a time.
 
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", SC21,
 section 5.1.3 (memory-centric tiling).
@@ -18,18 +18,18 @@ from mpispeed.base.errors import UsageError
 
 
 class Gather(Protocol):
-    """Makes parameters whole for the length of a `with` block, as `mpispeed.zero.GatheredParameters` does."""
+    """Unshards parameters for the length of a `with` block, as `mpispeed.zero.GatheredParameters` does."""
 
     def __call__(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> AbstractContextManager[Any]:
-        """`modifier_rank`: whose writes count when the block ends; None: nobody writes."""
+        """Args: `modifier_rank` is the rank whose writes count when the block ends; None: nobody writes."""
 
 
 class TiledLinear(nn.Module):
     """A linear layer as `out_splits` rows of `in_splits` smaller linear layers, `linears[row][column]`.
 
     A row adds up its tiles over the pieces of the input; the rows' outputs are joined. Only the last tile of a row
-    has a bias. Where parameters rest cut over ranks, each tile is fetched for its own use and released after it.
-    With `in_splits=1` each row computes what a dense layer of these rows computes, to the bit; with more, sums
+    has a bias. Where parameters are sharded over ranks, each tile is unsharded for its own use and resharded after it.
+    With `in_splits=1` each row equals a dense layer of these rows bitwise; with more, sums
     are in another order.
 
     Without `init_linear` each tile starts as `linear_cls` starts a layer of the tile's size. The default of torch
@@ -113,8 +113,8 @@ class TiledLinear(nn.Module):
 
         Args:
             other: has `weight` of shape [out_features, in_features] and a `bias` exactly if this layer has one.
-            gather: makes cut parameters whole, such as `mpispeed.zero.GatheredParameters`; then the values of rank 0
-                count. One tile is whole at a time; a cut `other` is whole all along.
+            gather: unshards parameters, such as `mpispeed.zero.GatheredParameters`; then the values of rank 0 count.
+                One tile is unsharded at a time; a sharded `other` is unsharded throughout.
 
         Collective over: the ranks of `gather`, if there is one.
 
@@ -161,7 +161,7 @@ class TiledLinear(nn.Module):
 
     def _add(self, total: Any, term: Any) -> Any:
         if total is None:
-            # A tile may keep its output for its backward pass: what is added to must not be that tensor.
+            # A tile may keep its output for its backward pass: the sum must not overwrite that tensor.
             return term.clone() if self.in_splits > 1 else term
         return total.add_(term)
 

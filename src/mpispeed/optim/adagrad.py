@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpispeed.native.host_terms import Terms, adagrad_terms
+from mpispeed.native.coefficients import Terms, adagrad_terms
 from mpispeed.optim.host_rule import HostRule, read_hyper
 from mpispeed.optim.rule import RULES, Rule, Window
 
@@ -27,7 +27,7 @@ class Adagrad(HostRule):
     """Adagrad with L2 decay in the gradient.
 
     State: `sum`, the squared gradients added up; the first update sets it to `initial_accumulator_value` before.
-    Bits do not depend on the cut into windows, nor on the number of threads.
+    Bits do not depend on the division into windows, nor on the number of threads.
     """
 
     kernel = "adagrad"

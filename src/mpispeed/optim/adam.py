@@ -1,4 +1,4 @@
-"""Adam and AdamW over flat windows, by the compiled kernel where it fits and by its torch twin elsewhere."""
+"""Adam and AdamW over flat windows, by the compiled kernel where it fits and by its torch reference elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpispeed.base.errors import UnsupportedOption
-from mpispeed.native.host_terms import Terms, adam_terms
+from mpispeed.native.coefficients import Terms, adam_terms
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.host_rule import HostRule, read_hyper
 from mpispeed.optim.rule import RULES, Rule, drop_auto
@@ -27,7 +27,7 @@ _IGNORED = ("set_grad_none", "fused", "foreach", "fp32_optimizer_states")
 class Adam(HostRule):
     """Adam with decoupled weight decay (`adam_w_mode`, that is AdamW) or with L2 decay in the gradient.
 
-    State: `exp_avg` and `exp_avg_sq`. Bits do not depend on the cut into windows, nor on the number of threads.
+    State: `exp_avg` and `exp_avg_sq`. Bits do not depend on the division into windows, nor on the number of threads.
     """
 
     kernel = "adam"

@@ -1,23 +1,43 @@
-"""From the optimizer section of a JSON file to a rule: own rules first, then the classes of torch.optim."""
+"""Rules from the optimizer section of a JSON file: own rules first, then the classes of torch.optim."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from mpispeed.base import torch_names
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.registry import did_you_mean
+from mpispeed.optim import adagrad, adam, lamb, lion, onebit_adam, onebit_lamb, sgd, zero_one_adam
+from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion
 from mpispeed.optim.foreign import Foreign
+from mpispeed.optim.fused import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
+from mpispeed.optim.host_optimizer import HostOptimizer
 from mpispeed.optim.rule import RULES, Rule, drop_auto
 
+if TYPE_CHECKING:
+    import torch
 
-def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """The optimizer classes of torch.optim by name."""
-    found = {name: entry for name, entry in vars(torch.optim).items() if isinstance(entry, type)}
-    base = torch.optim.Optimizer
-    return {name: entry for name, entry in found.items() if issubclass(entry, base) and entry is not base}
+_RULE_MODULES = (adagrad, adam, lamb, lion, onebit_adam, onebit_lamb, sgd, zero_one_adam)
+"""Imported because each registers its rules in `RULES`."""
+
+_OWN = (CPUAdagrad, CPUAdam, CPULamb, CPULion, FusedAdagrad, FusedAdam, FusedLamb, FusedLion)
+"""Optimizers that stand for a rule."""
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    """The rule for an optimizer object that was passed in; its groups go on to decide on hyper-parameters.
+
+    One of ours gives the rule of its name in a JSON file, so that states may be sharded and in files; any other updates
+    windows by itself. Only exact classes are ours, since a subclass may do anything.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    clips = any(group.get("max_grad_norm") for group in optimizer.param_groups)  # FusedLamb, group by group
+    if isinstance(optimizer, HostOptimizer) and type(optimizer) in _OWN and not clips:
+        return optimizer.rule
+    return Foreign(optimizer)
 
 
 def build(type_name: str, params: Mapping[str, Any] | None = None) -> tuple[Rule, dict[str, Any]]:
@@ -38,7 +58,7 @@ def build(type_name: str, params: Mapping[str, Any] | None = None) -> tuple[Rule
         raise ConfigError(msg)
     if type_name in RULES:
         return RULES[type_name](given)
-    classes = torch_optimizers()
+    classes = torch_names.optimizers()
     if type_name not in classes:
         own = sorted(RULES)
         theirs = sorted(name for name in classes if name not in RULES)

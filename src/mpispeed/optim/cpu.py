@@ -1,7 +1,7 @@
 """Adam, Adagrad, Lion and LAMB as optimizers of torch for any model in host memory.
 
-The names and arguments are those of DeepSpeed's CPU optimizers; the rules are those that a JSON file chooses, see
-`adam`, `adagrad`, `lion` and `lamb`. For models on a device there are those of `fused`.
+The names and arguments are those of DeepSpeed's CPU optimizers; the rules are those of a JSON file, see `adam`,
+`adagrad`, `lion` and `lamb`. For models on a device see `fused`.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class CPULamb(HostOptimizer):
     Gradients are unscaled and clipped by `grad_scale` of `step`.
     """
 
+    needs_whole_tensors = True
+
     def __init__(
         self,
         model_params: Iterable[Any],
@@ -133,6 +135,7 @@ class CPULamb(HostOptimizer):
             "min_coeff": min_coeff,
             "amsgrad": amsgrad,
         }
+        self._rule: Lamb
         super().__init__(Lamb(), model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, threads=threads)
 
     def _check_hyper(self, hyper: Mapping[str, Any]) -> None:
@@ -140,5 +143,8 @@ class CPULamb(HostOptimizer):
         check_coefficients("CPULamb", hyper)
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The ratios of the last step, one for each parameter with a gradient, in the order of the groups."""
-        return [float(ratio) for ratio in self._ratios]
+        """The ratios of the last step, one for each parameter with a gradient, in the order of the groups.
+
+        After a step of an engine: one for each parameter of which this rank updates a part.
+        """
+        return [float(ratio) for ratio in self._ratios] or self._rule.get_lamb_coeffs()

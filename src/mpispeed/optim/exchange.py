@@ -1,4 +1,4 @@
-"""What the ranks of a rule tell each other for an update: by default the mean of the gradients in full precision."""
+"""Exchanges between ranks for an update: by default the mean of the gradients in full precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Exchange(Enum):
-    """What is averaged over data-parallel ranks for one update, and with how many bits."""
+    """The quantity averaged over data-parallel ranks for one update, and its precision."""
 
     GRADIENT = auto()
     """Gradients, in full precision, before the update: every rule that does not say otherwise."""
@@ -29,7 +29,7 @@ class Exchange(Enum):
 
 @runtime_checkable
 class Exchanges(Protocol):
-    """A rule that says what the ranks tell each other."""
+    """A rule that chooses the exchange of each update."""
 
     def exchanges(self, step: int, group: Mapping[str, Any] | None = None) -> Exchange:
         """For update number `step`, from 1. It depends on the step and hyper-parameters alone, equal on all ranks.
@@ -50,7 +50,7 @@ class MixesMomentum(Protocol):
         """The factors of the common momentum and of this rank's gradient for the window `key`."""
 
     def coefficient(self, key: tuple[Any, ...]) -> float:
-        """By what the agreed momentum of a window is divided, above 0."""
+        """Divisor of the agreed momentum of a window, above 0."""
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ class Drifts(Protocol):
     local_names: tuple[str, ...]  # slots that differ between ranks until they meet, that of the drift among them
 
     def drift(self, window: Window, buffer: Tensor, *, threads: int = 1) -> None:
-        """Fill `buffer` with what the ranks average. Shapes: as the master of the window."""
+        """Fill `buffer` with the values to be averaged. Shapes: as the master of the window."""
 
     def settle(self, window: Window, agreed: Tensor, *, threads: int = 1) -> None:
         """Meet at the mean of `drift`."""

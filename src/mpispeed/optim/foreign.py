@@ -1,8 +1,7 @@
-"""Runs any `torch.optim.Optimizer` as a rule: its parameters are the windows of the masters."""
+"""Any `torch.optim.Optimizer` as a rule: its parameters are the windows of the masters."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
@@ -11,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.torch_names import why_unusable
 from mpispeed.optim.rule import Scalar, Window, check_keywords, key_text
 
 logger = logging.getLogger(__name__)
@@ -37,18 +38,19 @@ for _name in ("Adafactor", "Muon"):  # not in every supported torch
 
 
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool | None:
-    """True if `cls` gives the same result on any cut of a flattened parameter, False if not, None if not known.
+    """True if `cls` gives the same result on any range of a flattened parameter, False if not, None if unknown.
 
-    Only the exact classes of torch are known, since a subclass may do anything.
+    Only the exact classes of torch are known, since a subclass may do anything, and classes that say that they are not.
     """
-    return _ELEMENTWISE.get(cls)
+    found = _ELEMENTWISE.get(cls)
+    return False if found is None and getattr(cls, "needs_whole_tensors", False) else found
 
 
 def split_state(state: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     """The optimizer state of one parameter as flat slots and the rest.
 
-    A slot is a tensor of the shape of `like`, flattened (a view where it is contiguous). The rest are
-    numbers, texts and copies of tensors of other shapes; None is left out.
+    A slot is a tensor of the shape of `like`, flattened (a view where it is contiguous). The rest are None, numbers,
+    texts and copies of tensors of other shapes, or of another dtype where they have one element.
 
     Raises:
         UsageError: an entry is of another type, so that it cannot be stored without pickle.
@@ -56,25 +58,46 @@ def split_state(state: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Tenso
     slots: dict[str, Tensor] = {}
     scalars: dict[str, Scalar] = {}
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape == like.shape:
-            slots[name] = value.detach().reshape(-1)
-        elif isinstance(value, (bool, int, float, str, Tensor)):
-            scalars[name] = value.detach().clone() if isinstance(value, Tensor) else value
-        elif value is not None:
+        if isinstance(value, Tensor):
+            is_slot = value.dim() and value.shape == like.shape and (value.numel() != 1 or value.dtype == like.dtype)
+            if is_slot:
+                slots[name] = value.detach().reshape(-1)
+            else:
+                scalars[name] = value.detach().clone()
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            scalars[name] = value
+        else:
             msg = f"optimizer state {name!r} is a {type(value).__name__}; only tensors, numbers and texts can be stored"
             raise UsageError(msg)
     return slots, scalars
+
+
+def guard(optimizer: torch.optim.Optimizer, clear: Callable[[], None]) -> Callable[[], None]:
+    """Redirect `step` and `zero_grad` of an object that the user still holds.
+
+    `step` is refused, since the gradients are elsewhere; `zero_grad` calls `clear`. Returns a function that undoes it.
+    """
+    before: dict[str, Any] = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
+    # A method, with torch's mark, so that schedulers neither wrap it nor take it for an override of their own.
+    vars(optimizer).update(step=MethodType(_refuse_step, optimizer), zero_grad=lambda set_to_none=True: clear())
+
+    def undo() -> None:
+        for name in ("step", "zero_grad"):
+            vars(optimizer).pop(name, None)
+        vars(optimizer).update(before)
+
+    return undo
 
 
 class Foreign:
     """A rule around a torch optimizer, which keeps its state itself (see `KeepsState`).
 
     Given a class, the optimizer is made here and follows the hyper-parameters of the windows' groups.
-    Given a client's object, the object and the dicts in its `param_groups` stay the same, so that
-    whatever holds them (an lr scheduler) keeps its effect; they decide, and `Window.group` is read only
-    in so far as it is that dict. The first window replaces the parameters of all groups by windows.
+    Given a client's object, the object and the dicts in its `param_groups` stay the same, so that holders of them (an
+    lr scheduler) keep their effect; they decide, and `Window.group` is read only if it is that dict. The first window
+    replaces the parameters of all groups by windows.
 
-    Every window is one parameter, of its whole shape when `Window.shape` is set, flat otherwise; its
+    Every window is one parameter, of its full shape when `Window.shape` is set, flat otherwise; its
     group is `key[1]`. One update is one `step()` over all given windows, so all of them have to stay in
     place until `update` returns. Gradients of the master's dtype are scaled in place.
     """
@@ -91,13 +114,12 @@ class Foreign:
         _refuse_unusable(cls)
         self.name = cls.__name__
         self.is_elementwise = is_elementwise(cls)
+        self.kinds = frozenset(base.__name__ for base in cls.__mro__)  # names of what its state is that of
         self.is_client = not isinstance(optimizer, type)
         self.optimizer = _make(optimizer, dict(params or {})) if isinstance(optimizer, type) else optimizer
         self.defaults: dict[str, Any] = dict(self.optimizer.defaults)
         self._step: Callable[[], Any] = self.optimizer.step
         self._bound: dict[tuple[Any, ...], nn.Parameter] = {}
-        self._waiting: dict[str, Mapping[str, Scalar]] = {}
-        self._has_loaded_numbers = False
 
     def update(self, windows: Iterable[Window], *, grad_scale: float = 1.0, threads: int = 1) -> None:
         """Run one `step()` over all `windows`, with their gradients times `grad_scale`; then fill their `out`.
@@ -105,16 +127,12 @@ class Foreign:
         The number of threads is that of torch; `threads` is not used.
 
         Raises:
-            ConfigError: the optimizer needs whole parameters and a window is a cut.
-            UsageError: a window does not fit what was there before under its key.
+            ConfigError: the optimizer needs full parameters and a window is a part.
+            UsageError: a window does not fit the earlier one of its key.
         """
         del threads
         held = [window for window in windows if window.master.numel()]
         parameters = [self._bind(window) for window in held]
-        if self._has_loaded_numbers:
-            # Torch's optimizers turn numbers into the kind of tensor they count in when they are unpickled.
-            self.optimizer.__setstate__({})
-            self._has_loaded_numbers = False
         try:
             for window, parameter in zip(held, parameters, strict=True):
                 parameter.grad = _scaled(window, grad_scale).view_as(parameter)
@@ -127,29 +145,12 @@ class Foreign:
             if window.out is not None:
                 window.out.copy_(window.master)
 
-    def guard(self, clear: Callable[[], None]) -> Callable[[], None]:
-        """Make `step` and `zero_grad` of the object, which whoever made it still holds, mean what they say.
-
-        `step` is refused, since the gradients are elsewhere; `zero_grad` calls `clear`. Returns what undoes it.
-        """
-        optimizer = self.optimizer
-        before: dict[str, Any] = {
-            name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)
-        }
-        self._step = optimizer.step  # which a scheduler may have wrapped meanwhile
-        # A method, with torch's mark, so that schedulers neither wrap it nor take it for an override of their own.
-        vars(optimizer).update(step=MethodType(_refuse_step, optimizer), zero_grad=lambda set_to_none=True: clear())
-
-        def undo() -> None:
-            for name in ("step", "zero_grad"):
-                vars(optimizer).pop(name, None)
-            vars(optimizer).update(before)
-
-        return undo
+    def take_step(self) -> None:
+        """Keep the object's `step` for updates, as a scheduler may have wrapped it; before `guard` replaces it."""
+        self._step = self.optimizer.step
 
     def forget(self) -> None:
         """Drop the state of all windows, as before the first update."""
-        self._waiting = {}
         for key, parameter in self._bound.items():
             self.optimizer.state.pop(parameter, None)
             self._begin(parameter, self.optimizer.param_groups[int(key[1]) if len(key) > 1 else 0])
@@ -163,9 +164,9 @@ class Foreign:
         return self._split(key)[1]
 
     def restore(self, window: Window, slots: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -> None:
-        """Give `window` this state, over what it has under the same names; tensors are copied.
+        """Set the state of `window`, over entries of the same names; tensors are copied.
 
-        A number in `scalars` may stand for what the optimizer keeps as a tensor, such as a step count.
+        Slots get the dtype of the window's master, the rest keep theirs.
 
         Raises:
             UsageError: a slot has another length than the window.
@@ -182,24 +183,19 @@ class Foreign:
                 )
                 raise UsageError(msg)
             state[name] = values.detach().to(parameter, copy=True).view_as(parameter)
-        for name, value in {**self._waiting.pop(key_text(window.key), {}), **scalars}.items():
-            state[name] = value.detach().clone() if isinstance(value, Tensor) else value
-        self._has_loaded_numbers = True
+        group = self._group(window)
+        for name, value in scalars.items():
+            # As where torch loads a state: counts stay on the host unless kernels on the device read them.
+            is_here = name != "step" or bool(group.get("capturable") or group.get("fused"))
+            device = parameter.device if is_here else HOST
+            state[name] = value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
-    def scalars(self) -> dict[str, dict[str, Scalar]]:
-        """By the text of each window's key (`key_text`), what `window_scalars` gives."""
-        return {key_text(key): dict(self.window_scalars(key)) for key in self._bound}
+    def scalars(self) -> dict[str, Any]:
+        """Nothing: all state is that of windows."""
+        return {}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Take back what `scalars` gave, for windows with the same keys.
-
-        Windows that have no state yet take theirs when they are restored.
-        """
-        self._waiting = dict(scalars)
-        for key, parameter in self._bound.items():
-            for name, value in self._waiting.pop(key_text(key), {}).items():
-                self.optimizer.state[parameter][name] = value.detach().clone() if isinstance(value, Tensor) else value
-        self._has_loaded_numbers = True
+        """Do nothing."""
 
     def _split(self, key: tuple[Any, ...]) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
         parameter = self._bound.get(key)
@@ -296,15 +292,10 @@ _refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def _refuse_unusable(cls: type[torch.optim.Optimizer]) -> None:
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        why = "its step() needs a closure that evaluates the model again"
-    elif issubclass(cls, torch.optim.SparseAdam):
-        why = "it takes sparse gradients only, and gradients are dense here"
-    else:
-        return
-    msg = f"the optimizer {cls.__name__} cannot be used: {why}; choose another, such as AdamW"
-    raise ConfigError(msg)
+    why = why_unusable(cls)
+    if why:
+        msg = f"the optimizer {cls.__name__} cannot be used: {why}; choose another, such as AdamW"
+        raise ConfigError(msg)
 
 
 def _scaled(window: Window, grad_scale: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""Adam, LAMB, Adagrad and Lion as optimizers of torch for models on a device: one launch for all parameters of a step.
+"""Fused Adam, LAMB, Adagrad and Lion as optimizers of torch for models on a device: one launch per step.
 
 The names and arguments are those of DeepSpeed's fused optimizers. Parameters on the host are updated by the compiled
-loops of the siblings in `cpu`. A step never waits for the device.
+loops of `cpu`. A step never waits for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpispeed.base.errors import UsageError
 from mpispeed.native.cuda.launcher import for_tensor
 from mpispeed.native.device_norm import norm_and_finite
 from mpispeed.native.device_optim import DeviceTable
-from mpispeed.native.host_table import HostTable, Row
+from mpispeed.native.multi_tensor_host import HostTable, Row
 from mpispeed.optim.adagrad import Adagrad
 from mpispeed.optim.adam import Adam
 from mpispeed.optim.host_optimizer import Factor, HostOptimizer
@@ -44,7 +44,7 @@ class FusedOptimizer(HostOptimizer):
         set_grad_none: bool = True,
         fp32_optimizer_states: bool = False,
     ) -> None:
-        """Args: `set_grad_none` says what `zero_grad` does when it is not told.
+        """Args: `set_grad_none` is the default of `zero_grad`.
 
         Raises:
             ConfigError: a hyper-parameter is out of range.
@@ -82,11 +82,11 @@ class FusedOptimizer(HostOptimizer):
         lowp_out: Sequence[Tensor] | None = None,
         grad_scale: Factor = 1.0,
     ) -> Any:
-        """One update of all parameters that have a gradient; gives what `closure` returned, called with grad on.
+        """One update of all parameters with a gradient; returns the result of `closure`, called with grad on.
 
         Gradients are multiplied by `grad_scale` on the way (unscaling and clipping) and stay as they are; it may be a
         scalar on the device. `lowp_out` has one contiguous bf16 or fp16 buffer for each fp32 parameter, which receives
-        the new value, rounded. The arguments between are of the interface of old; they must be None.
+        the new value, rounded. The arguments between belong to the old interface; they must be None.
 
         Raises:
             UsageError: an old argument is given; a parameter or gradient is sparse, not contiguous or elsewhere.
@@ -187,6 +187,8 @@ class FusedLamb(FusedOptimizer):
     Source: You et al., ICLR 2020.
     """
 
+    needs_whole_tensors = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -204,7 +206,7 @@ class FusedLamb(FusedOptimizer):
         *,
         fp32_optimizer_states: bool = False,
     ) -> None:
-        """Args: `max_grad_norm` is what gradients of a group are clipped to, by their norm; 0: they are not."""
+        """Args: `max_grad_norm` is the norm that gradients of a group are clipped to; 0: no clipping."""
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -217,6 +219,7 @@ class FusedLamb(FusedOptimizer):
             "min_coeff": min_coeff,
             "amsgrad": amsgrad,
         }
+        self._rule: Lamb
         super().__init__(
             Lamb(), params, defaults, set_grad_none=set_grad_none, fp32_optimizer_states=fp32_optimizer_states
         )
@@ -238,7 +241,7 @@ class FusedLamb(FusedOptimizer):
         lowp_out: Sequence[Tensor] | None = None,
         grad_scale: Factor = 1.0,
     ) -> Any:
-        """One update of all parameters that have a gradient; gives what `closure` returned, called with grad on.
+        """One update of all parameters with a gradient; returns the result of `closure`, called with grad on.
 
         Gradients are divided by `scale` and multiplied by `grad_scale`. Where a group's max_grad_norm is above 0 and
         (norm / scale + 1e-6) / max_grad_norm is above 1, they are divided by that as well.
@@ -249,8 +252,7 @@ class FusedLamb(FusedOptimizer):
                 parameter, flat or as one list for each group.
             output_params: as `lowp_out`, flat or as one list for each group.
             scale: of the loss.
-            grad_norms: the norm of the gradients of each group, before `scale`; it is computed where it is needed and
-                not given.
+            grad_norms: the norm of the gradients of each group, before `scale`; computed if it is needed and not given.
             lowp_out: one contiguous bf16 or fp16 buffer for each fp32 parameter, which receives the new value, rounded.
             grad_scale: a number, or a scalar on the device.
 
@@ -274,7 +276,7 @@ class FusedLamb(FusedOptimizer):
         return loss
 
     def _factors(self, grads: list[Any], scale: Factor, norms: Sequence[Factor] | None) -> list[Factor]:
-        """One over what the gradients of each group are divided by."""
+        """Reciprocals of the divisors of each group's gradients."""
         if norms is not None and len(norms) != len(self.param_groups):
             msg = (
                 f"step of FusedLamb was given {len(norms)} grad_norms for {len(self.param_groups)} groups; give one "
@@ -296,10 +298,11 @@ class FusedLamb(FusedOptimizer):
     def get_lamb_coeffs(self) -> list[float]:
         """The ratios of the last step, one for each parameter with a gradient, in the order of the groups.
 
-        Waits for the device.
+        After a step of an engine: one for each parameter of which this rank updates a part. Waits for the device.
         """
         ratios = self._ratios
-        return ratios.tolist() if isinstance(ratios, Tensor) else list(ratios)
+        own = ratios.tolist() if isinstance(ratios, Tensor) else list(ratios)
+        return own or self._rule.get_lamb_coeffs()
 
 
 def _clipped(scale: Factor, clip: Factor) -> Factor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpispeed.base.errors import UnsupportedOption, UsageError
 from mpispeed.native.device_optim import DeviceTable
-from mpispeed.native.host_table import HostTable, Row, check_pair
+from mpispeed.native.multi_tensor_host import HostTable, Row, check_pair
 from mpispeed.optim.host_rule import HostRule, read_hyper
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -22,7 +22,7 @@ Factor = float | Tensor
 
 
 class _Prepared(NamedTuple):
-    """A table, and what must stay the same for it to be used again; lists are in the order of its rows."""
+    """A table, with the conditions for its reuse; lists are in the order of its rows."""
 
     table: HostTable | DeviceTable
     params: list[Tensor]
@@ -41,10 +41,11 @@ class HostOptimizer(torch.optim.Optimizer):
     or bf16, dense and contiguous; all work is in fp32, and each stored value is rounded once. Parameters without
     gradient are left alone.
 
-    What one step prepares is kept for the next, as long as the tensors stay where they are.
+    Tables are reused by the next step, as long as the tensors keep their addresses.
     """
 
     is_on_host = True  # False: `_make_table` also takes tensors of a device
+    needs_whole_tensors = False  # True: the result depends on what is one parameter
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: a hyper-parameter is out of range.
-            UsageError: a parameter is not dense and contiguous in host memory.
+            UsageError: a parameter is not dense and contiguous.
             TypeError: there is no update for a parameter's dtype and that of its states.
         """
         self._rule = rule
@@ -68,6 +69,11 @@ class HostOptimizer(torch.optim.Optimizer):
         self.fp32_optimizer_states = bool(fp32_optimizer_states)
         self.threads = threads
         super().__init__(params, defaults)
+
+    @property
+    def rule(self) -> HostRule:
+        """The update rule; the groups have all hyper-parameters that it reads."""
+        return self._rule
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; hyper-parameters that it does not give are those of the constructor.
@@ -96,30 +102,34 @@ class HostOptimizer(torch.optim.Optimizer):
         group = self.param_groups[index]
         for position, param in enumerate(group["params"]):
             where = self._place(index, position)
-            self._check_tensor(f"{where} of", param)
+            self._check_form(f"{where} of", param)  # where it has to be, a step says: an engine has masters elsewhere
             check_pair(f"{type(self).__name__}, {where}", param.dtype, self._state_dtype(param))
 
     def _place(self, index: int, position: int) -> str:
-        """What to call a parameter: its name where the groups were made from named parameters."""
+        """Name of a parameter for messages: its own where the groups were made from named parameters."""
         names = self.param_groups[index].get("param_names")
         return f"parameter {names[position]}" if names else f"parameter {position} of group {index}"
 
-    def _check_tensor(self, what: str, x: Tensor) -> None:
+    def _check_form(self, what: str, x: Tensor) -> None:
         name = type(self).__name__
         if x.layout != torch.strided:
             msg = f"{what} {name} has the layout {x.layout}; only dense tensors can be updated"
             if x.is_sparse:
                 msg += ": make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
             raise UsageError(msg)
-        if self.is_on_host and x.device.type != "cpu":
-            msg = (
-                f"{what} {name} is on {x.device}, and this optimizer updates host memory; keep the parameters there "
-                "(zero_optimization.offload_optimizer with device cpu does), or use an optimizer of torch.optim"
-            )
-            raise UsageError(msg)
         if not x.is_contiguous():
             msg = f"{what} {name} has strides {x.stride()} for shape {tuple(x.shape)}; make it contiguous"
             raise UsageError(msg)
+
+    def _check_tensor(self, what: str, x: Tensor) -> None:
+        if self.is_on_host and x.device.type != "cpu":
+            msg = (
+                f"{what} {type(self).__name__} is on {x.device}, and this optimizer updates host memory; keep the "
+                "parameters there (zero_optimization.offload_optimizer with device cpu does), or use an optimizer of "
+                "torch.optim"
+            )
+            raise UsageError(msg)
+        self._check_form(what, x)
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self.fp32_optimizer_states else param.dtype
@@ -132,7 +142,7 @@ class HostOptimizer(torch.optim.Optimizer):
         lowp_out: Sequence[Tensor] | None = None,
         grad_scale: float = 1.0,
     ) -> Any:
-        """One update of all parameters that have a gradient; gives what `closure` returned, called with grad on.
+        """One update of all parameters with a gradient; returns the result of `closure`, called with grad on.
 
         Gradients are multiplied by `grad_scale` on the way (unscaling and clipping) and stay as they are.
         `lowp_out` has one contiguous bf16 or fp16 buffer for each parameter, in the order of the groups, of its
@@ -201,7 +211,7 @@ class HostOptimizer(torch.optim.Optimizer):
             self._ratios = table.run(terms, scales=scales)
 
     def _make_table(self, rows: list[Row]) -> HostTable | DeviceTable:
-        """What updates these tensors together."""
+        """The table that updates these tensors together."""
         return HostTable(self._rule.kernel, rows)
 
     def _prepare(self, live: list[Tensor], grads: list[Tensor], outs: list[Tensor]) -> _Prepared:
@@ -303,7 +313,7 @@ def _is_same(
     state: Mapping[Any, dict[str, Any]],
     names: Sequence[str],
 ) -> bool:
-    """Whether parameters and states are the objects of the table, and the states have counted the same updates."""
+    """True if parameters and states are the objects of the table, and the states have counted the same updates."""
     if len(live) != len(prepared.params) or len(state) != len(prepared.everything):
         return False
     if not all(map(is_, live, prepared.params)) or not all(map(is_, state.values(), prepared.everything)):

@@ -1,4 +1,4 @@
-"""What the rules with compiled loops share: windows one at a time, and params of a JSON file checked."""
+"""Base of the rules with compiled loops: windows one at a time, and checked params of a JSON file."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from torch import Tensor
 
 from mpispeed.base.errors import ConfigError, UnsupportedOption
+from mpispeed.native.coefficients import Terms
 from mpispeed.native.cuda.launcher import for_tensor
 from mpispeed.native.device_optim import update_row
-from mpispeed.native.host_table import STATE_NAMES, HostTable, Row
-from mpispeed.native.host_terms import Terms
+from mpispeed.native.multi_tensor_host import STATE_NAMES, HostTable, Row
 from mpispeed.optim.rule import Window, check_range, drop_auto, refuse_keyword
 
 
 class HostRule(ABC):
-    """A rule whose loops are in `native.host_table`; a subclass says which factors an update has.
+    """A rule whose loops are in `native.multi_tensor_host`; a subclass gives the factors of an update.
 
     Windows are taken one at a time, and each is finished before the next is asked for. Gradients are not
-    modified. Windows on a device are updated there, and nothing waits for that.
+    modified. Windows on a device are updated there, asynchronously.
     """
 
-    kernel: str  # name of the rule in `native.host_table`
+    kernel: str  # name of the rule in `native.multi_tensor_host`
     wants_whole = False
     is_elementwise: bool | None = True
 
@@ -40,9 +40,16 @@ class HostRule(ABC):
 
     def update_one(self, window: Window, grad_scale: float, threads: int) -> float | Tensor:
         """Update one window that is not empty; gives LAMB's trust ratio, on a device as a scalar there, or 1."""
-        states = tuple(window.state[name] for name in self.state_names)
-        terms = self.terms({**self.defaults, **window.group}, window.step, grad_scale)
+        states, terms = self.states_of(window), self.terms_of(window, grad_scale)
         return run_kernel(self.kernel, window.master, states, window.grad, window.out, terms, threads)
+
+    def states_of(self, window: Window) -> tuple[Tensor, ...]:
+        """The states of a window in the order of the kernel."""
+        return tuple(window.state[name] for name in self.state_names)
+
+    def terms_of(self, window: Window, grad_scale: float) -> Terms:
+        """The factors of the update of a window, with the hyper-parameters of its group."""
+        return self.terms({**self.defaults, **window.group}, window.step, grad_scale)
 
     @abstractmethod
     def terms(self, hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
@@ -53,7 +60,7 @@ class HostRule(ABC):
         return {}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:  # noqa: B027 # a rule may have none
-        """Nothing to take back."""
+        """Do nothing."""
 
 
 def run_kernel(
@@ -65,12 +72,17 @@ def run_kernel(
     terms: Terms,
     threads: int = 1,
 ) -> float | Tensor:
-    """One update by a kernel of `native.host_table` or `native.device_optim`; gives the ratio (of LAMB) or 1."""
+    """One update by a kernel of `native.multi_tensor_host` or `native.device_optim`; returns LAMB's ratio, or 1."""
     row = Row(param, states, grad, out)
-    if param.device.type != "cpu" or for_tensor(param) is not None:
+    if runs_on_device(param):
         return update_row(kernel, row, terms)
     ratios = HostTable(kernel, [row]).run([terms], threads=threads)
     return ratios[0] if ratios else 1.0
+
+
+def runs_on_device(param: Tensor) -> bool:
+    """True if the kernels of `native.device_optim`, or its references there, update this tensor."""
+    return param.device.type != "cpu" or for_tensor(param) is not None
 
 
 def read_hyper(

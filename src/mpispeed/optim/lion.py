@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpispeed.native.host_terms import Terms, lion_terms
+from mpispeed.native.coefficients import Terms, lion_terms
 from mpispeed.optim.host_rule import HostRule, read_hyper
 from mpispeed.optim.rule import RULES, Rule
 
@@ -17,7 +17,7 @@ _IGNORED = ("set_grad_none", "fp32_optimizer_states")
 class Lion(HostRule):
     """Lion: a step of lr in the direction of a sign, with decoupled weight decay.
 
-    State: `exp_avg`. Bits do not depend on the cut into windows, nor on the number of threads.
+    State: `exp_avg`. Bits do not depend on the division into windows, nor on the number of threads.
     """
 
     kernel = "lion"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpispeed.native.host_terms import Terms, onebit_terms
+from mpispeed.native.coefficients import Terms, onebit_terms
 from mpispeed.optim.exchange import Exchange
 from mpispeed.optim.host_rule import HostRule, run_kernel
 from mpispeed.optim.onebit_params import DEFAULTS, check_count, read_onebit, warm_terms
@@ -15,10 +15,10 @@ from mpispeed.optim.rule import RULES, Rule, Window
 
 
 class OnebitAdam(HostRule):
-    """Adam whose variance stays as it is after `freeze_step` updates; from then on momenta go through one bit.
+    """Adam whose variance is frozen after `freeze_step` updates; from then on momenta are exchanged as one bit.
 
     Warm-up: Adam without bias correction on the mean of gradients, p -= lr (m / (sqrt(v) + eps) + weight_decay p).
-    After it `exp_avg` comes to an update as the momentum that ranks agreed on, and `Window.grad` is not read. Where
+    After it `exp_avg` holds the momentum that ranks agreed on before an update, and `Window.grad` is not read. Where
     `exp_avg_sq` is 0 there was no gradient in the whole warm-up: such an element keeps a momentum of 0, since one bit
     cannot say 0 and the quotient would be momentum / eps.
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.native.host_terms import Terms, lamb_terms
+from mpispeed.native.coefficients import Terms, lamb_terms
 from mpispeed.native.onebit_lamb import FrozenLamb, update_frozen_lamb
 from mpispeed.optim.exchange import Exchange
 from mpispeed.optim.host_rule import HostRule, check_coefficients, run_kernel
@@ -32,7 +32,7 @@ _NOTHING = 2.0**-24
 
 @dataclass(slots=True)
 class _Numbers:
-    """What is kept of one parameter outside of the slots."""
+    """Numbers of one parameter outside of the slots."""
 
     lamb_coeff_freeze: float = 0.0  # moving mean of the trust ratio in the warm-up
     last_factor: float = 1.0
@@ -40,11 +40,11 @@ class _Numbers:
 
 
 class OnebitLamb(HostRule):
-    """LAMB whose variance stays as it is after `freeze_step` updates; from then on momenta go through one bit.
+    """LAMB whose variance is frozen after `freeze_step` updates; from then on momenta are exchanged as one bit.
 
     Warm-up: LAMB without bias correction on the mean of gradients; a moving mean of every parameter's trust ratio is
     kept. After it the step of a parameter is that mean times a factor, which follows how far a fresh variance, made
-    of the gradients that the momenta imply, has gone from the frozen one.
+    of the gradients that the momenta imply, has drifted from the frozen one.
 
     For an update after the warm-up the caller:
 
@@ -53,7 +53,7 @@ class OnebitLamb(HostRule):
     3. calls `update` with the agreed momentum in `exp_avg` and that of the update before in `Window.grad`.
 
     Where `exp_avg_sq` is 0 there was no gradient in the whole warm-up: such an element keeps a momentum of 0. Every
-    window is one whole parameter. A parameter whose warm-up begins again forgets its numbers.
+    window is one full parameter. A parameter whose warm-up begins again forgets its numbers.
     """
 
     kernel = "lamb"
@@ -74,13 +74,13 @@ class OnebitLamb(HostRule):
         return Exchange.GRADIENT if step <= self.freeze_step else Exchange.MOMENTUM
 
     def lacks_scaling(self, step: int, keys: Iterable[tuple[Any, ...]]) -> bool:
-        """Whether `prepare` must be called before update `step` of these windows."""
+        """True if `prepare` must be called before update `step` of these windows."""
         return step > self.freeze_step and any(self._of(key).scaling_coeff is None for key in keys)
 
     def prepare(self, norms: Mapping[tuple[Any, ...], tuple[float, int]], *, mean: float | None = None) -> None:
-        """Fix the coefficients that bring all momenta to one size, for good.
+        """Fix the coefficients that bring all momenta to one size.
 
-        Args: `norms` has for every window of this rank's part of the model, by key, the 2-norm of the whole momentum
+        Args: `norms` has for every window of this rank's part of the model, by key, the 2-norm of the full momentum
         and its number of elements; it must be equal on all ranks that average together. `mean` is that of
         norm / sqrt(elements) over the whole model; by default over this part of it.
         """
@@ -97,7 +97,7 @@ class OnebitLamb(HostRule):
         return beta1 * scaling, (1.0 - beta1) * grad_scale * scaling
 
     def coefficient(self, key: tuple[Any, ...]) -> float:
-        """By what the agreed momentum of a window is divided.
+        """Divisor of the agreed momentum of a window.
 
         Raises:
             UsageError: `prepare` was not called for the window.
@@ -170,7 +170,7 @@ class OnebitLamb(HostRule):
         return {name: {key: x for key, x in row.items() if x is not None} for name, row in rows.items()}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Take back what `scalars` gave, for windows with the same keys."""
+        """Restore the result of `scalars`, for windows with the same keys."""
         rows = {name: {key: float(x) for key, x in row.items()} for name, row in scalars.items()}
         for name, row in rows.items():
             if not all(map(math.isfinite, row.values())) or row.get("scaling_coeff", 1.0) <= 0.0:

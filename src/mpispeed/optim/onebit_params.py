@@ -1,4 +1,4 @@
-"""Params of 1-bit optimizers in a JSON file: what they share with Adam, and what is theirs alone."""
+"""Params of 1-bit optimizers in a JSON file: those shared with Adam, and their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.native.host_terms import Terms, adam_terms
+from mpispeed.native.coefficients import Terms, adam_terms
 from mpispeed.optim.host_rule import read_hyper
 from mpispeed.optim.rule import drop_auto
 

@@ -1,4 +1,4 @@
-"""What an update rule is: windows of flat tensors in, updated masters out; and the table of rules by name."""
+"""Update rules: windows of flat tensors in, updated masters out; and the table of rules by name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from mpispeed.base.errors import ConfigError, UnknownOption
 from mpispeed.base.registry import Registry, did_you_mean
 
-Scalar = int | float | bool | str | Tensor
-"""State that is not one value per element: a number, or a small tensor of any shape."""
+Scalar = int | float | bool | str | Tensor | None
+"""State that is not one value per element: a number, a text, None, or a small tensor of any shape."""
 
 
 @dataclass(slots=True)
 class Window:
-    """A flat range of one parameter group: what a rule updates at once.
+    """A flat range of one parameter group, updated at once.
 
     Shapes: `master`, `grad`, `out` and every tensor of `state` are one-dimensional, contiguous and equally long.
     """
@@ -31,6 +31,7 @@ class Window:
     out: Tensor | None = None  # copy of the master to fill, in another dtype; 0/1 Adam: the local parameter
     key: tuple[Any, ...] = ()  # stable identity (unit, group index, start), for rules that keep their own objects
     shape: tuple[int, ...] | None = None  # set when the window is exactly one whole parameter
+    entry: int | None = None  # set when all of it is of one parameter: its number, which is that of every rank
 
 
 class Rule(Protocol):
@@ -40,7 +41,7 @@ class Rule(Protocol):
     state_names: tuple[str, ...]  # flat slots the store allocates (zeros, dtype of the master) and checkpoints
     defaults: dict[str, Any]  # hyper-parameters and their defaults
     wants_whole: bool  # True: give one window per parameter when masters are whole
-    is_elementwise: bool | None  # False: the result depends on the cut, masters must be whole; None: not known
+    is_elementwise: bool | None  # False: the result depends on the cut, so it is whole or the rule is `Layerwise`
 
     def update(self, windows: Iterable[Window], *, grad_scale: float = 1.0, threads: int = 1) -> None:
         """Update the master, state and `out` of every window from its gradient times `grad_scale`."""
@@ -56,10 +57,14 @@ class Rule(Protocol):
 class KeepsState(Protocol):
     """A rule that keeps the state of windows in objects of its own instead of in `Window.state`.
 
-    A checkpoint reads `slots` and `window_scalars` of every window after an update. To go on, possibly
-    with other cuts, it gives every new window its part of the slots and the scalars of the parameter it
-    was cut from to `restore`, before the first update.
+    `kinds` are its names in a checkpoint: it can load state saved under any of them.
+
+    A checkpoint reads `slots` and `window_scalars` of every window after an update. To resume, possibly with other
+    windows, it passes to `restore`, for every new window, its part of the slots and the scalars of its parameter,
+    before the first update.
     """
+
+    kinds: frozenset[str]
 
     def slots(self, key: tuple[Any, ...]) -> dict[str, Tensor]:
         """One flat tensor of the window's length per elementwise state; empty before the first update."""
@@ -68,15 +73,30 @@ class KeepsState(Protocol):
         """The rest of the window's state: step counts, products, factors of other shapes."""
 
     def restore(self, window: Window, slots: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -> None:
-        """Give `window` this state; tensors are copied."""
+        """Set the state of `window`; tensors are copied."""
 
     def forget(self) -> None:
         """Drop the state of all windows, as before the first update."""
 
 
 @runtime_checkable
+class Layerwise(Protocol):
+    """A rule whose step depends on norms of full parameters, and that can update parts of them.
+
+    It goes over its windows twice; sums over the ranks that have parts come in between. Every window is of one
+    parameter, numbered by its `entry`.
+    """
+
+    def first_half(self, windows: Iterable[Window], count: int, *, grad_scale: float, threads: int) -> Tensor:
+        """Update states only; gives sums over this rank's parts. Shape: (count, k), fp64, in host memory."""
+
+    def second_half(self, windows: Iterable[Window], sums: Tensor, *, grad_scale: float, threads: int) -> None:
+        """Update masters and `out` of the same windows from states and the sums over all parts."""
+
+
+@runtime_checkable
 class KeepsNumbers(Protocol):
-    """A rule whose `scalars` are numbers of whole parameters: by the `key_text` of the window, then by name.
+    """A rule whose `scalars` are numbers of full parameters: by the `key_text` of the window, then by name.
 
     A checkpoint keeps them with the parameter.
     """

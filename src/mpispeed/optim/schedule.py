@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpispeed.base import log
+from mpispeed.base import log, torch_names
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.registry import Registry, did_you_mean
 from mpispeed.optim.rule import check_keywords, drop_auto
@@ -26,10 +26,10 @@ _SECOND_BETA = 0.99
 
 
 class Schedule(ABC):
-    """What all schedules share; a schedule gives `_values`, the lr of every group at an index.
+    """Base of all schedules; a schedule defines `_values`, the lr of every group at an index.
 
-    The index `last_batch_iteration` is -1 before the first step. With another one (a run that goes
-    on) the constructor leaves the optimizer as it is.
+    The index `last_batch_iteration` is -1 before the first step. With another one (a resumed run) the constructor
+    leaves the optimizer as it is.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -177,7 +177,7 @@ class OneCycle(Schedule):
             self._last_lr = None  # the first step is still to come
 
     def _rise(self, index: int) -> float:
-        """How far the cycle is from its lower end: 0 to 1 in the first part, back to 0 in the second."""
+        """Fraction of the cycle above its lower end: 0 to 1 in the first part, back to 0 in the second."""
         position = ((index + 1) % self.total_size) / self.total_size
         turn = self.first_size / self.total_size
         return position / turn if position <= turn else (position - 1) / (turn - 1)
@@ -224,7 +224,7 @@ class OneCycle(Schedule):
 
 
 class _Warmup(Schedule):
-    """The rise that the three warm-up schedules begin with."""
+    """Common rise of the three warm-up schedules."""
 
     def _set_warmup(self, warmup_num_steps: int, warmup_type: str) -> None:
         name = type(self).__name__
@@ -275,7 +275,7 @@ class WarmupLR(_Warmup):
         self._start()
 
     def _share(self, index: int) -> float:
-        """How far the lr is from its lower end, 0 to 1."""
+        """Fraction of the lr above its lower end, 0 to 1."""
         return self._rise(index)
 
     def _values(self, index: int) -> list[float]:
@@ -310,7 +310,7 @@ class WarmupDecayLR(WarmupLR):
 
 @SCHEDULES.register("WarmupCosineLR")
 class WarmupCosineLR(_Warmup):
-    """A warm-up to the lr the groups have at construction, then half a cosine down to a share of it, which stays."""
+    """A warm-up to the groups' lr at construction, then half a cosine down to a share of it, which stays."""
 
     def __init__(
         self,
@@ -388,12 +388,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _torch_schedule(type_name: str) -> Callable[..., Any]:
-    base = torch.optim.lr_scheduler.LRScheduler
-    found = {
-        name: entry
-        for name, entry in vars(torch.optim.lr_scheduler).items()
-        if isinstance(entry, type) and issubclass(entry, base) and entry is not base and not name.startswith("_")
-    }
+    found = torch_names.schedules()
     if type_name in found:
         return found[type_name]
     own = sorted(SCHEDULES)

@@ -64,7 +64,7 @@ class SGD:
         return {}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Nothing to take back."""
+        """Do nothing."""
 
 
 def _blocks(window: Window) -> Iterator[Window]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mpispeed.base.errors import UsageError
-from mpispeed.native.host_terms import Terms, onebit_terms
+from mpispeed.native.coefficients import Terms, onebit_terms
 from mpispeed.optim.exchange import Exchange
 from mpispeed.optim.host_rule import HostRule, run_kernel
 from mpispeed.optim.onebit_params import DEFAULTS, check_count, read_onebit, warm_terms
@@ -26,11 +26,11 @@ COUNTS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """At which updates, counted from 1, 0/1 Adam does what; functions of the number alone.
+    """Kinds of updates of 0/1 Adam by their number, counted from 1; a function of the number alone.
 
     The variance is updated where the number is a multiple of an interval that starts at 1 and doubles after every
-    `var_update_scaler` such updates, up to update `var_freeze_step`. From then on steps are local, and the ranks
-    meet where the number is a multiple of a second interval; it starts at 1 and doubles after every
+    `var_update_scaler` such updates, up to update `var_freeze_step`. From then on steps are local, and ranks
+    synchronize where the number is a multiple of a second interval; it starts at 1 and doubles after every
     `local_step_scaler` local steps, up to `local_step_clipper`.
     """
 
@@ -40,11 +40,11 @@ class Intervals:
     local_step_clipper: int
 
     def is_frozen(self, step: int) -> bool:
-        """Whether update `step` is local and leaves the variance as it is."""
+        """True if update `step` is local and leaves the variance as it is."""
         return step > self.var_freeze_step
 
     def is_variance_step(self, step: int) -> bool:
-        """Whether update `step` has the mean of gradients in full precision and updates the variance."""
+        """True if update `step` has the mean of gradients in full precision and updates the variance."""
         if self.is_frozen(step):
             return False
         interval, last = 1, 0  # the last variance step of all shorter intervals
@@ -55,7 +55,7 @@ class Intervals:
             interval, last = 2 * interval, end
 
     def is_sync_step(self, step: int) -> bool:
-        """Whether ranks meet after the local update `step`."""
+        """True if ranks synchronize after the local update `step`."""
         if not self.is_frozen(step):
             return False
         doublings = (step - self.var_freeze_step - 1) // self.local_step_scaler
@@ -65,11 +65,12 @@ class Intervals:
 
 
 class ZeroOneAdam(HostRule):
-    """Adam without bias correction, with a variance updated ever more rarely, then local steps between meetings.
+    """Adam without bias correction: a variance updated ever more rarely, then local steps between synchronizations.
 
-    Up to update `var_freeze_step`: on variance steps as the warm-up of `OnebitAdam`; on others the gradient comes
-    through one bit and the variance stays. Afterwards `Window.master` is the common parameter p, which changes only
-    where ranks meet; a local update goes to u = `momentum_accumulator` and to `Window.out`, which is then needed:
+    Up to update `var_freeze_step`: on variance steps as the warm-up of `OnebitAdam`; on others the gradient is
+    exchanged as one bit and the variance stays. Afterwards `Window.master` is the common parameter p, which changes
+    only where ranks synchronize; a local update goes to u = `momentum_accumulator` and to `Window.out`, which is then
+    needed:
 
         m = beta1 m + (1 - beta1) g;  u -= lr (m / (sqrt(v) + eps) + weight_decay (p + u));  out = p + u
 
@@ -135,7 +136,7 @@ class ZeroOneAdam(HostRule):
         return run_kernel("zero_one_local", window.master, (m, u, v), window.grad, window.out, terms, threads)
 
     def drift(self, window: Window, buffer: Tensor, *, threads: int = 1) -> None:
-        """Fill `buffer` with what the ranks average: u (sqrt(v) + eps), 0 where v is 0.
+        """Fill `buffer` with the values to be averaged: u (sqrt(v) + eps), 0 where v is 0.
 
         Shapes: `buffer` is as the master of the window.
         """
@@ -185,7 +186,7 @@ class ZeroOneAdam(HostRule):
         return {"rates": {group: {"sum": total, "step": at} for group, (total, at) in rows.items()}}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Take back what `scalars` gave; an empty dict begins anew, for a drift of 0."""
+        """Restore the result of `scalars`; an empty dict begins anew, for a drift of 0."""
         rates = scalars.get("rates", {})
         self._met.clear()
         self._rates = {str(group): (float(row["sum"]), int(row["step"])) for group, row in rates.items()}

@@ -1,7 +1,7 @@
-"""Floor 5: layers spread over stages, and the order in which stages work on micro-batches.
+"""Floor 5: layers distributed over stages, and the order in which stages work on micro-batches.
 
 Sources: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019. Knows meshes of ranks. Must not
-know the config, the engine, or how parameters rest.
+know the config, the engine, or the placement of parameters.
 
 The public names are imported when they are first used: schedules need no torch.
 """

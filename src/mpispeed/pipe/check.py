@@ -1,4 +1,4 @@
-"""Proves a schedule by playing all its stages without tensors.
+"""Proof of a schedule by simulating all its stages without tensors.
 
 The model is that of the executor: instructions run strictly in order, sends are posted and go on, receives wait, and
 messages of one sender, receiver, kind and chunk arrive in order. Nothing in it depends on timing: receives name their
@@ -16,10 +16,12 @@ from mpispeed.pipe.check_stage import Mail, Stage, StageProof
 from mpispeed.pipe.check_traffic import Traffic
 from mpispeed.pipe.schedule_base import PipeSchedule
 
+__all__ = ["Proof", "check"]
+
 
 @dataclass(frozen=True)
 class Proof:
-    """What `check` found: the schedule ends, and every buffer held what was read from it.
+    """Result of `check`: the schedule ends, and every buffer held the data read from it.
 
     Attributes:
         stages: per stage.

@@ -1,4 +1,4 @@
-"""One stage of a pipeline as `check` plays it: what its buffers hold, and what may be done with it."""
+"""A stage of a pipeline as simulated by `check`: the content of its buffers and the operations allowed on it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from mpispeed.base.errors import ScheduleError
 from mpispeed.pipe import instructions as do
 from mpispeed.pipe.schedule_base import PipeSchedule
 
-#: what follows the passes of a batch, in this order
+#: instructions after the passes of a batch, in this order
 _ENDING: tuple[type[do.PipeInstruction], ...] = (do.ReduceTiedGrads, do.ReduceGrads, do.OptimizerStep)
 
 
 @dataclass(frozen=True)
 class StageProof:
-    """What one stage needs.
+    """Requirements of one stage.
 
     Attributes:
         stage: its place.
         buffers: the schedule's own table, `num_pipe_buffers()`.
-        peak_live: most micro-batches (times chunks) whose forward is done and whose gradient of the input is not.
+        peak_live: most micro-batches (times chunks) between their forward and their gradient of the input.
         peak_weights: most weight passes that are queued.
         peak_held: most of both together.
-        peak_messages: most messages that were sent and not received, however far the receivers fall behind.
+        peak_messages: most messages sent and not received, for the slowest receivers.
     """
 
     stage: int
@@ -37,7 +37,7 @@ class StageProof:
 
 
 class _Place(NamedTuple):
-    """An instruction and where it stands."""
+    """An instruction and its position."""
 
     stage: int
     step: int
@@ -80,7 +80,7 @@ class Mail:
 
 
 class _Held:
-    """What a buffer holds: a micro-batch of a chunk, and what has been done with it."""
+    """Content of a buffer: a micro-batch of a chunk, and the operations done with it."""
 
     __slots__ = ("chunk", "done", "micro_batch")
 
@@ -91,7 +91,7 @@ class _Held:
 
 
 class Stage:
-    """One stage as it is played."""
+    """One simulated stage."""
 
     def __init__(
         self, schedule: PipeSchedule, steps: Sequence[Sequence[do.PipeInstruction]], mail: Mail, *, is_training: bool
@@ -158,7 +158,7 @@ class Stage:
             self._refuse(f"buffer {one.buffer_id} belongs to chunk {owner}; every chunk has buffers of its own")
 
     def _put(self, one: do.BufferOpInstruction, micro_batch: int, what: str) -> None:
-        """Something of a micro-batch comes into its buffer."""
+        """Put a micro-batch's input or gradient into its buffer."""
         held = self._buffers[one.buffer_id]
         if held is None:
             held = self._buffers[one.buffer_id] = _Held(one.chunk, micro_batch)
@@ -170,7 +170,7 @@ class Stage:
         held.done.add(what)
 
     def _held(self, one: do.BufferOpInstruction, needs: Sequence[str], what: str) -> _Held:
-        """The buffer's micro-batch, with which `needs` must be done and `what` must not; then it is."""
+        """The buffer's micro-batch; checks that `needs` is done and `what` is not, and marks `what` as done."""
         held = self._buffers[one.buffer_id]
         if held is None:
             self._refuse("the buffer is empty")
@@ -324,7 +324,7 @@ class Stage:
                     yield what, chunk, min(every ^ passed)
 
     def proof(self, peak_messages: int) -> StageProof:
-        """What this stage needed."""
+        """The requirements of this stage."""
         live, weights, held = self._peaks
         return StageProof(self.schedule.stage, len(self._buffers), live, weights, held, peak_messages)
 

@@ -1,4 +1,4 @@
-"""The messages of a schedule alone: how many are under way, and whether stricter rules of sending would do."""
+"""Messages of a schedule alone: the number in flight, and whether stricter rules of sending would do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Act(NamedTuple):
 
 
 class Traffic:
-    """Sends and receives of all stages. The schedules are proved already: with posted sends there is no deadlock."""
+    """Sends and receives of all stages. The schedules are proved already: posted sends do not deadlock."""
 
     def __init__(
         self, schedules: Sequence[PipeSchedule], steps: Sequence[Sequence[Sequence[do.PipeInstruction]]]
@@ -38,7 +38,7 @@ class Traffic:
         self._acts = [[act for step in own for act in step] for own in self._steps]
 
     def peaks(self) -> list[int]:
-        """For each stage, the most messages of it that are under way if all others do only what it waits for."""
+        """For each stage, the most messages of it in flight if the others do only what it waits for."""
         return [self._peak(stage) for stage in range(len(self._acts))]
 
     def _peak(self, stage: int) -> int:

@@ -1,11 +1,11 @@
-"""The layers of one virtual stage, run in order: seeds, recomputation, how inputs are passed."""
+"""Layers of one virtual stage, run in order, with seeds, recomputation and passing of inputs."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,12 +13,24 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from mpispeed.pipe.layers import Function, Layer, LayerSpec, call
 
-if TYPE_CHECKING:
-    from mpispeed.pipe.module import PipelineModule
+
+class Stage(Protocol):
+    """Interface of a chunk to its module; settings as in `PipelineModule`."""
+
+    parts: list[int]
+    activation_checkpoint_interval: int
+    activation_checkpoint_func: Callable[..., Any]
+    checkpointable_layers: list[str] | None
+    seed_layers: bool
+    seed_fn: Callable[[int], Any]
+    base_seed: int
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module at a path."""
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` without keeping what happens inside; backward runs it again."""
+    """`function(*args)` without keeping intermediate results; backward runs it again."""
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
@@ -31,7 +43,7 @@ class Step:
         name: class or function name.
         path: name of its module in the PipelineModule; "" for a function.
         function: a plain function, or the `forward_fn` of a tied layer.
-        spreads: whether a tuple is passed as several arguments.
+        spreads: True if a tuple is passed as several arguments.
     """
 
     index: int
@@ -57,11 +69,11 @@ class Chunk:
         index: number of the chunk on this rank.
         virtual_stage: its position among all chunks of the pipeline.
         first, stop: its layers are first to stop - 1; an empty chunk hands its input on.
-        is_first, is_last: whether it is at an end of the pipeline.
-        micro_offset: how often it has run; seeds of layers depend on it.
+        is_first, is_last: True at the ends of the pipeline.
+        micro_offset: number of runs so far; seeds of layers depend on it.
     """
 
-    def __init__(self, owner: PipelineModule, index: int, virtual_stage: int, layers: Sequence[Layer]) -> None:
+    def __init__(self, owner: Stage, index: int, virtual_stage: int, layers: Sequence[Layer]) -> None:
         self.index, self.virtual_stage = index, virtual_stage
         self.first, self.stop = owner.parts[virtual_stage], owner.parts[virtual_stage + 1]
         self.is_first, self.is_last = virtual_stage == 0, virtual_stage == len(owner.parts) - 2
@@ -70,9 +82,9 @@ class Chunk:
         self._owner = owner
 
     def __call__(self, x: Any) -> Any:
-        """What the last layer returns.
+        """The output of the last layer.
 
-        Layers get what the one before returned, as one object, unless they spread their inputs. With
+        A layer gets the output of the one before as one object, unless it spreads its inputs. With
         `activation_checkpoint_interval` n, each n layers that are checkpointable are recomputed in backward.
         """
         self.micro_offset += 1
@@ -86,7 +98,7 @@ class Chunk:
         return x
 
     def is_checkpointable(self, steps: Sequence[Step]) -> bool:
-        """Whether these layers are recomputed: all have listed names; without a list, any has parameters."""
+        """True if these layers are recomputed: all have listed names; without a list, any has parameters."""
         listed = self._owner.checkpointable_layers
         if listed is not None:
             return all(step.name in listed for step in steps)

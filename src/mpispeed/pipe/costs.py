@@ -1,4 +1,4 @@
-"""Time and memory of each layer, measured, and the cut that balances them."""
+"""Time and memory of each layer, measured, and the partition that balances them."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def cut_by_profile(layers: Sequence[Layer], sample: Any, num_stages: int, num_ch
 
 
 def measure(layers: Sequence[Layer], sample: Any) -> list[Cost]:
-    """Run each layer forward and backward on what the one before returned; one layer at a time is in memory.
+    """Run each layer forward and backward on the output of the one before; one layer at a time is in memory.
 
     Generators stay as they are.
 
     Args:
         layers: all layers; specs are built for the measurement.
-        sample: what the first layer gets.
+        sample: the input of the first layer.
 
     Raises:
         StageError: a layer fails.

@@ -42,7 +42,7 @@ def _trainable(layer: Layer) -> int:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Random values of tensors without memory are not drawn: torch would import its compiler for that (seconds)."""
+    """Mode that skips random values of tensors without memory: torch would import its compiler for them (seconds)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

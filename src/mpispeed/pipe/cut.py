@@ -1,6 +1,6 @@
-"""Layers to stages: where a row of weights is cut. Integers and floats only; no ranks, no tensors.
+"""Partition of a row of weighted layers into stages. Integers and floats only; no ranks, no tensors.
 
-A cut of n layers into p parts is a list of p + 1 borders: part i has the layers borders[i] to borders[i + 1] - 1.
+A partition of n layers into p parts is a list of p + 1 borders: part i has the layers borders[i] to borders[i + 1] - 1.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def partition_uniform(count: int, parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Cut so that the heaviest and the lightest part differ little: DeepSpeed's rule.
+    """Partition with a small difference between the heaviest and the lightest part: DeepSpeed's rule.
 
-    A dynamic programme over prefixes, greedy in that it keeps one cut of each prefix: the one with the smallest
+    A dynamic programme over prefixes, greedy in that it keeps one partition of each prefix: the one with the smallest
     difference between its heaviest and its lightest part, the latest of equal ones.
 
     Returns:
@@ -67,10 +67,9 @@ def partition_bottleneck(
     loads: Sequence[Sequence[float]] | None = None,
     slack: float = 0.0,
 ) -> list[int]:
-    """Cut so that the heaviest part is as light as possible (the linear partition problem).
+    """Partition whose heaviest part is as light as possible (the linear partition problem).
 
-    Of the cuts that reach this, the one with the smallest sum of squares of parts is taken; with `loads`, the one whose
-    largest load is smallest.
+    Of several, the one with the smallest sum of squares of parts; with `loads`, the one whose largest load is smallest.
 
     Args:
         weights: weight of each layer.
@@ -112,7 +111,7 @@ def partition_bottleneck(
 def _best(
     cost_of: Callable[[int, int, int], np.ndarray], join: np.ufunc, n: int, parts: int
 ) -> tuple[float, list[int]]:
-    """The cheapest cut without empty parts, where costs of parts are joined by max or by a sum.
+    """The cheapest partition without empty parts, where costs of parts are combined by max or by a sum.
 
     `cost_of(j, first, stop)` has the costs of part j from each start in [first, stop) up to `stop`.
     """

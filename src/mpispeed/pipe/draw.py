@@ -1,4 +1,4 @@
-"""Draws a schedule in time: as text, or as a picture."""
+"""Drawings of a schedule in time, as text or as a picture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpispeed.base.errors import UsageError
-from mpispeed.base.pictures import picture
+from mpispeed.base.plotting import picture
 from mpispeed.pipe import instructions as do
 from mpispeed.pipe.timeline import Span, Timeline
 
@@ -57,7 +57,7 @@ def text(timeline: Timeline, width: int | None = None) -> str:
     """One row per stage, one column per time unit: F forward, B backward, I its inputs, W its weights, . idle.
 
     Args:
-        timeline: what to draw.
+        timeline: is drawn.
         width: characters of a line; longer rows go on below. None: whole rows.
 
     Raises:
@@ -101,8 +101,8 @@ def write_png(path: Path, timeline: Timeline, title: str = "") -> None:
 
     Args:
         path: the file; replaced if it exists.
-        timeline: what to draw.
-        title: stands above.
+        timeline: is drawn.
+        title: above the picture.
 
     Raises:
         UsageError: matplotlib is not installed.

@@ -1,8 +1,8 @@
-"""Activations and gradients on their way between stages: any tree of tensors, with its shapes announced by itself.
+"""Exchange of activations and gradients between stages: any tree of tensors, preceded by its shapes.
 
-Every tree is preceded by the length of a description, 0 if it is the one before. So shapes may change at any time,
-and a tree of equal shapes costs one message of 8 bytes more than its tensors. Sends are posted and go on beside
-what the stage computes; receives wait.
+Every tree is preceded by the length of a description, 0 if it has not changed. So shapes may change at any time, and a
+tree of equal shapes costs one message of 8 bytes more than its tensors. Sends are posted and overlap with computation;
+receives wait.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mpispeed.base.device import HOST
 from mpispeed.base.errors import CommError
 
 if TYPE_CHECKING:
+    from mpispeed.mesh.collectives.work import Work
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.work import Work
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
@@ -37,7 +37,7 @@ class Leaf:
 
     Attributes:
         takes_grad: a gradient of it comes back.
-        is_own: ranks of a slicing group have different ones, as of a sequence that is cut over them.
+        is_own: it differs between ranks of a slicing group, as with a sliced sequence.
     """
 
     dtype: torch.dtype
@@ -93,7 +93,7 @@ def parse(text: str) -> tuple[Any, list[Any]]:
 
 
 def _outline(leaves: list[Any], spec: Any, is_own: IsOwn) -> tuple[Any, list[Any]]:
-    """What `describe` depends on, cheap to compare: the text is made only for trees that look new."""
+    """Inputs of `describe`, cheap to compare: the text is made only for trees that look new."""
     facts = [
         (leaf.dtype, leaf.shape, leaf.requires_grad, leaf.layout, is_own(leaf))
         if isinstance(leaf, torch.Tensor)
@@ -104,7 +104,7 @@ def _outline(leaves: list[Any], spec: Any, is_own: IsOwn) -> tuple[Any, list[Any
 
 
 class Slices:
-    """How a tensor that all ranks of a slicing group have alike is cut for the way, each rank sending its part.
+    """Slicing of a tensor that all ranks of a slicing group have alike: each rank sends its part.
 
     Source: partitioned activations of Megatron-LM's pipeline (arXiv 2104.04473, section 4.1).
     """
@@ -113,7 +113,7 @@ class Slices:
         self._comm = comm
 
     def takes(self, flat: torch.Tensor) -> bool:
-        """True for tensors that are worth a cut: of floats, and every rank has a part."""
+        """True for tensors that are worth slicing: of floats, and every rank has a part."""
         return flat.is_floating_point() and flat.numel() >= self._comm.size > 1
 
     def length(self, numel: int) -> int:
@@ -156,11 +156,11 @@ class Exchange:
 
         Args:
             comm: over the pipe axis, used by nothing else.
-            slices: cuts activations; None: every rank sends whole ones.
-            grad_slices: cuts gradients; alike.
-            is_own: True for tensors that differ between the ranks of a slicing group: they are sent whole.
-            mark: makes `is_own` true of a tensor that was received.
-            device: where tensors are received.
+            slices: slices activations; None: every rank sends full ones.
+            grad_slices: slices gradients; likewise.
+            is_own: True for tensors that differ between the ranks of a slicing group: they are sent in full.
+            mark: makes `is_own` true for a received tensor.
+            device: of received tensors.
         """
         self._mark, self._device = mark, device
         self._comm, self._slices, self._grad_slices, self._is_own = comm, slices, grad_slices, is_own
@@ -197,7 +197,7 @@ class Exchange:
     def recv_tree(self, src: int, link: int) -> Any:
         """The next tree from stage `src`; its tensors take gradients where the sender's do.
 
-        Collective over: the slicing group, if activations are cut on the way.
+        Collective over: the slicing group, if activations are sliced.
         """
         tag = 2 * link
         length = torch.empty(1, dtype=torch.int64)
@@ -219,9 +219,9 @@ class Exchange:
             self._post_one(grad, dst, 2 * link + 1, None if self._is_own(x) else self._grad_slices)
 
     def recv_grads(self, tree: Any, src: int, link: int) -> list[torch.Tensor]:
-        """The gradients of what was sent: one for each of its tensors that take them.
+        """The gradients of a sent tree: one for each of its tensors that take them.
 
-        Collective over: the slicing group, if gradients are cut on the way.
+        Collective over: the slicing group, if gradients are sliced.
         """
         rows = [Leaf(x.dtype, tuple(x.shape), False, self._is_own(x)) for x in tensors_with_grad(tree)]
         return [self._recv(row, src, 2 * link + 1, self._grad_slices) for row in rows]

@@ -65,7 +65,7 @@ class _Positions:
         return self.mesh["pipe", "model"]
 
     def get_slice_parallel_rank(self) -> int:
-        """Position among the ranks that share each layer; 0 where layers are whole."""
+        """Position among the ranks that share each layer; 0 where layers are not sliced."""
         return self.mesh.index("model")
 
     def get_slice_parallel_world_size(self) -> int:
@@ -99,7 +99,7 @@ class PipelineParallelGrid(_Positions):
         mesh: the groups by axes; "pipe", "data" and "model" are always among them.
         stage_id: stage of this rank.
         data_parallel_id: data coordinate of this rank.
-        is_first_stage, is_last_stage: whether this rank is at an end of its pipeline.
+        is_first_stage, is_last_stage: True at the ends of its pipeline.
         pp_group, dp_group, slice_group: world ranks of these groups of this rank.
     """
 
@@ -111,8 +111,8 @@ class PipelineParallelGrid(_Positions):
         """Make all groups.
 
         Args:
-            topology: axes pipe, data, model in any order; what is missing has size 1. Without one, the prime factors
-                of the number of ranks are dealt to pipe and data in turn.
+            topology: axes pipe, data, model in any order; missing ones have size 1. Without a topology, the prime
+                factors of the number of ranks go to pipe and data in turn.
             process_group: the world whose ranks these are; by default that of this process, which is joined if needed.
 
         Collective over: all ranks.
@@ -205,7 +205,7 @@ class PipelineParallelGrid(_Positions):
         return self._stage_groups[wanted] if self.stage_id in wanted else None
 
     def close(self) -> None:
-        """Finish what was started and give all groups back. Collective over: all ranks."""
+        """Finish started operations and release all groups. Collective over: all ranks."""
         self.mesh.close()  # ends the thread of started verbs, also for the groups of stages
         for comm in self._stage_groups.values():
             if comm.started is not comm:

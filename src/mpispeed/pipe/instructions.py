@@ -104,7 +104,7 @@ class BackwardPass(BufferOpInstruction):
 
 
 class BackwardInput(BufferOpInstruction):
-    """Gradients of a chunk's inputs only. The buffer is free after it; what is left for the weights is queued.
+    """Gradients of a chunk's inputs only. The buffer is free after it; the weight pass is queued.
 
     Zero-bubble schedules split the backward pass so (arXiv 2401.10241).
     """

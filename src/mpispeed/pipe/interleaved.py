@@ -15,7 +15,7 @@ class InterleavedSchedule(OrderedSchedule):
 
     Micro-batches go in groups of as many as there are stages, each group through all chunks of a rank. The bubble
     shrinks by the number of chunks, messages grow by it, and more activations are alive. Where the stages do not divide
-    the micro-batches, the order is that of the next multiple, without the micro-batches that are not there.
+    the micro-batches, the order is that of the next multiple, without the missing micro-batches.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int, chunks: int = 2) -> None:

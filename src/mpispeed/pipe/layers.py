@@ -1,4 +1,4 @@
-"""Descriptions of layers: what is built, on the ranks that own it, and what is used as it is.
+"""Descriptions of layers: specs, built on the ranks that own them, and existing modules or functions.
 
 Behaviour and names follow DeepSpeed's documentation of pipeline parallelism.
 """
@@ -24,7 +24,7 @@ class LayerSpec:
         typename: a subclass of torch.nn.Module.
         module_args: positional arguments of its constructor.
         spreads_inputs: call the layer as `layer(*x)` where the layer before returned a tuple or list, and as
-            `layer(**x)` where it returned a mapping. By default a layer gets what was returned, as one argument.
+            `layer(**x)` where it returned a mapping. By default a layer gets the output before as one argument.
         module_kwargs: keyword arguments of its constructor.
 
     Raises:
@@ -94,7 +94,7 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A layer that is there already and takes what the layer before returned as several arguments."""
+    """An existing layer that takes the output of the layer before as several arguments."""
 
     layer: Function
 
@@ -109,7 +109,7 @@ def spread(layer: Function) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of the model: its global index, what the user gave, and how its input is passed."""
+    """One layer of the model: its global index, its source as given by the user, and the way its input is passed."""
 
     index: int
     source: Any
@@ -117,7 +117,7 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """Name of the class or function; what `type:REGEX` and `checkpointable_layers` look at."""
+        """Name of the class or function, as `type:REGEX` and `checkpointable_layers` match it."""
         return name_of(self.source)
 
     @property
@@ -127,7 +127,7 @@ class Layer:
 
 
 def made(layer: Layer) -> nn.Module:
-    """Build what a spec describes.
+    """Build the module of a spec.
 
     Raises:
         StageError: its constructor fails.
@@ -140,7 +140,7 @@ def made(layer: Layer) -> nn.Module:
 
 
 def name_of(source: Any) -> str:
-    """Class name of what a spec builds and of a module, the name of a function."""
+    """Class name of a module or of a spec's module, the name of a function."""
     if isinstance(source, LayerSpec):
         return source.typename.__name__
     if isinstance(source, nn.Module):
@@ -151,7 +151,7 @@ def name_of(source: Any) -> str:
 
 
 def read_layers(layers: Iterable[Any]) -> list[Layer]:
-    """Number the layers of a model and refuse what is none.
+    """Number the layers of a model; refuse anything that is no layer.
 
     Args:
         layers: an nn.Sequential, or any iterable of specs, modules, functions, and `spread` ones.
@@ -218,7 +218,7 @@ def shared_parameters(layers: Iterable[Layer]) -> dict[int, tuple[int, str]]:
 
 
 def call(function: Function, x: Any, *, spreads: bool) -> Any:
-    """Apply a layer to what the layer before returned."""
+    """Apply a layer to the output of the one before."""
     if spreads and isinstance(x, Mapping):
         return function(**x)
     if spreads and isinstance(x, tuple | list):

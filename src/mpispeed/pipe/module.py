@@ -1,4 +1,4 @@
-"""A model as a list of layers, of which each rank builds those of its stage."""
+"""Pipeline module: a model as a list of layers, of which each rank builds those of its stage."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpispeed.base import births, rng
+from mpispeed.base import init_scope, rng
 from mpispeed.base.errors import StageError, TopologyError, UsageError
 from mpispeed.mesh.world import start
 from mpispeed.pipe.chunk import Chunk, recompute
 from mpispeed.pipe.grid import PipelineParallelGrid
 from mpispeed.pipe.layers import Layer, LayerSpec, first_uses, made, read_layers
-from mpispeed.pipe.partition import check_shared, describe, partition, together
+from mpispeed.pipe.partition import check_shared, describe, partition
 from mpispeed.pipe.process_topology import PipeDataParallelTopology
 from mpispeed.pipe.tied import Tied, attrs_of, make_equal, sum_gradients, weight_of
 
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class PipelineModule(nn.Module):
-    """Layers cut into stages; this rank builds and has those of its own stage.
+    """Layers partitioned into stages; this rank builds and has those of its own stage.
 
     Parameters are named by the global index of their layer, as `3.weight`, and tied ones `tied_modules.<key>.<name>`:
-    a parameter has the same name whatever the number of stages is.
+    names do not depend on the number of stages.
 
     Args:
         layers: an nn.Sequential, or any iterable of specs, modules and functions.
@@ -53,12 +53,12 @@ class PipelineModule(nn.Module):
         dynamic_shape: accepted for DeepSpeed scripts; shapes may always change.
         num_chunks: virtual stages per rank, for interleaved schedules; virtual stage k is chunk k // num_stages of
             stage k % num_stages.
-        profile_input: for "profile": what the first layer gets, of the size of a micro-batch.
+        profile_input: for "profile": an input of the first layer, of the size of a micro-batch.
         grid: an existing grid, instead of `num_stages` and `topology`.
 
     Attributes:
         grid: the ranks by axes.
-        stage_id, num_stages: this rank's stage, and how many there are.
+        stage_id, num_stages: this rank's stage, and the number of stages.
         parts: borders of all virtual stages in the list of layers.
 
     Collective over: all ranks.
@@ -101,7 +101,7 @@ class PipelineModule(nn.Module):
         if num_chunks > 1 and self.num_stages == 1:
             msg = f"num_chunks={num_chunks}: chunks are dealt to stages in turn; that needs 2 stages, there is 1"
             raise StageError(msg)
-        if births.is_cutting() and self.num_stages > 1:
+        if init_scope.is_cutting() and self.num_stages > 1:
             msg = (
                 "PipelineModule: stages build different layers, and zero.Init cuts the layers of all ranks together; "
                 "build it outside of zero.Init, each rank builds the layers of its stage only"
@@ -113,7 +113,8 @@ class PipelineModule(nn.Module):
         self._first_uses = {key: layer.index for key, layer in first_uses(found).items()}
         self._ties = {key: (attrs_of(found, key), self._stages_of(found, key)) for key in self._first_uses}
         self.tied_modules = nn.ModuleDict()
-        together(comm, lambda: self._build(found))
+        with comm.together(StageError, plain=StageError):
+            self._build(found)
         self._tie()
         self._place_loss(loss_fn)
         self._chunks = [self._chunk_of(index, found) for index in range(num_chunks)]
@@ -172,7 +173,7 @@ class PipelineModule(nn.Module):
         return self._chunks[index]
 
     def forward(self, x: Any) -> Any:
-        """Run this rank's layers: the whole model with one stage, else the part from this stage's input.
+        """Run this rank's layers: the full model with one stage, else the part from this stage's input.
 
         Raises:
             UsageError: there are several chunks; other ranks have the layers between them.
@@ -183,7 +184,7 @@ class PipelineModule(nn.Module):
         return self._chunks[0](x)
 
     def set_activation_checkpointing(self, interval: int, function: Callable[..., Any]) -> Callable[[], None]:
-        """Recompute blocks of `interval` layers by `function`; 0 is off. Returns what takes that back."""
+        """Recompute blocks of `interval` layers by `function`; 0 is off. Returns a function that undoes it."""
         before = self.activation_checkpoint_interval, self.activation_checkpoint_func
         self.activation_checkpoint_interval, self.activation_checkpoint_func = interval, function
 
@@ -194,7 +195,7 @@ class PipelineModule(nn.Module):
 
     @property
     def micro_offset(self) -> int:
-        """How many micro-batches the first chunk has run; seeds of layers depend on it. Setting it sets all chunks."""
+        """Number of micro-batches that the first chunk has run, for seeds of layers. Setting it sets all chunks."""
         return self._chunks[0].micro_offset
 
     @micro_offset.setter
@@ -215,11 +216,11 @@ class PipelineModule(nn.Module):
     # -- shared weights --------------------------------------------------------------------------------------
 
     def tied_keys(self) -> list[str]:
-        """Keys of all tied layers of the model, sorted, also of those that this rank has none of."""
+        """Keys of all tied layers of the model, sorted, also of those on other stages only."""
         return list(self._ties)
 
     def tied(self, key: str) -> Tied:
-        """What is shared under a key, as it is now."""
+        """The parameters shared under a key, as they are now."""
         attrs, stages = self._ties[key]
         params: list[tuple[str, nn.Parameter]] = []
         if key in self.tied_modules:
@@ -294,7 +295,7 @@ class PipelineModule(nn.Module):
             self.add_module(str(layer.index), self._made(layer))
 
     def _made(self, layer: Layer) -> nn.Module:
-        """Build what a spec describes, with the seed of its layer."""
+        """Build the module of a spec, with the seed of its layer."""
         if self.seed_layers:
             self.seed_fn(self.base_seed + layer.index)
         return made(layer)

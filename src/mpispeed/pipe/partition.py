@@ -1,11 +1,11 @@
-"""Which layers a stage gets, the same on all ranks, and what is wrong about it."""
+"""Partition of layers into stages, the same on all ranks, with its errors."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import StageError
 from mpispeed.pipe.costs import cut_by_profile
@@ -15,31 +15,6 @@ from mpispeed.pipe.layers import Layer, name_of, shared_parameters
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
-
-T = TypeVar("T")
-
-
-def together(comm: Comm, act: Callable[[], T]) -> T:
-    """What `act` returns; if it fails on any rank, all ranks raise.
-
-    Collective over: this group.
-
-    Raises:
-        StageError: on all ranks, with the first failure's text and its rank.
-    """
-    failure: Exception | None = None
-    try:
-        result = act()
-    except Exception as error:
-        failure = error
-    text = "" if failure is None else str(failure)
-    if failure is not None and not isinstance(failure, StageError):
-        text = f"{type(failure).__name__}: {text}"
-    try:
-        comm.agree(failure is None, text, StageError)
-    except StageError as error:
-        raise error from failure
-    return result
 
 
 def partition(
@@ -53,7 +28,7 @@ def partition(
         method: "uniform", "parameters", "best", "type:REGEX" or "profile".
         num_stages: stages.
         num_chunks: virtual stages per stage.
-        sample: for "profile", what the first layer gets; read on the first rank.
+        sample: for "profile", the input of the first layer; read on the first rank.
 
     Returns:
         num_stages * num_chunks + 1 borders.
@@ -64,14 +39,12 @@ def partition(
         StageError: the method does not work, or ranks have other layers than the first rank.
     """
     count = num_stages * num_chunks
-    is_profile = method.lower() == "profile"
-
-    def act() -> list[int] | None:
-        if not is_profile:
-            return cut_by_method(method, [layer.name for layer in layers], lambda: count_parameters(layers), count)
-        return cut_by_profile(layers, sample, num_stages, num_chunks) if comm.rank == 0 else None
-
-    own = together(comm, act)
+    own: list[int] | None = None
+    with comm.together(StageError, plain=StageError):
+        if method.lower() != "profile":
+            own = cut_by_method(method, [layer.name for layer in layers], lambda: count_parameters(layers), count)
+        elif comm.rank == 0:
+            own = cut_by_profile(layers, sample, num_stages, num_chunks)
     rows = repr([(layer.name, layer.spreads, layer.tie.key if layer.tie else None) for layer in layers])
     digest = hashlib.sha256(rows.encode()).digest()
     borders, first = comm.share((own, digest))

@@ -1,4 +1,4 @@
-"""Carries out the instructions of a schedule on one stage. What a batch, a loss or a step is, others say."""
+"""Executor of schedules on one stage. Its owner defines batches, losses and steps."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class Duties(Protocol):
-    """What the executor asks of its owner."""
+    """Callbacks of the executor to its owner."""
 
     def load(self) -> tuple[Any, Any]:
-        """The next micro-batch: what the first layer takes, and what the loss takes beside the last layer's output."""
+        """The next micro-batch: the input of the first layer, and the labels for the loss."""
 
     def forward(self, chunk: int, inputs: Any) -> Any:
         """Run the layers of a chunk of this stage."""
 
     def loss(self, outputs: Any, labels: Any) -> Any:
-        """What is kept of a micro-batch at the end of the pipe; a scalar tensor when training."""
+        """The value kept of a micro-batch at the end of the pipe; a scalar tensor when training."""
 
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, *, is_last: bool) -> None:
         """Go back from `tensors`; without `grads` they are a loss.
@@ -53,7 +53,7 @@ class Duties(Protocol):
 
 @dataclass(slots=True)
 class _Slot:
-    """What a buffer of the schedule holds."""
+    """Content of a buffer of the schedule."""
 
     inputs: Any = None
     labels: Any = None
@@ -65,7 +65,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class Place:
-    """Where a rank stands: virtual stage `chunk * stages + stage` of `chunks * stages`."""
+    """Position of a rank: virtual stage `chunk * stages + stage` of `chunks * stages`."""
 
     stage: int
     stages: int
@@ -92,7 +92,7 @@ class Executor:
         place: of this rank.
         exchange: messages to the neighbours; of no use with one stage.
         duties: of the owner.
-        losses: what `Duties.loss` gave for each micro-batch of the last run, in order; on the last stage.
+        losses: results of `Duties.loss` for each micro-batch of the last run, in order; on the last stage.
         peak_live: most micro-batches whose activations were held at once in the last run.
     """
 
@@ -258,8 +258,8 @@ def _unknown(one: Any) -> str:
 def _sends_first(step: Sequence[PipeInstruction]) -> list[PipeInstruction]:
     """The instructions of a step with sends before the loads and receives that stand right in front of them.
 
-    A send only posts what an earlier instruction has computed; behind a receive it would wait for a neighbour that may
-    itself wait for what is sent.
+    A send only posts an earlier result; behind a receive it would wait for a neighbour that may itself wait for this
+    message.
     """
     order: list[PipeInstruction] = []
     for one in step:

@@ -1,4 +1,4 @@
-"""The pipeline schedules, and how they are found by name."""
+"""Pipeline schedules, and their table by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from mpispeed.pipe.instructions import (
 )
 from mpispeed.pipe.interleaved import InterleavedForward, InterleavedSchedule
 from mpispeed.pipe.schedule_base import OrderedSchedule, Pass, PipeSchedule
-from mpispeed.pipe.zero_bubble import ZeroBubbleSchedule
 
 # Scripts for DeepSpeed take the instructions from here.
 __all__ = [
@@ -56,6 +55,7 @@ __all__ = [
     "build",
 ]
 
+
 #: name in the configuration -> class
 SCHEDULES: Registry[Callable[..., PipeSchedule]] = Registry("pipeline schedule", ignore_case=True)
 #: names whose classes take `chunks`
@@ -81,7 +81,7 @@ class TrainSchedule(PipeSchedule):
             yield parts
 
     def num_pipe_buffers(self) -> int:
-        """As many as micro-batches are between forward and backward here, and at least 2."""
+        """Number of micro-batches between forward and backward here, and at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _is_forward(self, step: int) -> bool:
@@ -194,6 +194,32 @@ class GPipeSchedule(OrderedSchedule):
         """The passes; the order is the same on every stage."""
         yield from (Pass(ForwardPass, 0, batch) for batch in range(self.micro_batches))
         yield from (Pass(BackwardPass, 0, batch) for batch in range(self.micro_batches))
+
+
+class ZeroBubbleSchedule(OrderedSchedule):
+    """1F1B whose backward pass is split: first the gradient of the input, later that of the weights.
+
+    Stage s keeps up to s weight passes back. Activations of at most P - s micro-batches are alive, as with 1F1B; with
+    those that queued weight passes still need it is P on every stage.
+
+    Source: ZB-H1 of arXiv 2401.10241, where weight gradients fill the time that stages wait.
+    """
+
+    def passes(self, stage: int) -> Iterator[Pass]:
+        """The passes of one stage."""
+        total = self.micro_batches
+        forwards = min(self.stages - 1 - stage, total)
+        yield from (Pass(ForwardPass, 0, batch) for batch in range(forwards))
+        weights = 0
+        for batch in range(total):
+            if forwards < total:
+                yield Pass(ForwardPass, 0, forwards)
+                forwards += 1
+            yield Pass(BackwardInput, 0, batch)
+            if batch + 1 - weights > stage:
+                yield Pass(BackwardWeight, 0, weights)
+                weights += 1
+        yield from (Pass(BackwardWeight, 0, batch) for batch in range(weights, total))
 
 
 SCHEDULES.register("1f1b")(TrainSchedule)

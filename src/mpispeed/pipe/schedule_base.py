@@ -1,4 +1,4 @@
-"""What every pipeline schedule offers, and schedules that are given by the order of their passes."""
+"""Base class of pipeline schedules, and schedules given by the order of their passes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PipeSchedule(ABC):
         """The lists of instructions, in the order of their execution; empty lists are idle."""
 
     def num_pipe_buffers(self) -> int:
-        """How many buffers this rank needs, over all chunks; buffer ids are below it."""
+        """Number of buffers of this rank, over all chunks; buffer ids are below it."""
         return self.micro_batches
 
     @property
@@ -146,8 +146,8 @@ class Pass(NamedTuple):
 class OrderedSchedule(PipeSchedule):
     """A schedule that is given by the order of the passes on every stage.
 
-    Messages, buffers and steps follow from it: a pass receives right before it and sends right after it, and stands in
-    the earliest step after the steps of what it waits for.
+    Messages, buffers and steps follow from it: a pass receives right before it and sends right after it, in the
+    earliest step after those it depends on.
     """
 
     @abstractmethod
@@ -170,7 +170,7 @@ class OrderedSchedule(PipeSchedule):
         return iter(lists)
 
     def num_pipe_buffers(self) -> int:
-        """As many as micro-batches are alive at once, summed over the chunks."""
+        """Number of micro-batches alive at once, summed over the chunks."""
         return sum(self._counts)
 
     @functools.cached_property

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """What is shared under one key.
+    """Parameters shared under one key.
 
     Attributes:
         key: its name.
         attrs: attributes named by the specs of all uses, sorted.
         stages: stages with a use, ascending.
-        is_owner: whether this rank's stage is the first of them: it counts in norms and is what is saved.
-        params: full name and parameter of all that is shared; empty on other stages.
+        is_owner: True if this rank's stage is the first of them, which counts in norms and is saved.
+        params: full name and parameter of all shared ones; empty on other stages.
         group: the ranks of this pipeline at `stages`; None on other stages, and where there is but one stage.
     """
 
@@ -64,7 +64,7 @@ def weight_of(module: nn.Module, attr: str, key: str) -> torch.Tensor:
 
 
 def make_equal(tensors: Iterable[torch.Tensor], group: Comm) -> None:
-    """Give all ranks of `group` the first one's values, in place. Collective over: `group`."""
+    """Broadcast the first rank's values over `group`, in place. Collective over: `group`."""
     for tensor in tensors:
         values = tensor.detach().cpu().contiguous()
         group.broadcast(values)

@@ -1,4 +1,4 @@
-"""When each pass of a schedule runs, if passes take given times and messages take none; and the formulas for it."""
+"""Timeline of a schedule for given times of passes, without communication; and the formulas for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each stage does when.
+    """The passes of each stage in time.
 
     Attributes:
         unit: the longest time of which all passes are multiples.
@@ -69,7 +69,7 @@ def times(
     backward_input: Time = 1,
     backward_weight: Time = 1,
 ) -> Timeline:
-    """Play the schedules of all stages in time. They should have passed `check`.
+    """Simulate the schedules of all stages in time. They should have passed `check`.
 
     Args:
         schedules: one per stage, in order.
@@ -111,7 +111,7 @@ def exact(time: Time) -> Fraction:
 
 
 def _in_units(chunks: int, *given: Time) -> tuple[Fraction, dict[type, int]]:
-    """The unit, and what the passes of a chunk take in it."""
+    """The unit, and the duration of each pass of a chunk in it."""
     parts = [exact(time) / chunks for time in given]
     scale = math.lcm(*(part.denominator for part in parts))
     step = math.gcd(*(int(part * scale) for part in parts))
@@ -128,7 +128,7 @@ def _in_units(chunks: int, *given: Time) -> tuple[Fraction, dict[type, int]]:
 
 
 class _Clock:
-    """A stage and the time it has come to."""
+    """A stage and its current time."""
 
     def __init__(
         self, schedule: PipeSchedule, units: dict[type, int], sent: dict[tuple[bool, int], deque[int]]
@@ -178,7 +178,7 @@ class _Clock:
 
 
 class Shape(NamedTuple):
-    """What the bubble depends on, beside the schedule."""
+    """Parameters of the bubble, beside the schedule."""
 
     micro_batches: int
     stages: int

@@ -1,6 +1,6 @@
-"""Floor 4: which dtype is used where, and how the loss is scaled. Knows torch only: no ranks, no settings files.
+"""Floor 4: dtypes of a run and the scale of the loss. Knows torch only: no ranks, no settings files.
 
-Whether a gradient is finite is answered by the square sums of `native.reduce`, so no pass over the data is made here.
+Square sums of `native.reduce` tell if gradients are finite, so no pass over the data is made here.
 """
 
 from __future__ import annotations

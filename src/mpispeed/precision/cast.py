@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from mpispeed.base.tensor_tree import map_tensors
+
+_MIXED = re.compile(
+    r"same dtype|type.* should be the same|dtypes? must be the same|scalar type (of )?(Float|Half|BFloat16)"
+    r"|not match weight dtype|type promoting not supported|Found dtype \w+ but expected",
+    re.IGNORECASE,
+)
+"""What torch's layers and products say about operands of several floating dtypes."""
+
+
+@contextmanager
+def naming_dtype(dtype: torch.dtype, setting: str) -> Iterator[None]:
+    """Add advice to torch's errors about operands of several dtypes, where the model was cast by `setting`.
+
+    The error stays the same object, so its type and its traceback are those of the failing line.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        if setting and _MIXED.search(text):
+            name = str(dtype).removeprefix("torch.")
+            error.args = (
+                f"{text}\n{setting}.enabled makes the model compute in {name}: give it floating inputs in that dtype, "
+                f"x.to(torch.{name}), also those that it makes itself, x.to(self.weight.dtype), and a loss outputs and "
+                "targets of one dtype, outputs.float()"
+                + (', or set "fp16": {"auto_cast": true} for inputs' if dtype == torch.float16 else ""),
+                *error.args[1:],
+            )
+        raise
 
 
 def cast_inputs(tree: Any, dtype: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""Dtypes of a run: what the model computes in, gradients add up in, masters are kept in and messages travel in."""
+"""Dtypes of a run: of computation, accumulated gradients, masters and messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SUPPORTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Four dtypes that hold for a whole run."""
+    """The four dtypes of a run."""
 
     compute: torch.dtype  # parameters during forward and backward
     accumulate: torch.dtype  # gradients at rest, over micro-batches

@@ -12,9 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class LossScale(Protocol):
-    """What the loss is multiplied by before backward, and how that number follows overflows."""
+    """Factor of the loss before backward, which follows overflows."""
 
     dynamic: bool
+    is_exhausted: bool
 
     @property
     def scale(self) -> float:
@@ -31,9 +32,10 @@ class LossScale(Protocol):
 
 
 class _Counted:
-    """The names under which scales are read from outside, shared by both kinds."""
+    """Names under which scales are read from outside, shared by both kinds."""
 
     dynamic = False
+    is_exhausted = False
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -92,7 +94,8 @@ class DynamicScale(_Counted):
 
     An overflow costs one credit while there is more than one; with one left the scale halves, and the
     credit is not refilled by that. Credit returns to `hysteresis` when the scale grows, or after every
-    clean step with `consecutive_hysteresis`.
+    clean step with `consecutive_hysteresis`. An overflow at the smallest allowed scale ends the run, or with
+    `goes_on` only skips its step.
     """
 
     dynamic = True
@@ -105,6 +108,8 @@ class DynamicScale(_Counted):
         hysteresis: int = 2,
         consecutive_hysteresis: bool = False,
         min_loss_scale: float = 1,
+        *,
+        goes_on: bool = False,
     ) -> None:
         for setting, value in (("loss_scale_window", loss_scale_window), ("hysteresis", hysteresis)):
             if value < 1:
@@ -118,15 +123,20 @@ class DynamicScale(_Counted):
         self.min_loss_scale = min_loss_scale
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
+        self.is_exhausted = False
         self.last_overflow_iter = -1
+        self._goes_on = goes_on
         self._credit = hysteresis
 
     def update(self, overflow: bool) -> None:
         """Take note of one optimizer step; `overflow` must be the same on all ranks.
 
+        Sets `is_exhausted`: this step overflowed at the smallest allowed scale.
+
         Raises:
-            PrecisionError: an overflow at the smallest allowed scale.
+            PrecisionError: it did, and this scale does not go on.
         """
+        self.is_exhausted = overflow and self._credit <= 1 and self._scale <= self.min_loss_scale
         if overflow:
             self._shrink()
             self.last_overflow_iter = self.cur_iter
@@ -139,7 +149,7 @@ class DynamicScale(_Counted):
         if self._credit > 1:
             self._credit -= 1
             return
-        if self._scale <= self.min_loss_scale:
+        if self.is_exhausted and not self._goes_on:
             msg = (
                 f"gradients overflowed at step {self.cur_iter} with the loss scale already at its minimum of "
                 f"{self.min_loss_scale:g} (fp16.min_loss_scale); lower the learning rate, clip gradients, or use bf16"

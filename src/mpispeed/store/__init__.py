@@ -1,5 +1,5 @@
-"""Floor 3, bytes: flat layouts, cuts, placements and the moves between them, scratch buffers.
+"""Floor 3, bytes: flat layouts, shards, placements and the moves between them, scratch buffers, swap files.
 
-Knows where named tensors sit and which collective carries a buffer from one placement to another.
-Knows nothing of what a tensor means: gradients, masters and checkpoints all come through here.
+Knows the places of named tensors, and the collectives between placements.
+Knows nothing of the meaning of a tensor: gradients, masters and checkpoints are alike here.
 """

@@ -1,4 +1,4 @@
-"""Reusable scratch buffers, counted: a buffer is taken, used and given back."""
+"""Reusable scratch buffers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpispeed.base.errors import StoreError
 class Arena:
     """Flat scratch tensors by dtype and size.
 
-    Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, who takes one
-    comes after what its last user has queued, whatever their streams are.
+    Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, the stream of
+    the taker waits for work that the last user queued.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -60,7 +60,7 @@ class Arena:
             self._free.setdefault((buffer.dtype, buffer.numel(), is_host), []).append(buffer)
 
     def lose(self, buffer: torch.Tensor) -> None:
-        """Never hand `buffer` out again: somebody still looks at it, and its memory ends with them."""
+        """Never hand `buffer` out again: a view of it is alive, and its memory is freed with the last one."""
         with self._lock:
             if id(buffer) in self._taken:
                 self._taken.remove(id(buffer))
@@ -68,11 +68,11 @@ class Arena:
 
     @property
     def taken_count(self) -> int:
-        """Buffers that are in use now."""
+        """Number of buffers in use."""
         return len(self._taken)
 
     def trim(self) -> None:
-        """Free the buffers that nobody uses."""
+        """Free unused buffers."""
         with self._lock:
             for shelf in self._free.values():
                 self.owned_bytes -= sum(buffer.nbytes for buffer in shelf)

@@ -1,4 +1,4 @@
-"""Where named tensors sit in a flat buffer, and how that buffer is cut. Integers only, no torch storage."""
+"""Layouts of named tensors in a flat buffer with equal shards. Integers only, no torch storage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Span:
 
     @property
     def slice(self) -> slice:
-        """For indexing a one-dimensional tensor."""
+        """Index of the range in a one-dimensional tensor."""
         return slice(self.start, self.stop)
 
 
@@ -69,13 +69,13 @@ class Entry:
 
 
 class FlatLayout:
-    """Named tensors side by side in one flat buffer, padded so that it cuts into equal parts.
+    """Named tensors side by side in one flat buffer, padded so that it divides into equal shards.
 
     Entries are ordered by parameter group, then as given, so that each group is one range.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], int]], parts: int) -> None:
-        """Args: `tensors` are (name, shape, group); `parts` is the number of equal cuts."""
+        """Args: `tensors` are (name, shape, group); `parts` is the number of equal shards."""
         if parts < 1:
             msg = f"a flat buffer is cut into at least 1 part, not {parts}"
             raise StoreError(msg)
@@ -103,7 +103,7 @@ class FlatLayout:
         return self._by_name[name]
 
     def cut(self, index: int) -> Span:
-        """Range of part `index` of the equal cuts."""
+        """Range of shard `index`."""
         if not 0 <= index < self.parts:
             msg = f"part {index} of a buffer that is cut into {self.parts}"
             raise StoreError(msg)
@@ -116,7 +116,7 @@ class FlatLayout:
         return Span(0, self.padded)
 
     def overlaps(self, span: Span) -> Iterator[tuple[Entry, Span]]:
-        """Entries that meet `span`, each with the common range in the flat buffer; empty tensors are left out."""
+        """Entries that overlap `span`, each with the common range in the flat buffer; empty tensors are left out."""
         first = max(0, bisect.bisect_right(self._starts, span.start) - 1)
         for entry in self.entries[first:]:
             if entry.offset >= span.stop:

@@ -1,4 +1,4 @@
-"""What kind of file system a folder is on, from the mount table of Linux."""
+"""File systems of folders, from the mount table of Linux."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Mount:
     """One row of the mount table.
 
     Attributes:
-        point: where it is mounted.
+        point: the mount point.
         type: the file system, such as "ext4".
-        source: what is mounted, such as a device or "server:/export".
+        source: a device or "server:/export".
     """
 
     point: str
@@ -37,7 +37,7 @@ class Mount:
 
     @property
     def is_memory(self) -> bool:
-        """True if files there are host memory."""
+        """True if files of the mount are in host memory."""
         return self.type in MEMORY_TYPES
 
     @property
@@ -50,7 +50,7 @@ UNKNOWN = Mount("/", "unknown", "")
 
 
 def mount_of(folder: Path) -> Mount:
-    """The mount that `folder` is on; `UNKNOWN` where there is no mount table.
+    """The mount of `folder`; `UNKNOWN` where there is no mount table.
 
     Format: proc_pid_mountinfo(5), Linux manual pages.
     """

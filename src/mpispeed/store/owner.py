@@ -1,4 +1,4 @@
-"""Who a folder of swap files belongs to: a lock that ends with the process, and its name in JSON.
+"""Owner of a folder of swap files: a lock that ends with the process, and its identity in JSON.
 
 Everything is done relative to open descriptors of folders, so that a link planted in a path meanwhile leads nowhere.
 """
@@ -33,7 +33,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the owner file says.
+    """Content of the owner file.
 
     Attributes:
         host: name of the node.
@@ -41,7 +41,7 @@ class Identity:
         user: user id.
         started: seconds since 1970.
         boot: the kernel's name for the time since the node was started.
-        is_locked: False where the file system has no locks: then nobody can tell whether the owner lives.
+        is_locked: False where the file system has no locks, so that nobody can tell whether the owner is alive.
     """
 
     host: str
@@ -52,9 +52,9 @@ class Identity:
     is_locked: bool = True
 
     def is_here(self, *, is_network: bool) -> bool:
-        """True if a lock of that process would be seen from this one, if it lived.
+        """True if the lock of that process, were it alive, would be seen from this one.
 
-        On a network file system a node started since then and another one of the same name look alike.
+        On a network file system a restarted node and another one of the same name look alike.
         """
         return self.is_locked and self.host == socket.gethostname() and (self.boot == boot_id() or not is_network)
 
@@ -95,7 +95,7 @@ class OwnerLock:
                 return True
 
     def read(self) -> Identity | None:
-        """What the file says; None if it is not, or not completely, written."""
+        """Content of the file; None if it is not, or not completely, written."""
         try:
             found = json.loads(os.pread(self.fd, _OWNER_BYTES, 0))
             return Identity(
@@ -163,9 +163,9 @@ def _take_own(lock: OwnerLock) -> None:
 
 
 def look(folder_fd: int) -> OwnerLock | None:
-    """The owner file of somebody's folder, not yet locked; None if there is none, or it is no plain file of ours."""
+    """The owner file of a folder, not yet locked; None if there is none, or it is no plain file of ours."""
     try:
-        # O_NONBLOCK: a named pipe in its place would hold us up.
+        # O_NONBLOCK: opening a named pipe in its place would block.
         fd = os.open(OWNER_FILE, _FILE_FLAGS | os.O_NONBLOCK, dir_fd=folder_fd)
     except OSError:
         return None
@@ -190,6 +190,43 @@ def opened(name: str | os.PathLike[str], folder_fd: int | None = None) -> Iterat
         os.close(fd)
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder `path`, and those above it, where they are missing: for this user alone.
+
+    Existing folders may be reached through links. From the first missing folder on no link is followed, and a folder
+    that another process makes meanwhile has to be this user's. Safe for concurrent processes.
+
+    Raises:
+        OSError: it cannot be made, or something else has its name.
+    """
+    kind, is_new = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, False  # O_PATH: folders above may not be readable
+    above = os.open(path.anchor or ".", kind)
+    try:
+        for part in path.relative_to(path.anchor).parts:
+            try:
+                below = os.open(part, kind | (os.O_NOFOLLOW if is_new else 0), dir_fd=above)
+            except FileNotFoundError:
+                is_new = True
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, 0o700, dir_fd=above)
+                below = _open_own(part, kind | os.O_NOFOLLOW, above)
+            os.close(above)
+            above = below
+    finally:
+        os.close(above)
+
+
+def _open_own(name: str, flags: int, above: int) -> int:
+    try:
+        fd = os.open(name, flags, dir_fd=above)
+    except NotADirectoryError:
+        raise OSError(errno.ENOTDIR, f"{name} is a link that leads nowhere, or no folder", name) from None
+    if os.fstat(fd).st_uid != os.geteuid():
+        os.close(fd)
+        raise OSError(errno.EPERM, f"{name} was made by another user meanwhile", name)
+    return fd
+
+
 def is_private(folder_fd: int) -> bool:
     """True if the folder is this user's and nobody else may write to it."""
     status = os.fstat(folder_fd)
@@ -197,7 +234,7 @@ def is_private(folder_fd: int) -> bool:
 
 
 def discard(folder_fd: int, names: Sequence[str]) -> list[OSError]:
-    """Unlink files of a folder; what is gone already is fine. Returns what failed."""
+    """Unlink files of a folder, missing ones included; returns the errors."""
     failures = []
     for name in names:
         try:

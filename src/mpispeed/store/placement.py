@@ -1,4 +1,4 @@
-"""Where a kind of model state rests, and which collectives lead from one placement to another. Pure."""
+"""Placements of model states, and the collectives that lead from one to another. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpispeed.base.errors import StoreError
 
 
 class Tier(enum.Enum):
-    """The memory in which a state rests."""
+    """Kind of memory that holds a state."""
 
     DEVICE = "device"
     HOST = "host"
@@ -18,26 +18,26 @@ class Tier(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The axes by which a state is cut, innermost hardware axis first, and the tier on which it rests.
+    """The axes over which a state is sharded, innermost hardware axis first, and the tier that holds it.
 
-    One placement is a prefix of another when its cut order begins the other's: `() < ("data",)`.
+    One placement is a prefix of another when its axes begin the other's: `() < ("data",)`.
     """
 
     axes: tuple[str, ...] = ()
     tier: Tier = Tier.DEVICE
 
     @property
-    def is_whole(self) -> bool:
-        """True if every rank holds all of it."""
+    def is_replicated(self) -> bool:
+        """True if replicated: every rank holds all of it."""
         return not self.axes
 
 
-WHOLE = Placement()
+REPLICATED = Placement()
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One collective (or local cut) on the way from one placement to another."""
+    """One collective (or local slice) on the way from one placement to another."""
 
     verb: str  # "reduce_scatter", "all_reduce", "all_gather" or "cut"
     axes: tuple[str, ...]
@@ -48,10 +48,10 @@ def _is_prefix(short: tuple[str, ...], long: tuple[str, ...]) -> bool:
 
 
 def reduce_moves(partial: tuple[str, ...], target: Placement) -> tuple[Move, ...]:
-    """Collectives that turn whole buffers holding partial sums over `partial` into `target`.
+    """Collectives that turn full buffers of partial sums over `partial` into `target`.
 
     Raises:
-        StoreError: the target is cut over an axis that holds no partial sums.
+        StoreError: the target is sharded over an axis that holds no partial sums.
     """
     foreign = [axis for axis in target.axes if axis not in partial]
     if foreign:

@@ -1,39 +1,56 @@
-"""The buffers between swap files and memory: a fixed number, first come, first served."""
+"""Pool of buffers between swap files and memory: a fixed number, first come, first served; errors of transfers."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mpispeed.base.errors import StoreError
 from mpispeed.native.block_io import aligned
-from mpispeed.store.cell import trouble
 
 if TYPE_CHECKING:
     import torch
 
     from mpispeed.native.block_io import Transfer
-    from mpispeed.store.cell import SwapLoan
+
 
 STUCK_SECONDS = 120.0
 """After this time without a free buffer, and with nothing under way, a wait for one is given up."""
 
 
+class Borrower(Protocol):
+    """Request for a buffer."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it needs."""
+
+    @property
+    def is_served(self) -> bool:
+        """True once it has its buffer, or was refused one."""
+
+    def take(self, buffer: torch.Tensor) -> None:
+        """Receive a buffer."""
+
+    def refuse(self, error: MemoryError) -> None:
+        """Receive an error instead of a buffer."""
+
+
 class Pool:
     """At most `count` buffers of `buffer_bytes`, made when they are first needed.
 
-    A loan that finds none free waits in a queue; whoever gives a buffer back, or looks whether its own loan is ready,
-    hands it to the first in the queue. Used by the main thread and by progress threads.
+    A lease that finds none free waits in a queue; a call that gives a buffer back, or polls a lease, serves the first
+    in the queue. Thread-safe.
     """
 
     def __init__(self, buffer_bytes: int, count: int, *, name: str, pin: bool = False) -> None:
-        """Args: `name` is the setting that limits it, for messages."""
+        """Args: `name` is the setting that limits the pool, for messages."""
         self.buffer_bytes, self.count, self._name, self._pin = buffer_bytes, count, name, pin
         self.made = 0
         self._free: list[torch.Tensor] = []
-        self._queue: deque[SwapLoan] = deque()
+        self._queue: deque[Borrower] = deque()
         self._under_way: list[tuple[Transfer, torch.Tensor]] = []
         self._error: StoreError | None = None
         self._lock = threading.RLock()
@@ -44,17 +61,17 @@ class Pool:
         """Bytes of the buffers that were made."""
         return self.made * self.buffer_bytes
 
-    def ask(self, loan: SwapLoan) -> None:
-        """Give `loan` a buffer, now or in its turn.
+    def ask(self, lease: Borrower) -> None:
+        """Give `lease` a buffer, now or in its turn.
 
         Raises:
             StoreError: it does not fit into one.
         """
-        if loan.bytes > self.buffer_bytes:
-            msg = f"{loan.bytes} bytes do not fit into a swap buffer of {self.buffer_bytes}; raise {self._name}"
+        if lease.bytes > self.buffer_bytes:
+            msg = f"{lease.bytes} bytes do not fit into a swap buffer of {self.buffer_bytes}; raise {self._name}"
             raise StoreError(msg)
         with self._lock:
-            self._queue.append(loan)
+            self._queue.append(lease)
             self.reap()
 
     def free(self, buffer: torch.Tensor, after: Transfer | None = None) -> None:
@@ -67,19 +84,19 @@ class Pool:
             self.reap()
 
     def write(self, transfer: Transfer, buffer: torch.Tensor) -> None:
-        """Take a buffer back that is being written."""
+        """Take a buffer back once it is written."""
         with self._lock:
             self._under_way.append((transfer, buffer))
             self.reap()
 
-    def withdraw(self, loan: SwapLoan) -> None:
-        """`loan` does not want a buffer any more."""
+    def withdraw(self, lease: Borrower) -> None:
+        """Cancel the request of `lease`."""
         with self._lock:
-            if loan in self._queue:
-                self._queue.remove(loan)
+            if lease in self._queue:
+                self._queue.remove(lease)
 
     def reap(self) -> None:
-        """Hand out what has become free. Not blocking."""
+        """Hand out buffers that have become free. Not blocking."""
         with self._lock:
             under_way = []
             for transfer, buffer in self._under_way:
@@ -115,10 +132,10 @@ class Pool:
             transfer.wait()
         except OSError as error:
             if transfer.is_write and self._error is None:
-                self._error = trouble(error, is_write=True)
+                self._error = transfer_error(error, is_write=True)
 
-    def wait_for(self, loan: SwapLoan) -> None:
-        """Wait until `loan` has its buffer.
+    def wait_for(self, lease: Borrower) -> None:
+        """Wait until `lease` has its buffer.
 
         Raises:
             StoreError: none was given back for a long time.
@@ -127,7 +144,7 @@ class Pool:
         while True:
             with self._lock:
                 self.reap()
-                if loan.is_served:
+                if lease.is_served:
                     return
                 oldest = self._under_way[0][0] if self._under_way else None
                 if oldest is None:
@@ -143,10 +160,10 @@ class Pool:
                 raise StoreError(msg)
 
     def settle(self) -> None:
-        """Wait for everything under way.
+        """Wait for all transfers under way.
 
         Raises:
-            StoreError: something could not be written since the last call.
+            StoreError: a write has failed since the last call.
         """
         while True:
             with self._lock:
@@ -161,8 +178,17 @@ class Pool:
 
 
 def _finish(transfer: Transfer) -> None:
-    """Wait until it has ended, well or badly: `reap` looks at how."""
+    """Wait until the transfer has ended, well or badly; `reap` reads the result."""
     try:
         transfer.wait()
     except OSError:
         return
+
+
+def transfer_error(error: Exception, *, is_write: bool) -> StoreError:
+    """The StoreError for a transfer that failed, or could not be started."""
+    verb = "written" if is_write else "read"
+    return StoreError(
+        f"model states could not be {verb}: {error}; training cannot go on from here: mend the disk behind nvme_path, "
+        "or name another, and resume from the last checkpoint"
+    )

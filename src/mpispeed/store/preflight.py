@@ -1,7 +1,6 @@
-"""Before training: can every rank use its swap folder, is there room, do bytes come back, and how fast?
+"""Trial of swap folders before training: usability, free space, integrity and speed on every rank.
 
-Everything that is wrong anywhere is reported at once, because a job that waits in a queue again for
-each missing folder wastes days.
+All problems of all ranks are reported at once, because queueing again for each missing folder wastes days.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from mpispeed.base.log import once
 from mpispeed.base.units import format_bytes, format_ranks
 from mpispeed.native.block_io import BlockIO, Options, Transfer, aligned
 from mpispeed.store.mounts import UNKNOWN, Mount, free_bytes, mount_of
+from mpispeed.store.owner import make_folder
 from mpispeed.store.swap import SwapFolder, clean_stale, run_name
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _LOCAL = "name a folder of a local disk (nvme_path)"
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What a rank sees of its folder before anybody writes."""
+    """State of a rank's folder before anyone writes."""
 
     host: str
     node: int
@@ -60,16 +60,16 @@ class _Facts:
 
     @property
     def file_system(self) -> tuple[object, ...]:
-        """Equal for ranks that share the space; a network file system has a number of its own on every node."""
+        """Key of shared free space; on the network the source, because device numbers differ between nodes."""
         return ("network", self.mount.source) if self.mount.is_network else (self.node, self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a rank measured in its folder.
+    """Measurements of a rank in its folder.
 
     Attributes:
-        backend: how transfers are done, with these options.
+        backend: backend of transfers, with these options.
         is_direct: True if they pass the page cache by (O_DIRECT).
         write_rate: bytes per second, all ranks at once.
         read_rate: bytes per second; from the page cache if not `is_direct`.
@@ -83,14 +83,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What all ranks found, in rank order; equal on all ranks.
+    """Findings of all ranks, in rank order; equal on all ranks.
 
     Attributes:
         hosts: node of each rank.
         roots: the folder each rank was given.
         mounts: file system of that folder.
-        wanted_bytes: what each rank will write.
-        trials: what each rank measured.
+        wanted_bytes: bytes that each rank will write.
+        trials: measurements of each rank.
     """
 
     hosts: Sequence[str]
@@ -138,7 +138,7 @@ class Report:
         ]
 
     def warnings(self) -> list[str]:
-        """What works but disappoints."""
+        """Warnings about slow but working set-ups."""
         found = []
         if self.buffered_ranks:
             found.append(
@@ -165,7 +165,9 @@ class Report:
 
 
 def preflight(world_comm: Comm, node_comm: Comm, root: Path, wanted_bytes: int, options: Options) -> Report:
-    """Remove what killed runs left, then try the swap folder of every rank with the options of training.
+    """Remove leftovers of killed runs, then try the swap folder of every rank with the options of training.
+
+    A folder that is missing is made, for this user alone, and stays.
 
     Rank 0 logs the rates and warns of buffered transfers and of file systems in memory and in the network.
 
@@ -173,14 +175,14 @@ def preflight(world_comm: Comm, node_comm: Comm, root: Path, wanted_bytes: int, 
         world_comm: all ranks.
         node_comm: the ranks of this node.
         root: the folder that the user named, on this node.
-        wanted_bytes: what this rank will keep in swap files.
+        wanted_bytes: bytes that this rank will keep in swap files.
         options: of the transfers.
 
     Collective over: all ranks.
 
     Raises:
-        ConfigError: on all ranks, with everything that is wrong on any of them: the folder is missing, no folder,
-            read-only, too full, refuses transfers, or gives back other bytes.
+        ConfigError: on all ranks, with everything that is wrong on any of them: the folder cannot be made, is no
+            folder, read-only, too full, refuses transfers, or gives back other bytes.
     """
     if node_comm.rank == 0:
         clean_stale(root)
@@ -210,15 +212,16 @@ def preflight(world_comm: Comm, node_comm: Comm, root: Path, wanted_bytes: int, 
 
 
 def _look(root: Path, node: int, wanted_bytes: int) -> _Facts:
-    """The folder as it is."""
+    """The state of the folder, which is made if it is missing."""
     host = socket.gethostname()
     try:
+        problem = "" if root.exists() else _make(root)
+        if problem:
+            return _Facts(host, node, str(root), wanted_bytes, problem=problem)
         device, is_folder = root.stat().st_dev, root.is_dir()
         mount, free = mount_of(root), free_bytes(root)
     except (OSError, ValueError) as failure:
         reason = (failure.strerror if isinstance(failure, OSError) else None) or str(failure)
-        if isinstance(failure, FileNotFoundError):
-            reason = f"it does not exist; make it (mkdir -p), or {_LOCAL}"
         return _Facts(host, node, str(root), wanted_bytes, problem=reason)
     problem = ""
     if not is_folder:
@@ -230,8 +233,17 @@ def _look(root: Path, node: int, wanted_bytes: int) -> _Facts:
     return _Facts(host, node, str(root), wanted_bytes, device, mount, free, problem)
 
 
+def _make(root: Path) -> str:
+    """Make the folder; returns "" or the problem."""
+    try:
+        make_folder(root)
+    except OSError as failure:
+        return f"it does not exist and cannot be made ({failure.strerror}); make it (mkdir -p), or {_LOCAL}"
+    return ""
+
+
 def _shortages(facts: Sequence[_Facts]) -> dict[int, str]:
-    """Texts for the ranks of file systems that have less space than their ranks want together."""
+    """Messages for ranks on file systems with less space than their ranks want together."""
     sharing: dict[tuple[object, ...], list[int]] = {}
     for rank, fact in enumerate(facts):
         if fact.free is not None:
@@ -252,7 +264,7 @@ def _shortages(facts: Sequence[_Facts]) -> dict[int, str]:
 
 
 def _try(root: Path, run: str, rank: int, options: Options) -> Trial | str:
-    """The measured trial, or what went wrong; raises nothing, because the other ranks wait for the outcome."""
+    """The measurements, or an error message; raises nothing, because the other ranks wait for the outcome."""
     try:
         folder = SwapFolder(root, run, rank)
         try:
@@ -275,7 +287,7 @@ def _measure(folder: SwapFolder, options: Options) -> Trial | str:
     written, found = aligned(total), aligned(total)
     make = torch.Generator().manual_seed(secrets.randbits(63))
     written.random_(0, 256, generator=make)
-    # No byte is right before it has been read.
+    # The complement: no byte is right before it has been read.
     torch.bitwise_not(written, out=found)
     file = folder.file("trial", total)
     with closing(BlockIO(options)) as io:
@@ -294,7 +306,7 @@ def _measure(folder: SwapFolder, options: Options) -> Trial | str:
 
 
 def _timed(transfer: Callable[[int, int], Transfer], pieces: Sequence[tuple[int, int]]) -> float:
-    """Seconds of the first piece, which is the long one; the others follow one by one, as they share blocks."""
+    """Seconds of the first, long piece; the others follow one by one, because they share blocks."""
     seconds = []
     for start, end in pieces:
         begin = time.perf_counter()
@@ -304,7 +316,7 @@ def _timed(transfer: Callable[[int, int], Transfer], pieces: Sequence[tuple[int,
 
 
 def _text(facts: Sequence[_Facts], outcomes: Sequence[Trial | str]) -> str:
-    """All problems, those that ranks share only once."""
+    """All problems; those that ranks share appear once."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank, (fact, outcome) in enumerate(zip(facts, outcomes, strict=True)):
         if not isinstance(outcome, Trial):

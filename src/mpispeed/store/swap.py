@@ -1,4 +1,4 @@
-"""Private folders of swap files: one per rank and run, gone at the end, and cleaned up after a run that was killed.
+"""Private folders of swap files: one per rank and run, deleted at the end, cleaned up after a killed run.
 
     root/mpispeed-swap-USERID/RUN.rankN/owner.json, NAME.swap ...
 
@@ -40,7 +40,7 @@ _SUFFIX = ".swap"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
 _RANK_FOLDER = re.compile(_RUN.pattern + r"\.rank[0-9]{1,9}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-# Also what block I/O makes for a moment to try O_DIRECT.
+# Also the files that block I/O makes for a moment to try O_DIRECT.
 _SWAP_FILE = re.compile(rf"{_FILE.pattern}{re.escape(_SUFFIX)}|\.mpispeed-probe-[a-z0-9_]+")
 _ATTEMPTS = 100
 _MAKE = "make it on every node, or name a folder that is there (nvme_path)"
@@ -48,15 +48,15 @@ _CHOOSE = "name a folder of a local disk that you may write to (nvme_path)"
 
 
 def run_name() -> str:
-    """A name that no other run has: host, process and a random part. One rank makes it and shares it."""
+    """A unique name of a run: host, process and a random part. One rank makes it and shares it."""
     host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname()).strip("-")[:60] or "host"
     return f"{host}-{os.getpid()}-{secrets.token_hex(6)}"
 
 
 def parent_name() -> str:
-    """The folder below the root that holds this user's rank folders.
+    """Name of the folder below the root that holds this user's rank folders.
 
-    Every user has one, so that on a root that all may write to nobody can keep others from theirs by being first.
+    One per user, so that on a shared root nobody can block others by being first.
     """
     return f"mpispeed-swap-{os.geteuid()}"
 
@@ -69,7 +69,7 @@ class SwapFolder:
 
     Args:
         root: an existing folder.
-        run: what `run_name` gave, the same on all ranks.
+        run: the result of `run_name`, the same on all ranks.
         rank: number of this rank.
 
     Raises:
@@ -95,7 +95,7 @@ class SwapFolder:
 
         Args:
             name: letters, digits and "._-".
-            nbytes: how long it will be.
+            nbytes: its length.
             reserve: take the space from the disk now, so that a write cannot find it full.
 
         Raises:
@@ -125,7 +125,7 @@ class SwapFolder:
         return made
 
     def remove(self) -> None:
-        """Wait for transfers, close and delete all files and the folder; again, or in a forked child, does nothing."""
+        """Wait for transfers, delete all files and the folder; a second call, or a forked child, does nothing."""
         files, self._files = self._files, []
         with ExitStack() as stack:
             stack.callback(self._undo)
@@ -150,7 +150,7 @@ class SwapFolder:
 
 
 class _Held:
-    """What has to be undone at the end; apart from the folder object, so that its finalizer can hold it."""
+    """Resources to be released at the end; apart from the folder object, so that its finalizer can hold it."""
 
     def __init__(self, root_fd: int, parent_fd: int, folder_fd: int, lock: OwnerLock, name: str) -> None:
         self.root_fd, self.parent_fd, self.folder_fd = root_fd, parent_fd, folder_fd
@@ -167,7 +167,7 @@ class _Held:
             return False
 
     def remove(self) -> None:
-        """Delete what this process made and let go of the lock."""
+        """Delete the files of this process and release the lock."""
         if self.pid != os.getpid() or self.folder_fd < 0:
             return
         failures = owner.discard(self.folder_fd, self.names)
@@ -303,7 +303,7 @@ def _rank_folders(parent_fd: int) -> list[str]:
 
 
 def _clean(folder_fd: int, path: str, foreign: list[str], *, is_network: bool) -> bool:
-    """Empty a folder if its owner is dead; True if it is empty now. Adds to `foreign` what is only pointed out."""
+    """Empty a folder if its owner is dead; True if it is empty now. Folders that are only reported go to `foreign`."""
     if os.fstat(folder_fd).st_uid != os.geteuid():
         return False
     with _looked_at(folder_fd) as lock:

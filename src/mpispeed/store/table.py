@@ -1,4 +1,4 @@
-"""Which unit and which slice of it a parameter is: replaces attributes hung on tensors."""
+"""Table of units and of the place of each parameter in them; replaces attributes hung on tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpispeed.store.layout import Entry, FlatLayout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Parameters that are fetched, reduced and published together: one flat buffer per kind of state.
+    """Parameters that are unsharded, reduced and updated together: one flat buffer per kind of state.
 
-    `dtype` is that of the parameters as the model was given; it may differ from the compute dtype. `kind` is what its
-    parameters have in common beside, for who planned the units.
+    `dtype` is that of the parameters of the model as given; it may differ from the compute dtype. `kind` is a label of
+    the planner of units.
     """
 
     index: int
@@ -41,8 +41,8 @@ class Place:
 class Table:
     """All units of a model; parameters are looked up by identity or by name.
 
-    `units` hold what is trained; `frozen` holds parameters that are cut too but get no gradient. Indices run through
-    both.
+    `units` hold trained parameters; `frozen` holds parameters that are sharded too but get no gradient. Indices run
+    through both.
     """
 
     units: tuple[Unit, ...]
@@ -70,16 +70,16 @@ class Table:
         return self.units + self.frozen
 
     def find(self, param: torch.Tensor) -> Place | None:
-        """Where the trained parameter `param` is, or None (frozen, or foreign)."""
+        """The place of the trained parameter `param`; None if it is frozen or foreign."""
         place = self._by_param.get(id(param))
         return place if place is not None and place.unit.is_trainable else None
 
     def locate(self, param: torch.Tensor) -> Place | None:
-        """Where `param` is, trained or frozen; None if no unit holds it."""
+        """The place of `param`, trained or frozen; None if no unit holds it."""
         return self._by_param.get(id(param))
 
     def by_name(self, name: str) -> Place | None:
-        """Where the parameter of that name (or alias) is."""
+        """The place of the parameter of that name (or alias)."""
         return self._by_name.get(self.aliases.get(name, name))
 
     def places(self) -> Iterator[tuple[nn.Parameter, Place]]:

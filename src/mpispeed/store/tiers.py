@@ -1,4 +1,4 @@
-"""Where the flat tensors of one rank rest: makes cells in memory or in swap files, by kind and unit."""
+"""Factory of stored tensors of one rank, in memory or in swap files, by kind and unit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
+from mpispeed.mesh.collectives.together import text_of
 from mpispeed.native.block_io import ALIGNMENT, BlockIO, Options
-from mpispeed.store.cell import STEP, Cell, MemoryCell, SwapCell
 from mpispeed.store.pool import Pool
+from mpispeed.store.stored_tensor import STEP, MemoryTensor, StoredTensor, SwappedTensor
 
 if TYPE_CHECKING:
     from mpispeed.native.block_io import BlockFile
@@ -25,14 +26,14 @@ PARAM, MASTER, GRAD = "param", "master", "grad"
 
 @dataclass(frozen=True, slots=True)
 class SwapPlan:
-    """What one rank keeps in swap files, and the memory that serves it.
+    """States that one rank keeps in swap files, and the memory that serves them.
 
-    `cells` maps (kind, unit index) to (elements, dtype) of what is swapped. Windows of an update take `states_bytes`
+    `tensors` maps (kind, unit index) to (elements, dtype) of swapped states. Windows of an update take `states_bytes`
     at most, `in_flight` of them at a time; parameters on their way to a gather take `param_buffers` buffers of
     `param_bytes`. `reads_ahead`, `writes_behind`: of the update.
     """
 
-    cells: Mapping[tuple[str, int], tuple[int, torch.dtype]] = field(default_factory=dict)
+    tensors: Mapping[tuple[str, int], tuple[int, torch.dtype]] = field(default_factory=dict)
     states_bytes: int = 0
     param_bytes: int = 0
     param_buffers: int = 0
@@ -45,7 +46,7 @@ class SwapPlan:
     def file_bytes(self) -> dict[str, int]:
         """Bytes of the swap file of each kind."""
         sizes: dict[str, int] = {}
-        for (kind, _), (numel, dtype) in self.cells.items():
+        for (kind, _), (numel, dtype) in self.tensors.items():
             sizes[kind] = sizes.get(kind, 0) + padded_bytes(numel, dtype)
         return sizes
 
@@ -57,28 +58,28 @@ class SwapPlan:
     @property
     def window_kinds(self) -> tuple[str, ...]:
         """Kinds that one window of an update borrows from the pool of states."""
-        return tuple(sorted({kind for kind, _ in self.cells if kind != PARAM}))
+        return tuple(sorted({kind for kind, _ in self.tensors if kind != PARAM}))
 
     @property
     def window_elements(self) -> int:
         """Longest window of an update, a multiple of `STEP`: all windows in flight fit into the memory given."""
-        kinds, widest = len(self.window_kinds), max((d.itemsize for _, d in self.cells.values()), default=4)
-        longest = max((-(-numel // STEP) * STEP for numel, _ in self.cells.values()), default=STEP)
+        kinds, widest = len(self.window_kinds), max((d.itemsize for _, d in self.tensors.values()), default=4)
+        longest = max((-(-numel // STEP) * STEP for numel, _ in self.tensors.values()), default=STEP)
         if kinds:
             longest = min(longest, self.states_bytes // (kinds * self.in_flight * widest))
         if self.param_buffers:
-            narrowest = max((d.itemsize for (k, _), (_, d) in self.cells.items() if k == PARAM), default=widest)
+            narrowest = max((d.itemsize for (k, _), (_, d) in self.tensors.items() if k == PARAM), default=widest)
             longest = min(longest, self.param_bytes // narrowest)
         return max(longest // STEP * STEP, STEP)
 
 
 def padded_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of a cell in its file: whole pages."""
+    """Bytes of a stored tensor in its file: whole pages."""
     return -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 class Tiers:
-    """Makes cells; everything rests in memory unless a plan says otherwise."""
+    """Makes stored tensors; in memory unless the plan says otherwise."""
 
     def __init__(
         self,
@@ -90,22 +91,22 @@ class Tiers:
         on_host: Collection[str] = (),
         pins: bool = False,
     ) -> None:
-        """Reserve what the plan asks for.
+        """Reserve the space of the plan.
 
         Args:
-            plan: what is swapped; nothing by default.
-            folders: where the swap file of each kind goes.
-            options: how files are read and written.
-            device: what the model computes on.
-            on_host: kinds that rest in host memory all the same; those of optimizer states go with the masters.
-            pins: what rests in host memory is page-locked.
+            plan: swapped states; none by default.
+            folders: folder of the swap file of each kind.
+            options: of reading and writing files.
+            device: the model's device.
+            on_host: kinds kept in host memory all the same; those of optimizer states go with the masters.
+            pins: host memory of states is page-locked.
 
         Raises:
             StoreError: a file cannot be made, or there is no space for it.
         """
         self.plan = plan or SwapPlan()
         self.device, self._on_host, self._pins = device, frozenset(on_host), pins
-        self.is_swapping = bool(self.plan.cells)
+        self.is_swapping = bool(self.plan.tensors)
         self.problem = ""  # the first failure of `keep`
         self._folders = {id(folder): folder for folder in (folders or {}).values()}
         self._files: dict[str, BlockFile] = {}
@@ -130,7 +131,7 @@ class Tiers:
     def _make_pools(self) -> None:
         plan = self.plan
         count = max(len(plan.window_kinds) * plan.in_flight, 1)
-        widest = max(dtype.itemsize for _, dtype in plan.cells.values())
+        widest = max(dtype.itemsize for _, dtype in plan.tensors.values())
         self._states = Pool(
             _up(plan.window_elements * widest), count, name="offload_optimizer.buffer_count", pin=plan.pin
         )
@@ -140,48 +141,48 @@ class Tiers:
         self._pools = [self._states, self._params]
 
     def holds(self, kind: str, unit: int) -> bool:
-        """True if that kind of the unit rests in a swap file."""
-        return (kind, unit) in self.plan.cells
+        """True if that kind of the unit is in a swap file."""
+        return (kind, unit) in self.plan.tensors
 
     def home(self, kind: str) -> torch.device:
-        """Where values of that kind are while they are used: those of swap files in host memory."""
+        """Device of values of that kind while they are used: the host for those in swap files."""
         group = kind if kind in (PARAM, GRAD) else MASTER
         return devices.HOST if group in self._on_host else self.device
 
     def is_apart(self, kind: str) -> bool:
-        """True if that kind rests in other memory than the model computes in."""
+        """True if that kind is on another device than the model."""
         return self.home(kind) != self.device
 
     def bring(self, kind: str, values: torch.Tensor, dtype: torch.dtype, *, copies: bool) -> torch.Tensor:
-        """`values` in `dtype` where that kind is at home; themselves if they are so already, unless `copies`."""
+        """`values` in `dtype` on the device of that kind; themselves if they are so already, unless `copies`."""
         home = self.home(kind)
         if home.type != "cpu" or not self._pins or values.device == home:
             return values.to(device=home, dtype=dtype, copy=copies)
         return torch.empty(values.shape, dtype=dtype, device=home, pin_memory=True).copy_(values)
 
-    def keep(self, kind: str, unit: int, values: torch.Tensor) -> Cell:
-        """A cell that holds `values`; in memory it is that tensor.
+    def keep(self, kind: str, unit: int, values: torch.Tensor) -> StoredTensor:
+        """A stored tensor that holds `values`; in memory it is that tensor.
 
-        If it cannot be written, `problem` says why: other ranks go on meanwhile and have to hear of it.
+        If it cannot be written, `problem` has the error, to be raised once all ranks can hear of it.
         """
         if not self.holds(kind, unit):
-            return MemoryCell(values)
-        cell = self._swapped(kind, values.numel(), values.dtype)
+            return MemoryTensor(values)
+        stored = self._swapped(kind, values.numel(), values.dtype)
         try:
-            cell.put(values)
-        except StoreError as error:
-            self.problem = self.problem or str(error)
-        return cell
+            stored.put(values)
+        except Exception as error:  # whatever it is: the other ranks go on
+            self.problem = self.problem or text_of(error)
+        return stored
 
-    def zeros(self, kind: str, unit: int, numel: int, dtype: torch.dtype) -> Cell:
-        """A cell of zeros; in a swap file nothing is written for them."""
+    def zeros(self, kind: str, unit: int, numel: int, dtype: torch.dtype) -> StoredTensor:
+        """A stored tensor of zeros; in a swap file nothing is written for them."""
         if self.holds(kind, unit):
             return self._swapped(kind, numel, dtype)
         home = self.home(kind)
         pins = self._pins and home.type == "cpu" and self.device.type != "cpu"
-        return MemoryCell(torch.zeros(numel, dtype=dtype, device=home, pin_memory=pins))
+        return MemoryTensor(torch.zeros(numel, dtype=dtype, device=home, pin_memory=pins))
 
-    def _swapped(self, kind: str, numel: int, dtype: torch.dtype) -> SwapCell:
+    def _swapped(self, kind: str, numel: int, dtype: torch.dtype) -> SwappedTensor:
         end = self._ends[kind] + padded_bytes(numel, dtype)
         if end > self.plan.file_bytes[kind]:
             msg = f"the swap file of {kind} was planned for {self.plan.file_bytes[kind]} bytes and needs {end}"
@@ -191,7 +192,7 @@ class Tiers:
         if self.io is None:
             msg = "swap files are closed"
             raise StoreError(msg)
-        return SwapCell(numel, dtype, self._files[kind], offset, self.io, pool)
+        return SwappedTensor(numel, dtype, self._files[kind], offset, self.io, pool)
 
     @property
     def file_bytes(self) -> int:
@@ -205,7 +206,7 @@ class Tiers:
 
     @property
     def most_buffer_bytes(self) -> int:
-        """Bytes that buffers can come to."""
+        """Upper limit of the bytes of buffers."""
         return sum(pool.buffer_bytes * pool.count for pool in self._pools)
 
     def settle(self) -> None:
@@ -218,7 +219,7 @@ class Tiers:
             pool.settle()
 
     def close(self) -> None:
-        """Delete the swap files; cells in them are of no use any more."""
+        """Delete the swap files; stored tensors in them are of no use any more."""
         if self.io is not None:
             self.io.close()
             self.io = None

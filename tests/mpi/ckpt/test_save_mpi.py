@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpispeed.ckpt import schema, tags
-from mpispeed.ckpt.errors import SaveFailed, TagMismatch
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.save import save
+from mpispeed.ckpt.format import schema, tags
+from mpispeed.ckpt.format.errors import SaveFailed, TagMismatch
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.write.save import save
 
 pytestmark = pytest.mark.mpi
 

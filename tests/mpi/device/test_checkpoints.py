@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import mpispeed
+from tests.helpers.covering import on_ranks
 from tests.helpers.on_device import moved
-from tests.helpers.training import TinyLM, batches, config, train_engine, weights, zero
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, train_averaged, weights, zero_section
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -15,33 +17,35 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 def start(section, device, **more):
-    settings = config(0, BATCH, 1, reduction="ordered", **more) | {"zero_optimization": section}
+    settings = config(0, BATCH, 1, reduction="ordered", **(WARM | more)) | {"zero_optimization": section}
     return mpispeed.initialize(model=moved(TinyLM(), device), config=settings)[0]
 
 
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [(zero(1), zero(3)), (zero(3), zero(2)), (zero(3, offload_optimizer=CPU, offload_param=CPU), zero(3))],
-    ids=str,
-)
-def test_device_to_host_and_back(device, on_host, mpi_tmp_path, saved, loaded, more):
+SECTIONS = [
+    (zero_section(1), zero_section(3)),
+    (zero_section(3), zero_section(2)),
+    (zero_section(3, offload_optimizer=CPU, offload_param=CPU), zero_section(3)),
+]
+
+
+@pytest.mark.parametrize(("sections", "more"), on_ranks(SECTIONS, [{}, BF16], ranks=(1, 2, 3)), ids=str)
+def test_device_to_host_and_back(device, on_host, mpi_tmp_path, sections, more):
+    saved, loaded = sections
     data = batches(6, BATCH)
     first = start(saved, device, **more)
-    train_engine(first, data[:3])
+    train_averaged(first, data[:3])
     first.save_checkpoint(str(mpi_tmp_path), tag="device")
-    expected = train_engine(first, data[3:])
+    expected = train_averaged(first, data[3:])
     first.destroy()
     again = start(loaded, device, **more)
     again.load_checkpoint(str(mpi_tmp_path), tag="device")
-    assert train_engine(again, data[3:]) == expected
+    assert train_averaged(again, data[3:]) == expected
     again.destroy()
     on_host()
     second = start(loaded, None, **more)
     second.load_checkpoint(str(mpi_tmp_path), tag="device")
     second.save_checkpoint(str(mpi_tmp_path), tag="host")
-    assert train_engine(second, data[3:]) == expected
+    assert train_averaged(second, data[3:]) == expected
     second.destroy()
 
 
@@ -50,23 +54,23 @@ def test_device_to_host_and_back(device, on_host, mpi_tmp_path, saved, loaded, m
 def test_host_to_device(device, on_host, monkeypatch, mpi_tmp_path, more):
     data = batches(6, BATCH)
     on_host()
-    first = start(zero(2), None, **more)
-    train_engine(first, data[:3])
+    first = start(zero_section(2), None, **more)
+    train_averaged(first, data[:3])
     first.save_checkpoint(str(mpi_tmp_path), tag="host")
-    expected = train_engine(first, data[3:])
+    expected = train_averaged(first, data[3:])
     first.destroy()
     monkeypatch.setenv("MPISPEED_DEVICE", device.type)
-    second = start(zero(3), device, **more)
+    second = start(zero_section(3), device, **more)
     second.load_checkpoint(str(mpi_tmp_path), tag="host")
     second.save_checkpoint(str(mpi_tmp_path), tag="device")
-    assert train_engine(second, data[3:]) == expected
+    assert train_averaged(second, data[3:]) == expected
     second.load_checkpoint(str(mpi_tmp_path), tag="device")
-    assert train_engine(second, data[3:]) == expected
+    assert train_averaged(second, data[3:]) == expected
     second.destroy()
 
 
 def test_random_numbers_of_the_device_go_on(device, mpi_tmp_path):
-    engine = start(zero(1), device)
+    engine = start(zero_section(1), device)
     torch.get_device_module(device).manual_seed(5 + engine.global_rank)
     engine.save_checkpoint(str(mpi_tmp_path), tag="a")
     expected = torch.rand(7, device=device)
@@ -78,7 +82,7 @@ def test_random_numbers_of_the_device_go_on(device, mpi_tmp_path):
 
 def test_weights_are_told_and_taken(device):
     """State dicts, gathered parameters and single masters."""
-    engine = start(zero(3), device)
+    engine = start(zero_section(3), device)
     state, weight, before = engine.module_state_dict(), engine.module.norm.weight, weights(engine)
     with mpispeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         weight.data.add_(1.0)

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from mpispeed.mesh.codec import (
+from mpispeed.mesh.compressed.quantized import (
     Feedback,
     gather_codes_through,
     quantized_all_gather,
     quantized_gather_through,
     quantized_reduce_scatter,
 )
-from mpispeed.native.block_quant import Coded, Grid, quantize
+from mpispeed.native.block_quant import quantize
+from mpispeed.native.codes import Coded, Grid
 
 BLOCK = 256
 
@@ -32,16 +33,16 @@ def grid_of(comm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gathers_are_those_of_the_host(comm, device, dtype):
     shard, host = noise(comm.rank, 1001, dtype), torch.zeros(1001 * comm.size, dtype=dtype)
-    comm.journal.reset()
+    comm.comm_trace.reset()
     quantized_all_gather(comm, host, shard, block=BLOCK)
-    sent = comm.journal.total_bytes()
+    sent = comm.comm_trace.total_bytes()
     # The shard or the result may be on the host, as where parameters are kept there.
     for out, part in ((device, device), (device, "cpu"), ("cpu", device)):
         found = torch.zeros_like(host, device=out)
-        comm.journal.reset()
+        comm.comm_trace.reset()
         quantized_all_gather(comm, found, shard.to(part), block=BLOCK)
         assert torch.equal(found.cpu(), host)
-        assert comm.journal.total_bytes() == sent
+        assert comm.comm_trace.total_bytes() == sent
 
 
 @pytest.mark.ranks(1, 3)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh import staging
-from mpispeed.mesh.codec import quantized_all_gather, quantized_reduce_scatter
+from mpispeed.mesh.collectives import device_collectives
+from mpispeed.mesh.compressed.quantized import quantized_all_gather, quantized_reduce_scatter
 from tests.helpers import verbs
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -15,9 +15,9 @@ COUNTS = (0, 1003)
 SMALL = 1 << 10
 
 
-@pytest.fixture(params=[SMALL, staging.WINDOW_BYTES], ids=["many windows", "one window"])
+@pytest.fixture(params=[SMALL, device_collectives.WINDOW_BYTES], ids=["many windows", "one window"])
 def window(request, monkeypatch):
-    monkeypatch.setattr(staging, "WINDOW_BYTES", request.param)
+    monkeypatch.setattr(device_collectives, "WINDOW_BYTES", request.param)
 
 
 def noise(rank, count, dtype):
@@ -129,12 +129,12 @@ def test_started_verbs_keep_to_the_order_of_streams(comm, device, window):
 
 def test_journal_counts_what_it_counts_on_the_host(comm, device):
     x = torch.ones(1003)
-    comm.journal.reset()
+    comm.comm_trace.reset()
     comm.all_reduce(x)
-    on_host = comm.journal.total_bytes()
-    comm.journal.reset()
+    on_host = comm.comm_trace.total_bytes()
+    comm.comm_trace.reset()
     comm.all_reduce(x.to(device))
-    assert comm.journal.total_bytes() == on_host
+    assert comm.comm_trace.total_bytes() == on_host
 
 
 def test_quantized_verbs(comm, device):
@@ -162,23 +162,23 @@ def test_refusals(comm, device):
 @pytest.mark.ranks(2, 3)
 def test_addresses_are_handed_on_where_that_is_asked_for(comm, monkeypatch):
     """On host memory, whose addresses any MPI takes: verbs that move bytes, past the shared memory of a node."""
-    monkeypatch.setenv(staging.POINTERS, "1")
-    monkeypatch.setattr(staging, "_device_of", lambda *tensors: torch.device("cpu"))
+    monkeypatch.setenv(device_collectives.POINTERS, "1")
+    monkeypatch.setattr(device_collectives, "_device_of", lambda *tensors: torch.device("cpu"))
     finished = []
-    monkeypatch.setattr(staging, "_finish", finished.append)
+    monkeypatch.setattr(device_collectives, "_finish", finished.append)
     size, rank, count = comm.size, comm.rank, 1003
     out, own = torch.zeros(size * count), noise(rank, count, torch.float32)
-    staging.all_gather(comm, out, own)
+    device_collectives.all_gather(comm, out, own)
     assert torch.equal(out, torch.cat([noise(r, count, torch.float32) for r in range(size)]))
-    staging.broadcast(comm, own, size - 1)
+    device_collectives.broadcast(comm, own, size - 1)
     assert torch.equal(own, noise(size - 1, count, torch.float32))
     whole, expected = noise(rank, size * count, torch.float32), torch.zeros(size * count)
-    staging.all_to_all(comm, out, whole, None, None)
+    device_collectives.all_to_all(comm, out, whole, None, None)
     comm.all_to_all(expected, whole)
     assert torch.equal(out, expected)
     after, before = (rank + 1) % size, (rank - 1) % size
-    polls, _, bring = staging.post_recv(comm, out, before, 7)
-    staging.send(comm, whole, after, 7)
+    polls, _, bring = device_collectives.post_recv(comm, out, before, 7)
+    device_collectives.send(comm, whole, after, 7)
     while not all(poll() for poll in polls):
         pass
     assert bring is None

@@ -1,10 +1,10 @@
 """Pipelines on a device train as on the host, to the bit; the engine moves the model there."""
 
 import pytest
-import torch
 
 from tests.helpers.pipes import Case, Layout, train
-from tests.helpers.training import whole_weights
+from tests.zoo import same_bits
+from tests.zoo.training import weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -33,14 +33,9 @@ def run(case, device, **more):
     if device is not None:
         assert all(param.device == device for param in engine.module.parameters())
     losses, norm = train(engine, range(STEPS)), engine.get_global_grad_norm()
-    found = losses, norm, {name: value.cpu() for name, value in whole_weights(engine.module).items()}
+    found = losses, norm, {name: value.cpu() for name, value in weights(engine).items()}
     engine.destroy()
     return found
-
-
-def check_same(found, expected):
-    assert found[:2] == expected[:2]
-    assert all(torch.equal(found[2][name], expected[2][name]) for name in expected[2])
 
 
 @pytest.mark.parametrize(
@@ -49,7 +44,7 @@ def check_same(found, expected):
 def test_schedules(device, on_host, case):
     found = run(case, device)
     on_host()
-    check_same(found, run(case, None))
+    same_bits(found, run(case, None))
 
 
 @pytest.mark.ranks(2)
@@ -58,7 +53,7 @@ def test_activation_checkpointing(device, on_host):
     case = Case(TWO, "1f1b", 0, "bf16")
     found = run(case, device, **more)
     on_host()
-    check_same(found, run(case, None, **more))
+    same_bits(found, run(case, None, **more))
 
 
 @pytest.mark.ranks(2)

@@ -5,13 +5,23 @@ import torch
 
 import mpispeed
 from mpispeed.base.errors import ConfigError, UnsupportedOption
+from tests.helpers.covering import in_turn, on_ranks
 from tests.helpers.on_device import moved
-from tests.helpers.training import TinyLM, batches, config, train_engine, weights, zero
+from tests.zoo import same_bits
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, train_averaged, weights, zero_section
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
 BATCH = 36
-SECTIONS = [zero(0), zero(1), zero(2), zero(3), zero(3, stage3_max_reuse_distance=0), {"stage": 3}]
+SECTIONS = [
+    zero_section(0),
+    zero_section(1),
+    zero_section(2),
+    zero_section(3),
+    zero_section(3, stage3_max_reuse_distance=0),
+    {"stage": 3},
+]
 CPU = {"device": "cpu"}
 
 
@@ -20,8 +30,8 @@ def precision(name):
     return {} if name == "fp32" else {name: {"enabled": True, **more}}
 
 
-def run(section, accumulation=1, device=None, dtype="fp32", steps=5, is_partly_frozen=False, **more):
-    settings = config(0, BATCH, accumulation, reduction="ordered", **precision(dtype), **more)
+def run(section, accumulation=1, device=None, dtype="fp32", steps=4, is_partly_frozen=False, **more):
+    settings = config(0, BATCH, accumulation, reduction="ordered", **precision(dtype), **(WARM | more))
     model = moved(TinyLM(), device)
     model.blocks[0].requires_grad_(not is_partly_frozen)
     engine = mpispeed.initialize(model=model, config=settings | {"zero_optimization": section})[0]
@@ -29,7 +39,7 @@ def run(section, accumulation=1, device=None, dtype="fp32", steps=5, is_partly_f
         assert engine.device == device
         assert engine.local_rank == device.index  # scripts write batch.to(engine.local_rank)
         assert all(param.device == device for param in engine.module.parameters())
-    losses = train_engine(engine, batches(steps, BATCH))
+    losses = train_averaged(engine, batches(steps, BATCH))
     found = losses, engine.get_global_grad_norm(), {k: v.cpu() for k, v in weights(engine).items()}
     engine.destroy()
     if device is not None:
@@ -37,74 +47,66 @@ def run(section, accumulation=1, device=None, dtype="fp32", steps=5, is_partly_f
     return found
 
 
-def check_same(found, expected):
-    assert found[:2] == expected[:2]
-    assert all(torch.equal(found[2][name], expected[2][name]) for name in expected[2])
-
-
-@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 3), ("fp16", 1)])
-@pytest.mark.parametrize("section", SECTIONS, ids=str)
-def test_stages(device, on_host, section, accumulation, dtype):
+@pytest.mark.parametrize(("section", "how"), on_ranks(SECTIONS, [("fp32", 1), ("bf16", 3), ("fp16", 1)]), ids=str)
+def test_stages(device, on_host, section, how):
+    dtype, accumulation = how
     found = run(section, accumulation, device, dtype)
     on_host()
-    check_same(found, run(section, accumulation, None, dtype))
+    same_bits(found, run(section, accumulation, None, dtype))
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 3)])
+ON_HOST = [
+    *(zero_section(stage, offload_optimizer=CPU) for stage in (1, 2, 3)),
+    zero_section(3, offload_param=CPU),
+    zero_section(3, offload_param=CPU, offload_optimizer={"device": "cpu", "pin_memory": True}),
+    {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU},
+]
+
+
+@pytest.mark.parametrize(("section", "how"), on_ranks(ON_HOST, [("fp32", 1), ("bf16", 3)], ranks=(1, 2)), ids=str)
+def test_tiers_in_host_memory(device, on_host, section, how):
+    dtype, accumulation = how
+    found = run(section, accumulation, device, dtype)
+    on_host()
+    same_bits(found, run(section, accumulation, None, dtype))
+
+
 @pytest.mark.parametrize(
-    "section",
-    [
-        *(zero(stage, offload_optimizer=CPU) for stage in (1, 2, 3)),
-        zero(3, offload_param=CPU),
-        zero(3, offload_param=CPU, offload_optimizer={"device": "cpu", "pin_memory": True}),
-        {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU},
-    ],
+    ("kinds", "dtype"),
+    on_ranks([("optimizer",), ("param",), ("optimizer", "param")], ["fp32", "bf16"], ranks=(1, 2)),
     ids=str,
 )
-def test_tiers_in_host_memory(device, on_host, section, accumulation, dtype):
-    found = run(section, accumulation, device, dtype)
-    on_host()
-    check_same(found, run(section, accumulation, None, dtype))
-
-
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kinds", [("optimizer",), ("param",), ("optimizer", "param")], ids=str)
 def test_tiers_in_files(device, on_host, mpi_tmp_path, kinds, dtype):
     nvme = {"device": "nvme", "nvme_path": str(mpi_tmp_path)}
-    section = zero(3, **{f"offload_{kind}": nvme for kind in kinds})
+    section = zero_section(3, **{f"offload_{kind}": nvme for kind in kinds})
     found = run(section, 3, device, dtype)
     on_host()
-    check_same(found, run(zero(3), 3, None, dtype))
+    same_bits(found, run(zero_section(3), 3, None, dtype))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"zero_quantized_weights": True},
-        {"zero_hpz_partition_size": 2},
-        {"mics_shard_size": 2},
-        {"zero_quantized_nontrainable_weights": True},
-        {"zero_quantized_nontrainable_weights": True, "offload_param": CPU},
-    ],
-    ids=str,
-)
-@pytest.mark.ranks(2, 4)
+SCHEMES = [
+    {"zero_quantized_weights": True},
+    {"zero_hpz_partition_size": 2},
+    {"mics_shard_size": 2},
+    {"zero_quantized_nontrainable_weights": True},
+    {"zero_quantized_nontrainable_weights": True, "offload_param": CPU},
+]
+
+
+@pytest.mark.parametrize("more", in_turn(SCHEMES, ranks=(2, 4, 4, 2, 2)), ids=str)
 def test_schemes(device, on_host, more):
-    found = run(zero(3, **more), 3, device, "bf16", is_partly_frozen=True)
+    found = run(zero_section(3, **more), 3, device, "bf16", is_partly_frozen=True)
     on_host()
-    check_same(found, run(zero(3, **more), 3, None, "bf16", is_partly_frozen=True))
+    same_bits(found, run(zero_section(3, **more), 3, None, "bf16", is_partly_frozen=True))
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("optimizer", ["Adam", "Lion", "Adagrad", "SGD"])
+@pytest.mark.parametrize("optimizer", in_turn(["Adam", "Lion", "Adagrad", "SGD"], ranks=(1, 2)))
 def test_optimizers(device, on_host, optimizer):
     more = {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
-    section = zero(2)
+    section = zero_section(2)
     found = run(section, 1, device, "bf16", **more)
     on_host()
-    check_same(found, run(section, 1, None, "bf16", **more))
+    same_bits(found, run(section, 1, None, "bf16", **more))
 
 
 @pytest.mark.ranks(1, 2)
@@ -112,10 +114,10 @@ def test_an_optimizer_of_the_script(device, on_host):
     def train(where):
         model = moved(TinyLM(), where)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        settings = config(0, BATCH, 1, reduction="ordered") | {"zero_optimization": zero(1)}
+        settings = config(0, BATCH, 1, **WARM, reduction="ordered") | {"zero_optimization": zero_section(1)}
         del settings["optimizer"]
         engine = mpispeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
-        losses = train_engine(engine, batches(4, BATCH))
+        losses = train_averaged(engine, batches(4, BATCH))
         engine.destroy()
         return losses
 
@@ -125,10 +127,10 @@ def test_an_optimizer_of_the_script(device, on_host):
 
 
 def test_what_is_refused(device):
-    settings = config(0, BATCH, 1, sparse_gradients=True)
+    settings = config(0, BATCH, 1, **WARM, sparse_gradients=True)
     with pytest.raises(ConfigError, match="host memory only"):
         mpispeed.initialize(model=moved(TinyLM(), device), config=settings)
-    engine = mpispeed.initialize(model=moved(TinyLM(), device), config=config(1, BATCH, 1))[0]
+    engine = mpispeed.initialize(model=moved(TinyLM(), device), config=config(1, BATCH, 1, **WARM))[0]
     with pytest.raises(UnsupportedOption, match="offload_states"):
         engine.offload_states()
     engine.destroy()

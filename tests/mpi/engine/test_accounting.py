@@ -1,14 +1,16 @@
 """Measured bytes and journalled traffic equal the formulas."""
 
 import pytest
-import torch
 
 from mpispeed.base.errors import StoreError
+from mpispeed.sharding import sharded_param
 from mpispeed.store.layout import FlatLayout
-from mpispeed.zero import guard
 from tests.helpers import onebit_training
+from tests.helpers.covering import in_turn, on_ranks
 from tests.helpers.onebit_budget import compare
-from tests.helpers.training import batches, config, make_engine, train_engine, weights, zero
+from tests.zoo import same_bits
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, start, train_averaged, weights
 
 BATCH = 36
 
@@ -18,12 +20,10 @@ def padded_elements(engine) -> int:
 
 
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "dtype"), on_ranks([0, 1, 2, 3], ["fp32", "bf16"]))
 def test_bytes_of_model_states(stage, dtype):
-    section = {} if dtype == "fp32" else {"bf16": {"enabled": True}}
-    engine = make_engine(config(stage, BATCH, 1, **section), width=64, depth=3)
-    train_engine(engine, batches(2, BATCH))
+    engine = start(config(stage, BATCH, 1, dtype=dtype, **WARM), TinyLM(width=64, depth=3))
+    train_averaged(engine, batches(2, BATCH))
     psi, ranks = padded_elements(engine), engine.mesh["data"].size
     size = 4 if dtype == "fp32" else 2
     cut = 1 if stage == 0 else ranks
@@ -44,28 +44,26 @@ def test_bytes_of_model_states(stage, dtype):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_traffic_of_a_step(stage, accumulation):
     steps = 2
-    engine = make_engine(config(stage, BATCH, accumulation))
-    journal = engine.mesh.journal
+    engine = start(config(stage, BATCH, accumulation, **WARM), TinyLM())
+    comm_trace = engine.mesh.comm_trace
     data = batches(steps, BATCH)
-    journal.reset()
-    train_engine(engine, data)
+    comm_trace.reset()
+    train_averaged(engine, data)
     psi, ranks = padded_elements(engine), engine.mesh["data"].size
     share = 4 * psi * (ranks - 1) // ranks  # bytes of one gather or one reduce-scatter of everything in fp32
     loss_bytes = steps * 2 * 8 * (ranks - 1) / ranks  # the test's own all-reduce of one double
     norm_bytes = steps * 64 * 8 * (ranks - 1)
     reduced = {0: 0, 1: 1, 2: accumulation}[stage] * steps * share
-    assert journal.total_bytes("reduce_scatter") == reduced
+    assert comm_trace.total_bytes("reduce_scatter") == reduced
     gathered = (0 if stage == 0 else steps * share) + norm_bytes
-    assert journal.total_bytes("all_gather") == gathered
+    assert comm_trace.total_bytes("all_gather") == gathered
     everywhere = (2 * steps * share if stage == 0 else 0) + loss_bytes
-    assert journal.total_bytes("all_reduce") == pytest.approx(everywhere, abs=steps * 16)
+    assert comm_trace.total_bytes("all_reduce") == pytest.approx(everywhere, abs=steps * 16)
     engine.destroy()
 
 
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("name", onebit_training.NAMES)
+@pytest.mark.parametrize(("name", "stage", "dtype"), on_ranks(onebit_training.NAMES, [0, 1], ["fp32", "bf16"]))
 def test_1_bit_optimizers_hold_and_send_what_was_predicted(name, stage, dtype):
     engine = onebit_training.engine_of(name, stage, 1, **onebit_training.PRECISIONS[dtype])
     assert len(compare(engine, onebit_training.Mlp())) == (4 if name == "ZeroOneAdam" else 2)
@@ -76,44 +74,42 @@ def test_1_bit_optimizers_hold_and_send_what_was_predicted(name, stage, dtype):
 
 
 def sharded(accumulation=1, more=None, *, is_tied=False, **zero_keys):
-    settings = config(3, BATCH, accumulation, reduction="ordered", **(more or {}))
-    settings["zero_optimization"] = zero(3, **zero_keys)
-    return make_engine(settings, is_tied=is_tied)
+    settings = config(3, BATCH, accumulation, reduction="ordered", **(WARM | (more or {})), zero=zero_keys)
+    return start(settings, TinyLM(is_tied=is_tied))
 
 
 @pytest.mark.mpi(min_size=1)
 def test_all_states_together_are_16_bytes_for_each_parameter():
     low = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-    engine = make_engine(config(3, BATCH, 1, **low), width=160)
-    train_engine(engine, batches(1, BATCH))
+    engine = start(config(3, BATCH, 1, **(WARM | low)), TinyLM(width=160))
+    train_averaged(engine, batches(1, BATCH))
     psi, ranks, parts = sum(p.numel() for p in engine.parameters()), engine.mesh["data"].size, engine.parts
     assert padded_elements(engine) <= 1.02 * psi
     grads = parts.optimization.grads.rest_bytes
     found = parts.params.param_bytes + parts.params.master_bytes + parts.optimization.states.state_bytes + grads
     # Rajbhandari et al., SC20, section 5: (2 + 2 + 12) / ranks
     assert 16 * psi / ranks <= found <= 1.05 * 16 * psi / ranks
-    assert {guard.is_sealed(param) for param in engine.parameters()} == {ranks > 1}
+    assert {sharded_param.is_sharded(param) for param in engine.parameters()} == {ranks > 1}
     engine.destroy()
 
 
 def step_traffic(engine, data):
     """Bytes gathered (without the norm's) and reduced in each step, and units fetched."""
-    journal, ranks = engine.mesh.journal, engine.mesh["data"].size
-    fetcher = engine.parts.params.fetcher
+    comm_trace, ranks = engine.mesh.comm_trace, engine.mesh["data"].size
+    prefetcher = engine.parts.params.prefetcher
     rows = []
     for batch in data:
-        journal.reset()
-        before = fetcher.tally.fetches if fetcher else 0
-        train_engine(engine, [batch])
-        gathered = journal.total_bytes("all_gather") - 64 * 8 * (ranks - 1)
-        fetched = fetcher.tally.fetches - before if fetcher else 0
-        rows.append((gathered, journal.total_bytes("reduce_scatter"), fetched))
+        comm_trace.reset()
+        before = prefetcher.tally.fetches if prefetcher else 0
+        train_averaged(engine, [batch])
+        gathered = comm_trace.total_bytes("all_gather") - 64 * 8 * (ranks - 1)
+        fetched = prefetcher.tally.fetches - before if prefetcher else 0
+        rows.append((gathered, comm_trace.total_bytes("reduce_scatter"), fetched))
     return rows
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("ahead", [0, 5 * 10**7])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("accumulation", "ahead"), on_ranks([1, 3], [0, 5 * 10**7], ranks=(2, 3, 4)))
 def test_without_reuse_units_are_gathered_forward_and_backward(accumulation, ahead):
     engine = sharded(accumulation, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=ahead)
     units, ranks = engine.parts.table.units, engine.mesh["data"].size
@@ -123,13 +119,13 @@ def test_without_reuse_units_are_gathered_forward_and_backward(accumulation, ahe
     # 2 Psi in each micro-step, and Psi more for the sums of gradients: 1.5 times plain data parallelism
     expected = accumulation * (2 * share - once), accumulation * share, accumulation * (2 * len(units) - 1)
     assert step_traffic(engine, batches(3, BATCH)) == [expected] * 3
-    assert engine.parts.params.fetcher.tally.unused == 0
-    assert (engine.parts.params.fetcher.tally.ahead > 0) == (ahead > 0)
+    assert engine.parts.params.prefetcher.tally.unused == 0
+    assert (engine.parts.params.prefetcher.tally.ahead > 0) == (ahead > 0)
     engine.destroy()
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", in_turn([3, 1], ranks=(2, 3, 4)))
 def test_with_reuse_units_are_gathered_once_for_each_micro_step(accumulation):
     engine = sharded(accumulation)
     units, ranks = engine.parts.table.units, engine.mesh["data"].size
@@ -137,15 +133,15 @@ def test_with_reuse_units_are_gathered_once_for_each_micro_step(accumulation):
     rows = step_traffic(engine, batches(3, BATCH))
     # from the second pass on the order is known
     assert rows[1:] == [(accumulation * share, accumulation * share, accumulation * len(units))] * 2
-    assert engine.parts.params.fetcher.tally.peak_elements == padded_elements(engine)
+    assert engine.parts.params.prefetcher.tally.peak_elements == padded_elements(engine)
     engine.destroy()
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", in_turn([1, 3], ranks=(2, 3, 4)))
 def test_units_below_the_threshold_are_gathered_once_for_each_step(accumulation):
     engine = sharded(accumulation, stage3_param_persistence_threshold=10**6)
-    assert engine.parts.params.fetcher is None
+    assert engine.parts.params.prefetcher is None
     ranks = engine.mesh["data"].size
     share = 4 * padded_elements(engine) * (ranks - 1) // ranks
     assert step_traffic(engine, batches(2, BATCH)) == [(share, accumulation * share, 0)] * 2
@@ -153,26 +149,29 @@ def test_units_below_the_threshold_are_gathered_once_for_each_step(accumulation)
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3)
 def test_limits_hold_and_change_no_bit():
-    data = batches(4, BATCH)
+    data = batches(3, BATCH)
     free = sharded(3, is_tied=True)
-    losses, expected = train_engine(free, data), weights(free)
+    losses, expected = train_averaged(free, data), weights(free)
     largest = max(unit.layout.padded for unit in free.parts.table.units)
     everything = padded_elements(free)
     free.destroy()
     peaks = {}
-    for cap in (largest // 2, largest, 2 * largest, everything):
-        for ahead in (0, largest, 10**9):
-            limits = {"stage3_max_live_parameters": cap, "stage3_prefetch_bucket_size": ahead}
-            engine = sharded(3, is_tied=True, stage3_max_reuse_distance=10**9, **limits)
-            assert train_engine(engine, data) == losses
-            tally = engine.parts.params.fetcher.tally
-            assert tally.peak_elements <= cap + largest
-            peaks[cap, ahead] = tally.peak_elements
-            assert tally.live_elements <= cap
-            ours = weights(engine)
-            assert all(torch.equal(ours[name], expected[name]) for name in expected)
-            engine.destroy()
+    for cap, ahead in (
+        (largest // 2, 0), (largest // 2, 10**9), (largest, largest), (2 * largest, 0), (2 * largest, largest),
+        (everything, 10**9),
+    ):  # fmt: skip
+        limits = {"stage3_max_live_parameters": cap, "stage3_prefetch_bucket_size": ahead}
+        engine = sharded(3, is_tied=True, stage3_max_reuse_distance=10**9, **limits)
+        assert train_averaged(engine, data) == losses
+        tally = engine.parts.params.prefetcher.tally
+        assert tally.peak_elements <= cap + largest
+        peaks[cap, ahead] = tally.peak_elements
+        assert tally.live_elements <= cap
+        ours = weights(engine)
+        same_bits(ours, expected)
+        engine.destroy()
     assert peaks[largest // 2, 0] < peaks[everything, 10**9] == everything
 
 
@@ -181,7 +180,7 @@ def test_a_limit_below_what_one_module_needs_says_how_much_it_needs():
     engine = sharded(stage3_max_live_parameters=0)
     sizes = {unit.name: unit.layout.padded for unit in engine.parts.table.units}
     with pytest.raises(StoreError, match="max_live_parameters 0 and one module") as caught:
-        train_engine(engine, batches(1, BATCH))
+        train_averaged(engine, batches(1, BATCH))
     # the model's own `scale` is in use while its blocks run
     need = sizes["scale"] + sizes["blocks.0"]
     assert f"beside {sizes['scale']} of scale" in str(caught.value)

@@ -4,21 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from mpispeed.base.errors import ConfigError
-from tests.helpers.small import (
-    ADAM,
-    SGD,
-    Net,
-    check_equal,
-    check_same_bits,
-    own_part,
-    samples,
-    settings,
-    start,
-    train,
-    train_plain,
-    weights,
-)
+from mpispeed.base.errors import ConfigError, UsageError
+from tests.zoo import same_bits
+from tests.zoo.models import Net, samples
+from tests.zoo.training import ADAM, SGD, check_equal, config, own_part, start, train, train_plain, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -30,7 +19,7 @@ def accumulating(steps, size):
 
 @STAGES
 def test_boundaries_counters_and_the_returned_loss(stage, comm):
-    engine = start(settings(stage, **ADAM) | accumulating(3, comm.size))
+    engine = start(config(stage, **ADAM) | accumulating(3, comm.size))
     seen = []
     batch = samples(1, 4)[0]
     for micro in range(6):
@@ -54,7 +43,7 @@ def test_boundaries_counters_and_the_returned_loss(stage, comm):
 @STAGES
 def test_boundaries_set_by_hand(stage):
     model, plain = Net(), Net()
-    engine = start(settings(stage, **SGD), model)
+    engine = start(config(stage, **SGD), model)
     first, second = samples(2)
     engine.set_gradient_accumulation_boundary(False)
     engine.backward(engine(*own_part(engine, first)))
@@ -75,31 +64,32 @@ def test_boundaries_set_by_hand(stage):
 def test_a_boundary_that_is_known_only_at_the_step(stage):
     """Backward passes that were told of no boundary leave sums to be taken; without them ranks would part."""
     model, plain = Net(), Net()
-    engine = start(settings(stage, **SGD), model)
+    engine = start(config(stage, **SGD), model)
     batch = samples(1)[0]
     engine.set_gradient_accumulation_boundary(False)
     engine.backward(engine(*own_part(engine, batch)))
     engine.set_gradient_accumulation_boundary(True)
     engine.step()
-    train_plain(plain, torch.optim.SGD(plain.parameters(), lr=1e-2), [batch])
+    train_plain(plain, [batch], torch.optim.SGD(plain.parameters(), lr=1e-2))
     check_equal(engine.module, plain)
-    before = weights(engine.module)
-    engine.step()  # no backward since: nothing to apply, and nothing old is applied again
-    check_same_bits(weights(engine.module), before)
+    before = weights(engine)
+    with pytest.raises(UsageError, match="backward"):
+        engine.step()  # none since: nothing to apply, and nothing old is applied again
+    same_bits(weights(engine), before)
     engine.destroy()
 
 
 @STAGES
 def test_zero_grad_forgets(stage):
     model, plain = Net(), Net()
-    engine = start(settings(stage, **SGD), model)
+    engine = start(config(stage, **SGD), model)
     wrong, batch = samples(2)
     engine.set_gradient_accumulation_boundary(False)
     engine.backward(engine(*own_part(engine, wrong)))
     engine.zero_grad()
     engine.set_gradient_accumulation_boundary(None)
     train(engine, [batch])
-    train_plain(plain, torch.optim.SGD(plain.parameters(), lr=1e-2), [batch])
+    train_plain(plain, [batch], torch.optim.SGD(plain.parameters(), lr=1e-2))
     check_equal(engine.module, plain)
     engine.optimizer.zero_grad()
     engine.destroy()
@@ -109,10 +99,10 @@ def test_zero_grad_forgets(stage):
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_a_micro_batch_that_raises_can_be_given_up(stage, is_overlapped, comm):
     """All ranks fail at the same place in backward; after zero_grad nothing of it is left."""
-    config = settings(stage, **SGD)
-    config["zero_optimization"]["overlap_comm"] = is_overlapped
+    settings = config(stage, **SGD)
+    settings["zero_optimization"]["overlap_comm"] = is_overlapped
     model, plain = Net(), Net()
-    engine = start(config, model)
+    engine = start(settings, model)
     wrong, batch = samples(2)
 
     def fail(grad):
@@ -125,7 +115,7 @@ def test_a_micro_batch_that_raises_can_be_given_up(stage, is_overlapped, comm):
         engine.backward(nn.functional.mse_loss(model.last(model.norm(hidden)), y))
     engine.zero_grad()
     train(engine, [batch])
-    train_plain(plain, torch.optim.SGD(plain.parameters(), lr=1e-2), [batch])
+    train_plain(plain, [batch], torch.optim.SGD(plain.parameters(), lr=1e-2))
     check_equal(engine.module, plain)
     engine.destroy()
 
@@ -133,9 +123,9 @@ def test_a_micro_batch_that_raises_can_be_given_up(stage, is_overlapped, comm):
 @STAGES
 def test_batch_sizes_can_change_during_a_run(stage, comm):
     unit = 2 * comm.size
-    config = settings(stage, **SGD)
-    config.update(train_batch_size=unit, train_micro_batch_size_per_gpu=2)
-    engine = start(config)
+    settings = config(stage, **SGD)
+    settings.update(train_batch_size=unit, train_micro_batch_size_per_gpu=2)
+    engine = start(settings)
     batch = samples(1, 2)[0]
 
     def steps_until_boundary():
@@ -170,7 +160,7 @@ def test_batch_sizes_can_change_during_a_run(stage, comm):
 
 
 def test_no_sync_is_refused_where_gradients_are_cut():
-    engine = start(settings(2, **ADAM))
+    engine = start(config(2, **ADAM))
     with pytest.raises(AssertionError, match="no_sync context manager is incompatible"), engine.no_sync():
         pass
     engine.destroy()
@@ -178,7 +168,7 @@ def test_no_sync_is_refused_where_gradients_are_cut():
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_no_sync_does_not_allow(stage):
-    engine = start(settings(stage, **ADAM))
+    engine = start(config(stage, **ADAM))
     with engine.no_sync():
         with pytest.raises(AssertionError, match="reentry is unsupported"), engine.no_sync():
             pass
@@ -195,18 +185,18 @@ def test_what_no_sync_does_not_allow(stage):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_two_no_sync_contexts_over_the_same_data_agree(stage, dtype):
     section = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}.get(dtype, {"fp16": {"enabled": True, "loss_scale": 8}})
-    config = settings(stage, optimizer={"type": "Adam", "params": {"lr": 0.0}}, **section)
-    engine = start(config)
+    settings = config(stage, optimizer={"type": "Adam", "params": {"lr": 0.0}}, **section)
+    engine = start(settings)
     data = samples(3)
-    journal = engine.mesh.journal
+    comm_trace = engine.mesh.comm_trace
     found = []
     for _ in range(2):
         losses = []
-        journal.reset()
+        comm_trace.reset()
         with engine.no_sync():
             for batch in data[:2]:
                 losses.append(engine.backward(engine(*own_part(engine, batch))).item())
-        assert journal.total_bytes() == 0
+        assert comm_trace.total_bytes() == 0
         losses.append(engine.backward(engine(*own_part(engine, data[2]))).item())
         engine.step()
         found.append((losses, engine.get_global_grad_norm()))
@@ -219,7 +209,7 @@ def test_two_no_sync_contexts_over_the_same_data_agree(stage, dtype):
 @pytest.mark.parametrize("stage", [0, 1])
 def test_no_sync_accumulates_without_scaling_the_loss(stage):
     model, plain = Net(), Net()
-    engine = start(settings(stage, **SGD), model)
+    engine = start(config(stage, **SGD), model)
     data = samples(3)
     with engine.no_sync():
         for batch in data[:2]:

@@ -8,25 +8,26 @@ import torch
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.events import Event
-from mpispeed.ckpt import disk, payload
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.snapshot import Snapshot
-from tests.helpers.training import batches, config, make_engine, train_engine, weights
+from mpispeed.ckpt.format import disk, payload
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.write.snapshot import Snapshot
+from tests.helpers.covering import on_ranks
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, start, train_averaged, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 BATCH = 36
 
 
 def settings(stage=1, **checkpoint):
-    return config(stage, BATCH, 1, checkpoint={"async_save": True, **checkpoint})
+    return config(stage, BATCH, 1, **WARM, checkpoint={"async_save": True, **checkpoint})
 
 
-@pytest.mark.parametrize("writing", ["direct", "aggregated"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "writing"), on_ranks([0, 2, 3], ["direct", "aggregated"], ranks=(1, 3)))
 def test_the_file_is_that_of_the_moment_of_the_call(stage, writing, mpi_tmp_path, monkeypatch, comm):
     data = batches(6, BATCH)
-    engine = make_engine(settings(stage, writing=writing, files=2))
-    train_engine(engine, data[:2])
+    engine = start(settings(stage, writing=writing, files=2), TinyLM())
+    train_averaged(engine, data[:2])
     engine.save_checkpoint(str(mpi_tmp_path / "now"), tag="t", async_save=False)
     gate, real = threading.Event(), payload.write_run
 
@@ -39,7 +40,7 @@ def test_the_file_is_that_of_the_moment_of_the_call(stage, writing, mpi_tmp_path
     engine.save_checkpoint(str(mpi_tmp_path / "later"), tag="t", client_state=client)
     client["list"].append(3)
     client["tensor"].zero_()
-    losses = train_engine(engine, data[2:])  # while nothing has been written
+    losses = train_averaged(engine, data[2:])  # while nothing has been written
     comm.barrier()
     assert not (mpi_tmp_path / "later" / "t").exists()
     gate.set()
@@ -48,21 +49,21 @@ def test_the_file_is_that_of_the_moment_of_the_call(stage, writing, mpi_tmp_path
     for name in names:
         first, second = (mpi_tmp_path / which / "t" / name for which in ("now", "later"))
         assert first.read_bytes() == second.read_bytes(), name
-    again = make_engine(settings(stage), seed=9)
+    again = start(settings(stage), TinyLM(seed=9))
     _, state = again.load_checkpoint(str(mpi_tmp_path / "later"))
     assert state["list"] == [1, 2]
     assert state["tensor"].tolist() == [1, 1, 1]
-    assert train_engine(again, data[2:]) == losses
+    assert train_averaged(again, data[2:]) == losses
     for one in (again, engine):
         one.destroy()
 
 
 def test_saves_follow_each_other_and_are_announced_once_complete(mpi_tmp_path):
-    engine = make_engine(settings(2))
+    engine = start(settings(2), TinyLM())
     seen = []
     engine.bus.subscribe(Event.SAVE_END, seen.append)
     for step, batch in enumerate(batches(4, BATCH)):
-        train_engine(engine, batch[None])
+        train_averaged(engine, batch[None])
         engine.save_checkpoint(str(mpi_tmp_path))
         assert len(seen) == step
     expected = weights(engine)
@@ -76,7 +77,7 @@ def test_saves_follow_each_other_and_are_announced_once_complete(mpi_tmp_path):
 
 @pytest.mark.parametrize("place", ["save", "wait", "load", "destroy"])
 def test_a_failure_is_raised_by_the_next_call_on_every_rank(place, mpi_tmp_path, monkeypatch, comm):
-    engine = make_engine(settings())
+    engine = start(settings(), TinyLM())
     engine.save_checkpoint(str(mpi_tmp_path), tag="good")
     engine.wait_checkpoint()
     if comm.rank == comm.size - 1:
@@ -86,7 +87,7 @@ def test_a_failure_is_raised_by_the_next_call_on_every_rank(place, mpi_tmp_path,
 
         monkeypatch.setattr(disk, "write_at", full)
     engine.save_checkpoint(str(mpi_tmp_path), tag="bad")
-    train_engine(engine, batches(2, BATCH))
+    train_averaged(engine, batches(2, BATCH))
     calls = {
         "save": lambda: engine.save_checkpoint(str(mpi_tmp_path), tag="next"),
         "wait": engine.wait_checkpoint,
@@ -107,7 +108,7 @@ def test_a_failure_is_raised_by_the_next_call_on_every_rank(place, mpi_tmp_path,
 
 
 def test_bad_client_state_is_refused_at_once(mpi_tmp_path):
-    engine = make_engine(settings())
+    engine = start(settings(), TinyLM())
     with pytest.raises(TypeError, match="object"):
         engine.save_checkpoint(str(mpi_tmp_path), client_state={"x": object()})
     for key in ("module", "global_steps", "lr_scheduler"):
@@ -120,7 +121,7 @@ def test_bad_client_state_is_refused_at_once(mpi_tmp_path):
 
 
 def test_a_slow_disk_of_one_rank_is_waited_for(mpi_tmp_path, monkeypatch, comm):
-    engine = make_engine(settings())
+    engine = start(settings(), TinyLM())
     engine.mesh.world.comm.timeout_seconds, before = 1.0, engine.mesh.world.comm.timeout_seconds
     try:
         if comm.rank == comm.size - 1:
@@ -140,7 +141,7 @@ def test_a_slow_disk_of_one_rank_is_waited_for(mpi_tmp_path, monkeypatch, comm):
 
 
 def test_whoever_is_interrupted_while_waiting_may_wait_again(mpi_tmp_path, monkeypatch):
-    engine = make_engine(settings())
+    engine = start(settings(), TinyLM())
     gate, real = threading.Event(), payload.write_pieces
     monkeypatch.setattr(payload, "write_pieces", lambda *arguments: gate.wait(60) and real(*arguments))
     engine.save_checkpoint(str(mpi_tmp_path), tag="t")
@@ -159,12 +160,12 @@ def test_whoever_is_interrupted_while_waiting_may_wait_again(mpi_tmp_path, monke
     gate.set()
     engine.wait_checkpoint()
     assert open_checkpoint(mpi_tmp_path).tag == "t"
-    train_engine(engine, batches(1, BATCH))  # it has not been taken apart
+    train_averaged(engine, batches(1, BATCH))  # it has not been taken apart
     engine.destroy()
 
 
 def test_a_rank_without_memory_for_the_copy_fails_all(mpi_tmp_path, monkeypatch, comm):
-    engine = make_engine(settings())
+    engine = start(settings(), TinyLM())
     if comm.rank == comm.size - 1:
 
         def full(*_):
@@ -181,10 +182,10 @@ def test_a_rank_without_memory_for_the_copy_fails_all(mpi_tmp_path, monkeypatch,
 
 
 def test_memory_of_the_copy_is_used_again(mpi_tmp_path):
-    engine = make_engine(settings(3))
+    engine = start(settings(3), TinyLM())
     places = set()
     for _ in range(3):
-        train_engine(engine, batches(1, BATCH))
+        train_averaged(engine, batches(1, BATCH))
         engine.save_checkpoint(str(mpi_tmp_path))
         places.add(engine._saver._snapshot._memory.data_ptr())
     assert len(places) == 1

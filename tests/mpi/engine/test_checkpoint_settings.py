@@ -2,27 +2,28 @@
 
 import pytest
 import torch
-from torch import nn
 
 import mpispeed
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import tags
-from mpispeed.ckpt.load import open_checkpoint
-from tests.helpers.training import TinyLM, batches, config, make_engine, train_engine, weights
+from mpispeed.ckpt.format import tags
+from mpispeed.ckpt.read.load import open_checkpoint
+from tests.zoo import same_bits
+from tests.zoo.models import Buffered, TinyLM, batches
+from tests.zoo.training import WARM, config, start, train_averaged, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 BATCH = 36
 
 
 def test_old_checkpoints_go_as_asked(mpi_tmp_path):
-    engine = make_engine(config(1, BATCH, 1, checkpoint={"keep_last": 2, "keep_every": 3}))
+    engine = start(config(1, BATCH, 1, **WARM, checkpoint={"keep_last": 2, "keep_every": 3}), TinyLM())
     for batch in batches(7, BATCH):
-        train_engine(engine, batch[None])
+        train_averaged(engine, batch[None])
         engine.save_checkpoint(str(mpi_tmp_path))
     assert [entry.tag for entry in tags.list_tags(mpi_tmp_path)] == [f"global_step{n}" for n in (3, 6, 7)]
     # one that `latest` does not name is not the newest that counts, and the one it names stays
     for batch in batches(3, BATCH):
-        train_engine(engine, batch[None])
+        train_averaged(engine, batch[None])
         engine.save_checkpoint(str(mpi_tmp_path), save_latest=False)
     found = [entry.tag for entry in tags.list_tags(mpi_tmp_path)]
     assert found == [f"global_step{n}" for n in (3, 6, 7, 9, 10)]
@@ -32,7 +33,7 @@ def test_old_checkpoints_go_as_asked(mpi_tmp_path):
 
 @pytest.mark.parametrize("mode", ["off", "touched", "full"])
 def test_how_much_is_verified(mode, mpi_tmp_path):
-    engine = make_engine(config(2, BATCH, 1, checkpoint={"load_verify": mode}))
+    engine = start(config(2, BATCH, 1, **WARM, checkpoint={"load_verify": mode}), TinyLM())
     engine.save_checkpoint(str(mpi_tmp_path), tag="t")
     engine.load_checkpoint(str(mpi_tmp_path))
     with open_checkpoint(mpi_tmp_path) as checkpoint:
@@ -56,8 +57,8 @@ def test_how_much_is_verified(mode, mpi_tmp_path):
 
 
 def test_what_is_not_taken_is_given_back(mpi_tmp_path):
-    engine = make_engine(config(1, BATCH, 1))
-    train_engine(engine, batches(3, BATCH))
+    engine = start(config(1, BATCH, 1, **WARM), TinyLM())
+    train_averaged(engine, batches(3, BATCH))
     expected = engine.lr_scheduler.state_dict()
     engine.save_checkpoint(str(mpi_tmp_path), client_state={"mine": 1})
     _, state = engine.load_checkpoint(str(mpi_tmp_path), load_lr_scheduler_states=False)
@@ -83,7 +84,7 @@ def grouped(turn, lr_factor=1.0):
     for group in groups:
         group["lr"] *= lr_factor
         group["weight_decay"] *= lr_factor
-    settings = config(1, BATCH, 1)
+    settings = config(1, BATCH, 1, **WARM)
     del settings["scheduler"]
     return mpispeed.initialize(model=model, config=settings, model_parameters=groups)[0]
 
@@ -92,28 +93,28 @@ def grouped(turn, lr_factor=1.0):
 def test_groups_are_found_by_their_parameters(turn, mpi_tmp_path):
     first = grouped(False)
     data = batches(4, BATCH)
-    train_engine(first, data[:2])
+    train_averaged(first, data[:2])
     first.save_checkpoint(str(mpi_tmp_path))
     second = grouped(turn, lr_factor=7.0)
     second.load_checkpoint(str(mpi_tmp_path))
     rates = [(group["lr"], group["weight_decay"]) for group in second.optimizer.param_groups]
     assert rates == ([(2e-3, 0.0), (1e-3, 0.1)] if turn else [(1e-3, 0.1), (2e-3, 0.0)])
-    assert train_engine(second, data[2:]) == pytest.approx(train_engine(first, data[2:]), rel=1e-6)
+    assert train_averaged(second, data[2:]) == pytest.approx(train_averaged(first, data[2:]), rel=1e-6)
     for engine in (first, second):
         engine.destroy()
 
 
 def test_masters_from_16_bit_weights_when_asked(mpi_tmp_path):
-    first = make_engine(config(2, BATCH, 1, bf16={"enabled": True}))
-    train_engine(first, batches(3, BATCH))
+    first = start(config(2, BATCH, 1, **WARM, bf16={"enabled": True}), TinyLM())
+    train_averaged(first, batches(3, BATCH))
     first.save_checkpoint(str(mpi_tmp_path))
     exact = {}
     with open_checkpoint(mpi_tmp_path) as checkpoint:
         exact = {name: checkpoint.read_whole(name, "master") for name in checkpoint.names()}
     for wants_fp32 in (True, False):
-        settings = config(2, BATCH, 1, bf16={"enabled": True})
+        settings = config(2, BATCH, 1, **WARM, bf16={"enabled": True})
         settings["zero_optimization"]["load_from_fp32_weights"] = wants_fp32
-        second = make_engine(settings, seed=4)
+        second = start(settings, TinyLM(seed=4))
         second.load_checkpoint(str(mpi_tmp_path))
         second.save_checkpoint(str(mpi_tmp_path / str(wants_fp32)))
         with open_checkpoint(mpi_tmp_path / str(wants_fp32)) as checkpoint:
@@ -127,43 +128,32 @@ def test_masters_from_16_bit_weights_when_asked(mpi_tmp_path):
 def test_newly_trained_and_newly_frozen_parameters(mpi_tmp_path, caplog):
     first_model = TinyLM()
     first_model.norm.weight.requires_grad_(False)
-    first = mpispeed.initialize(model=first_model, config=config(3, BATCH, 1))[0]
+    first = mpispeed.initialize(model=first_model, config=config(3, BATCH, 1, **WARM))[0]
     data = batches(4, BATCH)
-    train_engine(first, data[:2])
+    train_averaged(first, data[:2])
     first.save_checkpoint(str(mpi_tmp_path))
     model = TinyLM(seed=11)
     model.norm.bias.requires_grad_(False)
-    second = mpispeed.initialize(model=model, config=config(3, BATCH, 1))[0]
+    second = mpispeed.initialize(model=model, config=config(3, BATCH, 1, **WARM))[0]
     second.load_checkpoint(str(mpi_tmp_path))
     ours, theirs = weights(second), weights(first)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    train_engine(second, data[2:])
+    same_bits(ours, theirs)
+    train_averaged(second, data[2:])
     assert not torch.equal(weights(second)["norm.weight"], theirs["norm.weight"])
     assert torch.equal(weights(second)["norm.bias"], theirs["norm.bias"])
     for engine in (first, second):
         engine.destroy()
 
 
-class Buffered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("kept", torch.arange(3.0))
-        self.register_buffer("left", torch.arange(3.0), persistent=False)
-
-    def forward(self, x):
-        return self.linear(x).pow(2).mean()
-
-
 def test_buffers_that_no_state_dict_has_are_left_out(mpi_tmp_path):
-    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {}}}
-    engine = mpispeed.initialize(model=Buffered(), config=settings)[0]
+    engine = start(config(1, BATCH, **WARM), Buffered())
     engine.save_checkpoint(str(mpi_tmp_path))
     with open_checkpoint(mpi_tmp_path) as checkpoint:
-        assert checkpoint.buffers() == ["kept"]
-    engine.module.kept.zero_()
-    engine.module.left.zero_()
+        kept = {name for name in engine.module.state_dict() if name not in dict(engine.module.named_parameters())}
+        assert set(checkpoint.buffers()) == kept == {name for name, _ in engine.module.named_buffers()} - {"cache"}
+    engine.module.table.zero_()
+    engine.module.cache.fill_(3.0)
     engine.load_checkpoint(str(mpi_tmp_path))
-    assert engine.module.kept.tolist() == [0, 1, 2]
-    assert engine.module.left.tolist() == [0, 0, 0]
+    assert engine.module.table.tolist() == [0, 1, 2, 3, 4]
+    assert engine.module.cache.tolist() == [3]
     engine.destroy()

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
-from tests.helpers.small import ADAM, Net, check_equal, own_part, samples, settings, start, train, train_plain, weights
+from tests.zoo.models import Net, samples
+from tests.zoo.training import ADAM, check_equal, config, own_part, start, train, train_plain, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -29,7 +30,7 @@ class Mixed(Net):
 def test_mixed_models_keep_their_dtypes(stage):
     model, plain = Mixed(), Mixed()
     before = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    engine = start(settings(stage, **ADAM), model)
+    engine = start(config(stage, **ADAM), model)
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
     assert torch.equal(model.inverse, plain.inverse)
     for unit in engine.parts.table.units:
@@ -38,7 +39,7 @@ def test_mixed_models_keep_their_dtypes(stage):
     data = samples(3)
     train(engine, data)
     trained = [p for p in plain.parameters() if p.requires_grad]
-    train_plain(plain, torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0), data)
+    train_plain(plain, data, torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0))
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
     check_equal(engine.module, plain, rtol=0.05, atol=0.02)
     engine.destroy()
@@ -46,7 +47,7 @@ def test_mixed_models_keep_their_dtypes(stage):
 
 def test_bf16_of_the_config_still_casts():
     model = Mixed()
-    engine = start(settings(0, bf16={"enabled": True}, **ADAM), model)
+    engine = start(config(0, bf16={"enabled": True}, **ADAM), model)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
     engine.destroy()
 
@@ -58,7 +59,7 @@ def test_frozen_groups_of_a_client_stay_in_place(stage):
     rest = [*model.norm.parameters(), *model.last.parameters()]
     client = torch.optim.AdamW([{"params": list(model.first.parameters()), "lr": 0.0}, {"params": rest, "lr": 1e-2}])
     schedule = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 0.5**step)
-    engine = start(settings(stage), model, optimizer=client, lr_scheduler=schedule)
+    engine = start(config(stage), model, optimizer=client, lr_scheduler=schedule)
     before = weights(model)
     train(engine, samples(2))
     assert engine.get_lr() == [0.0, 0.25e-2]
@@ -76,7 +77,7 @@ def test_a_plateau_schedule_needs_metrics(way):
         section = {}
     else:
         section["scheduler"] = {"type": "ReduceLROnPlateau", "params": {"patience": 0}}
-    engine = start(settings(0, **section), model, **more)
+    engine = start(config(0, **section), model, **more)
     before = weights(model)
     with pytest.raises(UsageError, match=r'lr_kwargs=\{"metrics": '):
         train(engine, samples(1))
@@ -102,7 +103,7 @@ class Recorder:
 
 def test_one_required_value_is_the_train_batch_size():
     schedule = Recorder()
-    engine = start(settings(0, **ADAM), lr_scheduler=schedule)
+    engine = start(config(0, **ADAM), lr_scheduler=schedule)
     train(engine, samples(2))
     train(engine, samples(1), lr_kwargs={"epoch": 1})  # no keywords are taken: the batch size again
     assert schedule.seen == [12, 12, 12]
@@ -110,7 +111,7 @@ def test_one_required_value_is_the_train_batch_size():
 
 
 def test_unknown_lr_kwargs_are_refused():
-    engine = start(settings(0, scheduler={"type": "WarmupLR", "params": {}}, **ADAM))
+    engine = start(config(0, scheduler={"type": "WarmupLR", "params": {}}, **ADAM))
     with pytest.raises(UsageError, match="does not take lr_kwargs"):
         train(engine, samples(1), lr_kwargs={"nothing": 1})
     engine.destroy()
@@ -124,8 +125,8 @@ def test_a_clients_optimizer_means_what_it_says(order):
 
     model, plain = Net(), Net()
     client = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = settings(0, gradient_accumulation_steps=1)
-    engine = start(config, model, optimizer=client, lr_scheduler=make(client) if order == "before" else make)
+    settings = config(0, gradient_accumulation_steps=1)
+    engine = start(settings, model, optimizer=client, lr_scheduler=make(client) if order == "before" else make)
     batch = samples(1)[0]
     x, y = own_part(engine, batch)
     engine.backward(engine(100 * x, y))
@@ -136,7 +137,7 @@ def test_a_clients_optimizer_means_what_it_says(order):
         client.step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
     engine.step()
-    train_plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), [batch])
+    train_plain(plain, [batch], torch.optim.AdamW(plain.parameters(), lr=1e-2))
     check_equal(model, plain)
     assert engine.get_lr() == pytest.approx([1e-3])
     engine.destroy()
@@ -145,7 +146,7 @@ def test_a_clients_optimizer_means_what_it_says(order):
 
 
 def test_type_errors_of_a_scheduler_come_through():
-    engine = start(settings(0, **ADAM), lr_scheduler=Recorder(TypeError("a mistake inside")))
+    engine = start(config(0, **ADAM), lr_scheduler=Recorder(TypeError("a mistake inside")))
     with pytest.raises(TypeError, match="a mistake inside"):
         train(engine, samples(1))
     engine.destroy()
@@ -158,5 +159,5 @@ def test_a_monitor_that_cannot_write_is_an_error_of_all_ranks(comm, mpi_tmp_path
     section = {"enabled": True, "output_path": str(mpi_tmp_path / "file" / "below"), "job_name": "run"}
     model = Net()
     with pytest.raises(ConfigError, match=r"csv_monitor.*output_path"):
-        start(settings(0, csv_monitor=section, **ADAM), model)
-    start(settings(0, **ADAM), model).destroy()  # nothing of the first is left on the model
+        start(config(0, csv_monitor=section, **ADAM), model)
+    start(config(0, **ADAM), model).destroy()  # nothing of the first is left on the model

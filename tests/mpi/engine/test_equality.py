@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from tests.helpers.training import TinyLM, batches, config, make_engine, train_engine, train_plain, weights, zero
+from tests.helpers.covering import in_turn, on_ranks
+from tests.zoo import same_bits
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, start, train_averaged, train_warm, weights, zero_section
 
-STEPS = 20
+STEPS = 12
 BATCH = 36  # divides by 12, and by 3 accumulation steps on 1, 2, 3 and 4 ranks
 
 BOUNDS = {
@@ -15,7 +18,7 @@ BOUNDS = {
     "fp16": 2**-10,
 }
 
-AT_3 = [{"stage": 3}, zero(3), zero(3, stage3_max_reuse_distance=0)]
+AT_3 = [{"stage": 3}, zero_section(3), zero_section(3, stage3_max_reuse_distance=0)]
 
 
 def precision(name: str) -> dict[str, object]:
@@ -29,16 +32,20 @@ def precision(name: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
-    return train_plain(TinyLM(), batches(STEPS, BATCH))
+    return train_warm(TinyLM(), batches(STEPS, BATCH))
 
 
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("section", [{"stage": 0}, {"stage": 1}, {"stage": 2}, *AT_3], ids=str)
+@pytest.mark.parametrize(
+    ("section", "accumulation", "dtype"),
+    on_ranks([{"stage": 0}, {"stage": 1}, {"stage": 2}, *AT_3], [1, 3], ["fp32", "bf16", "fp16"]),
+    ids=str,
+)
 def test_losses_are_those_of_plain_torch(plain, section, accumulation, dtype):
-    engine = make_engine(config(0, BATCH, accumulation, **precision(dtype)) | {"zero_optimization": section})
-    losses = train_engine(engine, batches(STEPS, BATCH))
+    engine = start(
+        config(0, BATCH, accumulation, **WARM, **precision(dtype)) | {"zero_optimization": section}, TinyLM()
+    )
+    losses = train_averaged(engine, batches(STEPS, BATCH))
     engine.destroy()
     assert engine.global_steps == STEPS
     assert engine.skipped_steps == 0
@@ -46,36 +53,37 @@ def test_losses_are_those_of_plain_torch(plain, section, accumulation, dtype):
         assert abs(ours - reference) <= BOUNDS[dtype] * abs(reference), (step, ours, reference)
 
 
-def trained(zero_section, accumulation, steps=12, **more):
+def trained(zero_section, accumulation, steps=8, **more):
     """(losses, norm, weights) of a run whose sums are ordered."""
-    settings = config(0, BATCH, accumulation, reduction="ordered", **more) | {"zero_optimization": zero_section}
-    engine = make_engine(settings)
-    losses = train_engine(engine, batches(steps, BATCH))
+    settings = config(0, BATCH, accumulation, reduction="ordered", **(WARM | more)) | {
+        "zero_optimization": zero_section
+    }
+    engine = start(settings, TinyLM())
+    losses = train_averaged(engine, batches(steps, BATCH))
     result = losses, engine.get_global_grad_norm(), weights(engine)
     engine.destroy()
     return result
 
 
-def check_same_bits(result, expected):
-    assert result[:2] == expected[:2]
-    assert all(torch.equal(result[2][name], expected[2][name]) for name in expected[2])
-
-
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize(("accumulation", "stages"), [(1, (0, 1, 2, 3)), (3, (0, 1)), (3, (2, 3))])
-@pytest.mark.parametrize("threshold", [0, 2000, 10**5])
-def test_stages_agree_bit_for_bit_when_sums_are_ordered(accumulation, stages, threshold):
+@pytest.mark.parametrize(
+    ("course", "threshold"),
+    on_ranks([(1, (0, 1, 2, 3)), (3, (0, 1)), (3, (2, 3))], [0, 2000, 10**5]),
+    ids=str,
+)
+def test_stages_agree_bit_for_bit_when_sums_are_ordered(course, threshold):
     """At one threshold, because it decides too which small neighbours are summed as one unit."""
+    accumulation, stages = course
     sections = [{"stage": stage, "stage3_param_persistence_threshold": threshold} for stage in stages]
     expected = trained(sections[0], accumulation)
     for section in sections[1:]:
-        check_same_bits(trained(section, accumulation), expected)
+        same_bits(trained(section, accumulation), expected)
 
 
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", in_turn(["fp16", "bf16", "fp32"], ranks=(1, 2, 3)))
 def test_when_parameters_are_whole_changes_no_bit(dtype):
-    expected = trained(zero(3), 3, 6, **precision(dtype))
+    expected = trained(zero_section(3), 3, 3, **precision(dtype))
     for more in (
         {"stage3_max_reuse_distance": 0},
         {"stage3_prefetch_bucket_size": 0},
@@ -84,29 +92,29 @@ def test_when_parameters_are_whole_changes_no_bit(dtype):
         {"stage3_module_granularity_threshold": 10**6},
         {"stage3_model_persistence_threshold": 5000},
     ):
-        check_same_bits(trained(zero(3, **more), 3, 6, **precision(dtype)), expected)
+        same_bits(trained(zero_section(3, **more), 3, 3, **precision(dtype)), expected)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", in_turn([2, 3, 1, 0, 3], ranks=(4, 2, 3)))
 def test_overlapped_communication_changes_no_bit(stage):
     results = []
     for is_overlapped in (False, True):
-        settings = config(stage, BATCH, 3, reduction="ordered")
+        settings = config(stage, BATCH, 3, **WARM, reduction="ordered")
         settings["zero_optimization"]["overlap_comm"] = is_overlapped
-        engine = make_engine(settings)
-        losses = train_engine(engine, batches(6, BATCH))
+        engine = start(settings, TinyLM())
+        losses = train_averaged(engine, batches(4, BATCH))
         results.append((losses, weights(engine)))
         engine.destroy()
     assert results[0][0] == results[1][0]
-    assert all(torch.equal(results[0][1][name], results[1][1][name]) for name in results[0][1])
+    same_bits(results[1][1], results[0][1])
 
 
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_hold_the_same_weights(stage, comm):
-    engine = make_engine(config(stage, BATCH, 1, bf16={"enabled": True}))
-    train_engine(engine, batches(4, BATCH))
+    engine = start(config(stage, BATCH, 1, **WARM, bf16={"enabled": True}), TinyLM())
+    train_averaged(engine, batches(4, BATCH))
     for tensor in weights(engine).values():
         whole = tensor.float()
         largest = whole.clone()

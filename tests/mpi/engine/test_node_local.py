@@ -5,16 +5,17 @@ import shutil
 import pytest
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt import tags
-from tests.helpers.training import batches, config, make_engine, train_engine
+from mpispeed.ckpt.format import manifest as manifests
+from mpispeed.ckpt.format import tags
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, start, train_averaged
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3)]
 BATCH = 36
 
 
 def settings(stage=1, **checkpoint):
-    return config(stage, BATCH, 1, checkpoint={"use_node_local_storage": True, **checkpoint})
+    return config(stage, BATCH, 1, **WARM, checkpoint={"use_node_local_storage": True, **checkpoint})
 
 
 def digests(comm, path):
@@ -29,8 +30,8 @@ def digests(comm, path):
 def test_every_node_has_all_and_training_goes_on(stage, is_async, ranks_per_node, mpi_tmp_path, comm):
     own = mpi_tmp_path / f"node{comm.rank // ranks_per_node}"
     data = batches(6, BATCH)
-    engine = make_engine(settings(stage, async_save=is_async, keep_last=2, window_bytes="4MiB"))
-    train_engine(engine, data[:3])
+    engine = start(settings(stage, async_save=is_async, keep_last=2, window_bytes="4MiB"), TinyLM())
+    train_averaged(engine, data[:3])
     for tag in ("a", "b", "c"):
         engine.save_checkpoint(str(own), tag=tag, client_state={"note": tag})
     engine.wait_checkpoint()
@@ -38,7 +39,7 @@ def test_every_node_has_all_and_training_goes_on(stage, is_async, ranks_per_node
     copies = digests(comm, own / "c")
     assert len(copies[0]) == 3
     assert all(copy == copies[0] for copy in copies)
-    losses = train_engine(engine, data[3:])
+    losses = train_averaged(engine, data[3:])
     engine.destroy()
     # the last node is a new one, and so are all that look at its folder
     comm.barrier()
@@ -46,22 +47,22 @@ def test_every_node_has_all_and_training_goes_on(stage, is_async, ranks_per_node
     if comm.rank == last and comm.size > ranks_per_node:
         shutil.rmtree(own)
     comm.barrier()
-    again = make_engine(settings(stage), seed=9)
+    again = start(settings(stage), TinyLM(seed=9))
     path, state = again.load_checkpoint(str(own))
     assert path == str(own / "c")
     assert state == {"note": "c"}
-    assert train_engine(again, data[3:]) == losses
+    assert train_averaged(again, data[3:]) == losses
     again.destroy()
     assert digests(comm, own / "c")[last] == copies[0]
 
 
 def test_a_save_that_fails_on_one_node(mpi_tmp_path, comm, monkeypatch):
     own = mpi_tmp_path / f"node{comm.rank}"
-    engine = make_engine(settings(2))
+    engine = start(settings(2), TinyLM())
     data = batches(4, BATCH)
-    train_engine(engine, data[:2])
+    train_averaged(engine, data[:2])
     engine.save_checkpoint(str(own))
-    losses = train_engine(engine, data[2:])
+    losses = train_averaged(engine, data[2:])
     if comm.rank == comm.size - 1:
         own.rename(mpi_tmp_path / "away")
         own.write_text("no folder")
@@ -90,16 +91,16 @@ def test_a_save_that_fails_on_one_node(mpi_tmp_path, comm, monkeypatch):
     uuids = comm.gather_objects(manifests.read(own / "cut").uuid)
     assert len(set(uuids)) == 1
     assert engine.load_checkpoint(str(own))[0] == str(own / "global_step2")
-    assert train_engine(engine, data[2:]) == losses
+    assert train_averaged(engine, data[2:]) == losses
     assert engine.load_checkpoint(str(own / "nothing")) == (None, None)
     engine.destroy()
 
 
 def test_a_folder_that_all_nodes_share_is_fine_too(mpi_tmp_path, comm):
-    engine = make_engine(config(1, BATCH, 1))
+    engine = start(config(1, BATCH, 1, **WARM), TinyLM())
     engine.save_checkpoint(str(mpi_tmp_path / "shared"), tag="t")
     engine.destroy()
-    local = make_engine(settings(1))
+    local = start(settings(1), TinyLM())
     # all nodes see one folder: nothing is copied
     assert local.load_checkpoint(str(mpi_tmp_path / "shared"))[0] == str(mpi_tmp_path / "shared" / "t")
     local.destroy()

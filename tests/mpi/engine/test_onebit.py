@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from mpispeed.mesh.onebit import padded_length
+from mpispeed.mesh.compressed.onebit import padded_length
 from mpispeed.optim.exchange import Exchange
+from tests.helpers.covering import in_turn, on_ranks
 from tests.helpers.onebit_training import (
     CLOSE,
     FREEZE,
@@ -17,23 +18,22 @@ from tests.helpers.onebit_training import (
     run_step,
     samples,
 )
-from tests.helpers.training import whole_weights
+from tests.zoo import same_bits
+from tests.zoo.training import weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
-EACH = pytest.mark.parametrize("name", NAMES)
 STEPS = 22
 BYTE_STEPS = 13
 
 
-@EACH
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("name", "accumulation"), on_ranks(NAMES, [1, 3]))
 def test_parameters_are_those_of_the_reference(name, accumulation, world):
     engine, comm = engine_of(name, 0, accumulation), world.comm
     units = engine.parts.table.units
     data, course, _ = comm.share(reference_run(name, units, comm.size, accumulation, STEPS) if comm.rank == 0 else None)
     for step, (batch, expected) in enumerate(zip(data, course, strict=True), start=1):
         run_step(engine, batch)
-        for key, ours in whole_weights(engine.module).items():
+        for key, ours in weights(engine).items():
             theirs = expected[comm.rank][key]
             assert (ours.double() - theirs).abs().max() < CLOSE * theirs.abs().max(), (step, key)
     engine.destroy()
@@ -43,16 +43,17 @@ def trained(name, stage, accumulation, data, **more):
     """(parameters, losses) of a run whose sums are ordered."""
     engine = engine_of(name, stage, accumulation, reduction="ordered", **more)
     losses = [run_step(engine, batch) for batch in data]
-    found = whole_weights(engine.module), losses
+    found = weights(engine), losses
     engine.destroy()
     return found
 
 
-@EACH
-@pytest.mark.parametrize(
-    ("dtype", "stage", "accumulation"), [("fp32", 1, 3), ("bf16", 0, 1), ("bf16", 1, 3), ("fp16", 0, 3), ("fp16", 1, 1)]
-)
-def test_ranks_meet_and_the_loss_falls(name, dtype, stage, accumulation, world):
+HOW = [("fp32", 1, 3), ("bf16", 0, 1), ("bf16", 1, 3), ("fp16", 0, 3), ("fp16", 1, 1)]
+
+
+@pytest.mark.parametrize(("name", "how"), on_ranks(NAMES, HOW), ids=str)
+def test_ranks_meet_and_the_loss_falls(name, how, world):
+    dtype, stage, accumulation = how
     engine, losses, apart = engine_of(name, stage, accumulation, **PRECISIONS[dtype]), [], 0
     batch = samples(1)[0]
     for step in range(1, 18):
@@ -69,22 +70,22 @@ def test_ranks_meet_and_the_loss_falls(name, dtype, stage, accumulation, world):
     engine.destroy()
 
 
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.3), (3, 0.0)])
+@pytest.mark.parametrize(("accumulation", "clip"), in_turn([(1, 0.3), (3, 0.0)]))
 def test_cut_states_change_no_bit_of_onebit_adam(accumulation, clip):
     data = samples(FREEZE + 8)
     (whole, losses), (cut, others) = (
         trained("OneBitAdam", stage, accumulation, data, gradient_clipping=clip) for stage in (0, 1)
     )
     assert losses == others
-    assert [name for name in whole if not torch.equal(whole[name], cut[name])] == []
+    same_bits(cut, whole)
 
 
-@pytest.mark.parametrize("name", ["ZeroOneAdam", "OneBitLamb"])
+@pytest.mark.parametrize("name", in_turn(["ZeroOneAdam", "OneBitLamb"]))
 def test_stage_1_keeps_states_of_the_others_whole(name):
     data = samples(12)
     (whole, losses), (cut, others) = (trained(name, stage, 1, data) for stage in (0, 1))
     assert losses == others
-    assert [name for name in whole if not torch.equal(whole[name], cut[name])] == []
+    same_bits(cut, whole)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -92,10 +93,10 @@ def test_stage_1_keeps_states_of_the_others_whole(name):
 
 def sent_in_step(engine, batch):
     """Verb -> bytes of one global batch, without those that sent nothing."""
-    engine.mesh.journal.reset()
+    engine.mesh.comm_trace.reset()
     run_step(engine, batch)
     found = {}
-    for (verb, _), entry in engine.mesh.journal.entries().items():
+    for (verb, _), entry in engine.mesh.comm_trace.entries().items():
         found[verb] = found.get(verb, 0) + entry.bytes
     return {verb: count for verb, count in found.items() if count}
 
@@ -109,9 +110,9 @@ def coded_bytes(engine):
 
 
 @pytest.mark.mpi(min_size=2)
-@EACH
-@pytest.mark.parametrize(("accumulation", "dtype"), [(1, "fp32"), (3, "bf16")])
-def test_bytes_of_every_step(name, accumulation, dtype):
+@pytest.mark.parametrize(("name", "how"), on_ranks(NAMES, [(1, "fp32"), (3, "bf16")], ranks=(2, 3, 4)), ids=str)
+def test_bytes_of_every_step(name, how):
+    accumulation, dtype = how
     engine = engine_of(name, 0, accumulation, **PRECISIONS[dtype])
     n, elements = engine.mesh["data"].size, sum(unit.layout.padded for unit in engine.parts.table.units)
     norm, size = 64 * 8 * (n - 1), 4 if dtype == "fp32" else 2
@@ -130,7 +131,7 @@ def test_bytes_of_every_step(name, accumulation, dtype):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", in_turn(["fp32", "bf16"], ranks=(3, 2, 4)))
 def test_bytes_of_onebit_adam_with_cut_states(dtype):
     engine = engine_of("OneBitAdam", 1, 1, **PRECISIONS[dtype])
     n, elements = engine.mesh["data"].size, sum(unit.layout.padded for unit in engine.parts.table.units)

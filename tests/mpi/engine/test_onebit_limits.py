@@ -13,7 +13,6 @@ from tests.helpers.onebit_training import (
     FREEZE,
     NAMES,
     ZERO_ONE,
-    Mlp,
     engine_of,
     is_same_on_ranks,
     run_step,
@@ -21,7 +20,8 @@ from tests.helpers.onebit_training import (
     settings,
     states_of,
 )
-from tests.helpers.small import own_part
+from tests.zoo.models import Mlp
+from tests.zoo.training import own_part
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 2)]
 

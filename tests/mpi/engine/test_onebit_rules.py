@@ -16,6 +16,7 @@ from mpispeed.zero import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from tests.helpers.covering import in_turn
 from tests.helpers.onebit_training import (
     BATCH,
     CLOSE,
@@ -23,7 +24,6 @@ from tests.helpers.onebit_training import (
     NAMES,
     PARAMS,
     PRECISIONS,
-    Mlp,
     engine_of,
     is_same_on_ranks,
     kind_of,
@@ -33,24 +33,19 @@ from tests.helpers.onebit_training import (
     settings,
     states_of,
 )
-from tests.helpers.small import own_part, start
-from tests.helpers.training import whole_weights
+from tests.zoo import same_bits
+from tests.zoo.models import Mlp, Words
+from tests.zoo.training import own_part, start, weights
 
-pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 2)]
 EACH = pytest.mark.parametrize("name", NAMES)
 ADAM_STAGES = pytest.mark.parametrize("stage", [0, 1])
-
-
-def check_same(first, second):
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 # -- the norm and clipping ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-@EACH
+@pytest.mark.parametrize("name", in_turn(NAMES, ranks=(2, 3, 4, 1)))
 def test_local_gradients_are_clipped_by_the_root_mean_square_of_their_norms(name, world):
     engine, comm, clip, steps = engine_of(name, 0, 1, gradient_clipping=0.2), world.comm, 0.2, 13
     run = (name, engine.parts.table.units, comm.size, 1, steps, clip)
@@ -58,7 +53,7 @@ def test_local_gradients_are_clipped_by_the_root_mean_square_of_their_norms(name
     for step, (batch, expected, norm) in enumerate(zip(data, course, norms, strict=True), start=1):
         run_step(engine, batch)
         assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4)
-        for key, ours in whole_weights(engine.module).items():
+        for key, ours in weights(engine).items():
             assert (ours.double() - expected[comm.rank][key]).abs().max() < CLOSE * ours.abs().max(), (step, key)
     assert min(norms) > clip  # every step was clipped
     engine.destroy()
@@ -83,8 +78,8 @@ def steps_with_failures(engine, bad, at):
             params = {key: value.clone() for key, value in engine.module.state_dict().items()}
             run_step(engine, batch, bad if engine.global_rank == engine.world_size - 1 else 1.0)
             assert not engine.was_step_applied()
-            check_same(states_of(engine), before)
-            check_same(dict(engine.module.state_dict()), params)
+            same_bits(states_of(engine), before)
+            same_bits(dict(engine.module.state_dict()), params)
             assert engine.get_global_grad_norm() == norm
             assert engine.optimizer.cur_scale == (scale / 2 if engine.optimizer.dynamic_loss_scale else scale)
         run_step(engine, batch)
@@ -104,7 +99,7 @@ def test_what_is_not_finite_on_one_rank_leaves_no_trace(name, dtype, bad):
         engine.destroy()
     # The loss scale halves meanwhile, which changes no bit of what is not denormal.
     if dtype != "fp16":
-        check_same(*found)
+        same_bits(*found)
 
 
 @pytest.mark.ranks(2, 4)
@@ -159,20 +154,6 @@ def check_that_it_can_train(model):
     run_step(engine, samples(1)[0])
     assert engine.was_step_applied()
     engine.destroy()
-
-
-class Words(nn.Module):
-    """Rows of the embedding from 6 on appear only in batches that ask for them."""
-
-    def __init__(self, *, is_sparse=False):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(4)
-            self.embed = nn.Embedding(12, 16, sparse=is_sparse)
-            self.out = nn.Linear(16, 5)
-
-    def forward(self, tokens):
-        return nn.functional.cross_entropy(self.out(self.embed(tokens)).float(), tokens % 5)
 
 
 def words(step, size=BATCH, highest=6):
@@ -258,7 +239,7 @@ def test_own_gradients_can_be_read_and_set_while_they_are_local(name, stage, wor
         run_step(engine, batch)
     assert kind_of(engine, FREEZE + 5) is not Exchange.GRADIENT
     plain, params = Mlp(), dict(engine.module.named_parameters())
-    plain.load_state_dict(whole_weights(engine.module))
+    plain.load_state_dict(weights(engine))
     batch = own_part(engine, samples(1, seed=9)[0])
     plain(*batch).backward()
     engine.backward(engine(*batch))
@@ -285,7 +266,7 @@ def test_a_momentum_that_is_set_is_the_one_that_is_mixed(stage, world):
         run_step(engine, batch)
     for param in engine.module.parameters():
         safe_set_full_optimizer_state(param, torch.full(param.shape, 3.0), "exp_avg")
-    for errors in engine.parts.optimization.coded.errors.values():
+    for errors in engine.parts.optimization.onebit.errors.values():
         errors.clear()
     run_step(engine, data[-1])
     for param in engine.module.parameters():
@@ -303,10 +284,10 @@ def test_loaded_weights_are_the_common_ones_of_the_next_step(name, stage, world)
         run_step(engine, batch)
     given = Mlp(seed=5).state_dict()
     engine.load_module_state_dict(given)
-    check_same(whole_weights(engine.module), dict(given))
+    same_bits(weights(engine), dict(given))
     run_step(engine, data[11])
     assert is_same_on_ranks(engine)
-    for key, value in whole_weights(engine.module).items():
+    for key, value in weights(engine).items():
         assert (value - given[key]).abs().max() < 0.1, key
         assert not torch.equal(value, given[key]), key
     engine.destroy()
@@ -329,7 +310,7 @@ def test_boundaries_by_hand_and_no_sync_change_no_bit(name, way, world):
             other.set_gradient_accumulation_boundary(is_last)
             other.backward(other(*part) / 3)
             other.step()
-    check_same(states_of(counted), states_of(other))
+    same_bits(states_of(counted), states_of(other))
     for engine in engines:
         engine.destroy()
 
@@ -349,13 +330,13 @@ class Gated(nn.Module):
         return loss + self.side(x).square().mean() if self.uses_side else loss
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(2, 3)
 @EACH
 def test_frozen_parameters_and_gradients_on_one_rank_only(name, world):
     model = Gated()
     model.uses_side = world.comm.rank == 0
     engine = engine_of(name, 0, 1, model)
-    before, stages = whole_weights(model), []
+    before, stages = weights(model), []
     for batch in samples(12):
         run_step(engine, batch)
         stages.append(model.side.weight.detach().clone())
@@ -385,10 +366,10 @@ def test_a_second_engine_takes_the_model_over(name, steps):
 @EACH
 def test_sums_of_the_warm_up_may_travel_in_16_bits(name):
     engine = engine_of(name, 0, 1, communication_data_type="fp16")
-    engine.mesh.journal.reset()
+    engine.mesh.comm_trace.reset()
     run_step(engine, samples(1)[0])
     n, elements = engine.mesh["data"].size, sum(unit.layout.padded for unit in engine.parts.table.units)
-    assert engine.mesh.journal.total_bytes("all_reduce") == 2 * 2 * elements * (n - 1) // n
+    assert engine.mesh.comm_trace.total_bytes("all_reduce") == 2 * 2 * elements * (n - 1) // n
     for batch in samples(11):
         run_step(engine, batch)
     assert is_same_on_ranks(engine)
@@ -404,7 +385,7 @@ def test_sparse_embeddings_give_what_dense_ones_do(name):
         )
         for step in range(12):
             run_step(engine, words(step))
-        found.append(whole_weights(engine.module))
+        found.append(weights(engine))
         engine.destroy()
     for key in found[0]:
         torch.testing.assert_close(found[1][key], found[0][key], rtol=1e-4, atol=1e-5)
@@ -420,10 +401,10 @@ def test_states_in_host_memory_change_no_bit_and_those_in_files_are_refused(name
         engine = start(config, Mlp())
         for batch in samples(12):
             run_step(engine, batch)
-        found.append((whole_weights(engine.module), states_of(engine)))
+        found.append((weights(engine), states_of(engine)))
         engine.destroy()
     for plain, moved in zip(*found, strict=True):
-        check_same(plain, moved)
+        same_bits(plain, moved)
     config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(mpi_tmp_path)}
     with pytest.raises(ConfigError, match=f'"{name}" cannot keep its states in files'):
         start(config, Mlp())
@@ -453,10 +434,10 @@ def test_optimizers_given_in_code_sum_as_before():
         config={"train_batch_size": BATCH, "zero_optimization": {"stage": 0}},
         optimizer=torch.optim.Adam(model.parameters(), lr=1e-3),
     )[0]
-    assert engine.parts.optimization.coded is None
+    assert engine.parts.optimization.onebit is None
     for batch in samples(3):
         run_step(engine, batch)
-    assert engine.mesh.journal.total_bytes("compressed_all_reduce") == 0
+    assert engine.mesh.comm_trace.total_bytes("compressed_all_reduce") == 0
     assert is_same_on_ranks(engine)
     assert safe_get_full_fp32_param(model.first.weight) is not None
     engine.destroy()

@@ -5,14 +5,16 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from mpispeed.base import rng
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.load import Checkpoint
-from mpispeed.engine import restore
-from tests.helpers.small import ADAM, WIDTH, Net, check_same_bits, samples, settings, start, train, weights
+from mpispeed.ckpt.read.load import Checkpoint
+from mpispeed.engine.state import load
+from tests.helpers.covering import on_ranks
+from tests.zoo import same_bits
+from tests.zoo.models import WIDTH, Net, TinyLM, batches, samples
+from tests.zoo.training import ADAM, config, start, train, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 UNTESTED = {"zero_allow_untested_optimizer": True}
@@ -23,65 +25,53 @@ def data_of(length):
 
 
 def test_data_of_another_length_is_refused_before_anything_is_taken(mpi_tmp_path):
-    first = start(settings(1, **ADAM), training_data=data_of(48))
+    first = start(config(1, **ADAM), training_data=data_of(48))
     train(first, samples(2))
     next(iter(first.training_dataloader))
     first.save_checkpoint(str(mpi_tmp_path))
-    second = start(settings(1, **ADAM), Net(seed=9), training_data=data_of(60))
-    before = weights(second.module)
+    second = start(config(1, **ADAM), Net(seed=9), training_data=data_of(60))
+    before = weights(second)
     with pytest.raises(CheckpointError, match="load_data_state=False"):
         second.load_checkpoint(str(mpi_tmp_path))
-    check_same_bits(weights(second.module), before)
+    same_bits(weights(second), before)
     assert second.global_steps == 0
     second.load_checkpoint(str(mpi_tmp_path), load_data_state=False)
-    check_same_bits(weights(second.module), weights(first.module))
+    same_bits(weights(second), weights(first))
     assert (second.global_steps, second.training_dataloader.position) == (2, 0)
     first.destroy()
     second.destroy()
 
 
-@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(("stage", "name"), on_ranks([0, 1, 3], ["Adam", "RMSprop", "Adagrad"], ranks=(1, 3)))
 def test_a_warm_engine_forgets_what_it_does_not_load(name, stage, mpi_tmp_path):
     section = {"optimizer": {"type": name, "params": {"lr": 1e-2}}, **UNTESTED}
-    engine = start(settings(stage, **section))
+    engine = start(config(stage, **section))
     engine.save_checkpoint(str(mpi_tmp_path))
     data = samples(3)
     train(engine, data)
     engine.load_checkpoint(str(mpi_tmp_path), load_optimizer_states=False)
     train(engine, data[:2])
-    fresh = start(settings(stage, **section))
+    fresh = start(config(stage, **section))
     train(fresh, data[:2])
-    check_same_bits(weights(engine.module), weights(fresh.module))
+    same_bits(weights(engine), weights(fresh.module))
     # this file has no state of an update: nothing of the updates since then may stay
     engine.load_checkpoint(str(mpi_tmp_path))
     train(engine, data[:2])
-    check_same_bits(weights(engine.module), weights(fresh.module))
+    same_bits(weights(engine), weights(fresh.module))
     engine.destroy()
     fresh.destroy()
 
 
-class Tied(nn.Module):
-    """Embedding and head share a frozen weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.between, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10, bias=False)
-        self.head.weight = self.embed.weight
-        self.embed.weight.requires_grad_(False)
-
-    def forward(self, x):
-        return self.head(self.between(self.embed(x))).square().mean()
-
-
 def test_tied_frozen_weights_can_be_left_out(mpi_tmp_path):
-    engine = start(settings(1, **ADAM), Tied())
-    train(engine, [(torch.arange(12) % 10,)])
+    model, data = TinyLM(), batches(1, 12)
+    model.embed.weight.requires_grad_(False)  # and the head's with it
+    engine = start(config(1, **ADAM), model)
+    train(engine, data)
     engine.save_checkpoint(str(mpi_tmp_path), exclude_frozen_parameters=True)
-    after = weights(engine.module)
-    train(engine, [(torch.arange(12) % 10,)])
+    after = weights(engine)
+    train(engine, data)
     engine.load_checkpoint(str(mpi_tmp_path), load_module_strict=False)
-    check_same_bits(weights(engine.module), after)
+    same_bits(weights(engine), after)
     engine.destroy()
 
 
@@ -92,7 +82,7 @@ def test_weights_follow_no_link_and_leave_no_piece(comm, mpi_tmp_path):
         (mpi_tmp_path / ".model.bin.tmp").symlink_to(victim)
         (mpi_tmp_path / "taken").mkdir()
     comm.barrier()
-    engine = start(settings(0, **ADAM))
+    engine = start(config(0, **ADAM))
     engine.save_16bit_model(str(mpi_tmp_path), "model.bin")
     with pytest.raises(CheckpointError, match="cannot write taken"):
         engine.save_16bit_model(str(mpi_tmp_path), "taken")
@@ -105,10 +95,11 @@ def test_weights_follow_no_link_and_leave_no_piece(comm, mpi_tmp_path):
     engine.destroy()
 
 
-@pytest.mark.parametrize("error", [OSError, EOFError, ValueError])
-@pytest.mark.parametrize("where", ["index", "elements"])
+@pytest.mark.parametrize(
+    ("where", "error"), on_ranks(["index", "elements"], [OSError, EOFError, ValueError], ranks=(1, 3))
+)
 def test_what_one_rank_cannot_read_is_an_error_of_all(where, error, comm, mpi_tmp_path, monkeypatch):
-    engine = start(settings(0, **ADAM))
+    engine = start(config(0, **ADAM))
     engine.save_checkpoint(str(mpi_tmp_path))
 
     reason = "bad sector"
@@ -117,9 +108,9 @@ def test_what_one_rank_cannot_read_is_an_error_of_all(where, error, comm, mpi_tm
         raise error(reason)
 
     if where == "index" and comm.rank == 0:  # which reads it for all
-        monkeypatch.setattr(restore, "find", fail)
+        monkeypatch.setattr(load, "find", fail)
     if where == "elements" and comm.rank == comm.size - 1:
-        monkeypatch.setattr(restore.Source, "read_bytes", fail)
+        monkeypatch.setattr(load.Source, "read_bytes", fail)
     with pytest.raises(CheckpointError, match=f"{error.__name__}: bad sector"):
         engine.load_checkpoint(str(mpi_tmp_path))
     engine.destroy()
@@ -130,7 +121,7 @@ def draws():
 
 
 def test_every_rank_gets_its_own_generators_back(comm, mpi_tmp_path, monkeypatch):
-    engine = start(settings(3, **ADAM))
+    engine = start(config(3, **ADAM))
     rng.seed_all(7, comm.rank)
     train(engine, samples(1))
     engine.save_checkpoint(str(mpi_tmp_path))

@@ -12,9 +12,10 @@ import pytest
 
 import mpispeed
 from mpispeed.base.errors import CheckpointError, ConfigError
-from mpispeed.ckpt import payload
+from mpispeed.ckpt.format import payload
 from tests.helpers.pipes import Case, Layout, feed
-from tests.helpers.training import TinyLM, batches, config, train_engine, weights
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, train_averaged, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 BATCH = 12
@@ -27,14 +28,14 @@ def alone(monkeypatch):
         if name.startswith("SLURM_") or name in ("MPISPEED_WALLTIME", "MPISPEED_RUN_DIR"):
             monkeypatch.delenv(name)
     # Ranks agree after each step, not once in a second.
-    monkeypatch.setattr("mpispeed.guard.walltime.CHECK_SECONDS", 0.0)
-    monkeypatch.setattr("mpispeed.guard.requests.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("mpispeed.walltime.last_safe_step.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("mpispeed.walltime.requests.LOOK_SECONDS", 0.0)
 
 
 def make(folder, *, checkpoint=None, zero_stage=1, **walltime):
     # USR1 is what the runner of these tests asks for stacks with.
     section = {"save_dir": str(folder), "signals": ["USR2"], "margin_seconds": 0, **walltime}
-    settings = config(zero_stage, BATCH, 1, walltime=section, checkpoint=checkpoint or {})
+    settings = config(zero_stage, BATCH, 1, **WARM, walltime=section, checkpoint=checkpoint or {})
     return mpispeed.initialize(model=TinyLM(), config=settings)[0]
 
 
@@ -48,7 +49,7 @@ def ends(engine, data):
     losses = []
     with pytest.raises(mpispeed.RunEnded) as caught:
         for batch in data:
-            losses.append(train_engine(engine, [batch])[0])
+            losses.append(train_averaged(engine, [batch])[0])
     return caught.value, losses
 
 
@@ -56,14 +57,14 @@ def ends(engine, data):
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_signal_on_one_rank_ends_all_and_the_next_run_goes_on(zero_stage, mpi_tmp_path, comm):
     straight = make(mpi_tmp_path / "straight", zero_stage=zero_stage)
-    expected = train_engine(straight, DATA)
+    expected = train_averaged(straight, DATA)
     straight.destroy()
     assert state_of(comm, mpi_tmp_path / "straight")["state"] == "finished"
 
     before = signal.getsignal(signal.SIGUSR2)
     engine = make(mpi_tmp_path / "cut", zero_stage=zero_stage)
     assert engine.resumed_from is None
-    losses = train_engine(engine, DATA[:2])
+    losses = train_averaged(engine, DATA[:2])
     assert state_of(comm, mpi_tmp_path / "cut")["state"] == "running"
     engine.client_state["epoch"] = 7
     if comm.rank == comm.size - 1:
@@ -84,7 +85,7 @@ def test_a_signal_on_one_rank_ends_all_and_the_next_run_goes_on(zero_stage, mpi_
     assert again.client_state["epoch"] == 7
     assert again.global_steps == ended.step == 1 + len(losses + more)
     # Not measured: the loss of the step that ended the run, which the exception has.
-    losses += [*more, expected[ended.step - 1], *train_engine(again, DATA[ended.step :])]
+    losses += [*more, expected[ended.step - 1], *train_averaged(again, DATA[ended.step :])]
     assert losses == expected
     again.destroy()
 
@@ -97,12 +98,12 @@ def test_the_last_safe_step(mpi_tmp_path, comm, caplog):
     engine.destroy()
     took = state_of(comm, mpi_tmp_path)["save_seconds"]
     assert 0 < took < 30
-    with caplog.at_level(logging.INFO, logger="mpispeed.engine.ending_run"):
+    with caplog.at_level(logging.INFO, logger="mpispeed.engine.preemption"):
         again = make(mpi_tmp_path, limit="1-00:00:00")
     if comm.rank == 0:
         assert f"a save is expected to take {took * 1000:.3g} ms" in caplog.text or took > 1
         assert "by the limit that was given" in caplog.text
-    train_engine(again, DATA[1:6])
+    train_averaged(again, DATA[1:6])
     again.destroy()
     assert state_of(comm, mpi_tmp_path)["state"] == "finished"
 
@@ -112,7 +113,7 @@ def test_an_error_is_no_finished_run(mpi_tmp_path, comm):
     message = "this run is broken"
     with pytest.raises(ValueError, match=message):
         try:
-            train_engine(engine, DATA[:1])
+            train_averaged(engine, DATA[:1])
             raise ValueError(message)
         finally:
             engine.destroy()
@@ -127,13 +128,13 @@ def test_files_ask_for_a_save_and_for_the_end(mpi_tmp_path, comm):
         if comm.rank == 0:
             (mpi_tmp_path / name).touch()
         assert not engine.must_stop
-        train_engine(engine, DATA[step : step + 1])
+        train_averaged(engine, DATA[step : step + 1])
         comm.barrier()
         assert not (mpi_tmp_path / "SAVE").exists()
         assert [path.name for path in mpi_tmp_path.glob("walltime_*")] == [f"walltime_step{step}"]
         comm.barrier()
     assert engine.must_stop
-    train_engine(engine, DATA[4:5])  # whoever does not look goes on
+    train_averaged(engine, DATA[4:5])  # whoever does not look goes on
     engine.destroy()
     state = state_of(comm, mpi_tmp_path)
     assert (state["state"], state["step"]) == ("stopped", 3)
@@ -150,13 +151,13 @@ def test_a_save_that_is_asked_for_and_fails_does_not_end_training(mpi_tmp_path, 
     if comm.rank == 0:
         (mpi_tmp_path / "SAVE").touch()
         (mpi_tmp_path / "walltime_step1").touch()  # no folder can have this name now
-    train_engine(engine, DATA[:2])
+    train_averaged(engine, DATA[:2])
     if comm.rank == 0:
         assert "asked for a checkpoint, which failed" in caplog.text
         (mpi_tmp_path / "walltime_step3").touch()
         os.kill(os.getpid(), signal.SIGUSR2)
     with pytest.raises(CheckpointError):
-        train_engine(engine, DATA[2:3])
+        train_averaged(engine, DATA[2:3])
     engine.destroy()
     state = state_of(comm, mpi_tmp_path)
     assert state["state"] == "failed"
@@ -172,7 +173,7 @@ def test_a_save_in_the_background_is_complete_before_the_end(mpi_tmp_path, comm,
         yield from real(*arguments)
 
     monkeypatch.setattr(payload, "write_run", slow)
-    train_engine(engine, DATA[:1])
+    train_averaged(engine, DATA[:1])
     engine.save_checkpoint(str(mpi_tmp_path), tag="mine")
     assert engine.is_saving
     os.kill(os.getpid(), signal.SIGUSR2)
@@ -186,13 +187,13 @@ def test_a_save_in_the_background_is_complete_before_the_end(mpi_tmp_path, comm,
 
 def test_long_evaluations_can_be_left(mpi_tmp_path, comm):
     engine = make(mpi_tmp_path)
-    train_engine(engine, DATA[:2])
+    train_averaged(engine, DATA[:2])
     times = engine._ending._steps
     assert times.steps_to_pause(2) == math.inf
     engine.eval()
     engine(DATA[0][:2])
     engine.train()
-    train_engine(engine, DATA[2:3])
+    train_averaged(engine, DATA[2:3])
     assert times.steps_to_pause(3) == 2, "before step 3, so perhaps again before step 6"
     engine.eval()
     if comm.rank == 0:

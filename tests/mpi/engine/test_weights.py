@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import CheckpointError, UsageError
-from mpispeed.zero.params import ParamStore
-from tests.helpers.small import ADAM, check_same_bits, samples, settings, start, train, weights
-from tests.helpers.training import TinyLM, zero
+from mpispeed.sharding.params import ParamStore
+from tests.helpers.covering import on_ranks
+from tests.zoo import same_bits
+from tests.zoo.models import Branches, TinyLM, samples
+from tests.zoo.training import ADAM, config, start, train, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+STAGES_AND_DTYPES = pytest.mark.parametrize(("stage", "dtype"), on_ranks([0, 1, 2, 3], ["fp32", "bf16"], ranks=(1, 3)))
 TOKENS = torch.arange(36).view(4, 9) % 61
 
 
@@ -52,26 +54,24 @@ class Odd(nn.Module):
 
 
 def odd_engine(stage, seed=11, dtype="fp32", **zero_keys):
-    section = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    return start(settings(stage, **ADAM, **section) | {"zero_optimization": zero(stage, **zero_keys)}, Odd(seed))
+    return start(config(stage, dtype=dtype, zero=zero_keys, **ADAM), Odd(seed))
 
 
 def is_taker(engine, stage):
     return stage < 3 or engine.global_rank == 0
 
 
-@STAGES
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@STAGES_AND_DTYPES
 def test_rank_0_gets_a_state_dict_that_plain_torch_loads(stage, dtype):
     engine = odd_engine(stage, dtype=dtype)
     train(engine, samples(2))
     state, small = engine.module_state_dict(), engine.module_state_dict(exclude_frozen_parameters=True)
-    expected = weights(engine.module)
+    expected = weights(engine)
     if is_taker(engine, stage):
         assert list(state) == list(Odd().state_dict())
         plain = Odd(seed=9).to(engine.get_data_types()[0])
         plain.load_state_dict(state)
-        check_same_bits(weights(plain), expected)
+        same_bits(weights(plain), expected)
         assert plain.note == "seed 11"
         assert torch.equal(plain.seen, engine.module.seen)
         assert int(plain.count) == 11
@@ -84,12 +84,12 @@ def test_rank_0_gets_a_state_dict_that_plain_torch_loads(stage, dtype):
     assert engine._zero3_consolidated_16bit_state_dict().keys() == state.keys()
     train(engine, samples(1))  # gathering left everything in order
     if stage == 3 and engine.world_size > 1:  # copies, not views
-        assert all(torch.equal(state[name], before[name]) for name in before)
+        same_bits({name: state[name] for name in before}, before)
     engine.destroy()
 
 
 def test_no_more_than_one_unit_is_whole_while_a_state_dict_is_gathered(comm, monkeypatch):
-    engine = start(settings(3, **ADAM), TinyLM(depth=4))
+    engine = start(config(3, **ADAM), TinyLM(depth=4))
     original, gathered = ParamStore.collected, []
 
     def collected(self, unit):
@@ -102,19 +102,18 @@ def test_no_more_than_one_unit_is_whole_while_a_state_dict_is_gathered(comm, mon
     engine.module_state_dict()
     assert len(gathered) == (len(engine.parts.table.units) if comm.size > 1 else 0)
     if comm.size > 1:  # and nothing stays whole
-        assert engine.parts.params.fetcher.tally.live_elements == 0
+        assert engine.parts.params.prefetcher.tally.live_elements == 0
     engine.destroy()
 
 
-@STAGES
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@STAGES_AND_DTYPES
 def test_the_values_of_rank_0_are_taken_with_full_precision(stage, dtype):
     source = Odd(seed=5)
     engine = odd_engine(stage, dtype=dtype)
     train(engine, samples(2))
     engine.load_module_state_dict(source.state_dict() if engine.global_rank == 0 else {})
     compute = engine.get_data_types()[0]
-    check_same_bits(weights(engine.module), {n: p.detach().to(compute) for n, p in source.named_parameters()})
+    same_bits(weights(engine), {n: p.detach().to(compute) for n, p in source.named_parameters()})
     assert torch.equal(engine.module.seen, source.seen.to(compute))
     assert (int(engine.module.count), engine.module.note) == (5, "seed 5")
     assert engine.module.passing[0] == 11  # not persistent
@@ -127,9 +126,9 @@ def test_the_values_of_rank_0_are_taken_with_full_precision(stage, dtype):
     states, units = engine.parts.optimization.states, engine.parts.table.units
     is_kept = any(bool(tensor.any()) for unit in units for tensor in states.of(unit).values())
     assert any(engine.mesh["data"].gather_objects(is_kept))  # a rank may hold nothing but padding
-    before = weights(engine.module)
+    before = weights(engine)
     train(engine, samples(1))
-    after = weights(engine.module)
+    after = weights(engine)
     assert {name for name in before if torch.equal(before[name], after[name])} >= {"frozen.weight", "partly.bias"}
     assert not torch.equal(before["partly.weight"], after["partly.weight"])
     engine.destroy()
@@ -138,7 +137,7 @@ def test_the_values_of_rank_0_are_taken_with_full_precision(stage, dtype):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_names_and_shapes_that_do_not_fit(stage):
     engine = odd_engine(stage)
-    before = weights(engine.module)
+    before = weights(engine)
     state = Odd(seed=5).state_dict()
     state["other"] = state.pop("last.bias")
     for rank_0_only in (True, False):
@@ -146,9 +145,9 @@ def test_names_and_shapes_that_do_not_fit(stage):
         with pytest.raises(CheckpointError, match=r"lacks last\.bias.*has unknown other.*strict=False") as caught:
             engine.load_module_state_dict(mine)
         assert isinstance(caught.value, RuntimeError)
-    check_same_bits(weights(engine.module), before)
+    same_bits(weights(engine), before)
     engine.load_module_state_dict(state, strict=False)
-    after = weights(engine.module)
+    after = weights(engine)
     assert torch.equal(after["last.bias"], before["last.bias"])
     assert torch.equal(after["last.weight"], state["last.weight"])
     state["last.weight"] = torch.zeros(2, 18)
@@ -160,7 +159,7 @@ def test_names_and_shapes_that_do_not_fit(stage):
     # of tied parameters one name is enough
     state = {name: value for name, value in Odd(seed=6).state_dict().items() if not name.startswith("again")}
     engine.load_module_state_dict(state)
-    assert torch.equal(weights(engine.module)["first.weight"], state["first.weight"])
+    assert torch.equal(weights(engine)["first.weight"], state["first.weight"])
     engine.destroy()
 
 
@@ -174,8 +173,7 @@ def masters(engine):
     return found
 
 
-@STAGES
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@STAGES_AND_DTYPES
 def test_a_function_of_the_caller_sees_the_whole_model(stage, dtype):
     engine = odd_engine(stage, dtype=dtype)
     train(engine, samples(1))
@@ -189,14 +187,14 @@ def test_a_function_of_the_caller_sees_the_whole_model(stage, dtype):
             dst.scale.data = src["scale"].clone()
             dst.frozen.weight.mul_(2)
 
-    expected = weights(engine.module)
+    expected = weights(engine)
     compute = engine.get_data_types()[0]
     expected |= {name: source.state_dict()[name].to(compute) for name in ("first.weight", "scale")}
     expected["frozen.weight"] = expected["frozen.weight"] * 2
     engine.load_module_state_dict(source.state_dict(), custom_load_fn=load)
-    check_same_bits(weights(engine.module), expected)
+    same_bits(weights(engine), expected)
     engine.parts.params.refresh()  # masters have the same values
-    check_same_bits(weights(engine.module), expected)
+    same_bits(weights(engine), expected)
     train(engine, samples(1))
     kept = masters(engine)
     engine.load_module_state_dict({}, custom_load_fn=lambda src, dst: dst.scale.data.fill_(3))
@@ -236,16 +234,18 @@ def test_state_dict_of_the_module_names_the_ways_out():
 # -- checkpoints of such a model -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("saved", "loaded"), [(0, 3), (3, 0), (3, 3), (2, 3)])
-def test_odd_parameters_go_from_stage_to_stage(saved, loaded, dtype, mpi_tmp_path):
+@pytest.mark.parametrize(
+    ("stages", "dtype"), on_ranks([(0, 3), (3, 0), (3, 3), (2, 3)], ["fp32", "bf16"], ranks=(1, 3)), ids=str
+)
+def test_odd_parameters_go_from_stage_to_stage(stages, dtype, mpi_tmp_path):
+    saved, loaded = stages
     first, second = odd_engine(saved, dtype=dtype), odd_engine(loaded, seed=9, dtype=dtype)
     for engine in (first, second):
         train(engine, samples(2))
     first.module.seen += 1
     first.save_checkpoint(str(mpi_tmp_path))
     second.load_checkpoint(str(mpi_tmp_path))
-    check_same_bits(weights(second.module), weights(first.module))
+    same_bits(weights(second), weights(first))
     assert torch.equal(second.module.seen, first.module.seen)
     assert int(second.module.count) == 11
     data = samples(3, seed=8)
@@ -260,34 +260,33 @@ def test_frozen_parameters_can_be_left_out_where_they_are_cut(is_excluded, mpi_t
     first = odd_engine(3)
     first.save_checkpoint(str(mpi_tmp_path), exclude_frozen_parameters=is_excluded)
     second = odd_engine(3, seed=9)
-    own = weights(second.module)
+    own = weights(second)
     if is_excluded:
         with pytest.raises(CheckpointError, match=r"lacks parameters of the model: fixed, frozen\.bias"):
             second.load_checkpoint(str(mpi_tmp_path))
     second.load_checkpoint(str(mpi_tmp_path), load_module_strict=not is_excluded)
-    expected = weights(first.module)
+    expected = weights(first)
     if is_excluded:
         expected |= {name: own[name] for name in ("fixed", "frozen.weight", "frozen.bias", "partly.bias")}
-    check_same_bits(weights(second.module), expected)
+    same_bits(weights(second), expected)
     first.destroy()
     second.destroy()
 
 
-@STAGES
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@STAGES_AND_DTYPES
 def test_save_load_save_writes_the_same_bytes(stage, dtype, mpi_tmp_path):
     engine = odd_engine(stage, dtype=dtype)
     train(engine, samples(2))
     engine.save_checkpoint(str(mpi_tmp_path / "a"))
     losses = train(engine, samples(2, seed=8))
-    after = weights(engine.module)
+    after = weights(engine)
     engine.load_checkpoint(str(mpi_tmp_path / "a"))
     engine.save_checkpoint(str(mpi_tmp_path / "b"))
     contents = [(mpi_tmp_path / name / "global_step2" / "model.h5").read_bytes() for name in "ab"]
     assert contents[0] == contents[1]
     # what was whole when the load came is not used any more
     assert train(engine, samples(2, seed=8)) == losses
-    check_same_bits(weights(engine.module), after)
+    same_bits(weights(engine), after)
     engine.destroy()
 
 
@@ -295,7 +294,7 @@ def test_save_load_save_writes_the_same_bytes(stage, dtype, mpi_tmp_path):
 def test_every_stage_writes_the_same_bytes(mpi_tmp_path):
     for stage in (0, 1, 2, 3):
         engine = start(
-            settings(stage, **ADAM, reduction="ordered")
+            config(stage, **ADAM, reduction="ordered")
             | {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}},
             Odd(),
         )
@@ -318,8 +317,8 @@ def test_weights_that_travel_as_codes_are_gathered_exactly(dtype, mpi_tmp_path):
     exact = weights(plain.module)
     written = torch.load(mpi_tmp_path / "pytorch_model.bin", weights_only=True)
     if engine.global_rank == 0:
-        assert all(torch.equal(state[name], exact[name]) for name in exact)
-    assert all(torch.equal(written[name], exact[name]) for name in exact)
+        same_bits({name: state[name] for name in exact}, exact)
+    same_bits({name: written[name] for name in exact}, exact)
     plain.destroy()
     engine.destroy()
 
@@ -335,7 +334,7 @@ def test_frozen_weights_that_rest_as_codes_are_saved_and_loaded(mpi_tmp_path):
     plain = odd_engine(0, seed=9, dtype="bf16")
     plain.load_checkpoint(str(mpi_tmp_path))
     # what was saved are the rounded values, and rounding them again moves none by more than one step of 127
-    saved, ours, theirs = weights(plain.module), weights(second.module), weights(first.module)
+    saved, ours, theirs = weights(plain.module), weights(second), weights(first)
     for name, tensor in saved.items():
         bound = float(tensor.float().abs().max()) / 127 if tensor.numel() else 0.0
         for other in (ours[name], theirs[name]):
@@ -347,27 +346,10 @@ def test_frozen_weights_that_rest_as_codes_are_saved_and_loaded(mpi_tmp_path):
 # -- keys that only have an effect where parameters rest cut ----------------------------------------------------------
 
 
-class Switching(nn.Module):
-    """Runs its layers in the order that it is told."""
-
-    def __init__(self):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-        self.order = [0, 1, 2, 3]
-
-    def forward(self, x, y):
-        for index in self.order:
-            x = torch.tanh(self.layers[index](x))
-        return nn.functional.mse_loss(x[:, :2], y)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_another_order_of_use_is_told_once_by_rank_0_when_wanted(is_wanted, caplog):
-    section = {"zero_optimization": zero(3, log_trace_cache_warnings=is_wanted)}
-    engine = start(settings(3, **ADAM) | section, Switching())
+    engine = start(config(3, zero={"log_trace_cache_warnings": is_wanted}, **ADAM), Branches())
     with caplog.at_level(logging.WARNING, "mpispeed"):
         for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 0, 2], [3, 1, 0, 2], [3, 1, 0, 2]):
             engine.module.order = order
@@ -381,12 +363,39 @@ def test_another_order_of_use_is_told_once_by_rank_0_when_wanted(is_wanted, capl
 def test_a_module_below_the_granularity_threshold_is_fetched_as_one():
     found = []
     for threshold in (0, 30, 0):
-        section = {"zero_optimization": zero(3, stage3_module_granularity_threshold=threshold)}
-        section["zero_optimization"]["stage3_max_live_parameters"] = 0
-        engine = start(settings(3, **ADAM) | section, Switching())
-        tally = engine.parts.params.fetcher.tally
+        limits = {"stage3_module_granularity_threshold": threshold, "stage3_max_live_parameters": 0}
+        engine = start(config(3, zero=limits, **ADAM), Branches())
+        tally = engine.parts.params.prefetcher.tally
         largest = max(unit.layout.padded for unit in engine.parts.table.units)
         train(engine, samples(1))
         found.append(tally.peak_elements // largest)
         engine.destroy()
     assert found == [1, 4, 1]  # units that are whole at once
+
+
+@pytest.mark.parametrize("step", ["_copy_unit", "_copy", "_refuse_misfit", "ParamStore.put_master", "_trace_of"])
+def test_an_error_that_nobody_foresaw_on_one_rank_is_raised_on_all(step, comm, monkeypatch):
+    engine = start(config(3, **ADAM))
+    given = engine.module_state_dict()
+
+    def fail(*args, **kwargs):
+        raise LookupError("planted")
+
+    def load_all(src, dst):
+        if comm.rank in (0, comm.size - 1):
+            monkeypatch.setattr(f"mpispeed.engine.state.weights.{step}", fail)
+
+    calls = {"_copy_unit": engine.module_state_dict, "_copy": engine.module_state_dict}
+    call = calls.get(step, lambda: engine.load_module_state_dict(given))
+    if step == "_trace_of":
+        call = lambda: engine.load_module_state_dict({}, custom_load_fn=load_all)  # noqa: E731
+    elif step.startswith("ParamStore"):
+        if comm.rank == comm.size - 1:
+            monkeypatch.setattr(ParamStore, "put_master", fail)
+    elif comm.rank == 0:
+        monkeypatch.setattr(f"mpispeed.engine.state.weights.{step}", fail)
+    with pytest.raises(CheckpointError, match="LookupError: planted"):
+        call()
+    monkeypatch.undo()
+    engine.module_state_dict()
+    engine.destroy()

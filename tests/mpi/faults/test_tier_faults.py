@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from mpispeed.base.errors import ConfigError, StoreError
-from mpispeed.engine import swapping
+from mpispeed.engine.build import nvme_tiers
 from mpispeed.native.block_io import inject
-from tests.helpers.training import batches, config, make_engine, train_engine, weights, zero
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, own_part, start, train_averaged, weights
 
 pytestmark = pytest.mark.ranks(1, 3)
 
@@ -47,18 +48,7 @@ def settings(stage, folder, *, accumulation=1, dtype="bf16", params=True, **opti
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,
         }
-    more = {} if dtype is None else {dtype: {"enabled": True}}
-    made = config(stage, BATCH * accumulation, accumulation, **more)
-    made["zero_optimization"] = zero(stage, **sections)
-    return made
-
-
-def micro_batch(engine, batch, k=0):
-    """This rank's part of micro-step `k`."""
-    rank, size = engine.mesh.index("data"), engine.mesh["data"].size
-    part = batch.shape[0] // (size * engine.gradient_accumulation_steps())
-    start = (k * size + rank) * part
-    return batch[start : start + part]
+    return config(stage, BATCH * accumulation, accumulation, dtype=dtype, zero=sections, **WARM)
 
 
 def fail_on_last(comm, op, **how):
@@ -87,48 +77,48 @@ def check_gone(comm, folder):
 
 def forward_place(engine, data, fail):
     fail("read")
-    engine(micro_batch(engine, data[1]))
+    engine(*own_part(engine, data[1]))
 
 
 def later_forward_place(engine, data, fail):
     fail("read", nth=3)
-    engine(micro_batch(engine, data[1]))
+    engine(*own_part(engine, data[1]))
 
 
 def backward_place(engine, data, fail):
-    loss = engine(micro_batch(engine, data[1]))
+    loss = engine(*own_part(engine, data[1]))
     fail("read")
     engine.backward(loss)
 
 
 def gradient_write_place(engine, data, fail):
-    loss = engine(micro_batch(engine, data[1]))
+    loss = engine(*own_part(engine, data[1]))
     fail("write")
     engine.backward(loss)
     engine.step()
 
 
 def walk_read_place(engine, data, fail):
-    engine.backward(engine(micro_batch(engine, data[1])))
+    engine.backward(engine(*own_part(engine, data[1])))
     fail("read")
     engine.step()
 
 
 def later_walk_read_place(engine, data, fail):
-    engine.backward(engine(micro_batch(engine, data[1])))
+    engine.backward(engine(*own_part(engine, data[1])))
     fail("read", nth=6)
     engine.step()
 
 
 def walk_write_place(engine, data, fail):
-    engine.backward(engine(micro_batch(engine, data[1])))
+    engine.backward(engine(*own_part(engine, data[1])))
     fail("write")
     engine.step()
 
 
 def last_write_place(engine, data, fail):
     """With writes behind, a step that ends must have looked at its last writes."""
-    engine.backward(engine(micro_batch(engine, data[1])))
+    engine.backward(engine(*own_part(engine, data[1])))
     fail("write", nth=8)
     engine.step()
 
@@ -151,14 +141,14 @@ PLACES = {
     ("place", "stage"), [(name, stage) for name, (_, stages) in PLACES.items() for stage in stages]
 )
 def test_all_ranks_hear_of_a_failure(place, stage, pipeline, disk, comm):
-    engine = make_engine(settings(stage, disk, pipeline_read=pipeline, pipeline_write=pipeline))
+    engine = start(settings(stage, disk, pipeline_read=pipeline, pipeline_write=pipeline), TinyLM())
     data = batches(3, BATCH)
-    train_engine(engine, data[:1])
+    train_averaged(engine, data[:1])
     comm.barrier()
-    start = time.monotonic()
+    began = time.monotonic()
     with pytest.raises(StoreError) as caught:
         PLACES[place][0](engine, data, lambda op, nth=1: fail_on_last(comm, op, nth=nth, errno=errno.EIO))
-    check_told(comm, caught, os.strerror(errno.EIO), time.monotonic() - start)
+    check_told(comm, caught, os.strerror(errno.EIO), time.monotonic() - began)
     engine.destroy()
     check_gone(comm, disk)
     assert all(torch.isfinite(values).all() for values in weights(engine).values())
@@ -167,17 +157,17 @@ def test_all_ranks_hear_of_a_failure(place, stage, pipeline, disk, comm):
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
 def test_gradients_that_cannot_be_read_back(disk, comm):
-    engine = make_engine(settings(2, disk, accumulation=2))
+    engine = start(settings(2, disk, accumulation=2), TinyLM())
     data = batches(1, 2 * BATCH)
-    engine.backward(engine(micro_batch(engine, data[0])))
+    engine.backward(engine(*own_part(engine, data[0])))
     engine.step()
-    loss = engine(micro_batch(engine, data[0], 1))
+    loss = engine(*own_part(engine, data[0], 1))
     fail_on_last(comm, "read", nth=1, errno=errno.EIO)
-    start = time.monotonic()
+    began = time.monotonic()
     with pytest.raises(StoreError) as caught:
         engine.backward(loss)
         engine.step()
-    check_told(comm, caught, os.strerror(errno.EIO), time.monotonic() - start)
+    check_told(comm, caught, os.strerror(errno.EIO), time.monotonic() - began)
     engine.destroy()
     check_gone(comm, disk)
 
@@ -185,21 +175,21 @@ def test_gradients_that_cannot_be_read_back(disk, comm):
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
 def test_after_a_failure_nothing_wrong_is_computed(disk, comm):
-    """Several ranks fail again at once, because their lane is broken; one alone may read again."""
-    first, engine = (make_engine(settings(3, disk)) for _ in range(2))
-    batch = micro_batch(engine, batches(1, BATCH)[0])
+    """Several ranks fail again at once, because their channel is broken; one alone may read again."""
+    first, engine = (start(settings(3, disk), TinyLM()) for _ in range(2))
+    (batch,) = own_part(engine, batches(1, BATCH)[0])
     expected = float(first(batch).detach())
     first.destroy()
     fail_on_last(comm, "read", nth=2, errno=errno.EIO)
     with pytest.raises(StoreError):
         engine(batch)
-    start = time.monotonic()
+    began = time.monotonic()
     if comm.size > 1:
         with pytest.raises(StoreError, match="could not be read"):
             engine(batch)
     else:
         assert float(engine(batch).detach()) == expected
-    assert time.monotonic() - start < PROMPT_SECONDS
+    assert time.monotonic() - began < PROMPT_SECONDS
     engine.destroy()
     check_gone(comm, disk)
 
@@ -210,10 +200,10 @@ def test_a_short_transfer_goes_on_where_it_stopped(op, disk, comm):
     data = batches(3, BATCH)
     losses = []
     for nth in (0, 1, 4, 9):
-        engine = make_engine(settings(3, disk))
+        engine = start(settings(3, disk), TinyLM())
         if nth:
             fail_on_last(comm, op, nth=nth, after_bytes=512)
-        losses.append(train_engine(engine, data))
+        losses.append(train_averaged(engine, data))
         engine.destroy()
     assert losses[1:] == losses[:1] * 3
 
@@ -221,18 +211,18 @@ def test_a_short_transfer_goes_on_where_it_stopped(op, disk, comm):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("nth", [1, 4, 7])
 def test_a_write_that_fails_in_initialize(nth, disk, comm, monkeypatch):
-    looked = swapping.preflight
+    looked = nvme_tiers.preflight
 
     def look(*arguments):
         report = looked(*arguments)
         fail_on_last(comm, "write", nth=nth, errno=errno.ENOSPC)
         return report
 
-    monkeypatch.setattr(swapping, "preflight", look)
-    start = time.monotonic()
+    monkeypatch.setattr(nvme_tiers, "preflight", look)
+    began = time.monotonic()
     with pytest.raises(StoreError) as caught:
-        make_engine(settings(3, disk))
-    check_told(comm, caught, os.strerror(errno.ENOSPC), time.monotonic() - start)
+        start(settings(3, disk), TinyLM())
+    check_told(comm, caught, os.strerror(errno.ENOSPC), time.monotonic() - began)
     check_gone(comm, disk)
 
 
@@ -240,7 +230,7 @@ def test_a_write_that_fails_in_initialize(nth, disk, comm, monkeypatch):
 def test_a_write_that_fails_in_the_trial(disk, comm):
     fail_on_last(comm, "write", nth=1, errno=errno.ENOSPC)
     with pytest.raises(ConfigError, match=os.strerror(errno.ENOSPC)):
-        make_engine(settings(3, disk))
+        start(settings(3, disk), TinyLM())
     check_gone(comm, disk)
 
 
@@ -253,16 +243,16 @@ def own_file(engine, kind):
 @pytest.mark.parametrize("length", [0, 4096])
 @pytest.mark.parametrize("kind", ["param", "master", "exp_avg", "grad"])
 def test_a_file_cut_by_somebody_else(kind, length, disk, comm):
-    engine = make_engine(settings(3, disk))
+    engine = start(settings(3, disk), TinyLM())
     data = batches(3, BATCH)
-    train_engine(engine, data[:1])
+    train_averaged(engine, data[:1])
     comm.barrier()
     if comm.rank == comm.size - 1:
         os.truncate(own_file(engine, kind), length)
-    start = time.monotonic()
+    began = time.monotonic()
     with pytest.raises(StoreError) as caught:
-        train_engine(engine, data[1:2])
-    check_told(comm, caught, f"cut the file to {length} bytes", time.monotonic() - start)
+        train_averaged(engine, data[1:2])
+    check_told(comm, caught, f"cut the file to {length} bytes", time.monotonic() - began)
     if kind == "param":
         with pytest.raises(StoreError, match="cut the file"):
             engine.destroy()
@@ -276,15 +266,15 @@ def test_files_that_lose_their_names_or_rights_go_on(disk, comm):
     data = batches(4, BATCH)
     losses = []
     for is_changed in (False, True):
-        engine = make_engine(settings(3, disk))
-        losses.append(train_engine(engine, data[:1]))
+        engine = start(settings(3, disk), TinyLM())
+        losses.append(train_averaged(engine, data[:1]))
         if is_changed:
             file = own_file(engine, "master")
             file.unlink()
             file.write_bytes(b"")  # somebody else's file of that name
             own_file(engine, "param").unlink()
             file.parent.chmod(0)
-        losses[-1] += train_engine(engine, data[1:])
+        losses[-1] += train_averaged(engine, data[1:])
         folder = own_file(engine, "grad").parent
         comm.barrier()
         if is_changed:
@@ -297,13 +287,13 @@ def test_files_that_lose_their_names_or_rights_go_on(disk, comm):
 @pytest.mark.mpi(min_size=1)
 def test_two_engines_have_their_own_files(disk, comm):
     data = batches(2, BATCH)
-    first, second = (make_engine(settings(3, disk)) for _ in range(2))
+    first, second = (start(settings(3, disk), TinyLM()) for _ in range(2))
     assert own_file(first, "param") != own_file(second, "param")
-    losses = train_engine(first, data)
+    losses = train_averaged(first, data)
     fail_on_last(comm, "read", nth=1, errno=errno.EIO)
     with pytest.raises(StoreError):
-        train_engine(first, data)
-    assert train_engine(second, data) == losses
+        train_averaged(first, data)
+    assert train_averaged(second, data) == losses
     for engine in (first, second):
         engine.destroy()
     check_gone(comm, disk)

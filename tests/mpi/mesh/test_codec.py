@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpispeed.mesh.codec import quantized_all_gather
+from mpispeed.mesh.compressed.quantized import quantized_all_gather
 from tests.helpers import codec
 
 pytestmark = pytest.mark.mpi(min_size=1)

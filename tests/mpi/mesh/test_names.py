@@ -92,14 +92,14 @@ def test_messages_name_world_ranks(world):
 
 
 def test_wrong_lists(world):
-    with pytest.raises(CommError, match="tensor_list has"):
+    with pytest.raises(CommError, match="the list has"):
         dist.all_gather([torch.zeros(1)] * (world.size + 1), torch.zeros(1))
 
 
 def test_journal_and_summary():
-    dist.journal().reset()
+    dist.comm_trace().reset()
     dist.all_reduce(torch.ones(8))
-    assert dist.journal().entries()["all_reduce", ("world",)].count == 1
+    assert dist.comm_trace().entries()["all_reduce", ("world",)].count == 1
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from mpispeed.mesh.onebit import OneBitErrors, compressed_all_reduce
+from mpispeed.mesh.compressed.onebit import OneBitErrors, compressed_all_reduce
 from tests.helpers import onebit_codec
+from tests.zoo import same_bits
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -59,12 +60,12 @@ def test_many_messages_and_groups_over_a_network(comm):
         results.append((x, errors.worker, errors.server))
         made.close()
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        same_bits(results[0], other)
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_started(comm, overlapped, monkeypatch):
-    monkeypatch.setattr("mpispeed.mesh.onebit.PIECE_ELEMENTS", 512)
+    monkeypatch.setattr("mpispeed.mesh.compressed.onebit.PIECE_ELEMENTS", 512)
     count = 3000 * comm.size
     buffers = [onebit_codec.values(comm.rank, count, seed=seed) for seed in range(2)]
     plain = [x.clone() for x in buffers]
@@ -77,4 +78,4 @@ def test_started(comm, overlapped, monkeypatch):
     ]
     for work in works:
         work.wait()
-    assert all(torch.equal(a, b) for a, b in zip(buffers, plain, strict=True))
+    same_bits(buffers, plain)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpispeed.mesh import shared
+from mpispeed.mesh.backends import shared_memory
 from tests.helpers import verbs
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -32,6 +32,14 @@ def test_scales(reducing, dtype):
 @pytest.mark.parametrize("dtype", verbs.MOVABLE, ids=str)
 def test_moves(comm, dtype):
     verbs.check_moves(comm, dtype)
+
+
+def test_messages_of_any_rank(comm):
+    verbs.check_any_source(comm)
+
+
+def test_groups_made_by_their_members(comm):
+    verbs.check_members(comm)
 
 
 @pytest.mark.parametrize("dtype", verbs.HALVES, ids=str)
@@ -64,7 +72,7 @@ def test_ordered_is_the_tree_in_shared_memory(comm, dtype):
 
 @pytest.mark.parametrize("dtype", verbs.REALS, ids=str)
 def test_small_pieces_of_shared_memory(comm, dtype, monkeypatch):
-    monkeypatch.setattr(shared, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(shared_memory, "PIECE_BYTES", 8192)
     made = comm.duplicate()
     made.reduction, made.fast_bytes = "ordered", 1
     verbs.check_ordered_bits(made, dtype, (100_003,))
@@ -74,7 +82,7 @@ def test_small_pieces_of_shared_memory(comm, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.uint8, torch.complex128), ids=str)
 @pytest.mark.parametrize("piece_bytes", (8192, 4 << 20))
 def test_gathers_in_shared_memory(comm, dtype, piece_bytes, monkeypatch):
-    monkeypatch.setattr(shared, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(shared_memory, "PIECE_BYTES", piece_bytes)
     count = 40_001
     made = comm.duplicate()
     made.fast_bytes = 1
@@ -90,7 +98,7 @@ def test_gathers_in_shared_memory(comm, dtype, piece_bytes, monkeypatch):
 
 def test_memory_that_is_refused_falls_back_on_all_ranks(comm, monkeypatch):
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(shared, "_map", lambda path, total_bytes: None)
+        monkeypatch.setattr(shared_memory, "_map", lambda path, total_bytes: None)
     made = comm.duplicate()
     made.fast_bytes = 1
     x = torch.ones(100_000)

@@ -135,9 +135,9 @@ def test_traffic_is_one_message_for_each_call(mesh, comm):
     checkpointing.configure(mesh["model"], partition_activations=True)
     x, y = (torch.arange(4.0 * size).requires_grad_() for size in (comm.size, 2 * comm.size))
     out = checkpointing.checkpoint(lambda a, b: torch.tanh(a).sum() + torch.tanh(b).sum(), x, y)
-    assert not mesh.journal.entries()
+    assert not mesh.comm_trace.entries()
     out.backward()
-    entries = mesh.journal.entries()
+    entries = mesh.comm_trace.entries()
     if comm.size == 1:
         assert not entries
         return

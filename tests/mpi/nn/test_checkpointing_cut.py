@@ -6,13 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpispeed.checkpointing import checkpoint
-from tests.helpers.shapes import WIDTH, check_like_whole, difference
-from tests.mpi.zero.test_shapes import Block, Plain
+from tests.zoo.cut import WIDTH, check_like_whole, difference
+from tests.zoo.models import Residual, Stack
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
-class Checkpointed(Plain):
+class Checkpointed(Stack):
     """Blocks with dropout; the last layer's weight is read outside of its module."""
 
     def __init__(self, nested=False):
@@ -43,7 +43,7 @@ def test_blocks_that_are_the_function():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body = nn.ModuleList(Block() for _ in range(3))
+            self.body = nn.ModuleList(Residual() for _ in range(3))
 
         def forward(self, x):
             for block in self.body:
@@ -73,4 +73,4 @@ def test_a_whole_model():
         engine.step()
         return float(loss.detach())
 
-    check_like_whole(Plain, drive)
+    check_like_whole(Stack, drive)

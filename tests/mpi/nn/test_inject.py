@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.nn.checkpoint_options import Options
-from mpispeed.nn.checkpointing import Checkpointer
+from mpispeed.nn.activation_checkpointing import Checkpointer
+from mpispeed.nn.checkpointing_options import Options
 from mpispeed.nn.tensor import ColumnLinear, cuts, inject, partial_gradients
 from tests.helpers import home_made as made
 from tests.helpers.tensor import assert_near, whole_gradients
@@ -237,8 +237,8 @@ def test_dropout_inside_and_outside(comm):
 def test_copies_train_by_themselves(comm):
     cut = made.build(ATTENTION["grouped"])
     inject(cut, comm, sequence_parallel=True)
-    twin = copy.deepcopy(cut)
-    compare(comm, made.build(ATTENTION["grouped"]), twin)
+    reference = copy.deepcopy(cut)
+    compare(comm, made.build(ATTENTION["grouped"]), reference)
     assert all(param.grad is None for param in cut.parameters())
     compare(comm, made.build(ATTENTION["grouped"]), cut)
 

@@ -99,10 +99,10 @@ def test_columns_then_row(comm, inner, grain):
     cut = made(comm, lambda: cut_pair(comm, inner, grain))
     same_start(comm, cut, whole := made(comm, lambda: whole_pair(inner)))
     assert cut.up.weight.shape[0] % grain == 0 or inner % grain
-    before = comm.journal.entries()
+    before = comm.comm_trace.entries()
     count = {key: entry.count for key, entry in before.items()}
     compare(comm, cut, whole, data(2, 4, 6), lambda layer, x: layer(x))
-    sums = sum(e.count - count.get(key, 0) for key, e in comm.journal.entries().items() if key[0] == "all_reduce")
+    sums = sum(e.count - count.get(key, 0) for key, e in comm.comm_trace.entries().items() if key[0] == "all_reduce")
     assert sums == (2 if comm.size > 1 else 0)  # one in forward, one in backward though two layers take the input
 
 
@@ -251,13 +251,13 @@ def test_wrong_arguments_of_the_loss(comm, change, message):
 
 def test_copies_use_the_same_group_and_are_their_own(comm):
     pair = made(comm, lambda: cut_pair(comm, 8))
-    twin = copy.deepcopy(pair)
-    assert twin.up.comm is comm
-    assert twin.up.entry is twin.gate.entry
-    assert twin.up.entry is not pair.up.entry
-    assert cuts(twin) == cuts(pair)
+    reference = copy.deepcopy(pair)
+    assert reference.up.comm is comm
+    assert reference.up.entry is reference.gate.entry
+    assert reference.up.entry is not pair.up.entry
+    assert cuts(reference) == cuts(pair)
     x = data(2, 3, 6)
-    assert torch.equal(twin(x), pair(x))
+    assert torch.equal(reference(x), pair(x))
 
 
 def test_second_derivatives(comm):

@@ -135,15 +135,17 @@ def test_dropout(comm, name, options, implementation):
     inject(model, comm, **OPTIONS[options])
     results = []
     for is_checkpointed in (False, True):
-        twin = copy.deepcopy(model)
+        reference = copy.deepcopy(model)
         if is_checkpointed:
-            twin.gradient_checkpointing_enable({"use_reentrant": False})
+            reference.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(3)
-        loss = twin(**batch()).loss
+        loss = reference(**batch()).loss
         loss.backward()
         after = torch.get_rng_state()
         assert all(torch.equal(state, after) for state in comm.gather_objects(after))
-        results.append((loss.detach(), whole_gradients(comm, twin)))  # whole parameters: equal on all ranks, asserted
+        results.append(
+            (loss.detach(), whole_gradients(comm, reference))
+        )  # whole parameters: equal on all ranks, asserted
     assert torch.equal(results[0][0], results[1][0])
     for key, grad in results[0][1].items():
         assert_near(results[1][1][key], grad, BOUND, key)

@@ -10,10 +10,13 @@ import mpispeed
 from mpispeed import zero as mz
 from mpispeed.base.errors import CheckpointError, ConfigError, StoreError
 from mpispeed.base.events import Event
-from mpispeed.ckpt.errors import SaveFailed
+from mpispeed.ckpt.format.errors import SaveFailed
 from mpispeed.native import block_io
-from mpispeed.store.cell import SwapCell
-from tests.helpers.training import TinyLM, batches, config, train_engine, weights, zero
+from mpispeed.store.stored_tensor import SwappedTensor
+from tests.helpers.covering import in_turn
+from tests.zoo import same_bits
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, train_averaged, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 
@@ -34,8 +37,7 @@ def make(disk, combo, dtype="bf16", *, stage=3, model=None, seed=7, settings=Non
     if optimizer != "none":
         section["offload_optimizer"] = {"device": optimizer, "pipeline_read": True, "pipeline_write": True, **files}
     flags = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": FP16}}[dtype]
-    settings = config(stage, BATCH, 1, reduction="ordered", **flags, **(settings or {}))
-    settings["zero_optimization"] = zero(stage, **section)
+    settings = config(stage, BATCH, 1, reduction="ordered", **flags, **(WARM | (settings or {})), zero=section)
     if client is not None:
         del settings["optimizer"]
     return mpispeed.initialize(model=model or TinyLM(width=48, seed=seed), config=settings, optimizer=client)[0]
@@ -49,10 +51,6 @@ def disk(mpi_tmp_path):
     return folder
 
 
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-
-
 def is_last(engine):
     return engine.global_rank == engine.world_size - 1
 
@@ -60,20 +58,21 @@ def is_last(engine):
 # -- save and load -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize(("combo", "dtype"), [(ALL, "fp32"), *((combo, "bf16") for combo in COMBOS)])
+@pytest.mark.parametrize(
+    ("combo", "dtype"), in_turn([(ALL, "fp32"), *((combo, "bf16") for combo in COMBOS)], ranks=(1, 2, 3, 4, 3, 2))
+)
 def test_steps_after_a_load_are_those_after_the_save(combo, dtype, disk, mpi_tmp_path):
     data = batches(4, BATCH)
     first = make(disk, combo, dtype)
     assert (first.parts.params.tiers.file_bytes > 0) == ("nvme" in combo)
-    train_engine(first, data[:2])
+    train_averaged(first, data[:2])
     first.save_checkpoint(str(mpi_tmp_path))
-    expected, reference = train_engine(first, data[2:]), weights(first)
+    expected, reference = train_averaged(first, data[2:]), weights(first)
     first.destroy()
     second = make(disk, combo, dtype, seed=99)
     second.load_checkpoint(str(mpi_tmp_path))
-    assert train_engine(second, data[2:]) == expected
-    assert same(weights(second), reference)
+    assert train_averaged(second, data[2:]) == expected
+    same_bits(weights(second), reference)
     second.destroy()
 
 
@@ -84,16 +83,16 @@ def test_the_file_is_that_of_no_offload_and_loads_either_way(stage, dtype, disk,
     files, losses = [], []
     for combo in combos:
         engine = make(disk, combo, dtype, stage=stage)
-        train_engine(engine, data[:2])
+        train_averaged(engine, data[:2])
         engine.save_checkpoint(str(mpi_tmp_path / combo[1]), tag="two")
         files.append((mpi_tmp_path / combo[1] / "two" / "model.h5").read_bytes())
-        losses.append(train_engine(engine, data[2:]))
+        losses.append(train_averaged(engine, data[2:]))
         engine.destroy()
     assert files[0] == files[1]
     for combo, source in (combos, combos[::-1]):
         engine = make(disk, combo, dtype, stage=stage, seed=99)
         engine.load_checkpoint(str(mpi_tmp_path / source[1]))
-        losses.append(train_engine(engine, data[2:]))
+        losses.append(train_averaged(engine, data[2:]))
         engine.destroy()
     assert losses == [losses[0]] * 4
 
@@ -105,18 +104,18 @@ def test_frozen_swapped_parameters_are_saved_and_loaded(disk, mpi_tmp_path):
         model.blocks[0].requires_grad_(False)
         engines.append(make(disk, ("nvme", "none"), model=model))
     first, second = engines
-    assert any(first.parts.params.rest_cell(unit).is_swapped for unit in first.parts.table.frozen)
-    train_engine(first, batches(2, BATCH))
+    assert any(first.parts.params.stored_shard(unit).is_swapped for unit in first.parts.table.frozen)
+    train_averaged(first, batches(2, BATCH))
     first.save_checkpoint(str(mpi_tmp_path))
     second.load_checkpoint(str(mpi_tmp_path))
-    assert same(weights(first), weights(second))
+    same_bits(weights(first), weights(second))
     first.destroy()
     second.destroy()
 
 
 def test_what_a_checkpoint_lacks_keeps_its_values(disk, mpi_tmp_path):
     first = make(disk, ALL)
-    train_engine(first, batches(2, BATCH))
+    train_averaged(first, batches(2, BATCH))
     first.save_checkpoint(str(mpi_tmp_path))
     expected = weights(first)
     first.destroy()
@@ -126,26 +125,26 @@ def test_what_a_checkpoint_lacks_keeps_its_values(disk, mpi_tmp_path):
     second.load_checkpoint(str(mpi_tmp_path), load_module_strict=False)
     found = weights(second)
     assert torch.equal(found.pop("blocks.1.extra"), torch.full((33,), 0.5, dtype=torch.bfloat16))
-    assert same(found, expected)
+    same_bits(found, expected)
     second.destroy()
 
 
 def test_saving_takes_no_whole_swapped_tensor_into_memory(disk, mpi_tmp_path, monkeypatch):
     engine = make(disk, ALL)
-    train_engine(engine, batches(2, BATCH))
-    longest, lend = [0], SwapCell.lend
+    train_averaged(engine, batches(2, BATCH))
+    longest, lend = [0], SwappedTensor.lend
 
-    def watched(cell, start, stop, **more):
+    def watched(stored, start, stop, **more):
         longest[0] = max(longest[0], stop - start)
-        return lend(cell, start, stop, **more)
+        return lend(stored, start, stop, **more)
 
-    def refused(cell):
-        pytest.fail(f"all {cell.numel} elements are read at once")
+    def refused(stored):
+        pytest.fail(f"all {stored.numel} elements are read at once")
 
     before = engine.parts.params.tiers.buffer_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(SwapCell, "lend", watched)
-        patch.setattr(SwapCell, "get", refused)
+        patch.setattr(SwappedTensor, "lend", watched)
+        patch.setattr(SwappedTensor, "get", refused)
         engine.save_checkpoint(str(mpi_tmp_path))
     tiers = engine.parts.params.tiers
     assert 0 < longest[0] <= tiers.plan.window_elements
@@ -168,11 +167,11 @@ def injected():
 def test_a_read_error_on_one_rank_fails_the_save_on_all(nth, disk, mpi_tmp_path, injected):
     data = batches(3, BATCH)
     engine = make(disk, ALL)
-    train_engine(engine, data[:1])
+    train_averaged(engine, data[:1])
     engine.save_checkpoint(str(mpi_tmp_path))
     names = sorted(path.name for path in mpi_tmp_path.iterdir())
     expected = weights(engine)
-    train_engine(engine, data[1:2])
+    train_averaged(engine, data[1:2])
     engine.mesh.world.comm.barrier()
     if is_last(engine):
         injected("read", nth=nth, errno=errno.EIO)
@@ -181,10 +180,10 @@ def test_a_read_error_on_one_rank_fails_the_save_on_all(nth, disk, mpi_tmp_path,
     assert len(set(engine.mesh.world.comm.gather_objects(str(caught.value)))) == 1
     assert f"rank {engine.world_size - 1}" in str(caught.value) or engine.world_size == 1
     assert sorted(path.name for path in mpi_tmp_path.iterdir()) == names
-    train_engine(engine, data[2:])  # the error was of one reading only: everything is still there
+    train_averaged(engine, data[2:])  # the error was of one reading only: everything is still there
     engine.load_checkpoint(str(mpi_tmp_path))
     assert engine.global_steps == 1
-    assert same(weights(engine), expected)
+    same_bits(weights(engine), expected)
     engine.save_checkpoint(str(mpi_tmp_path), tag="again")
     engine.destroy()
 
@@ -192,7 +191,7 @@ def test_a_read_error_on_one_rank_fails_the_save_on_all(nth, disk, mpi_tmp_path,
 @pytest.mark.parametrize("nth", [1, 2, 9])
 def test_a_write_error_on_one_rank_fails_the_load_on_all(nth, disk, mpi_tmp_path, injected):
     engine = make(disk, ALL)
-    train_engine(engine, batches(2, BATCH))
+    train_averaged(engine, batches(2, BATCH))
     engine.save_checkpoint(str(mpi_tmp_path))
     expected = weights(engine)
     if is_last(engine):
@@ -201,7 +200,7 @@ def test_a_write_error_on_one_rank_fails_the_load_on_all(nth, disk, mpi_tmp_path
         engine.load_checkpoint(str(mpi_tmp_path))
     assert len(set(engine.mesh.world.comm.gather_objects(str(caught.value)))) == 1
     engine.load_checkpoint(str(mpi_tmp_path))
-    assert same(weights(engine), expected)
+    same_bits(weights(engine), expected)
     engine.destroy()
 
 
@@ -224,7 +223,7 @@ CALLS = {
 @pytest.mark.parametrize("name", list(CALLS))
 def test_an_error_on_one_rank_is_raised_by_access_on_all(name, disk, injected):
     engine = make(disk, ALL)
-    train_engine(engine, batches(1, BATCH))
+    train_averaged(engine, batches(1, BATCH))
     state = engine.module_state_dict()
     param = engine.module.blocks[0].up.weight
     op, call = CALLS[name]
@@ -268,7 +267,7 @@ def test_access_by_name_is_that_of_no_offload(dtype, disk):
     data, results = batches(4, BATCH), []
     for combo in (NONE, ALL):
         engine = make(disk, combo, dtype)
-        train_engine(engine, data[:2])
+        train_averaged(engine, data[:2])
         read = edit(engine)
         rank, size = engine.global_rank, engine.world_size
         part = data[2][rank * BATCH // size : (rank + 1) * BATCH // size]
@@ -279,13 +278,13 @@ def test_access_by_name_is_that_of_no_offload(dtype, disk):
         read["local grad"] = mz.safe_get_local_grad(engine.module.blocks[1].up.weight)
         mz.safe_set_local_grad(engine.module.blocks[1].up.weight, read["local grad"] * 2)
         engine.step()
-        losses = train_engine(engine, data[3:])
+        losses = train_averaged(engine, data[3:])
         results.append((losses, read | {"grad": grad}, weights(engine)))
         engine.destroy()
     (losses, read, after), (ours, our_read, our_after) = results
     assert ours == losses
-    assert same(our_read, read)
-    assert same(our_after, after)
+    same_bits(our_read, read)
+    same_bits(our_after, after)
 
 
 def test_state_dicts_are_those_of_no_offload(disk, mpi_tmp_path):
@@ -296,24 +295,24 @@ def test_state_dicts_are_those_of_no_offload(disk, mpi_tmp_path):
     for combo in (NONE, ALL):
         folder = mpi_tmp_path / combo[0]
         engine = make(disk, combo, gather_16bit_weights_on_model_save=True)
-        train_engine(engine, data[:1])
+        train_averaged(engine, data[:1])
         engine.load_module_state_dict(state)
         if engine.global_rank == 0:
-            assert same(engine.module_state_dict(), state)
+            same_bits(engine.module_state_dict(), state)
         else:
             assert engine.module_state_dict() == {}
-        losses.append(train_engine(engine, data[1:]))
+        losses.append(train_averaged(engine, data[1:]))
         assert engine.save_16bit_model(str(folder))
         engine.load_module_state_dict(
             dict(TinyLM(width=48, seed=3).state_dict()),
             custom_load_fn=lambda src, dst: dst.load_state_dict(src),
         )
-        losses[-1] += train_engine(engine, data[1:])
+        losses[-1] += train_averaged(engine, data[1:])
         engine.mesh.world.comm.barrier()
         engine.destroy()
     assert losses[0] == losses[1]
     written = [torch.load(mpi_tmp_path / name / "pytorch_model.bin") for name in ("none", "nvme")]
-    assert same(*written)
+    same_bits(*written)
 
 
 # -- overflow ------------------------------------------------------------------------------------------------------
@@ -329,7 +328,7 @@ def test_a_skipped_step_writes_no_state(disk):
     data, results = batches(5, BATCH), []
     for combo in (NONE, ALL):
         engine = make(disk, combo, "fp16")
-        losses = train_engine(engine, data[:2])
+        losses = train_averaged(engine, data[:2])
         before = swap_bytes(engine, disk)
         assert (len(before) > 0) == (combo == ALL)
         rank, size = engine.global_rank, engine.world_size
@@ -338,13 +337,13 @@ def test_a_skipped_step_writes_no_state(disk):
         engine.step()
         assert engine.skipped_steps == 1
         assert swap_bytes(engine, disk) == before
-        losses += train_engine(engine, data[3:])
+        losses += train_averaged(engine, data[3:])
         assert engine.skipped_steps == 1
         assert combo == NONE or swap_bytes(engine, disk) != before
         results.append((losses, weights(engine)))
         engine.destroy()
     assert results[0][0] == results[1][0]
-    assert same(results[0][1], results[1][1])
+    same_bits(results[0][1], results[1][1])
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------
@@ -369,7 +368,7 @@ def test_settings_and_reports_tell_where_states_are(combo, disk, records):
     assert (engine.zero_offload_param() is None) == (combo[0] == "none")
     moved = []
     engine.bus.subscribe(Event.SWAP, moved.append)
-    train_engine(engine, batches(3, BATCH))
+    train_averaged(engine, batches(3, BATCH))
     swapped = {"params": engine.parts.params.swapped_bytes, "states": engine.parts.optimization.states.swapped_bytes}
     assert (swapped["params"] > 0) == ("nvme" in combo)
     assert (swapped["states"] > 0) == (combo[1] == "nvme")

@@ -14,7 +14,10 @@ import mpispeed
 from mpispeed.base.errors import ConfigError, StoreError, UsageError
 from mpispeed.native import block_io
 from mpispeed.zero import GatheredParameters, OffloadStateTypeEnum, safe_get_full_fp32_param
-from tests.helpers.training import TinyLM, batches, config, make_engine, train_engine, weights, zero
+from tests.helpers.covering import in_turn
+from tests.zoo import same_bits
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, start, train_averaged, weights
 
 pytestmark = pytest.mark.ranks(1, 3)
 
@@ -35,9 +38,7 @@ def disk():
 
 
 def settings_of(stage, accumulation=1, sections=None, **more):
-    settings = config(stage, 12 * accumulation, accumulation, reduction="ordered", **more)
-    settings["zero_optimization"] = zero(stage, **(sections or {}))
-    return settings
+    return config(stage, 12 * accumulation, accumulation, reduction="ordered", zero=sections, **(WARM | more))
 
 
 def swap_files(disk, engine):
@@ -63,17 +64,12 @@ def run(settings, between=lambda engine: None, steps=4, model=TinyLM):
     """Losses and weights of a few steps; `between` is called in their middle."""
     engine = mpispeed.initialize(model=model(), config=settings)[0]
     data = batches(steps, engine.train_batch_size())
-    losses = train_engine(engine, data[: steps // 2])
+    losses = train_averaged(engine, data[: steps // 2])
     between(engine)
-    losses += train_engine(engine, data[steps // 2 :])
+    losses += train_averaged(engine, data[steps // 2 :])
     found = weights(engine)
     engine.destroy()
     return losses, found
-
-
-def check_equal(found, expected):
-    assert found[0] == expected[0]
-    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
 CASES = [(stage, dtype, None) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
@@ -81,12 +77,10 @@ CASES += [(stage, "bf16", [kind]) for stage in (1, 3) for kind in KINDS]
 CASES += [(3, "fp32", ["optim_states", "hp_params"])]
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize(("stage", "dtype", "include"), CASES)
+@pytest.mark.parametrize(("stage", "dtype", "include"), in_turn(CASES, ranks=(1, 2, 3, 4, 3)))
 def test_training_goes_on_with_the_same_bits(stage, dtype, include, disk):
-    more = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    settings = settings_of(stage, 2, **more)
+    settings = settings_of(stage, 2, dtype=dtype)
 
     def between(engine):
         before = held_bytes(engine)
@@ -98,7 +92,7 @@ def test_training_goes_on_with_the_same_bits(stage, dtype, include, disk):
         assert held_bytes(engine) == before
         assert not swap_files(disk, engine)
 
-    check_equal(run(settings, between), run(settings))
+    same_bits(run(settings, between), run(settings))
 
 
 @pytest.mark.mpi(min_size=1)
@@ -110,14 +104,14 @@ def test_parameters_that_stay_whole_come_back_too(threshold, disk):
         engine.offload_states(device="nvme", nvme_path=disk)
         engine.reload_states()
 
-    check_equal(run(settings, between), run(settings))
+    same_bits(run(settings, between), run(settings))
 
 
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_in_the_middle_of_an_accumulation_survive(stage, disk):
     def train(with_trip):
-        engine = make_engine(settings_of(stage, 3))
+        engine = start(settings_of(stage, 3), TinyLM())
         rank, size = engine.mesh.rank, engine.mesh.size
         micro = 12 // size
         for batch in batches(3, 36):
@@ -131,21 +125,11 @@ def test_gradients_in_the_middle_of_an_accumulation_survive(stage, disk):
         engine.destroy()
         return [], found
 
-    check_equal(train(True), train(False))
+    same_bits(train(True), train(False))
 
 
 @pytest.mark.mpi(min_size=1)
 def test_memory_of_the_process_goes_down(disk):
-    class Wide(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024) for _ in range(12))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x.square().mean()
-
     def resident():
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -154,8 +138,8 @@ def test_memory_of_the_process_goes_down(disk):
     settings = settings_of(3)
     settings["train_batch_size"] = 12
     del settings["gradient_accumulation_steps"]
-    engine = mpispeed.initialize(model=Wide(), config=settings)[0]
-    engine.backward(engine(torch.ones(12 // engine.mesh.size, 1024)))
+    engine = start(settings, torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12))))
+    engine.backward(engine(torch.ones(12 // engine.mesh.size, 1024)).square().mean())
     engine.step()
     states = sum(held_bytes(engine).values())
     before = resident()
@@ -164,7 +148,7 @@ def test_memory_of_the_process_goes_down(disk):
     # Scratch is freed beside it; the allocator may keep a little.
     assert freed > 0.9 * states > 0
     engine.reload_states()
-    engine.backward(engine(torch.ones(12 // engine.mesh.size, 1024)))
+    engine.backward(engine(torch.ones(12 // engine.mesh.size, 1024)).square().mean())
     engine.step()
     engine.destroy()
 
@@ -172,7 +156,7 @@ def test_memory_of_the_process_goes_down(disk):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_whatever_needs_them_says_what_to_do(stage, disk):
-    engine = make_engine(settings_of(stage, bf16={"enabled": True}))
+    engine = start(settings_of(stage, bf16={"enabled": True}), TinyLM())
     batch = batches(1, 12)[0][: 12 // engine.mesh.size]
     loss = engine(batch)
     engine.backward(loss)
@@ -210,7 +194,7 @@ def test_whatever_needs_them_says_what_to_do(stage, disk):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_model_can_be_used_while_the_optimizer_is_away(stage, disk):
-    engine = make_engine(settings_of(stage, bf16={"enabled": True}))
+    engine = start(settings_of(stage, bf16={"enabled": True}), TinyLM())
     batch = batches(1, 12)[0][: 12 // engine.mesh.size]
     expected = engine(batch).detach()
     engine.offload_states(["optim_states", "hp_params", "lp_grads"], device="nvme", nvme_path=disk)
@@ -231,19 +215,19 @@ def test_state_of_an_optimizer_object_goes_too(stage, disk):
         del settings["optimizer"], settings["scheduler"]
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         engine = mpispeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
-        losses = train_engine(engine, batches(2, 12))
+        losses = train_averaged(engine, batches(2, 12))
         if with_trip:
             engine.offload_states(device="nvme", nvme_path=disk)
             tensors = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
             assert tensors
             assert not any(t.numel() for t in tensors)
             engine.reload_states()
-        losses += train_engine(engine, batches(4, 12)[2:])
+        losses += train_averaged(engine, batches(4, 12)[2:])
         found = weights(engine)
         engine.destroy()
         return losses, found
 
-    check_equal(train(True), train(False))
+    same_bits(train(True), train(False))
 
 
 @pytest.mark.mpi(min_size=1)
@@ -258,7 +242,7 @@ def test_what_rests_in_swap_files_stays_there(disk):
         engine.reload_states()
         assert set(swap_files(disk, engine)) == files
 
-    check_equal(run(settings, between), run(settings))
+    same_bits(run(settings, between), run(settings))
 
 
 @pytest.mark.mpi(min_size=1)
@@ -271,12 +255,12 @@ def test_kinds_can_go_one_after_the_other(disk):
         engine.reload_states()
 
     settings = settings_of(3, bf16={"enabled": True})
-    check_equal(run(settings, between), run(settings))
+    same_bits(run(settings, between), run(settings))
 
 
 @pytest.mark.mpi(min_size=1)
 def test_cpu_moves_nothing_and_says_so_once(disk, caplog):
-    engine = make_engine(settings_of(3))
+    engine = start(settings_of(3), TinyLM())
     before = held_bytes(engine)
     with caplog.at_level(logging.WARNING):
         engine.offload_states()
@@ -284,15 +268,15 @@ def test_cpu_moves_nothing_and_says_so_once(disk, caplog):
     assert held_bytes(engine) == before
     said = [record for record in caplog.records if "moves nothing" in record.getMessage()]
     assert len(said) <= 1  # none if another engine of this process has said it
-    train_engine(engine, batches(1, 12))
+    train_averaged(engine, batches(1, 12))
     engine.destroy()
 
 
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_destroy_gives_the_weights_back(stage, disk):
-    engine = make_engine(settings_of(stage, bf16={"enabled": True}))
-    train_engine(engine, batches(2, 12))
+    engine = start(settings_of(stage, bf16={"enabled": True}), TinyLM())
+    train_averaged(engine, batches(2, 12))
     expected = weights(engine)
     engine.offload_states(device="nvme", nvme_path=disk)
     engine.destroy()
@@ -303,19 +287,49 @@ def test_destroy_gives_the_weights_back(stage, disk):
 
 @pytest.mark.mpi(min_size=1)
 def test_mistakes_are_named(disk):
-    engine = make_engine(settings_of(3))
+    engine = start(settings_of(3), TinyLM())
     with pytest.raises(UsageError, match=r"optim_state'; there are optim_states.*Did you mean"):
         engine.offload_states(["optim_state"], device="nvme", nvme_path=disk)
     with pytest.raises(UsageError, match="device is 'disk'"):
         engine.offload_states(device="disk")
     with pytest.raises(ConfigError, match="nvme_path"):
         engine.offload_states(device="nvme")
-    with pytest.raises(ConfigError, match="not-there"):
-        engine.offload_states(device="nvme", nvme_path=disk / "not-there")
-    train_engine(engine, batches(1, 12))
+    if engine.mesh.rank == 0:
+        (disk / "file").write_text("")
+    engine.mesh.world.comm.barrier()
+    with pytest.raises(ConfigError, match="file"):
+        engine.offload_states(device="nvme", nvme_path=disk / "file" / "folder")
+    train_averaged(engine, batches(1, 12))
     engine.destroy()
     with pytest.raises(UsageError, match="destroy"):
         engine.offload_states(device="nvme", nvme_path=disk)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_an_error_that_nobody_foresaw_on_one_rank_is_raised_on_all_and_nothing_is_lost(disk):
+    def between(engine):
+        last = engine.mesh.rank == engine.mesh.size - 1
+
+        def fail(*args):
+            raise LookupError("planted")
+
+        engine.offload_states(["optim_states"], device="nvme", nvme_path=disk)  # the folder is known to be good
+        with pytest.MonkeyPatch.context() as patch:
+            if last:
+                patch.setattr(block_io.BlockIO, "write", fail)
+            with pytest.raises(StoreError, match="LookupError: planted"):
+                engine.offload_states(device="nvme", nvme_path=disk)
+        assert engine.parts.params.away == {"optim_states"}
+        engine.offload_states(device="nvme", nvme_path=disk)
+        with pytest.MonkeyPatch.context() as patch:
+            if last:
+                patch.setattr(block_io.BlockIO, "read", fail)
+            with pytest.raises(StoreError, match="LookupError: planted"):
+                engine.reload_states()
+        engine.reload_states()
+
+    settings = settings_of(3, bf16={"enabled": True})
+    same_bits(run(settings, between), run(settings))
 
 
 @pytest.mark.mpi(min_size=1)
@@ -342,4 +356,4 @@ def test_a_disk_that_fails_on_one_rank_fails_on_all_and_nothing_is_lost(disk):
     finally:
         block_io.inject("write", nth=0)
         block_io.inject("read", nth=0)
-    check_equal(found, run(settings))
+    same_bits(found, run(settings))

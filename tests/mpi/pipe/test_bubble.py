@@ -106,7 +106,7 @@ def _run(comm, exchange, name, chunks, seconds):
 def test_bubble_is_that_of_the_formula(world, name, chunks, seconds):
     """Messages take next to no time beside passes, so stages idle as long as the schedule makes them."""
     mesh = Mesh(Topology({"pipe": world.size}), world)
-    exchange = Exchange(mesh.lane("pipe")["pipe"])
+    exchange = Exchange(mesh.channel("pipe")["pipe"])
     _run(mesh["pipe"], exchange, name, chunks, NONE)  # what only the first run does
     tries = []
     while len(tries) < TRIES:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import StageError, TopologyError
-from mpispeed.engine.outside_mpu import axes_of
-from mpispeed.mesh.members import ranks_of
+from mpispeed.mesh.foreign_groups import ranks_of
 from mpispeed.pipe import (
     LayerSpec,
     PipeDataParallelTopology,
@@ -18,6 +17,7 @@ from mpispeed.pipe import (
     TiedLayerSpec,
 )
 from mpispeed.pipe.process_topology import _prime_factors
+from mpispeed.plan.mpu import axes_of
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -72,7 +72,7 @@ def test_default_topology(world):
 def test_neighbours_exchange(world):
     """Each stage sends to the next one of its pair; the last one to the first."""
     grid = PipelineParallelGrid()
-    pipe = grid.mesh.lane("pipe")["pipe"]
+    pipe = grid.mesh.channel("pipe")["pipe"]
     own = next(pair for pair in grid.p2p_groups if pair[0] == world.rank)
     got = torch.tensor([-1])
     if pipe.size > 1:

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-import mpispeed
 from mpispeed.base.errors import CommError
 from mpispeed.pipe import LayerSpec, PipelineModule
 from mpispeed.pipe.exchange import describe
-from tests.helpers.training import whole_weights, zero
+from tests.helpers.covering import in_turn, on_ranks
+from tests.zoo.training import SGD, config, start, weights
 
-pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 2, 3, 4)]
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 2, 3)]
 WIDTH, MICRO_BATCHES, LR = 6, 3, 0.05
 
 
@@ -79,26 +79,21 @@ def train_plain(layers, batches, loss_fn, frozen):
 
 def check(layers, batches, world, *, loss_fn=mean_square, schedule="1f1b", stage=0, frozen=(), **module):
     """Trained over as many stages as there are ranks the layers become what they become in one process."""
-    losses, weights = train_plain(layers, batches, loss_fn, frozen)
+    losses, expected = train_plain(layers, batches, loss_fn, frozen)
     chunks = 2 if schedule == "interleaved" else 1
     module = {"num_chunks": chunks, "partition_method": "uniform"} | module
     model = PipelineModule(layers, num_stages=world.size, loss_fn=loss_fn, seed_layers=True, **module)
     for name, param in model.named_parameters():
         param.requires_grad_(model.layer_of(name) not in frozen)
-    settings = {
-        "train_batch_size": MICRO_BATCHES * 2,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero(stage),
-        "pipeline": {"schedule": schedule},
-    }
-    engine = mpispeed.initialize(model=model, config=settings)[0]
+    more = SGD | {"optimizer": {"type": "SGD", "params": {"lr": LR}}, "pipeline": {"schedule": schedule}}
+    engine = start(config(stage, MICRO_BATCHES * 2, MICRO_BATCHES, **more), model)
     has_data = engine.is_first_stage() or engine.is_last_stage()
     found = [float(engine.train_batch(iter(pairs) if has_data else None)) for pairs in batches]
     assert found == pytest.approx(losses, rel=1e-5)
-    for name, ours in whole_weights(engine.module).items():
-        torch.testing.assert_close(ours, weights[name], rtol=1e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}")
+    for name, ours in weights(engine).items():
+        torch.testing.assert_close(
+            ours, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
+        )
     engine.destroy()
     return engine
 
@@ -156,12 +151,12 @@ class Join(nn.Module):
 TREE = [LayerSpec(kind) for kind in (Dense, Split, Through, Through, Through, Through, Join, Dense)]
 
 
-@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 0), ("gpipe", 3), ("zb-h1", 2)])
+@pytest.mark.parametrize(("schedule", "stage"), in_turn([("1f1b", 0), ("gpipe", 3), ("zb-h1", 2)], ranks=(2, 3, 4, 1)))
 def test_trees_of_tensors_masks_and_numbers(schedule, stage, world):
     check(TREE, data(), world, schedule=schedule, stage=stage)
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3)
 def test_trees_between_chunks(world):
     check(TREE, data(), world, schedule="interleaved")
 
@@ -208,7 +203,7 @@ class Wasteful(nn.Module):
         return self.used(x), self.unused(x)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", in_turn(["1f1b", "zb-h1"]))
 def test_what_is_not_used_gets_no_gradient(schedule, world):
     layers = [LayerSpec(Wasteful) for _ in range(4)] + [lambda x: x[0]]
     check(layers, data(), world, schedule=schedule)
@@ -252,7 +247,7 @@ def test_what_cannot_be_sent_is_named(tree, words):
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("schedule", in_turn(["1f1b", "gpipe", "zb-h1"], ranks=(2, 4, 3, 1)))
 def test_shapes_that_change_inside_a_batch_and_from_batch_to_batch(schedule, world):
     check([LayerSpec(Dense) for _ in range(5)], data(4, lengths=(4, 1, 7, 7, 2)), world, schedule=schedule)
 
@@ -276,19 +271,18 @@ def test_trees_that_change_their_form(world):
 # -- stages ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", in_turn([0, 1, 2, 3], ranks=(2, 3, 4, 3)))
 def test_more_stages_than_layers(stage, world):
     check([LayerSpec(Dense)], data(), world, stage=stage)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", in_turn([0, 1, 2, 3], ranks=(3, 2, 1, 4)))
 def test_a_stage_of_functions(stage, world):
     layers = [*(lambda x: x * 1.1 for _ in range(3)), LayerSpec(Dense), lambda x: x + 1.0, lambda x: x * 0.5]
     check(layers, data(), world, stage=stage)
 
 
-@pytest.mark.parametrize("frozen", [(0,), (3,), (1, 2), (0, 1), (0, 1, 2)])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "frozen"), on_ranks([0, 3], [(0,), (3,), (1, 2), (0, 1), (0, 1, 2)]))
 def test_frozen_layers(stage, frozen, world):
     check([LayerSpec(Dense) for _ in range(4)], data(), world, stage=stage, frozen=frozen)
 
@@ -297,6 +291,6 @@ def test_frozen_layers_with_split_backward_passes(world):
     check([LayerSpec(Dense) for _ in range(4)], data(), world, schedule="zb-h1", frozen=(0, 2))
 
 
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("interval", in_turn([1, 2], ranks=(1, 3, 4, 2)))
 def test_recomputed_layers(interval, world):
     check(TREE, data(lengths=(4, 2)), world, activation_checkpoint_interval=interval)

@@ -6,7 +6,11 @@ from torch import nn
 
 import mpispeed
 from mpispeed.base.errors import ConfigError, StageError, UsageError
-from mpispeed.pipe import LayerSpec, PipelineModule, ProcessTopology, TiedLayerSpec
+from mpispeed.mesh import Mesh, Topology
+from mpispeed.nn.tensor import ColumnLinear, RowLinear
+from mpispeed.pipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, ProcessTopology, TiedLayerSpec
+from tests.helpers.own_cut import Cut, Mpu
+from tests.zoo.models import Residual
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2)]
 WIDTH, MICRO_BATCHES = 6, 4
@@ -207,16 +211,8 @@ def test_what_has_no_mean_is_told_to_all_stages(kind, world):
 
 
 def test_a_sliced_model_outlives_its_engine(world):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, 15), nn.Linear(15, WIDTH)
-
-        def forward(self, x):
-            return x + self.down(torch.relu(self.up(x)))
-
     torch.manual_seed(0)
-    model, x = nn.Sequential(Block(), Block()), pairs(0)[0][0]
+    model, x = nn.Sequential(Residual(WIDTH, 15), Residual(WIDTH, 15)), pairs(0)[0][0]
     expected = model(x).detach()
     sliced = {"autotp_size": 2, "injection_policy_tuple": {"up": "column", "down": "row"}}
     for _ in range(2):  # slices of 15 differ in size
@@ -226,3 +222,59 @@ def test_a_sliced_model_outlives_its_engine(world):
         torch.testing.assert_close(model(x).detach(), expected)
     with pytest.raises(ConfigError, match=r"layer 0.up is cut over the 2 ranks \[0, 1\].*autotp_size to 2"):
         mpispeed.initialize(model=model, config=config())
+
+
+def test_a_stage_that_trains_nothing_keeps_the_count_of_updates(mpi_tmp_path):
+    """Bias correction goes on, also where rank 0, which writes the state, has no optimizer state itself."""
+
+    def make():
+        pipe = module([linear(), LayerSpec(nn.Tanh), linear(), linear()])
+        for name, param in pipe.named_parameters():
+            param.requires_grad_(not name.startswith("0"))
+        return mpispeed.initialize(model=pipe, config=config())[0]
+
+    engine = make()
+    train(engine)
+    engine.save_checkpoint(str(mpi_tmp_path))
+    wanted = train(engine)
+    engine.destroy()
+    engine = make()
+    engine.load_checkpoint(str(mpi_tmp_path))
+    assert engine.counters.update_count == 3
+    assert train(engine) == wanted
+    engine.destroy()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["own", "by hand"])
+def test_stages_of_layers_that_are_cut_already(kind, world, mpi_tmp_path):
+    """Cut by the model's code and saved and loaded; cut by hand with our layers, on one stage only."""
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    mpu, slices = Mpu(2), Mesh(Topology({"pipe": 2, "data": 1, "model": 2}), world)["model"]
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if kind == "own":
+                self.up, self.down = Cut(WIDTH, 8, 0, mpu, marks=True), Cut(8, WIDTH, 1, mpu, marks=True)
+            else:
+                self.up, self.down = ColumnLinear(WIDTH, 8, slices), RowLinear(8, WIDTH, slices)
+
+        def forward(self, x):
+            return x + self.down(torch.tanh(self.up(x)))
+
+    def make():
+        first = [LayerSpec(Block), LayerSpec(Block)] if kind == "own" else [linear(), LayerSpec(nn.Tanh)]
+        pipe = module([*first, LayerSpec(Block), LayerSpec(Block)], num_stages=None, topology=topology, base_seed=3)
+        return mpispeed.initialize(model=pipe, config=config())[0]
+
+    engine = make()
+    train(engine, 2)
+    engine.save_checkpoint(str(mpi_tmp_path))
+    wanted = train(engine, 2)
+    engine.destroy()
+    engine = make()
+    engine.load_checkpoint(str(mpi_tmp_path))
+    assert train(engine, 2) == wanted
+    engine.destroy()
+    mpu.free()

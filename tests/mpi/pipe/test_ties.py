@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-import mpispeed
 from mpispeed.pipe import PipeDataParallelTopology, PipelineModule, TiedLayerSpec
+from tests.helpers.covering import on_ranks
 from tests.helpers.pipes import Case, Layout, all_weights, plain, train
-from tests.helpers.training import zero
+from tests.zoo.training import config, start
 
 pytestmark = pytest.mark.mpi(min_size=1)
 TIED = [
@@ -100,36 +100,20 @@ def train_whole(lr):
     return losses, shared.weight.detach()
 
 
-class Then(nn.Module):
-    """A linear layer and tanh."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("schedule", "stage"), on_ranks(["1f1b", "zb-h1"], [0, 1, 2, 3]))
 def test_a_weight_that_is_used_on_every_stage(schedule, stage, world):
     layers = []
     for index, linear in enumerate(others()):
-        layers += [Then(linear), TiedLayerSpec("shared", Shared, forward_fn=backwards if index == 1 else None)]
+        layers += [
+            nn.Sequential(linear, nn.Tanh()),
+            TiedLayerSpec("shared", Shared, forward_fn=backwards if index == 1 else None),
+        ]
     data = 2 if world.size == 4 else 1
     topology = PipeDataParallelTopology(world.size // data, data)
     model = PipelineModule(layers, topology=topology, loss_fn=nn.functional.mse_loss, partition_method="uniform")
-    settings = {
-        "train_batch_size": 2 * MICRO_BATCHES,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.05,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
-        "zero_optimization": zero(stage),
-        "pipeline": {"schedule": schedule},
-    }
-    engine = mpispeed.initialize(model=model, config=settings)[0]
+    adamw = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}
+    more = {"gradient_clipping": 0.05, "optimizer": adamw, "pipeline": {"schedule": schedule}}
+    engine = start(config(stage, 2 * MICRO_BATCHES, MICRO_BATCHES, **more), model)
     found, own, rank = [], 2 // data, engine.mesh.index("data")
     for batch in samples():
         starts = [2 * micro + rank * own for micro in range(MICRO_BATCHES)]

@@ -13,8 +13,9 @@ from torch import nn
 import mpispeed
 from mpispeed.mesh.world import start
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology, spread
+from tests.helpers.covering import in_turn
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
+pytestmark = pytest.mark.mpi
 
 STEPS, MICRO, SAMPLES, LENGTH = 4, 2, 8, 12
 
@@ -99,8 +100,12 @@ def reference():
 LAYOUTS = {2: [(2, 1, 1), (1, 2, 1)], 4: [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)]}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("number", range(4))
+CASES = [
+    (0, "1f1b"), (0, "zb-h1"), (1, "zb-h1"), (1, "1f1b"), (2, "1f1b"), (2, "zb-h1"), (3, "zb-h1"), (3, "1f1b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "schedule"), in_turn(CASES, ranks=(4, 2)))
 def test_a_transformers_model_learns_as_a_pipeline_as_it_does_whole(number, schedule):
     layouts = LAYOUTS[start().size]
     pipe, model, data = layouts[number % len(layouts)]
@@ -111,6 +116,7 @@ def test_a_transformers_model_learns_as_a_pipeline_as_it_does_whole(number, sche
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": number, "stage3_param_persistence_threshold": 0},
         "pipeline": {"schedule": schedule},
+        "tensor_parallel": {"autotp_size": model},
         "steps_per_print": None,
     }
     engine, *_ = mpispeed.initialize(model=pipeline(pipe, model, data), config=config)

@@ -18,11 +18,12 @@ from mpispeed.base.errors import ConfigError, StoreError
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.topology import Topology
 from mpispeed.native import block_io
-from mpispeed.store.cell import SwapCell
+from mpispeed.sharding import init_storage, sharded_init
+from mpispeed.store.stored_tensor import SwappedTensor
 from mpispeed.store.tiers import padded_bytes
-from mpispeed.zero import birth, birth_disk
-from tests.helpers.training import TinyLM, batches, config, train_engine, weights
-from tests.helpers.training import zero as section
+from tests.helpers.covering import in_turn
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, train_averaged, weights
 
 pytestmark = pytest.mark.ranks(1, 3)
 
@@ -41,10 +42,9 @@ def disk():
 
 
 def settings_of(disk, stage=3, device="nvme", **more):
-    settings = config(stage, 12, 1, reduction="ordered", **more)
     param = {"device": device, "nvme_path": str(disk), "max_in_cpu": 0}
-    settings["zero_optimization"] = section(stage, **({"offload_param": param} if stage == 3 else {}))
-    return settings
+    section = {"offload_param": param} if stage == 3 else {}
+    return config(stage, 12, 1, reduction="ordered", zero=section, **(WARM | more))
 
 
 def init_of(disk, **more):
@@ -79,25 +79,25 @@ class Wide(nn.Module):
             nn.init.normal_(module.weight, std=0.01)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    in_turn([(stage, dtype) for stage in (0, 1, 3) for dtype in ("fp32", "bf16")], ranks=(1, 2, 4, 3)),
+)
 def test_training_has_the_bits_of_birth_in_memory(stage, dtype, disk):
-    more = {} if dtype == "fp32" else {"bf16": {"enabled": True}}
     results = []
     for device in ("cpu", "nvme"):
-        with zero.Init(config_dict_or_path=settings_of(disk, **more), remote_device=device) as context:
+        with zero.Init(config_dict_or_path=settings_of(disk, dtype=dtype), remote_device=device) as context:
             model = TinyLM()
-        is_on_disk = isinstance(birth.find_born(model.embed.weight).cell, SwapCell)
+        is_on_disk = isinstance(sharded_init.find_init_shard(model.embed.weight).stored, SwappedTensor)
         assert is_on_disk == (device == "nvme")
         assert bool(swap_files(disk)) == is_on_disk
-        settings = settings_of(disk, stage, **more)
+        settings = settings_of(disk, stage, dtype=dtype)
         engine = mpispeed.initialize(model=model, config=settings)[0]
-        assert birth.find_born(model.embed.weight) is None
+        assert sharded_init.find_init_shard(model.embed.weight) is None
         names = {file.name for file in swap_files(disk)}
         assert not any(name.startswith("born") for name in names)  # also while the context object lives
-        results.append((train_engine(engine, batches(3, 12)), weights(engine)))
+        results.append((train_averaged(engine, batches(3, 12)), weights(engine)))
         engine.destroy()
         del context
     assert results[0][0] == results[1][0]
@@ -110,10 +110,10 @@ def test_the_device_of_the_config_counts_unless_one_is_given(disk):
     for given, expected in ((None, True), ("cpu", False), ("none", False), ("nvme", True)):
         with zero.Init(config_dict_or_path=settings_of(disk), remote_device=given):
             layer = nn.Linear(4, 4)
-        assert isinstance(birth.find_born(layer.weight).cell, SwapCell) == expected
+        assert isinstance(sharded_init.find_init_shard(layer.weight).stored, SwappedTensor) == expected
     with zero.Init(config_dict_or_path=settings_of(disk, device="cpu")):
         layer = nn.Linear(4, 4)
-    assert not isinstance(birth.find_born(layer.weight).cell, SwapCell)
+    assert not isinstance(sharded_init.find_init_shard(layer.weight).stored, SwappedTensor)
 
 
 @pytest.mark.mpi(min_size=1)
@@ -167,29 +167,29 @@ def test_memory_holds_one_module_and_not_the_model(disk):
         gc.collect()
         before = peak
         layers = nn.ModuleList(Watched() for _ in range(depth))
-        assert context.birth.peak_elements == 0
-    assert context.birth.home.file_bytes == depth * padded_bytes(-(-(1 << 20) // size), torch.float32)
+        assert context.sharded_init.peak_elements == 0
+    assert context.sharded_init.home.file_bytes == depth * padded_bytes(-(-(1 << 20) // size), torch.float32)
     part = depth * (1 << 22) // size
     assert peak - before < min(24 << 20, part)
-    assert all(isinstance(birth.find_born(layer.weight).cell, SwapCell) for layer in layers)
+    assert all(isinstance(sharded_init.find_init_shard(layer.weight).stored, SwappedTensor) for layer in layers)
 
 
 @pytest.mark.mpi(min_size=1)
 def test_initialize_takes_over_one_unit_at_a_time(disk, monkeypatch):
-    monkeypatch.setattr(birth_disk, "FILE_BYTES", 4 << 20)
+    monkeypatch.setattr(init_storage, "FILE_BYTES", 4 << 20)
     with zero.Init(config_dict_or_path=settings_of(disk), remote_device="nvme") as context:
         model = Wide(8)
-    home, left = context.birth.home, []
+    home, left = context.sharded_init.home, []
     drop = home.drop
 
-    def watch(cell):
-        drop(cell)
+    def watch(stored):
+        drop(stored)
         left.append(home.file_bytes)
 
     monkeypatch.setattr(home, "drop", watch)
-    context.birth.peak_elements = 0
+    context.sharded_init.peak_elements = 0
     engine = mpispeed.initialize(model=model, config=settings_of(disk))[0]
-    assert context.birth.peak_elements == 1 << 20
+    assert context.sharded_init.peak_elements == 1 << 20
     assert left == sorted(left, reverse=True)
     assert left[0] > 0
     assert left[-1] == 0
@@ -207,9 +207,11 @@ def test_nested_contexts_have_their_own_place(disk):
         with init_of(disk):
             other = nn.Linear(6, 6)
         again = nn.Linear(6, 6)
-    kinds = [isinstance(birth.find_born(m.weight).cell, SwapCell) for m in (outer, inner, other, again)]
+    kinds = [
+        isinstance(sharded_init.find_init_shard(m.weight).stored, SwappedTensor) for m in (outer, inner, other, again)
+    ]
     assert kinds == [True, False, True, True]
-    assert len({birth.find_born(m.weight).birth for m in (outer, inner, other, again)}) == 3
+    assert len({sharded_init.find_init_shard(m.weight).sharded_init for m in (outer, inner, other, again)}) == 3
     del outer, other, again
     gc.collect()
     mpispeed.init_distributed().comm.barrier()
@@ -232,9 +234,9 @@ def test_mistakes_are_named(disk):
     with pytest.raises(ConfigError, match=r"offload_param\.nvme_path"):
         zero.Init(remote_device="nvme")
     with pytest.raises(ConfigError, match=r"offload_param\.nvme_path"):
-        zero.Init(remote_device="nvme", config_dict_or_path=config(3, 12, 1))
-    with pytest.raises(ConfigError, match="does not exist"):
-        init_of(disk / "not-there")
+        zero.Init(remote_device="nvme", config_dict_or_path=config(3, 12, 1, **WARM))
+    with pytest.raises(ConfigError, match="File name too long"):
+        init_of(disk / ("long" * 99))
 
 
 @pytest.mark.mpi(min_size=1)

@@ -62,11 +62,27 @@ def test_folders_of_one_run_side_by_side(world, root):
     folder.remove()
 
 
-def test_a_folder_missing_on_the_last_rank(world, root, last):
-    text = refused(world, root / "missing" if last else root)
+def test_a_missing_folder_is_made(world, root):
+    report = preflight(world.comm, world.node, root / "a" / "b", 1 << 20, Options())
+    assert report.roots == [str(root / "a" / "b")] * world.size
+    world.comm.barrier()
+    assert list((root / "a" / "b").iterdir()) == []
+    world.comm.barrier()
+    if world.rank == 0:
+        shutil.rmtree(root / "a")
+
+
+def test_a_folder_that_the_last_rank_cannot_make(world, root, last):
+    link = root / "link"
+    if last:
+        link.symlink_to(root / "gone")
+    text = refused(world, link if last else root)
     assert f"on 1 of {world.size} ranks" in text
     assert f"rank {world.size - 1} on " in text
-    assert "does not exist" in text
+    assert "does not exist and cannot be made (link is a link that leads nowhere" in text
+    world.comm.barrier()
+    if last:
+        link.unlink()
 
 
 def test_a_file_in_place_of_the_folder_on_the_last_rank(world, root, last):

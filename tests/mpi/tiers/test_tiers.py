@@ -6,12 +6,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
 from mpispeed.base.errors import StoreError
-from tests.helpers.training import batches, config, make_engine, train_engine, weights, zero
+from tests.helpers.covering import in_turn
+from tests.zoo import same_bits
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, start, train_averaged, weights
 
-STEPS = 6
+STEPS = 5
 
 
 @pytest.fixture
@@ -39,11 +41,10 @@ def params_on(folder, device="nvme", **more):
 
 def run(stage, accumulation, sections, **more):
     """Losses and weights of a few steps."""
-    settings = config(stage, 12 * accumulation, accumulation, reduction="ordered", **more)
-    settings["zero_optimization"] = zero(stage, **sections)
-    engine = make_engine(settings)
+    settings = config(stage, 12 * accumulation, accumulation, reduction="ordered", **(WARM | more), zero=sections)
+    engine = start(settings, TinyLM())
     swapped = engine.parts.params.tiers.file_bytes
-    losses = train_engine(engine, batches(STEPS, 12 * accumulation))
+    losses = train_averaged(engine, batches(STEPS, 12 * accumulation))
     found = weights(engine)
     engine.destroy()
     return losses, found, swapped
@@ -52,7 +53,7 @@ def run(stage, accumulation, sections, **more):
 @functools.cache
 def plain(stage, accumulation, dtype="fp32"):
     """What `run` gives with everything in memory; the same for all cases."""
-    return run(stage, accumulation, {}, **({} if dtype == "fp32" else {dtype: {"enabled": True}}))[:2]
+    return run(stage, accumulation, {}, dtype=dtype)[:2]
 
 
 CASES = {
@@ -75,35 +76,38 @@ CASES = {
 }
 
 
+WAYS = [(name, stage, count) for name, (_, stages) in CASES.items() for stage in stages for count in (1, 3)]
+
+
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(("name", "stage"), [(name, stage) for name, (_, stages) in CASES.items() for stage in stages])
+@pytest.mark.parametrize(("name", "stage", "accumulation"), in_turn(WAYS, ranks=(1, 3, 2, 4, 3)))
 def test_losses_and_weights_are_those_of_no_offload(name, stage, accumulation, disk):
     section = CASES[name][0](disk)
     expected, reference = plain(stage, accumulation)
     losses, found, swapped = run(stage, accumulation, section)
     assert losses == expected
-    assert all(torch.equal(found[key], reference[key]) for key in reference)
+    same_bits(found, reference)
     assert (swapped > 0) == ("'device': 'nvme'" in str(section))
     assert not list(disk.rglob("*.swap"))
 
 
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sixteen_bit_training_has_the_same_bits_too(dtype, stage, disk):
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    in_turn([(stage, dtype) for stage in (1, 2, 3) for dtype in ("bf16", "fp16")], ranks=(3, 1, 2, 4)),
+)
+def test_sixteen_bit_training_has_the_same_bits_too(stage, dtype, disk):
     section = {**optimizer_on(disk, pipeline_read=True), **(params_on(disk) if stage == 3 else {})}
     expected, reference = plain(stage, 2, dtype)
-    losses, found, _ = run(stage, 2, section, **{dtype: {"enabled": True}})
+    losses, found, _ = run(stage, 2, section, dtype=dtype)
     assert losses == expected
-    assert all(torch.equal(found[key], reference[key]) for key in reference)
+    same_bits(found, reference)
 
 
 @pytest.mark.mpi(min_size=1)
 def test_swap_files_are_private_and_of_one_rank(disk):
-    settings = config(3, 12, 1)
-    settings["zero_optimization"] = zero(3, **optimizer_on(disk), **params_on(disk))
-    engine = make_engine(settings)
+    settings = config(3, 12, 1, **WARM, zero=optimizer_on(disk) | params_on(disk))
+    engine = start(settings, TinyLM())
     engine.mesh.world.comm.barrier()
     files = sorted(disk.rglob("*.swap"))
     folders = {file.parent for file in files}
@@ -117,24 +121,23 @@ def test_swap_files_are_private_and_of_one_rank(disk):
 
 
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("buffers", [1, 5])
+@pytest.mark.parametrize("buffers", in_turn([1, 5], ranks=(3, 2, 1, 4)))
 def test_padding_of_swapped_parameters_is_zero_and_spoils_no_codes(buffers, disk):
     section = {**params_on(disk, buffer_count=buffers), **optimizer_on(disk)}
     more = {"bf16": {"enabled": True}}
     expected, reference, _ = run(3, 1, {"zero_quantized_weights": True}, **more)
     losses, found, _ = run(3, 1, {"zero_quantized_weights": True, **section}, **more)
     assert losses == expected
-    assert all(torch.equal(found[key], reference[key]) for key in reference)
+    same_bits(found, reference)
 
 
 @pytest.mark.mpi(min_size=1)
 def test_an_error_in_the_update_of_one_rank_ends_the_step_of_all_and_leaves_no_window_borrowed(disk):
-    settings = config(3, 12, 1)
-    settings["zero_optimization"] = zero(3, **params_on(disk), **optimizer_on(disk, pipeline_read=True))
-    engine = make_engine(settings)
+    settings = config(3, 12, 1, **WARM, zero=params_on(disk) | optimizer_on(disk, pipeline_read=True))
+    engine = start(settings, TinyLM())
     rule = engine.parts.optimization.rule
     update, data = rule.update, batches(3, 12)
-    train_engine(engine, data[:1])
+    train_averaged(engine, data[:1])
 
     def broken(windows, **options):
         next(iter(windows))
@@ -143,7 +146,7 @@ def test_an_error_in_the_update_of_one_rank_ends_the_step_of_all_and_leaves_no_w
 
     rule.update = broken if engine.mesh.rank == 0 else update
     with pytest.raises(StoreError, match="the rule is broken") as kept:
-        train_engine(engine, data[1:2])
+        train_averaged(engine, data[1:2])
     rule.update = update
     assert engine.save_checkpoint(str(disk / "after"))  # reads through the buffers; `kept` still holds the traceback
     assert kept.value is not None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpispeed.base.units import format_ranks
+from mpispeed.base.units import format_bytes, format_list, format_ranks
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,19 @@ from mpispeed.base.units import format_ranks
 )
 def test_ranks(ranks, words):
     assert format_ranks(ranks) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(1032192, "1008 KiB"), (1023, "1023 B"), (999.5 * 1024, "1000 KiB"), (999.4 * 1024, "999 KiB"),
+     (1 << 20, "1 MiB"), (1020 << 20, "1020 MiB"), (1.17 * 2**30, "1.17 GiB"), (3000 << 40, "3000 TiB"),
+     (-1032192, "-1008 KiB")],
+)  # fmt: skip
+def test_bytes_have_no_exponent(count, words):
+    assert format_bytes(count) == words
+
+
+def test_a_list_says_how_many_more_there_are():
+    texts = [format_list(["a", "b", "c"], most) for most in (1, 2, 3, 4)]
+    assert texts == ["a and 2 more", "a, b and 1 more", "a, b, c", "a, b, c"]
+    assert format_list([], 3) == ""

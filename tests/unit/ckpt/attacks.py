@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 import h5py
+import numpy as np
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import blocks, schema, tags
-from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.save import SaveOptions
+from mpispeed.ckpt.format import blocks, schema, tags
+from mpispeed.ckpt.format import manifest as manifests
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.sample import saved
 
 CPU_SECONDS = 5
@@ -66,6 +67,26 @@ def sign_files(tag):
             record = blocks.plain_record(tag / name)
             found[name] |= {"bytes": record.bytes, "crc32c": record.crc32c, "index_extents": [], "index_crc32c": 0}
     sign(tag, files=found)
+
+
+def fixed(owner, name, value):
+    """An attribute of text as a checkpoint has it, of fixed length."""
+    if name in owner.attrs:
+        del owner.attrs[name]
+    owner.attrs.create(name, np.bytes_(value))
+
+
+def make_dict(group, names):
+    """Let a group of the state be a dict of these keys."""
+    fixed(group, "%kind", "dict")
+    group.attrs["%length"] = len(names)
+    if "%keys" in group:
+        del group["%keys"]
+    text = json.dumps(names)
+    if len(text) < 60_000:
+        fixed(group, "%keys", text)
+    else:
+        group["%keys"] = np.bytes_(text)
 
 
 def read_all(folder, tag=None):

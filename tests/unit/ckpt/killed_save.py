@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from mpispeed.ckpt import tags
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.save import SaveOptions
-from tests.unit.ckpt.sample import same_bits, saved, tensors_of
+from mpispeed.ckpt.format import tags
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.write.save import SaveOptions
+from tests.unit.ckpt.sample import saved, tensors_of
+from tests.zoo import has_same_bits
 
 WATCHED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
@@ -51,7 +52,7 @@ def save_until(folder, tag, kill_at, **more):
 
 def holds(folder, tag, seed):
     with open_checkpoint(folder, tag) as checkpoint:
-        return all(same_bits(checkpoint.read_whole(*key), value) for key, value in small(seed).items())
+        return all(has_same_bits(checkpoint.read_whole(*key), value) for key, value in small(seed).items())
 
 
 def expect(is_so, what):
@@ -86,10 +87,16 @@ def kill_overwrite(folder, kill_at):
     return was_killed
 
 
+def kill_overwrite_by_two_names(folder, kill_at):
+    """The same where the file system cannot let folders change places."""
+    tags.exchange = lambda *_: False
+    return kill_overwrite(folder, kill_at)
+
+
 def main(folder):
     torch.set_num_threads(1)  # a child of fork has none of the threads its parent's OpenMP counts on
     kills = 0
-    for scenario in (kill_new_tag, kill_overwrite):
+    for scenario in (kill_new_tag, kill_overwrite, kill_overwrite_by_two_names):
         kill_at = 1
         while scenario(folder, kill_at):
             kill_at += 1

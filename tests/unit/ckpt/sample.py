@@ -3,8 +3,8 @@
 import torch
 
 from mpispeed.base.errors import MpispeedError
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.save import save
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.write.save import save
 from mpispeed.mesh import sim
 
 STATE = {
@@ -90,11 +90,3 @@ def saved(folder, tag="step7", size=1, **more):
         if isinstance(report, Exception):
             raise report
     return reports[0].path
-
-
-def same_bits(first, second):
-    """True if dtype, shape and every bit are equal."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    flats = [x.contiguous().reshape(-1).view(torch.uint8) for x in (first, second)]
-    return torch.equal(*flats)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from mpispeed.ckpt import schema
-from mpispeed.ckpt.reader import open_reader
+from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.read.reader import open_reader
 from mpispeed.ckpt.tools import stats, stats_html, stats_plot
 from mpispeed.cli.ckpt import ckpt
 from tests.unit.ckpt.sample import saved

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import schema
-from mpispeed.ckpt.errors import CorruptCheckpoint, IncompleteCheckpoint
-from mpispeed.ckpt.load import open_checkpoint
+from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint
+from mpispeed.ckpt.read.load import open_checkpoint
 from tests.unit.ckpt.sample import saved, tensors_of
 
 
@@ -149,7 +149,7 @@ def test_no_flipped_bit_of_the_manifest_goes_unnoticed(folder):
 
 
 def rewrite(folder, **changes):
-    from mpispeed.ckpt import manifest as manifests
+    from mpispeed.ckpt.format import manifest as manifests
 
     path = folder / "step7" / schema.MANIFEST_FILE
     content = json.loads(path.read_text()) | changes
@@ -157,11 +157,11 @@ def rewrite(folder, **changes):
 
 
 def test_versions_newer_than_this_library(folder, caplog):
-    rewrite(folder, version=[1, 9])
+    rewrite(folder, version=[2, 9])
     read_all(folder)
-    assert "format 1.9, newer than 1.0" in caplog.text
-    rewrite(folder, version=[2, 0])
-    with pytest.raises(CheckpointError, match=r"format 2\.0.*install a newer"):
+    assert "format 2.9, newer than 2.0" in caplog.text
+    rewrite(folder, version=[3, 0])
+    with pytest.raises(CheckpointError, match=r"format 3\.0.*install a newer"):
         open_checkpoint(folder)
 
 
@@ -187,7 +187,7 @@ def test_uncommitted_tags_are_refused(folder):
 def test_a_foreign_hdf5_file_is_no_checkpoint(folder):
     import h5py
 
-    from mpispeed.ckpt import index
+    from mpispeed.ckpt.format import index
 
     path = folder / schema.MODEL_FILE
     with h5py.File(path, "w") as file:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.errors import SaveFailed, UnsupportedValue
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.save import SaveOptions, save
-from tests.unit.ckpt.sample import outcomes, same_bits, save_by, saved, tensors_of
+from mpispeed.ckpt.format.errors import SaveFailed, UnsupportedValue
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.write.save import SaveOptions, save
+from tests.helpers.system import CHECKOUT
+from tests.unit.ckpt.sample import outcomes, save_by, saved, tensors_of
+from tests.zoo import has_same_bits
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -44,7 +46,7 @@ def assert_holds(folder, tensors, tag="step7"):
     with open_checkpoint(folder) as checkpoint:
         assert checkpoint.tag == tag
         for (name, slot), value in tensors.items():
-            assert same_bits(checkpoint.read_whole(name, slot), value)
+            assert has_same_bits(checkpoint.read_whole(name, slot), value)
 
 
 def test_a_limit_on_file_size(tmp_path):
@@ -140,14 +142,13 @@ def test_arguments_without_a_place_in_the_format(tmp_path, more, message):
 
 def test_a_save_killed_at_any_point_harms_nothing(tmp_path):
     script = Path(__file__).with_name("killed_save.py")
-    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, script, tmp_path],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([CHECKOUT, *filter(None, sys.path)])},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # fewer kills would mean that the script no longer reaches into the save

@@ -41,14 +41,15 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import schema, tags
-from mpispeed.ckpt.errors import CorruptCheckpoint, NoCheckpoint, TagNotFound, UnsupportedValue
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.save import SaveOptions
+from mpispeed.ckpt.format import schema, tags
+from mpispeed.ckpt.format.errors import CorruptCheckpoint, NoCheckpoint, TagNotFound, UnsupportedValue
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.ckpt.tools.verify import verify
-from tests.helpers.system import with_own_mounts
+from mpispeed.ckpt.write.save import SaveOptions
+from tests.helpers.system import CHECKOUT, with_own_mounts
 from tests.unit.ckpt.attacks import SECONDS, TENSORS, limited, read_all, records, sign
-from tests.unit.ckpt.sample import same_bits, save_by, saved
+from tests.unit.ckpt.sample import save_by, saved
+from tests.zoo import has_same_bits
 
 ROOT = Path(__file__).resolve().parents[3]
 OTHERS = {key: value + 1 for key, value in TENSORS.items()}
@@ -56,7 +57,7 @@ OTHERS = {key: value + 1 for key, value in TENSORS.items()}
 
 def holds(folder, tensors, tag=None):
     values, *_ = read_all(folder, tag)
-    return set(values) == set(tensors) and all(same_bits(values[key], tensors[key]) for key in tensors)
+    return set(values) == set(tensors) and all(has_same_bits(values[key], tensors[key]) for key in tensors)
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_7_a_wrong_tag_is_no_file_and_names_the_nearest(folder):
 
 
 def test_8_ranks_that_save_under_different_tags_use_that_of_rank_0(tmp_path):
-    from mpispeed.ckpt.save import save
+    from mpispeed.ckpt.write.save import save
     from tests.unit.ckpt.sample import cut, outcomes, params_of
 
     def work(comm):
@@ -154,7 +155,7 @@ def test_12_load_after_save_and_save_after_load(tmp_path):
         for report in save_by(1 + number % 4, tmp_path, f"t{number}", tensors=values, options=options):
             assert report.tag == f"t{number}"
         values, *_ = read_all(tmp_path)
-    assert all(same_bits(values[key], TENSORS[key]) for key in TENSORS)
+    assert all(has_same_bits(values[key], TENSORS[key]) for key in TENSORS)
 
 
 def test_12_an_open_checkpoint_outlives_its_overwriting_or_says_so(folder):
@@ -166,7 +167,7 @@ def test_12_an_open_checkpoint_outlives_its_overwriting_or_says_so(folder):
             saved(folder, tensors=OTHERS, options=SaveOptions(files=3, overwrite=True))
             for key, value in TENSORS.items():
                 try:
-                    assert same_bits(checkpoint.read_whole(*key), value)
+                    assert has_same_bits(checkpoint.read_whole(*key), value)
                 except CheckpointError as failure:
                     assert "step7" in str(failure)
     assert holds(folder, OTHERS)
@@ -228,7 +229,7 @@ def test_15_what_client_state_may_hold(tmp_path):
     for key, value in KINDS.items():
         assert type(back[key]) is type(value), key
         if isinstance(value, torch.Tensor):
-            assert same_bits(back[key], value), key
+            assert has_same_bits(back[key], value), key
         elif isinstance(value, np.ndarray):
             assert back[key].dtype == value.dtype
             assert np.array_equal(back[key], value), key
@@ -295,7 +296,7 @@ exec "$PYTHON" -c '
 import sys
 from pathlib import Path
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import tags
+from mpispeed.ckpt.format import tags
 from tests.unit.ckpt.attacks import TENSORS, read_all
 from tests.unit.ckpt.sample import save_by
 folder = Path(sys.argv[1])
@@ -315,8 +316,7 @@ print("done")
 
 
 def test_16_a_read_only_file_system(folder):
-    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": paths}
+    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join([CHECKOUT, *filter(None, sys.path)])}
     done = subprocess.run(
         [*with_own_mounts(), "sh", "-c", READ_ONLY, "sh", str(folder)],
         capture_output=True, text=True, env=env, timeout=100, check=False,
@@ -374,15 +374,19 @@ def test_18_versions(folder, caplog, name):
             file.attrs["version"] = np.array([major, minor], np.int64)
         sign_files(folder / "step7")
 
-    write(2, 0)
-    with pytest.raises(CheckpointError, match=r"format 2\.0, this library reads up to 1\.0; install a newer") as caught:
-        open_checkpoint(folder)
-    assert not isinstance(caught.value, CorruptCheckpoint)
+    for major, what in (
+        (3, r"3\.0, this library reads up to 2\.0; install a newer"),
+        (1, r"1\.0, .* older mpispeed"),
+    ):
+        write(major, 0)
+        with pytest.raises(CheckpointError, match=f"format {what}") as caught:
+            open_checkpoint(folder)
+        assert not isinstance(caught.value, CorruptCheckpoint)
     with caplog.at_level(logging.WARNING):
-        write(1, 7)
+        write(2, 7)
         assert holds(folder, TENSORS)
     if name == "manifest":
-        assert "format 1.7, newer than 1.0" in caplog.text
+        assert "format 2.7, newer than 2.0" in caplog.text
 
 
 LOCKER = """

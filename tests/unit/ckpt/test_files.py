@@ -5,15 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from mpispeed.ckpt import model_file, schema
-from mpispeed.ckpt.errors import CorruptCheckpoint
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.save import SaveOptions, save
-from mpispeed.ckpt.windows import streams_of
+from mpispeed.ckpt.format import model_file, schema
+from mpispeed.ckpt.format.errors import CorruptCheckpoint
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.write.save import SaveOptions, save
+from mpispeed.ckpt.write.two_phase import streams_of
 from mpispeed.native import block_io
-from tests.unit.ckpt.sample import cut, outcomes, params_of, same_bits, save_by, tensors_of
+from tests.unit.ckpt.sample import cut, outcomes, params_of, save_by, tensors_of
 from tests.unit.ckpt.test_deferred import put_off
+from tests.zoo import has_same_bits
 
 
 def contents(path):
@@ -25,7 +26,7 @@ def contents(path):
 def check(folder, tensors):
     with open_checkpoint(folder) as checkpoint:
         for key, value in tensors.items():
-            assert same_bits(checkpoint.read_whole(*key), value), key
+            assert has_same_bits(checkpoint.read_whole(*key), value), key
 
 
 @pytest.mark.parametrize("files", [1, 3])
@@ -98,7 +99,7 @@ def test_links_lead_to_their_own_place_only(tmp_path, where):
         assert target.filename == "data/d00002.h5"
         del file["params/scale/master"]
         file["params/scale/master"] = h5py.ExternalLink(where, "/params/layers.0.weight/master")
-    from mpispeed.ckpt import index
+    from mpispeed.ckpt.format import index
 
     with pytest.raises(CorruptCheckpoint, match=r"model\.h5.*params/scale/master is a link to"):
         index.read_index(path, [f"data/d0000{n}.h5" for n in range(3)])
@@ -129,7 +130,7 @@ def test_a_failing_rank_in_a_window_fails_all(tmp_path, problem, monkeypatch):
             yield values[first:last]
 
         start, stop = comm.rank << 20, (comm.rank + 1) << 20
-        from mpispeed.ckpt.logical import Deferred
+        from mpispeed.ckpt.format.logical import Deferred
 
         own = (
             Deferred(1 << 20, torch.float32, failing) if comm.rank == 1 and problem == "reading" else values[start:stop]

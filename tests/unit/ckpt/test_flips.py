@@ -10,13 +10,14 @@ import torch
 from click.testing import CliRunner
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import schema
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.save import SaveOptions
+from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.ckpt.tools.verify import verify
+from mpispeed.ckpt.write.save import SaveOptions
 from mpispeed.cli.ckpt import ckpt
 from tests.unit.ckpt.attacks import TENSORS, limited, read_all, records
-from tests.unit.ckpt.sample import STATE, same_bits, saved
+from tests.unit.ckpt.sample import STATE, saved
+from tests.zoo import has_same_bits
 
 SEED = 20
 FLIPS = 12
@@ -64,7 +65,7 @@ def flipped(path, place, bit):
 def same(first, second):
     """Equal in type and every bit, however nested."""
     if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and same_bits(first, second)
+        return isinstance(second, torch.Tensor) and has_same_bits(first, second)
     if isinstance(first, np.ndarray):
         return isinstance(second, np.ndarray) and np.array_equal(first, second)
     if isinstance(first, dict):

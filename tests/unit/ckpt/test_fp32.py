@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 import mpispeed
-from mpispeed.ckpt import fp32
 from mpispeed.ckpt.tools.importing import import_checkpoint
+from mpispeed.compat import fp32
 from tests.unit.ckpt import foreign_folders as folders
-from tests.unit.ckpt.sample import same_bits
+from tests.zoo import has_same_bits
 
 
 @pytest.fixture(params=["grouped", "cut", "ours"])
@@ -37,7 +37,7 @@ def test_a_state_dict_is_whole_fp32_with_ties(root):
     assert state["head.weight"] is state["embed.weight"]
     assert set(state) == set(wanted()) | {"head.weight"}
     for name, tensor in wanted().items():
-        assert same_bits(state[name], tensor), name
+        assert has_same_bits(state[name], tensor), name
     assert set(fp32.get_fp32_state_dict_from_zero_checkpoint(str(root), folders.TAG)) == set(state)
     fewer = fp32.get_fp32_state_dict_from_zero_checkpoint(root, exclude_frozen_parameters=True)
     assert set(state) - set(fewer) == {"frozen.weight"}
@@ -48,22 +48,15 @@ def test_lazy_objects_read_when_asked(root):
     assert state["head.weight"] is state["embed.weight"]
     for name, tensor in wanted().items():
         assert state[name].shape == tensor.shape
-        assert same_bits(state[name].contiguous(), tensor)
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(13, 7)
-        self.a = torch.nn.Linear(7, 5)
-        self.other = torch.nn.Linear(2, 2)
+        assert has_same_bits(state[name].contiguous(), tensor)
 
 
 def test_a_model_takes_what_it_has(root):
-    model = Model()
+    layers = {"embed": torch.nn.Embedding(13, 7), "a": torch.nn.Linear(7, 5), "other": torch.nn.Linear(2, 2)}
+    model = torch.nn.ModuleDict(layers)
     assert mpispeed.load_state_dict_from_zero_checkpoint(model, root) is model
-    assert torch.equal(model.embed.weight, wanted()["embed.weight"])
-    assert torch.equal(model.a.bias, wanted()["a.bias"])
+    assert torch.equal(model["embed"].weight, wanted()["embed.weight"])
+    assert torch.equal(model["a"].bias, wanted()["a.bias"])
 
 
 @pytest.mark.parametrize("output", ["one.bin", "one.safetensors", "torch", "safe"])
@@ -79,7 +72,7 @@ def test_conversion_writes_files(root, tmp_path, output):
     for file in files:
         state |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
     for name, tensor in wanted().items():
-        assert same_bits(state[name], tensor), name
+        assert has_same_bits(state[name], tensor), name
     if files[0].suffix == ".bin":
         assert torch.equal(state["head.weight"], state["embed.weight"])
 
@@ -109,7 +102,7 @@ def test_errors_are_those_that_scripts_catch(tmp_path):
 def test_twelve_and_more_ranks_are_sorted_as_numbers(tmp_path):
     folders.write_grouped(tmp_path, folders.Known(), 12)
     state = fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    assert all(same_bits(state[name], tensor) for name, tensor in wanted().items())
+    assert all(has_same_bits(state[name], tensor) for name, tensor in wanted().items())
 
 
 def test_clones_do_not_drag_what_they_were_cut_from(tmp_path):

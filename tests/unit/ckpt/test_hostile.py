@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpispeed.ckpt import blocks, index, schema, state_file
-from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt.errors import CorruptCheckpoint, TagNotFound
-from mpispeed.ckpt.load import open_checkpoint
+from mpispeed.ckpt.format import blocks, index, schema, state_file
+from mpispeed.ckpt.format import manifest as manifests
+from mpispeed.ckpt.format.errors import CorruptCheckpoint, TagNotFound
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.ckpt.tools import ls as listing
 from mpispeed.cli.ckpt import ckpt
+from tests.unit.ckpt.attacks import make_dict
 from tests.unit.ckpt.sample import saved
 
 SECRET = b"what nobody else may read"
@@ -32,7 +33,7 @@ def folder(good, tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
     with h5py.File(tmp_path / "secret.h5", "w") as file:
         file["data"] = np.frombuffer(SECRET, np.uint8)
-        file["data"].attrs["%kind"] = "bytes"
+        file["data"].attrs["%kind"] = np.bytes_("bytes")
     return shutil.copytree(good, tmp_path / "copy")
 
 
@@ -84,7 +85,7 @@ TRICKS = [external_storage, external_link, soft_link, huge_chunked, huge_contigu
 def plant(group, name, trick, where):
     trick(group, name, where)
     if isinstance(group.get(name, getlink=True), h5py.HardLink):
-        group[name].attrs["%kind"] = "bytes"
+        group[name].attrs["%kind"] = np.bytes_("bytes")
 
 
 @pytest.mark.parametrize("trick", TRICKS)
@@ -92,8 +93,7 @@ def test_a_state_that_points_elsewhere_or_is_huge_is_refused(folder, trick):
     path = folder / "step7" / schema.STATE_FILE
     with h5py.File(path, "r+") as file:
         client = file["state/client"]
-        client.attrs["%length"] = 1
-        client.attrs.create("%keys", ["leak"], dtype=h5py.string_dtype())
+        make_dict(client, ["leak"])
         plant(client, "leak", trick, folder.parent)
     sign_files(folder / "step7")
     with (
@@ -143,14 +143,13 @@ def test_keys_cannot_walk_through_links_or_back(folder, key):
         client = file["state/client"]
         client["way"] = h5py.ExternalLink(str(folder.parent / "secret.h5"), "/")
         client["again"] = client
-        client.attrs["%length"] = 1
-        client.attrs.create("%keys", [key], dtype=h5py.string_dtype())
+        make_dict(client, [key])
     with pytest.raises(CorruptCheckpoint, match=r"state\.h5"):
         state_file.decode_state(path, path.read_bytes())
 
 
 def test_a_small_file_in_memory_is_large_enough_for_its_own_datasets():
-    from mpispeed.ckpt import hdf5
+    from mpispeed.ckpt.format import hdf5
 
     image = io.BytesIO()
     with h5py.File(image, "w") as file:

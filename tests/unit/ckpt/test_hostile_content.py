@@ -1,12 +1,15 @@
 """HDF5 files made by others, with checksums that fit: every one is refused at once, and nothing elsewhere is opened."""
 
+import subprocess
+import sys
+
 import h5py
 import numpy as np
 import pytest
 
-from mpispeed.ckpt import schema
+from mpispeed.ckpt.format import schema
 from tests.unit.ckpt import attacks
-from tests.unit.ckpt.attacks import as_older_file, move_data, read_all, refused, sign_files
+from tests.unit.ckpt.attacks import SECONDS, as_older_file, fixed, make_dict, move_data, read_all, refused, sign_files
 
 MODEL, STATE = schema.MODEL_FILE, schema.STATE_FILE
 TEXT = h5py.string_dtype()
@@ -88,7 +91,7 @@ MODELS = {
     **{
         f"version {value}": attribute("/", "version", value)
         for value in ([1.5, 0], [np.nan, 0], [-1, 0], [1, -1], [True, False], [1], [1, 0, 0], "1.0", 1,
-                      [2, 0], [2**62, 0])
+                      [1, 0], [3, 0], [2**62, 0])
     },
     "version empty": attribute("/", "version", h5py.Empty("i8")),
     **{
@@ -140,11 +143,16 @@ MODELS = {
         file.__delitem__("buffers/steps"), replaced("buffers/steps", data=np.zeros(1, "<u4"))(file),
         file.__delitem__("integrity/steps/buffer"), linked("integrity/steps/buffer", "buffers/steps")(file),
     ),
-    "alias of nothing": attribute("aliases", "tied", np.bytes_("gone")),
-    "alias of an alias": attribute("aliases", "more", np.bytes_("tied")),
-    "alias of itself": attribute("aliases", "more", np.bytes_("more")),
-    "alias that is a parameter": attribute("aliases", "a.weight", np.bytes_("b.weight")),
-    "alias of a number": attribute("aliases", "tied", 5),
+    "alias of nothing": replaced("aliases", data=np.bytes_('{"tied": "gone"}')),
+    "alias of an alias": replaced("aliases", data=np.bytes_('{"tied": "b.weight", "more": "tied"}')),
+    "alias of itself": replaced("aliases", data=np.bytes_('{"more": "more"}')),
+    "alias that is a parameter": replaced("aliases", data=np.bytes_('{"a.weight": "b.weight"}')),
+    "alias of a number": replaced("aliases", data=np.bytes_('{"tied": 5}')),
+    "aliases a list": replaced("aliases", data=np.bytes_('["tied"]')),
+    "aliases deep": replaced("aliases", data=np.bytes_("[" * 100000)),
+    "aliases of variable length": replaced("aliases", data='{"tied": "b.weight"}', dtype=TEXT),
+    "aliases a group": lambda file: (file.__delitem__("aliases"), file.create_group("aliases")),
+    "attributes very many": lambda file: [file["params/b.weight"].attrs.__setitem__(f"a{n}", n) for n in range(3000)],
     "name spelled otherwise": group_of("%61.weight"),
     "name with a small sign": group_of("x%2fy"),
     "name of a marker": group_of("%kind"),
@@ -152,7 +160,10 @@ MODELS = {
     "name that no screen shows": lambda file: file.create_group("params/\x1b[2J\x07"),
     "no parameters": lambda file: file.__delitem__("params"),
     "parameters a dataset": replaced("params", data=1.0),
-    "other tag": attribute("/", "tag", 7),
+    "tag no text": attribute("/", "tag", 7),
+    "tag of another": attribute("/", "tag", np.bytes_("step8")),
+    "step of another": attribute("/", "global_step", 8),
+    "step negative": attribute("/", "global_step", -5),
     "step no number": attribute("/", "global_step", np.nan),
 }  # fmt: skip
 
@@ -202,9 +213,7 @@ def client(change):
         group = file["state/client"]
         for name in list(group.attrs):
             del group.attrs[name]
-        group.attrs["%kind"] = "dict"
-        group.attrs["%length"] = 1
-        group.attrs.create("%keys", ["leak"], dtype=TEXT)
+        make_dict(group, ["leak"])
         change(group)
 
     return plant
@@ -212,7 +221,7 @@ def client(change):
 
 def dataset(kind, **how):
     def change(group):
-        group.create_dataset("leak", **how).attrs["%kind"] = kind
+        fixed(group.create_dataset("leak", **how), "%kind", kind)
 
     return client(change)
 
@@ -220,10 +229,10 @@ def dataset(kind, **how):
 def sequence(kind, length, **values):
     def change(group):
         made = group.create_group("leak")
-        made.attrs["%kind"] = kind
-        made.attrs["%length"] = length
+        made.attrs["%kind"] = np.bytes_(kind) if isinstance(kind, str) else kind
+        made.attrs["%length"] = np.bytes_(length) if isinstance(length, str) else length
         for name, value in values.items():
-            made.attrs[name[1:]] = value
+            made.attrs[name[1:]] = np.bytes_(value) if isinstance(value, str) else value
 
     return client(change)
 
@@ -231,9 +240,7 @@ def sequence(kind, length, **values):
 def deep(group):
     for _ in range(1100):
         made = group.create_group("leak")
-        made.attrs["%kind"] = "dict"
-        made.attrs["%length"] = 1
-        made.attrs.create("%keys", ["leak"], dtype=TEXT)
+        make_dict(made, ["leak"])
         group = made
     group.attrs["leak"] = 1
 
@@ -242,9 +249,7 @@ def laughs(group):
     """A key that is named twice, forty levels deep."""
     for _ in range(40):
         made = group.create_group("leak")
-        made.attrs["%kind"] = "dict"
-        made.attrs["%length"] = 2
-        made.attrs.create("%keys", ["leak", "leak"], dtype=TEXT)
+        make_dict(made, ["leak", "leak"])
         group = made
     group.attrs["leak"] = 1
 
@@ -252,8 +257,8 @@ def laughs(group):
 def tensor(dtype, **how):
     def change(group):
         made = group.create_dataset("leak", **how)
-        made.attrs["%kind"] = "tensor"
-        made.attrs["dtype"] = dtype
+        fixed(made, "%kind", "tensor")
+        fixed(made, "dtype", dtype)
 
     return client(change)
 
@@ -272,6 +277,7 @@ STATES = {
     "pickle": dataset("pickle", data=np.zeros(3, np.uint8)),
     "objects": dataset("array", data=["a", "b"], dtype=TEXT),
     "references": dataset("array", shape=(3,), dtype=h5py.ref_dtype),
+    "texts": dataset("array", data=np.array([b"ab", b"cd"])),
     "lists": dataset("array", shape=(3,), dtype=h5py.vlen_dtype(np.int32)),
     "opaque": dataset("bytes", data=np.zeros(3, "V8")),
     "compound": dataset("array", data=np.zeros(3, COMPOUND)),
@@ -290,7 +296,23 @@ STATES = {
     "cycle": client(lambda group: group.__setitem__("leak", group.parent)),
     "no state": lambda file: file.__delitem__("state"),
     "no config": lambda file: file.__delitem__("config"),
-    "config a list": attribute("config", "%kind", "list"),
+    "config a list": attribute("config", "%kind", np.bytes_("list")),
+    "state a list": attribute("state", "%kind", np.bytes_("list")),
+    "text of variable length": client(lambda group: group.attrs.create("leak", "x", dtype=TEXT)),
+    "kind of variable length": lambda file: file["state"].attrs.create("%kind", "dict", dtype=TEXT),
+    "keys of variable length": lambda file: file["state"].attrs.create("%keys", '["client"]', dtype=TEXT),
+    "keys of text": lambda file: fixed(file["state"], "%keys", "client"),
+    "keys a dict": lambda file: fixed(file["state"], "%keys", "{}"),
+    "keys of numbers": lambda file: fixed(file["state"], "%keys", "[1]"),
+    "keys deep": lambda file: fixed(file["state"], "%keys", "[" * 30000),
+    "values of lists": client(lambda group: fixed(group, "%values", '{"leak": [1]}')),
+    "values a list": client(lambda group: fixed(group, "%values", "[1]")),
+    "values a dataset of numbers": client(lambda group: group.create_dataset("%values", data=np.zeros(3, "<f4"))),
+    "values of variable length": client(lambda group: group.create_dataset("%values", data='{"leak": 1}', dtype=TEXT)),
+    "attributes very many": client(lambda group: [group.attrs.__setitem__(f"a{n}", n) for n in range(65)]),
+    "other tag": attribute("/", "tag", np.bytes_("step8")),
+    "other step": attribute("/", "global_step", 8),
+    "no version": lambda file: file.attrs.__delitem__("version"),
     "generators too long": attribute("state/rng/cpu", "lengths", [10**12]),
     "generators negative": attribute("state/rng/cpu", "lengths", [-1]),
     "generators of floats": attribute("state/rng/cpu", "lengths", [1.0]),
@@ -303,10 +325,10 @@ STATES = {
 
 def _nest(group, outer, inner):
     made = group.create_group("leak")
-    made.attrs["%kind"] = outer
+    fixed(made, "%kind", outer)
     made.attrs["%length"] = 1
     below = made.create_group("0")
-    below.attrs["%kind"] = inner
+    fixed(below, "%kind", inner)
     below.attrs["%length"] = 0
 
 
@@ -329,12 +351,10 @@ def test_arrays_that_share_their_bytes(folder, is_placed):
         for name in names:
             # the first alone is written to, so only that takes space
             made = own.create_dataset(name, (size,), np.uint8)
-            made.attrs["%kind"] = "bytes"
+            fixed(made, "%kind", "bytes")
             if name == "k0":
                 made[:] = 1
-        own.attrs["%length"] = len(names)
-        del own.attrs["%keys"]
-        own.attrs.create("%keys", names, dtype=TEXT)
+        make_dict(own, names)
     if is_placed:
         with h5py.File(path) as file:
             first = file["state/client/k0"].id.get_offset()
@@ -344,3 +364,33 @@ def test_arrays_that_share_their_bytes(folder, is_placed):
             assert {file[f"state/client/{name}"].id.get_offset() for name in names} == {first}
     sign_files(folder / "step7")
     assert "more bytes than the file has" in refused(folder)
+
+
+READ_EVERYWHERE = """
+import sys
+from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt.read.reader import open_reader
+from mpispeed.ckpt.tools import tree, verify
+from pathlib import Path
+where = Path(sys.argv[1])
+try:
+    open_reader(where).state()
+except CheckpointError as failure:
+    print(failure)
+print(verify.verify(where / "step7", "step7").status, len(tree.rows(str(where))) > 9)
+"""
+
+
+def test_a_heap_that_keeps_hdf5_busy_for_ever_is_not_read(folder):
+    """One byte of the size of a text of variable length; HDF5 lets no signal through then, so this has a process."""
+    path = folder / "step7" / STATE
+    with h5py.File(path, "r+") as file:
+        file["state/client"].attrs.create("leak", "betas", dtype=TEXT)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"\x05" + bytes(7) + b"betas") + 1] = 2
+    path.write_bytes(raw)
+    sign_files(folder / "step7")
+    argv = [sys.executable, "-c", READ_EVERYWHERE, folder]
+    told = subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS, check=True).stdout.splitlines()
+    assert "attribute 'leak' of a type that no attribute of a checkpoint is" in told[0]
+    assert told[1] == "corrupt True"

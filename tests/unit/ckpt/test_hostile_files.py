@@ -6,11 +6,15 @@ import shutil
 import socket
 
 import pytest
+from click.testing import CliRunner
 
-from mpispeed.ckpt import schema, tags
-from mpispeed.ckpt.load import open_checkpoint
+from mpispeed.ckpt.format import schema, tags
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.tools.verify import verify
+from mpispeed.cli.ckpt import ckpt
 from tests.unit.ckpt import attacks
 from tests.unit.ckpt.attacks import read_all, records, refused, sign, sign_files
+from tests.unit.ckpt.sample import saved
 
 MODEL, STATE, MANIFEST = schema.MODEL_FILE, schema.STATE_FILE, schema.MANIFEST_FILE
 PART = "data/d00001.h5"
@@ -217,6 +221,7 @@ def nested(depth):
     [
         {"layout": nested(60)}, {"layout": nested(300)}, {"layout": [1]}, {"layout": None}, {"tag": "\x1b[2Jx"},
         {"tag": 1}, {"created": "\n"}, {"uuid": "a\0"}, {"global_step": 1.0}, {"global_step": True}, {"files": "abc"},
+        {"global_step": 999999}, {"global_step": -5}, {"global_step": 2**80}, {"tag": "step8"},
         {"files": [MODEL]}, {"files": {}}, {"complete": 0}, {"complete": None}, {"format": "other"}, {"version": None},
         {"version": {"1": 0}}, {"version": "10"}, {"version": [1]}, {"version": []},
     ],
@@ -224,6 +229,21 @@ def nested(depth):
 def test_other_parts_of_the_manifest(folder, changes):
     sign(folder / "step7", **changes)
     refused(folder)
+
+
+@pytest.mark.parametrize("name", [MODEL, STATE])
+def test_a_file_of_another_step_that_the_manifest_was_made_to_fit(tmp_path, name):
+    """Weights of one step with counters and schedule of another would train on, and nobody would know."""
+    steps = [saved(tmp_path, f"s{step}", state={"engine": {"global_steps": step}}) for step in (10, 20)]
+    copied = shutil.copytree(steps[1], tmp_path / "copied")
+    assert read_all(tmp_path, "copied")[3]["engine"] == {"global_steps": 20}, "a copy under another name is no mixture"
+    shutil.copyfile(steps[0] / name, steps[1] / name)
+    sign(steps[1], files=records(steps[1]) | {name: records(steps[0])[name]})
+    assert f"{name} belongs to another checkpoint: its tag is 's10', the manifest's 's20'" in refused(
+        tmp_path, tag="s20"
+    )
+    assert verify(steps[1], "s20").status == "corrupt"
+    assert verify(copied, "copied").status == "ok"
 
 
 def bomb(marker):
@@ -275,3 +295,16 @@ def test_a_folder_that_disappears_while_it_is_listed(folder):
     entries = tags.list_tags(folder)
     shutil.rmtree(folder / "step8")
     assert [entry.size_bytes > 0 for entry in entries] == [True, False]
+
+
+def test_names_of_folders_do_not_steer_a_terminal(folder):
+    """In messages of the library, and in those of the command that hold paths as well."""
+    odd = "e\x1b[31mvil\nmpispeed: fake"
+    shutil.copytree(folder / "step7", folder / odd)
+    message = refused(folder, tag="none")
+    assert message.isprintable()
+    assert "e\\x1b[31mvil\\nmpispeed: fake" in message
+    for command, where in (("show", folder / odd / "no"), ("verify", folder / odd / "no"), ("latest", folder / odd)):
+        done = CliRunner().invoke(ckpt, [command, str(where)])
+        assert done.exit_code
+        assert done.output.removesuffix("\n").split("Error: ")[-1].isprintable(), done.output

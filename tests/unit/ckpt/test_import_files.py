@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.errors import CorruptCheckpoint, IncompleteCheckpoint
 from mpispeed.ckpt.foreign import torch_files
 from mpispeed.ckpt.foreign.faults import RefusedPickle
 from mpispeed.ckpt.foreign.found import ReadOptions
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.reader import open_reader
+from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_reader
 from mpispeed.ckpt.tools.exporting import export
 from mpispeed.ckpt.tools.importing import import_checkpoint
 from mpispeed.cli.ckpt import ckpt
-from tests.unit.ckpt.sample import same_bits
+from tests.zoo import has_same_bits
 
 
 def weights():
@@ -40,7 +40,7 @@ def check(folder, tensors, aliases=None):
         assert source.buffers() == ["count", "norm.running_var"]
         for name, tensor in tensors.items():
             slot = "buffer" if name in source.buffers() else source.slots(name)[0]
-            assert same_bits(source.read_whole(name, slot), tensor), name
+            assert has_same_bits(source.read_whole(name, slot), tensor), name
         assert source.slots("half") == ["weight16"]
         assert source.aliases() == (aliases or {})
 
@@ -90,7 +90,7 @@ def test_a_torch_file_with_its_optimizer(tmp_path):
     import_checkpoint(tmp_path / "x.pt", tmp_path / "to")
     with open_checkpoint(tmp_path / "to") as source:
         for name, param in model.named_parameters():
-            assert same_bits(source.read_whole(name, "exp_avg"), optimizer.state[param]["exp_avg"])
+            assert has_same_bits(source.read_whole(name, "exp_avg"), optimizer.state[param]["exp_avg"])
             assert source.info(name).step == 1
 
 

@@ -1,14 +1,18 @@
 """Slices of tensor parallelism and pipelines become whole parameters."""
 
+import time
+
 import pytest
 import torch
 
-from mpispeed.ckpt.errors import IncompleteCheckpoint
-from mpispeed.ckpt.foreign.found import ReadOptions
-from mpispeed.ckpt.load import open_checkpoint
+from mpispeed.ckpt.foreign.faults import ForeignMismatch
+from mpispeed.ckpt.foreign.found import FoundParam, ReadOptions
+from mpispeed.ckpt.foreign.slices import Merger
+from mpispeed.ckpt.format.errors import IncompleteCheckpoint
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.ckpt.tools.importing import import_checkpoint
 from tests.unit.ckpt import foreign_folders as folders
-from tests.unit.ckpt.sample import same_bits
+from tests.zoo import has_same_bits
 
 WHOLE = {
     "layers.0.q_proj.weight": (6, 4),
@@ -58,7 +62,7 @@ def test_slices_are_merged_by_names_and_patterns(tmp_path):
             wanted = tensor + 0.5 if name == "noise" else tensor
             assert torch.allclose(source.read_whole(name, slot), wanted, atol=1e-6), (name, slot)
             if name != "noise":
-                assert same_bits(source.read_whole(name, slot), tensor)
+                assert has_same_bits(source.read_whole(name, slot), tensor)
         assert (source.info("layers.0.o_proj.weight").tp_kind, source.info("layers.0.o_proj.weight").tp_dim) == (
             "row",
             1,
@@ -80,7 +84,7 @@ def test_patterns_of_the_checkpoint_itself_are_used(tmp_path):
     with open_checkpoint(tmp_path / "to") as source:
         for (name, slot), tensor in made.items():
             if name != "noise":
-                assert same_bits(source.read_whole(name, slot), tensor), (name, slot)
+                assert has_same_bits(source.read_whole(name, slot), tensor), (name, slot)
 
 
 @pytest.mark.parametrize(("patterns", "text"), [((), "gate_up"), (PATTERNS[:1], "noise")])
@@ -117,7 +121,7 @@ def test_a_pipeline(tmp_path):
     with open_checkpoint(tmp_path / "to") as source:
         assert source.names() == sorted({name for name, _ in made} | {"3.fixed"})
         for (name, slot), tensor in made.items():
-            assert same_bits(source.read_whole(name, slot), tensor), (name, slot)
+            assert has_same_bits(source.read_whole(name, slot), tensor), (name, slot)
             assert source.info(name).train_dtype == "bfloat16"
         assert source.buffers() == ["2.count"]
         assert source.info("3.fixed").kind == "frozen"
@@ -128,3 +132,35 @@ def test_a_pipeline_without_one_of_its_ranks_is_told(tmp_path):
     (tmp_path / "from" / folders.TAG / "zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
     with pytest.raises(IncompleteCheckpoint, match="one of 2"):
         import_checkpoint(tmp_path / "from", tmp_path / "to")
+
+
+SLOW = {
+    "choices": ("a?" * 22 + "a" * 22, "a" * 22),
+    "alternatives": ("(a|a)" * 22 + "b", "a" * 22),
+    "repeats": (".*.*x", "a" * 200),
+    "long": ("a" * 301, "a"),
+    "long name": (".*x", "a" * 301),
+    "group": ("(a+)+$", "a"),
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+@pytest.mark.parametrize("is_sub", [True, False])
+def test_patterns_of_a_checkpoint_that_may_take_long_are_refused(what, is_sub):
+    pattern, name = SLOW[what]
+    row = {"patterns": [pattern], "shape": [[4, 4], 3], "partition_dim": 0}
+    info = {"parameter_with_sub_params": [row]} if is_sub else {"tp_replicated_parameter_patterns": [pattern]}
+    start = time.process_time()
+    with pytest.raises(ForeignMismatch, match="say it with --tp-pattern"):
+        Merger([], info).merge([FoundParam(name, (2,), torch.float32, {}, False, 0, 1)] * 2)
+    assert time.process_time() - start < 1
+
+
+def test_patterns_as_megatron_writes_them_are_taken():
+    patterns = [
+        r"tied_modules.embed.position_embeddings.weight", r"\d+.self_attention.dense.bias",
+        r"\d+.input_layernorm.weight",
+        r".*\.(q|k|v|o)_proj\.(weight|bias)",
+    ]  # fmt: skip
+    one = FoundParam("7.self_attention.dense.bias", (2,), torch.float32, {}, False, 0, 1)
+    assert Merger([], {"tp_replicated_parameter_patterns": patterns}).merge([one, one]).tp_kind == "replicated"

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.errors import CorruptCheckpoint, IncompleteCheckpoint
 from mpispeed.ckpt.foreign.found import ReadOptions
-from mpispeed.ckpt.load import open_checkpoint
+from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.ckpt.tools.importing import import_checkpoint
-from tests.helpers import training
 from tests.unit.ckpt import foreign_folders as folders
-from tests.unit.ckpt.sample import same_bits
+from tests.zoo import has_same_bits
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, start, train_averaged, weights
 
 TAG = folders.TAG
 
@@ -33,17 +34,17 @@ def written(kind, root, known, ranks):
 def check_params(source, known, frozen_slot="weight16"):
     assert source.names() == sorted((*known.names, *known.frozen))
     for (name, slot), tensor in known.slots.items():
-        assert same_bits(source.read_whole(name, slot), tensor), (name, slot)
+        assert has_same_bits(source.read_whole(name, slot), tensor), (name, slot)
     for index, group in enumerate(known.groups):
         for name in group:
             info = source.info(name)
             assert (info.kind, info.param_group, info.step) == ("trainable", index, known.steps)
     for name, tensor in known.frozen.items():
-        assert same_bits(source.read_whole(name, frozen_slot), tensor)
+        assert has_same_bits(source.read_whole(name, frozen_slot), tensor)
         assert (source.info(name).kind, source.info(name).param_group) == ("frozen", -1)
     assert source.buffers() == sorted(known.buffers)
     for name, tensor in known.buffers.items():
-        assert same_bits(source.read_whole(name, "buffer"), tensor)
+        assert has_same_bits(source.read_whole(name, "buffer"), tensor)
     assert source.aliases() == known.shared
 
 
@@ -88,7 +89,7 @@ def test_a_sub_folder_of_a_tag_can_be_named_and_weights_taken_alone(tmp_path):
     with open_checkpoint(tmp_path / "to", "first") as source:
         assert source.slots("a.weight") == ["master"]
     with open_checkpoint(tmp_path / "to") as source:
-        assert same_bits(source.read_whole("layer.weight", "exp_avg"), known.slots["a.weight", "exp_avg"])
+        assert has_same_bits(source.read_whole("layer.weight", "exp_avg"), known.slots["a.weight", "exp_avg"])
         assert "layer.bias" in source.state()["optimizer"]["param_groups"][1]["params"]
 
 
@@ -190,10 +191,10 @@ class Training:
     """An engine after three steps, as a folder of DeepSpeed with the same tensors."""
 
     def __init__(self, root, stage):
-        self.settings = training.config(stage, 4, 1)
-        self.data = training.batches(5, 4)
-        self.engine = training.make_engine(self.settings)
-        training.train_engine(self.engine, self.data[:3])
+        self.settings = config(stage, 4, 1, **WARM)
+        self.data = batches(5, 4)
+        self.engine = start(self.settings, TinyLM())
+        train_averaged(self.engine, self.data[:3])
         self.engine.save_checkpoint(str(root / "own"))
         known = folders.Known()
         known.steps, known.frozen, known.buffers = 3, {}, {}
@@ -212,13 +213,13 @@ def test_an_engine_goes_on_from_an_imported_folder_as_if_it_had_been_its_own(tmp
     first = Training(tmp_path, stage)
     report = import_checkpoint(tmp_path / "theirs", tmp_path / "imported")
     assert report.left_out == ()
-    second = training.make_engine(first.settings, seed=8)
+    second = start(first.settings, TinyLM(seed=8))
     path, client = second.load_checkpoint(str(tmp_path / "imported"))
     assert path is not None
     assert client == {"note": "hello"}
     assert second.global_steps == 3
-    losses = [training.train_engine(engine, first.data[3:]) for engine in (first.engine, second)]
+    losses = [train_averaged(engine, first.data[3:]) for engine in (first.engine, second)]
     assert losses[0] == losses[1]
-    weights = [training.weights(engine) for engine in (first.engine, second)]
-    for name, tensor in weights[0].items():
-        assert same_bits(tensor, weights[1][name]), name
+    found = [weights(engine) for engine in (first.engine, second)]
+    for name, tensor in found[0].items():
+        assert has_same_bits(tensor, found[1][name]), name

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo
-from mpispeed.ckpt.save import SaveOptions, save
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
-from tests.unit.ckpt.sample import outcomes, same_bits
+from mpispeed.ckpt.write.save import SaveOptions, save
+from tests.unit.ckpt.sample import outcomes
+from tests.zoo import has_same_bits
 
 LAYERS, EXPERTS = 2, 4
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
@@ -127,7 +128,7 @@ def check_as(folder, layout):
             for slot in SLOTS:
                 out = torch.full((stop - start,), 7.0)
                 read_slice(checkpoint, name, slot, cut, start, out)
-                assert same_bits(out, local_values(cut, start, stop, values_of(info, slot))), (name, slot, rank)
+                assert has_same_bits(out, local_values(cut, start, stop, values_of(info, slot))), (name, slot, rank)
 
 
 LAYOUTS = [

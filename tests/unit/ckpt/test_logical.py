@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import logical
-from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.format import logical
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
 
 
 def tensor(*ranges, shape=(4, 5)):

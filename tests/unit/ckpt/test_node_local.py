@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError, MpispeedError
-from mpispeed.ckpt import copies, fetch, tags, windows, work_folder
-from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt.errors import NoCheckpoint, SaveFailed, TagNotFound
-from mpispeed.ckpt.fetch import find_on_nodes
-from mpispeed.ckpt.load import Checkpoint, open_checkpoint
-from mpispeed.ckpt.save import SaveOptions, save
-from tests.unit.ckpt.sample import STATE, cut, outcomes, params_of, same_bits, saved, tensors_of
+from mpispeed.ckpt.format import manifest as manifests
+from mpispeed.ckpt.format import tags
+from mpispeed.ckpt.format.errors import NoCheckpoint, SaveFailed, TagNotFound
+from mpispeed.ckpt.node_local import copies, fetch
+from mpispeed.ckpt.node_local.fetch import find_on_nodes
+from mpispeed.ckpt.read.load import Checkpoint, open_checkpoint
+from mpispeed.ckpt.write import two_phase, work_folder
+from mpispeed.ckpt.write.save import SaveOptions, save
+from tests.unit.ckpt.sample import STATE, cut, outcomes, params_of, saved, tensors_of
+from tests.zoo import has_same_bits
 
 LOCAL = SaveOptions(node_local=True, window_bytes=4 << 20)
 FIRST, SECOND = tensors_of(0), tensors_of(1)
@@ -38,7 +41,7 @@ def load_on(folders, tag=None):
 
 def check(opened, tensors=FIRST):
     with Checkpoint(opened) as checkpoint:
-        assert all(same_bits(checkpoint.read_whole(*key), value) for key, value in tensors.items())
+        assert all(has_same_bits(checkpoint.read_whole(*key), value) for key, value in tensors.items())
         assert checkpoint.state()["engine"] == STATE["engine"]
 
 
@@ -325,13 +328,13 @@ def test_the_folder_of_a_tag_itself(folders):
 def test_ranks_of_the_first_node_share_the_writing(tmp_path, monkeypatch):
     """Nobody else could: the others do not see the folder."""
     seen = []
-    real = windows.write_through
+    real = two_phase.write_through
 
     def write(comm, folder, tensors, places, streams, writers, size):
         seen.append(tuple(writers))
         return real(comm, folder, tensors, places, streams, writers, size)
 
-    monkeypatch.setattr(windows, "write_through", write)
+    monkeypatch.setattr(two_phase, "write_through", write)
     nodes = [tmp_path / name for name in ("a", "b", "a", "b")]
     whole = {(f"layer{number}", "master"): torch.randn(300, 300) for number in range(6)}
     save_on(nodes, tensors=whole)

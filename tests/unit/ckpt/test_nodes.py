@@ -4,12 +4,14 @@ import threading
 
 import pytest
 
-from mpispeed.ckpt import homes, probe
-from mpispeed.ckpt.errors import SaveFailed
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.save import SaveOptions
+from mpispeed.ckpt.format.errors import SaveFailed
+from mpispeed.ckpt.node_local import homes
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.write import probe
+from mpispeed.ckpt.write.save import SaveOptions
 from mpispeed.store.mounts import Mount
-from tests.unit.ckpt.sample import same_bits, save_by, tensors_of
+from tests.unit.ckpt.sample import save_by, tensors_of
+from tests.zoo import has_same_bits
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def nodes(monkeypatch):
 
 def check(folder, tensors):
     with open_checkpoint(folder) as checkpoint:
-        assert all(same_bits(checkpoint.read_whole(*key), value) for key, value in tensors.items())
+        assert all(has_same_bits(checkpoint.read_whole(*key), value) for key, value in tensors.items())
 
 
 def test_where_a_trial_finds_nothing_against_it_all_write(nodes, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpispeed.ckpt.numbers import as_numbers
+from mpispeed.ckpt.format.numbers import as_numbers
 
 
 @pytest.mark.parametrize(

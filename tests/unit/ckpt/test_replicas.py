@@ -5,11 +5,12 @@ import logging
 import pytest
 import torch
 
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
-from mpispeed.ckpt.save import SaveOptions, save
+from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces
-from tests.unit.ckpt.sample import outcomes, same_bits
+from mpispeed.ckpt.write.save import SaveOptions, save
+from tests.unit.ckpt.sample import outcomes
+from tests.zoo import has_same_bits
 
 NORM = torch.arange(40.0)
 
@@ -41,7 +42,7 @@ def save_copies(folder, changes=(), *, size=3, kind="replicated", wrap=lambda va
 
 def assert_holds(folder, values):
     with open_checkpoint(folder) as checkpoint:
-        assert same_bits(checkpoint.read_whole("norm", "master"), values.view(5, 8))
+        assert has_same_bits(checkpoint.read_whole("norm", "master"), values.view(5, 8))
 
 
 @pytest.mark.parametrize("wrap", [lambda values: values, later], ids=["memory", "deferred"])
@@ -83,7 +84,7 @@ def test_a_zero_of_another_sign_differs(tmp_path):
 
 @pytest.mark.parametrize(("mode", "kind"), [("warn", "replicated"), ("off", "replicated"), ("fail", "averaged")])
 def test_differences_that_do_not_stop_a_save(tmp_path, caplog, mode, kind):
-    with caplog.at_level(logging.WARNING, logger="mpispeed.ckpt.replicas"):
+    with caplog.at_level(logging.WARNING, logger="mpispeed.ckpt.write.replicas"):
         results = save_copies(tmp_path, [(1, 0)], kind=kind, compare_replicas=mode)
     assert not any(isinstance(result, Exception) for result in results), results
     assert_holds(tmp_path, NORM)
@@ -119,4 +120,4 @@ def test_copies_of_slices(tmp_path):
     assert "30 elements from 5 on: rank 1 and rank 3 differ" in str(outcomes(4, lambda comm: work(comm, 1.0))[0])
     outcomes(4, work)
     with open_checkpoint(tmp_path) as checkpoint:
-        assert same_bits(checkpoint.read_whole("norm", "master"), whole)
+        assert has_same_bits(checkpoint.read_whole("norm", "master"), whole)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import schema
+from mpispeed.ckpt.format import schema
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a.b", "a/b", "%", "%2F", "a%2Fb/c", "ünï", "a\0b", "%kind", " "])
@@ -36,7 +36,9 @@ def test_unknown_dtypes_are_named():
 
 
 def test_versions():
-    assert schema.check_version((1, 0), "x") == ""
-    assert "1.9" in schema.check_version((1, 9), "x")
-    with pytest.raises(CheckpointError, match=r"x has checkpoint format 2\.0"):
-        schema.check_version((2, 0), "x")
+    assert schema.check_version((2, 0), "x") == ""
+    assert "2.9" in schema.check_version((2, 9), "x")
+    with pytest.raises(CheckpointError, match=r"x has checkpoint format 3\.0, this library reads up to 2\.0; install"):
+        schema.check_version((3, 0), "x")
+    with pytest.raises(CheckpointError, match=r"x has checkpoint format 1\.0, this library reads 2\.0; load it with"):
+        schema.check_version((1, 0), "x")

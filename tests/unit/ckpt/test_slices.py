@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import ranges, schema
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
-from mpispeed.ckpt.model_file import Places
-from mpispeed.ckpt.save import SaveOptions, save
+from mpispeed.ckpt.format import ranges, schema
+from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
+from mpispeed.ckpt.format.model_file import Places
+from mpispeed.ckpt.read.load import open_checkpoint
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
-from mpispeed.ckpt.windows import deal, finely_cut
-from tests.unit.ckpt.sample import outcomes, same_bits
+from mpispeed.ckpt.write.save import SaveOptions, save
+from mpispeed.ckpt.write.two_phase import deal, finely_cut
+from tests.unit.ckpt.sample import outcomes
+from tests.zoo import has_same_bits
 
 CASES = [
     ParamInfo("none", (3, 4)),
@@ -71,9 +72,9 @@ def cut_by_torch(info, whole, rank, size):
 
 def of_grains(part, grain, dim, rank, size):
     """The grains that `numpy.array_split` gives to a rank."""
-    pieces = part.split(grain, dim)
-    chosen = np.array_split(np.arange(len(pieces)), size)[rank] if part.shape[dim] else []
-    return torch.cat([pieces[i] for i in chosen] or [part.narrow(dim, 0, 0)], dim).contiguous()
+    chosen = np.array_split(np.arange(-(-part.shape[dim] // grain)), size)[rank].tolist()
+    start, stop = (chosen[0] * grain, (chosen[-1] + 1) * grain) if chosen else (0, 0)
+    return part.narrow(dim, start, min(stop, part.shape[dim]) - start).contiguous()
 
 
 def save_slices(folder, infos, size, dtype=torch.float32, *, cut=lambda local, rank: [(0, local)], **options):
@@ -190,8 +191,8 @@ def test_finely_cut_tensors_are_dealt_to_all_ranks():
     table = ranges.table((i, 0, 10, 10, 100_000) for i in range(5))
     chosen = finely_cut(tensors, [table, ranges.table([(5, 0, 1_000_000, 0, 1)])])
     assert chosen.tolist() == [0, 1, 2, 3, 4]
-    lanes, writers = deal(tensors, places, chosen, 3)
-    assert [(file, order.tolist()) for file, order in lanes] == [(0, [0, 2]), (0, [4]), (1, [1, 3])]
+    channels, writers = deal(tensors, places, chosen, 3)
+    assert [(file, order.tolist()) for file, order in channels] == [(0, [0, 2]), (0, [4]), (1, [1, 3])]
     assert writers == [0, 1, 2]
 
 
@@ -208,7 +209,7 @@ def check_slices(folder, infos, dtype=torch.float32, sizes=SIZES):
                         for verify in (True, False):
                             out = torch.full((stop - start,), 9.0, dtype=dtype)
                             read_slice(checkpoint, info.name, "master", cut, start, out, verify=verify)
-                            assert same_bits(out, local.reshape(-1)[start:stop]), (info.name, rank, size)
+                            assert has_same_bits(out, local.reshape(-1)[start:stop]), (info.name, rank, size)
 
 
 WIDE = [

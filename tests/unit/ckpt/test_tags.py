@@ -3,10 +3,10 @@ import logging
 import pytest
 
 from mpispeed.base.errors import CheckpointError, ConfigError
-from mpispeed.ckpt import schema, tags
-from mpispeed.ckpt.errors import CorruptCheckpoint, NoCheckpoint, TagMismatch, TagNotFound
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.save import SaveOptions
+from mpispeed.ckpt.format import schema, tags
+from mpispeed.ckpt.format.errors import CorruptCheckpoint, NoCheckpoint, TagMismatch, TagNotFound
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.sample import outcomes, save_by, saved, tensors_of
 
 SMALL = {("w", "master"): tensors_of()["layers.0.weight", "master"]}

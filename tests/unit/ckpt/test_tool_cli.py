@@ -7,10 +7,11 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 
-from mpispeed.ckpt import schema, tags
+from mpispeed.ckpt.format import schema, tags
 from mpispeed.ckpt.tools import exporting
 from mpispeed.cli.ckpt import ckpt
-from tests.unit.ckpt.sample import same_bits, saved, tensors_of
+from tests.unit.ckpt.sample import saved, tensors_of
+from tests.zoo import has_same_bits
 
 SMALL = {("layer.w", "master"): torch.tensor([1.0, 70000.0]), ("layer.b", "master"): torch.ones(3)}
 
@@ -44,7 +45,7 @@ def test_export_options(folder, tmp_path):
     assert "layer.w" not in done.stdout
     assert "w: 1 elements are too large for fp16" in done.stderr
     found = safetensors.torch.load_file(tmp_path / "w.safetensors")
-    assert same_bits(found["b"], torch.ones(3).half())
+    assert has_same_bits(found["b"], torch.ones(3).half())
     assert found.keys() == {"w", "b"}
     rows = json.loads(
         call("export", folder, tmp_path / "hf", "--to", "safetensors", "--shard-size", "10", "--json").stdout

@@ -7,9 +7,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from mpispeed.ckpt.reader import open_reader
-from mpispeed.ckpt.save import SaveOptions
+from mpispeed.ckpt.read.reader import open_reader
 from mpispeed.ckpt.tools import diff as comparing
+from mpispeed.ckpt.write.save import SaveOptions
 from mpispeed.cli.ckpt import ckpt
 from tests.unit.ckpt.memory import watched
 from tests.unit.ckpt.sample import STATE, saved, tensors_of

@@ -10,13 +10,14 @@ import safetensors.torch
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import schema
-from mpispeed.ckpt.errors import CorruptCheckpoint
-from mpispeed.ckpt.reader import open_reader
-from mpispeed.ckpt.save import SaveOptions
+from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.format.errors import CorruptCheckpoint
+from mpispeed.ckpt.read.reader import open_reader
 from mpispeed.ckpt.tools import casting, exporting
+from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.memory import watched
-from tests.unit.ckpt.sample import same_bits, saved, tensors_of
+from tests.unit.ckpt.sample import saved, tensors_of
+from tests.zoo import has_same_bits
 
 ALIASES = {"head.weight": "embed.weight"}
 WEIGHTS = ("embed.weight", "layers.0.weight", "frozen/odd%name", "scale", "empty")
@@ -48,7 +49,7 @@ def export(folder, output, **more):
 def check(found, wanted):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert same_bits(found[name], value), name
+        assert has_same_bits(found[name], value), name
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_hdf5(folder, tmp_path):
         assert file["embed.weight"].attrs["dtype"] == b"bfloat16"
         for name, value in expected(torch.bfloat16).items():
             stored = torch.from_numpy(np.asarray(file[schema.escape(name)][()]))
-            assert same_bits(stored.view(value.dtype), value), name
+            assert has_same_bits(stored.view(value.dtype), value), name
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,8 @@ def test_frozen_and_names(folder, tmp_path):
 
 
 def test_keep_takes_the_stored_16_bits_and_frozen_go(tmp_path):
-    from mpispeed.ckpt.logical import LogicalTensor, ParamInfo, Piece
-    from mpispeed.ckpt.save import save
+    from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+    from mpispeed.ckpt.write.save import save
     from tests.unit.ckpt.sample import outcomes
 
     master, half = torch.randn(6), torch.randn(6).bfloat16()
@@ -213,7 +214,7 @@ def test_memory_is_bounded(tmp_path, to):
 @pytest.mark.parametrize("target", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("source", ["float32", "float16", "bfloat16", "float64", "float8_e5m2"])
 def test_casts_are_those_of_torch(source, target):
-    from mpispeed.ckpt import bits
+    from mpispeed.ckpt.format import bits
 
     wide = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     ends = np.array(

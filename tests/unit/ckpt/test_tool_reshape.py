@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import digest, schema, tags
-from mpispeed.ckpt.errors import CorruptCheckpoint
-from mpispeed.ckpt.load import open_checkpoint
-from mpispeed.ckpt.reader import open_reader
-from mpispeed.ckpt.save import SaveOptions
+from mpispeed.ckpt import digest
+from mpispeed.ckpt.format import schema, tags
+from mpispeed.ckpt.format.errors import CorruptCheckpoint
+from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_reader
 from mpispeed.ckpt.tools import reshape as reshaping
+from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.memory import watched
 from tests.unit.ckpt.sample import STATE, saved, tensors_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.reader import open_reader
+from mpispeed.ckpt.read.reader import open_reader
 from mpispeed.ckpt.tools import stats, stats_drift
 from mpispeed.ckpt.tools.tally import Tally
 from tests.unit.ckpt.sample import saved

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpispeed.ckpt import hdf5, tree
-from mpispeed.ckpt.errors import UnsupportedValue
+from mpispeed.ckpt.format import hdf5, tree
+from mpispeed.ckpt.format.errors import UnsupportedValue
 
 
 class Custom:
@@ -16,10 +16,10 @@ class Custom:
 
 def round_trip(tmp_path, value):
     tree.check(value, "client")
-    with hdf5.create_plain(tmp_path / "t.h5") as file:
-        tree.write(file, "value", value)
+    with hdf5.Builder(tmp_path / "t.h5") as build:
+        tree.write(build, build.root, "value", value)
     with hdf5.open_reading(tmp_path / "t.h5") as file:
-        return tree.read(file, "value")
+        return tree.read(file.id, "value")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,34 @@ def test_nan_comes_back(tmp_path):
 def test_order_of_keys_is_kept_over_many_keys(tmp_path):
     value = {f"k{i * 7919 % 3000}": ([i] if i % 3 else i) for i in range(3000)}
     assert list(round_trip(tmp_path, value).items()) == list(value.items())
+
+
+@pytest.mark.parametrize("count", [48, 49, 5000])
+def test_many_plain_values_take_few_attributes(tmp_path, count):
+    """HDF5 keeps many attributes in a heap of their own, and finding them there takes long."""
+    odd = [math.inf, None, True, 2**64, -5, 0.1, "nul\0", "läuft", "x" * 2000, 2**63]
+    for value in ({f"k/{i}": odd[i % 10] for i in range(count)}, [odd[i % 10] for i in range(count)]):
+        found = round_trip(tmp_path, value)
+        assert found == value
+        assert repr(found) == repr(value)
+        with h5py.File(tmp_path / "t.h5") as file:
+            assert file["value"].attrs.__len__() <= hdf5.MOST_ATTRIBUTES
+        (tmp_path / "t.h5").unlink()
+
+
+def test_no_text_is_of_variable_length(tmp_path):
+    round_trip(tmp_path, {"a": "short", "long": "ö" * 5000, "b": ["x"] * 100, "nul": "\0", "c": {"d": ("y", "")}})
+    with h5py.File(tmp_path / "t.h5") as file:
+        kinds = []
+
+        def look(_, item):
+            kinds.extend(item.attrs.get_id(name).get_type() for name in item.attrs)
+            kinds.extend([item.id.get_type()] if isinstance(item, h5py.Dataset) else [])
+
+        file.visititems(look)
+        texts = [kind for kind in kinds if isinstance(kind, h5py.h5t.TypeStringID)]
+        assert len(texts) > 5
+        assert not any(kind.is_variable_str() for kind in texts)
 
 
 def test_dict_subclasses_come_back_as_dict(tmp_path):
@@ -148,7 +176,7 @@ def test_shared_parts_are_no_cycle():
 
 
 def test_tensors_can_be_described_without_torch(tmp_path):
-    with hdf5.create_plain(tmp_path / "t.h5") as file:
-        tree.write(file, "v", {"t": torch.ones(2, 3).bfloat16()})
+    with hdf5.Builder(tmp_path / "t.h5") as build:
+        tree.write(build, build.root, "v", {"t": torch.ones(2, 3).bfloat16()})
     with h5py.File(tmp_path / "t.h5") as file:
-        assert tree.read(file, "v", lambda array, dtype: (array.shape, dtype)) == {"t": ((2, 3), "bfloat16")}
+        assert tree.read(file.id, "v", lambda array, dtype: (array.shape, dtype)) == {"t": ((2, 3), "bfloat16")}

@@ -2,23 +2,50 @@
 
 import html.parser
 import json
+import os
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import mpispeed
 from mpispeed.cli import doctor as doctor_module
 from mpispeed.cli.doctor_page import as_page, as_text
 from mpispeed.launch.findings import Finding, Verdict
 from mpispeed.launch.mpirun import find_mpirun
 from mpispeed.launch.probes_ranks import Place, check_pair
+from tests.helpers.system import cannot
 
+ROOT = Path(__file__).resolve().parents[3]
 DOCTOR = [sys.executable, "-m", "mpispeed.cli.main", "doctor"]
 
 
 def start(argv, **env):
     return subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False, **env)
+
+
+def checkout_only(folder):
+    """Python of a copy of this environment in which mpispeed is not installed, and the folder to find it in.
+
+    That folder has the modules of the checkout and no metadata, which an installation leaves beside them.
+    """
+    if sys.prefix == sys.base_prefix:
+        cannot("its Python is that of no virtual environment")
+    prefix, packages = Path(sys.prefix), Path(sysconfig.get_path("purelib"))
+    links = {path: folder / path.name for path in prefix.iterdir() if path.name not in ("lib", "lib64")}
+    copy = folder / packages.relative_to(prefix)
+    copy.mkdir(parents=True)
+    links |= {path: copy / path.name for path in packages.iterdir() if "mpispeed" not in path.name}
+    links |= {path: folder / "lib" / path.name for path in packages.parents[1].iterdir() if path != packages.parent}
+    for path, link in links.items():
+        link.symlink_to(path)
+    source = folder / "checkout"
+    source.mkdir()
+    (source / "mpispeed").symlink_to(ROOT / "src" / "mpispeed")
+    return str(folder / "bin" / Path(sys.executable).name), source
 
 
 def read(done):
@@ -27,11 +54,16 @@ def read(done):
     return answer, {finding["name"]: finding for finding in answer["findings"]}
 
 
-def test_alone(tmp_path):
+def test_alone_in_a_checkout_that_is_not_installed(tmp_path, tmp_path_factory):
     page = tmp_path / "page.html"
-    done = start([*DOCTOR, "--json", "--html", str(page), "--folder", str(tmp_path)])
+    python, source = checkout_only(tmp_path_factory.mktemp("environment"))
+    env = {**os.environ, "PYTHONPATH": str(source)}
+    asked = "import importlib.metadata as m; print([d.name for d in m.distributions(name='mpispeed')])"
+    assert start([python, "-c", asked], env=env).stdout == "[]\n"
+    done = start([python, *DOCTOR[1:], "--json", "--html", str(page), "--folder", str(tmp_path)], env=env)
     answer, findings = read(done)
     assert (done.returncode, answer["ok"]) == (0, True), done.stdout
+    assert findings["mpispeed"]["detail"] == mpispeed.__version__
     needed = ("Python", "torch", "MPI library", "world of 2", "HDF5", "cores", "nvcc", "pycuda", "block I/O", "memory",
               "/dev/shm", "progress", "MPI and GPU memory", "rename", "flock locks", "fcntl locks", "mmap", "fsync",
               "speed", "O_DIRECT", "file system", "free space", "SLURM", "thread level")  # fmt: skip
@@ -96,15 +128,15 @@ def test_ranks_that_do_not_meet_are_one_finding(monkeypatch):
     assert "2 ranks did not meet: no PMI" in done.output
 
 
-def test_a_check_that_breaks_is_a_finding(monkeypatch):
+def test_a_check_that_breaks_is_a_finding_after_those_it_had():
     def broken():
         yield Finding("machine", "cores", Verdict.OK, "2")
         message = "strange machine"
         raise ValueError(message)
 
     found = doctor_module.examine("machine", broken)
-    assert [finding.verdict for finding in found] == [Verdict.WARN]
-    assert "ValueError: strange machine" in found[0].detail
+    assert [(finding.name, finding.verdict) for finding in found] == [("cores", Verdict.OK), ("machine", Verdict.WARN)]
+    assert "ValueError: strange machine" in found[1].detail
 
 
 def test_exit_code_and_words_for_what_is_missing(monkeypatch, tmp_path):

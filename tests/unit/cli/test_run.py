@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from mpispeed.cli import run_options
 from mpispeed.cli.main import cli, main
-from mpispeed.cli.run import runner
+from mpispeed.cli.run import _with_signals, runner
 
 
 @pytest.fixture
@@ -189,3 +189,23 @@ def test_the_last_line_says_what_a_signal_means(here):
     done = CliRunner().invoke(cli, ["run", "-n", "1", "train.py"])
     assert done.exit_code in (9, 137)
     assert "SIGKILL" in done.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "signals", "told"),
+    [
+        (0, [2], 0),
+        (2, [], 2),
+        (2, [2], 130),
+        (15, [15], 143),
+        (11, [2], 130),
+        (11, [], 11),
+        (1, [2], 1),
+        (130, [2], 130),
+        (255, [2], 130),
+        (255, [15], 255),
+        (255, [], 255),
+    ],
+)
+def test_a_signal_we_passed_on_is_no_code_of_the_program(code, signals, told):
+    assert _with_signals(code, signals) == told

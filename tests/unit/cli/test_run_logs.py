@@ -4,7 +4,7 @@ import pytest
 
 from mpispeed.cli import run
 from mpispeed.cli.main import main
-from mpispeed.guard import merging
+from mpispeed.logs import merge
 
 
 def test_a_folder_of_the_run_that_cannot_be_is_refused(tmp_path, capsys):
@@ -32,7 +32,7 @@ def test_logs_are_merged_at_the_end_unless_they_are_large_or_somebody_is_in_a_hu
     def interrupted(logs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(merging, "merged_lines", interrupted)
+    monkeypatch.setattr(merge, "merged_lines", interrupted)
     run._merge_logs(str(logs))
     assert "are not merged; merge them with" in capsys.readouterr().err
     assert [path.name for path in logs.iterdir()] == ["rank-0.log"]

@@ -29,6 +29,11 @@ def call(tmp_path, monkeypatch):
         first = ("--dry-run", "--time", "10", "--cpus-per-task", "2", "--run-dir", "/run")
         return CliRunner().invoke(sbatch, [*first, *map(str, words)])
 
+    def submit(*words, **keys):
+        (tmp_path / "ds.json").write_text(json.dumps({**CONFIG, **keys}))
+        return CliRunner().invoke(sbatch, ["--time", "10", "--cpus-per-task", "2", *map(str, words)])
+
+    run.submit = submit
     return run
 
 
@@ -109,3 +114,66 @@ def test_missing_script_and_missing_slurm_are_told(call, tmp_path):
     done = CliRunner().invoke(sbatch, ["--time=1", "--cpus-per-task=1", "--run-dir", str(tmp_path / "r"), "train.py"])
     assert isinstance(done.exception, MpispeedError)
     assert "there is no sbatch here" in text_of(done)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"walltime": {"save_dir": "ck"}}, "to save and stop: touch {run}/STOP; to save and go on: touch {run}/SAVE"),
+        ({"walltime": {"save_dir": "ck", "enabled": False}}, "cannot be asked to save: its config has no"),
+        ({}, "cannot be asked to save: its config has no walltime.save_dir"),
+        (None, "where the script's config has walltime.save_dir, touch {run}/STOP"),
+    ],
+)
+def test_the_file_stop_is_named_where_something_listens(call, tmp_path, keys, said):
+    """With a program in the place of SLURM's that takes the script."""
+    (tmp_path / "tools" / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (tmp_path / "tools" / "sbatch").chmod(0o755)
+    run = tmp_path / "run"
+    done = call.submit("--run-dir", run, *([] if keys is None else ["--config", "ds.json"]), "train.py", **(keys or {}))
+    assert done.exit_code == 0, text_of(done)
+    assert "job 7" in done.output
+    assert said.format(run=run) in done.output
+
+
+def test_a_batch_that_the_tasks_do_not_divide_is_refused(call):
+    words = ("--ntasks-per-node", 5, "train.py", "--deepspeed_config", "ds.json")
+    keys = {"train_micro_batch_size_per_gpu": None, "train_batch_size": 12}
+    done = call(*words, **keys)
+    assert done.exit_code and "#SBATCH" not in done.stdout
+    assert "12 is not 2 * 1 * 5 = 10 on 5 data-parallel ranks; set train_batch_size to 10 or 15" in text_of(done)
+    assert call("--ranks-per-model", 5, *words, **keys).exit_code == 0
+    assert "5 ranks are no multiple of the 2 that share" in text_of(call("--ranks-per-model", 2, *words, **keys))
+    assert call(*words, **{**keys, "train_batch_size": 15}).exit_code == 0
+
+
+def test_who_shares_models_or_counts_tasks_otherwise_is_told_how(call):
+    """What the script cuts by itself is not in the config."""
+    words = ("--ntasks-per-node", 5, "train.py", "--deepspeed_config", "ds.json")
+    keys = {"train_micro_batch_size_per_gpu": None, "train_batch_size": 12}
+    hint = "; if ranks share each model, say how many with --ranks-per-model"
+    for more in ({}, {"seeed": 1}):
+        assert text_of(call(*words, **keys, **more)).endswith(hint)
+    assert hint not in text_of(call(*words, seeed=1))
+    assert hint not in text_of(call("--ranks-per-model", 2, *words, **keys))
+    assert call("--flag", "--ntasks=4", *words, **keys).exit_code == 0
+
+
+def test_all_that_a_run_would_refuse_is_refused_before(call):
+    done = call("train.py", "--deepspeed_config", "ds.json", optimizer={"type": "AdamX"}, seeed=1, wandb=True)
+    assert done.exit_code and "#SBATCH" not in done.stdout
+    for said in (
+        "3 problems",
+        "seeed: unknown key",
+        'unknown optimizer "AdamX"',
+        "wandb: this monitor is not available",
+    ):
+        assert said in text_of(done)
+
+
+def test_a_job_without_a_config_is_said_to_be_unchecked(call):
+    done = call("train.py")
+    assert done.exit_code == 0 and "#SBATCH" in done.stdout
+    assert "no config is checked, and memory is not planned: none is given; give it with --config" in done.stderr
+    done = call("--no-plan", "train.py", "--deepspeed_config", "task-{task}.json")
+    assert "no config is checked, and memory is not planned: there is no file task-{task}.json" in done.stderr

@@ -35,7 +35,6 @@ CONFLICTS = {
     "zero_optimization.offload_optimizer.nvme_path": {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}
     },
-    "zero_optimization.offload_param.device": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
     "zero_optimization.offload_optimizer.device": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     "zero_optimization.cpu_offload.device": {"zero_optimization": {"cpu_offload": True}},
     "zero_optimization.offload_param.nvme_path": {
@@ -142,6 +141,7 @@ def test_what_stands_near_a_conflict_is_legal(settings):
         ("adamw", {"betas": [0.9]}, "betas"),
         ("adam", {"betas": [0.9, 1.0]}, "betas"),
         ("Adam", {"eps": "small"}, "eps"),
+        ("Adam", {"eps": -1}, "eps"),
         ("Adam", {"adam_w_mode": "false"}, "adam_w_mode"),
         ("Adam", {"amsgrad": True}, "amsgrad"),
         ("Adam", {"fused": True}, "fused"),
@@ -155,16 +155,16 @@ def test_optimizer_keywords(kind, params, key):
         load({"optimizer": {"type": kind, "params": params}})
 
 
-@pytest.mark.parametrize("kind", ["Adam", "adamw", "Adagrad", "lion", "SGD", None])
+@pytest.mark.parametrize("kind", ["Adam", "adamw", "Adagrad", "lion", "Lamb", "SGD", None])
 def test_states_of_own_optimizers_may_rest_in_files(kind):
     load({"optimizer": {"type": kind}, **in_files(offload_optimizer={})})
 
 
-@pytest.mark.parametrize("kind", ["RMSprop", "Lamb", "NAdam", "SparseAdam"])
+@pytest.mark.parametrize("kind", ["RMSprop", "NAdam"])
 def test_states_of_other_optimizers_may_not(kind):
     settings = {"optimizer": {"type": kind}, **in_files(offload_optimizer={})}
     with pytest.raises(
-        ConfigError, match=rf'optimizer\.type: "{kind}" cannot keep .* Adagrad, Lion, SGD, or set .* cpu'
+        ConfigError, match=rf'optimizer\.type: "{kind}" cannot keep .* Adagrad, Lion, Lamb, SGD, or set .* cpu'
     ):
         load(settings)
     settings["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
@@ -187,8 +187,43 @@ def test_a_limit_of_memory_is_bytes(given):
         load({"host_memory_limit": 0})
 
 
-def test_keywords_of_torch_optimizers_are_left_to_torch():
-    load({"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9, "anything": "x"}}})
+@pytest.mark.parametrize(
+    ("kind", "params", "said"),
+    [
+        (
+            "Adamm",
+            {},
+            r'optimizer\.type: unknown optimizer "Adamm"; did you mean "Adam"\? Known are Adam, .* RMSprop, ',
+        ),
+        ("rmsprop", {}, r'optimizer\.type: .*did you mean "RMSprop"'),
+        ("LBFGS", {}, r"optimizer\.type: LBFGS cannot be used: its step"),
+        ("SparseAdam", {}, r"optimizer\.type: SparseAdam cannot be used: it takes sparse"),
+        ("RMSprop", {"alphaa": 0.9}, r'optimizer\.params\.alphaa: unknown keyword .*did you mean "alpha"'),
+        ("RMSprop", {"alphaa": "auto"}, r'optimizer\.params\.alphaa: unknown keyword \(value "auto"\)'),
+        ("RMSprop", {"lr": "fast"}, r'optimizer\.params\.lr: expected a learning rate .*found "fast"'),
+        ("RMSprop", {"momentum": -1}, r"optimizer\.params: RMSprop of torch refuses .*Invalid momentum value: -1"),
+        ("Adamax", {"betas": [0.9]}, r"optimizer\.params: Adamax of torch refuses"),
+        ("Adam", {"torch_adam": True, "bias_correction": True}, r"optimizer\.params\.bias_correction: unknown"),
+        ("SGD", {"nesterov": True}, r"optimizer\.params\.nesterov: SGD needs momentum"),
+        ("Lamb", {"min_coeff": 3, "max_coeff": 2}, r"optimizer\.params\.min_coeff: 3 is above max_coeff"),
+        ("OneBitAdam", {"comm_backend_name": "gloo"}, r"optimizer\.params\.comm_backend_name: expected one of nccl"),
+    ],
+)
+def test_what_torch_or_a_rule_would_refuse_in_the_run_is_refused_at_once(kind, params, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        load({"optimizer": {"type": kind, "params": params}})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Lamb", "Adagrad", "OneBitAdam"])
+def test_a_large_eps_is_legal(kind):
+    load({"optimizer": {"type": kind, "params": {"eps": 2}}})
+
+
+def test_keywords_of_torch_optimizers():
+    load({"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9, "foreach": None}}})
+    load({"optimizer": {"type": "Adamax", "params": {"betas": [0.9, 0.99], "lr": "auto"}}})
+    load({"optimizer": {"type": "Muon", "params": {"momentum": 0.9}}})
     load({"optimizer": {"type": "Adam", "params": {"torch_adam": True, "fused": True, "amsgrad": True}}})
 
 
@@ -210,7 +245,30 @@ def test_schedule_keywords(kind, params, key):
         load({"scheduler": {"type": kind, "params": params}})
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "said"),
+    [
+        (
+            "WarmupLRR",
+            {},
+            r'scheduler\.type: unknown schedule "WarmupLRR"; did you mean "WarmupLR"\? Known are LRRange',
+        ),
+        ("stepLR", {}, r'scheduler\.type: .*did you mean "StepLR"'),
+        ("StepLR", {}, r"scheduler\.params\.step_size: required by StepLR"),
+        ("StepLR", {"step_size": "auto"}, r"scheduler\.params\.step_size: required by StepLR"),
+        ("StepLR", {"step_size": "ten"}, r'scheduler\.params\.step_size: expected a whole number, found "ten"'),
+        ("StepLR", {"step_size": 3, "gama": 0.1}, r'scheduler\.params\.gama: .*did you mean "gamma"'),
+        ("OneCycleLR", {"max_lr": 0.1}, r"scheduler\.params: OneCycleLR of torch refuses"),
+    ],
+)
+def test_schedules_that_do_not_exist_or_cannot_be_made(kind, params, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        load({"scheduler": {"type": kind, "params": params}})
+    assert "\n" not in str(caught.value)
+
+
 def test_schedules_of_torch_and_lists_per_group():
+    load({"scheduler": {"type": "OneCycleLR", "params": {"max_lr": [0.1, 0.2], "total_steps": 10}}})
     load({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}})
     load({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [0, 0.1], "warmup_max_lr": [1, 2]}}})
 
@@ -329,3 +387,10 @@ def test_several_missing_parts_are_told_at_once():
 
 def test_adagrad_falls_to_torch():
     require_available(load({"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.1}}}).config)
+
+
+@pytest.mark.parametrize("limit", [True, -5, 1e39, [], {}, "soon"])
+def test_a_time_that_is_none_is_one_mistake(limit):
+    with pytest.raises(ConfigError) as caught:
+        load({"walltime": {"limit": limit}})
+    assert str(caught.value).startswith("configuration: walltime.limit: Input should be seconds, or a time such as ")

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import random
+import time
 
 import pytest
 import torch
@@ -13,15 +15,22 @@ import mpispeed
 from mpispeed.base.errors import ConfigError
 from mpispeed.cli.elastic import elastic as command
 from mpispeed.config import explain, load
-from mpispeed.config.elastic_batch import SCHEDULED, check_schedule, elastic_counts, find_run_warnings
-from mpispeed.config.elastic_solve import Demand, pick_micro, solve, solve_nodes
+from mpispeed.config.elastic_batch import (
+    SCHEDULED,
+    check_schedule,
+    elastic_counts,
+    elastic_triple,
+    find_run_warnings,
+    read_section,
+)
+from mpispeed.config.elastic_solve import Choice, Demand, pick_micro, solve, solve_nodes
 from mpispeed.elasticity import (
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,
     compute_elastic_config,
 )
-from mpispeed.engine.plan import make_plan
+from mpispeed.plan.plan import make_plan
 
 TARGET = "0.16.5"
 DOCUMENTED = {"max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "min_gpus": 1, "max_gpus": 10000}
@@ -241,3 +250,47 @@ def test_command_on_a_number_of_ranks(file):
     assert "on them it is 1920" in done.stderr
     with pytest.raises(ElasticityIncompatibleWorldSize):
         CliRunner().invoke(command, ["-c", file, "-w", "1999"], catch_exceptions=False)
+
+
+def test_many_sizes_and_ranks_take_no_time():
+    most = {
+        "enabled": True,
+        "max_train_batch_size": 10**9,
+        "max_gpus": 100_000,
+        "micro_batch_sizes": [*range(1969, 2001)],
+    }
+    start = time.process_time()
+    counts = elastic_counts(most)
+    section = read_section({"elasticity": most})
+    counts = counts[::20]
+    rows = [elastic_triple(section, count, count) for count in counts]
+    assert time.process_time() - start < 8
+    assert all(micro * steps * count == batch for count, (batch, micro, steps) in zip(counts, rows, strict=True))
+    with pytest.raises(ElasticityConfigError, match=r"micro_batch_sizes: .* at most 32 items.*found \[1, 2"):
+        elastic_counts({**most, "micro_batch_sizes": list(range(1, 3001))})
+    with pytest.raises(ElasticityConfigError, match="max_gpus: must be at most 100000"):
+        elastic_counts({**most, "max_gpus": 10**18})
+
+
+@pytest.mark.parametrize("per_node", [8, 100_000, 10**9])
+def test_less_than_a_node_of_ranks_takes_no_time_either(per_node):
+    """It is no limit, as in DeepSpeed, and the factors of a batch were searched up to the batch itself."""
+    demand = Demand(9 * 10**18, (1, 2147483647, 2147483629), most=4, per_node=per_node)
+    start = time.process_time()
+    try:
+        assert solve_nodes(demand).counts[-1] <= max(per_node, 100_000)
+    except ElasticityError as error:
+        assert "no number of ranks" in str(error)
+    assert time.process_time() - start < 2
+    assert solve_nodes(Demand(64, (2, 4), most=4, per_node=8)) == Choice(64, (8, 16, 32))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_numbers_of_ranks_are_found(seed):
+    rng = random.Random(seed)
+    sizes = tuple(sorted({rng.randint(1, 60) for _ in range(rng.randint(1, 5))}))
+    demand = Demand(rng.randint(60, 4000), sizes, least=rng.randint(1, 3), most=rng.randint(50, 700))
+    choice = solve(demand)
+    assert list(choice.counts) == [
+        n for n in range(demand.least, demand.most + 1) if any(choice.batch % (n * size) == 0 for size in sizes)
+    ]

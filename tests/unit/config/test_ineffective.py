@@ -18,10 +18,12 @@ READ = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "seed", "steps_per_print",
     "gradient_clipping", "communication_data_type", "reduction", "prescale_gradients", "gradient_predivide_factor",
     "wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer", "dataloader_drop_last",
-    "vocabulary_size", "data_parallel_size", "optimizer.type", "optimizer.params", "scheduler.type",
+    "dataloader_shuffle", "vocabulary_size", "data_parallel_size", "optimizer.type", "optimizer.params",
+    "scheduler.type",
     "scheduler.params", "bf16.enabled", "data_types.grad_accum_dtype", "zero_optimization.reduce_bucket_size",
     "zero_optimization.overlap_comm", "zero_optimization.elastic_checkpoint", "checkpoint.tag_validation",
-    "checkpoint.async_save", "checkpoint.writing", "checkpoint.files", "checkpoint.window_bytes",
+    "checkpoint.async_save", "checkpoint.overwrite",
+    "checkpoint.writing", "checkpoint.files", "checkpoint.window_bytes",
     "checkpoint.read_back", "checkpoint.load_verify", "checkpoint.keep_last", "checkpoint.keep_every",
     "zero_optimization.load_from_fp32_weights",
     "comms_logger.enabled", "comms_logger.prof_all", "comms_logger.prof_ops", "comms_logger.verbose",
@@ -101,6 +103,24 @@ def test_files_of_one_kind_give_no_effect_to_keys_of_the_other():
     assert {w.split()[0] for w in warnings} == {
         "zero_optimization.sub_group_size", "zero_optimization.offload_optimizer.fast_init",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("section", [{"device": "cpu", "buffer_count": 2}, {"device": "nvme"}], ids=["cpu", "nvme"])
+def test_parameters_stay_where_they_are_below_stage_3(stage, section):
+    """DeepSpeed ignores the section there: whoever tries another stage leaves it in."""
+    settings = {"zero_optimization": {"stage": stage, "offload_param": section | {"nvme_path": "disk"}}}
+    loaded = load(settings)
+    if stage == 3:
+        assert loaded.config.zero_optimization.offload_param.device == section["device"]
+        assert [w for w in loaded.warnings if "offload_param has" in w] == []
+        return
+    assert loaded.config.zero_optimization.offload_param is None
+    (warning,) = loaded.warnings
+    assert warning.startswith("zero_optimization.offload_param has no effect here: ")
+    assert f"zero_optimization.stage is {stage}" in warning
+    old = load({"zero_optimization": {"stage": stage, "cpu_offload_param": True}}).warnings
+    assert [w for w in old if w.startswith("zero_optimization.cpu_offload_param has no effect here: ")]
 
 
 def test_the_warning_names_the_key_as_it_was_written():

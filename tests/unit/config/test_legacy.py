@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from functools import partial
 
 import pytest
 
@@ -10,7 +12,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.config import load
 from mpispeed.config.legacy import ALIASES, IGNORED, NORMAL_FORMS, has, translate
 from mpispeed.config.root import TEXT_KEYS, Config
-from mpispeed.config.section import walk
+from mpispeed.config.section import knows, walk
 
 
 def test_the_tables_name_fields_that_exist():
@@ -24,7 +26,7 @@ def test_the_tables_name_fields_that_exist():
 def test_each_alias_moves_its_value(alias):
     outer, _, key = alias.old.rpartition(".")
     raw = {outer: {key: 7}} if outer else {key: 7}
-    done = translate(raw, TEXT_KEYS)
+    done = translate(raw, TEXT_KEYS, partial(knows, Config))
     assert has(done.data, alias.new)
     assert not has(done.data, alias.old)
     assert done.origin(alias.new) == f"alias of {alias.old}"
@@ -89,9 +91,8 @@ def test_bf16_wins_over_its_old_name():
     assert loaded.warnings == ["bfloat16 is ignored because bf16 is there"]
 
 
-@pytest.mark.parametrize("value", [True, "true", 1])
-def test_cpu_offload_becomes_a_section(value):
-    loaded = load({"zero_optimization": {"stage": 2, "cpu_offload": value}})
+def test_cpu_offload_becomes_a_section():
+    loaded = load({"zero_optimization": {"stage": 2, "cpu_offload": True}})
     assert loaded.config.zero_optimization.offload_optimizer.device == "cpu"
     assert (
         loaded.origins["zero_optimization.offload_optimizer.device"] == "given as zero_optimization.cpu_offload: true"
@@ -170,5 +171,23 @@ def test_keys_that_are_no_texts():
 
 
 def test_values_that_are_no_plain_data_are_passed_on():
-    marker = object()
-    assert load({"optimizer": {"type": "X", "params": {"hook": marker}}}).config.optimizer.params["hook"] is marker
+    def rate(step):
+        return 1 / (1 + step)
+
+    settings = {"scheduler": {"type": "LambdaLR", "params": {"lr_lambda": rate}}}
+    assert load(settings).config.scheduler.params["lr_lambda"] is rate
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("zero_optimization.cpu_offload", True), ("zero_optimization.grad_hooks", True), ("aio.thread_count", 2),
+        ("optimizer.params", None), ("tensor_parallel.tp", {}), ("checkpoint.tag_validation", "warn"),
+        ("aio.intra_op_parallelism", 2),
+    ],
+)  # fmt: skip
+def test_a_key_with_a_dot_is_unknown(key, value):
+    for section in ({}, {key.partition(".")[0]: {}}):
+        with pytest.raises(ConfigError, match=re.escape(key)) as caught:
+            load({"train_micro_batch_size_per_gpu": 1, **section, key: value})
+        assert "unknown" in str(caught.value)

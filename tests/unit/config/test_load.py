@@ -129,9 +129,9 @@ def test_values_that_only_seem_to_fit(section, key, value):
     ("text", "path"),
     [
         ('{"scheduler": {"type":"WarmupLR", "params": {"warmup_num_steps": %s}}}', "scheduler.params.warmup_num_steps"),
-        ('{"scheduler": {"type": "Other", "params": {"a": [[1, {"b": %s}]]}}}', "scheduler.params.a[0][1].b"),
+        ('{"scheduler": {"type": "WarmupLR", "params": {"a": [[1, {"b": %s}]]}}}', "scheduler.params.a[0][1].b"),
         ('{"optimizer": {"type": "Adam", "params": {"betas": [0.9, %s]}}}', "optimizer.params.betas[1]"),
-        ('{"optimizer": {"type": "Other", "params": {"dtype": %s}}}', "optimizer.params.dtype"),
+        ('{"optimizer": {"type": "RMSprop", "params": {"dtype": %s}}}', "optimizer.params.dtype"),
         ('{"gradient_clipping": %s}', "gradient_clipping"),
         ('{"train_batch_size": %s}', "train_batch_size"),
     ],

@@ -1,4 +1,4 @@
-"""Exact sums of squares: the kernel, its twin in torch and the host loop agree without any rounding."""
+"""Exact sums of squares: the kernel, its reference in torch and the host loop agree without any rounding."""
 
 from fractions import Fraction
 

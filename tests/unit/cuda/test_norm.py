@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm: twin against fp64, kernels on the host against the twin."""
+"""Layer norm and RMS norm: reference against fp64, kernels on the host against the reference."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from mpispeed.native import norm
 from mpispeed.native.cuda import launcher
 from tests.helpers.cuda_host import HostLauncher
+from tests.zoo import same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Sums of up to 9,000 numbers near 1 in another order, relative to the largest result; then one rounding to the dtype.
@@ -70,7 +71,7 @@ def test_kernels_give_what_the_twin_gives(shape, dtype, host):
         x, residual, weight, bias, dy = inputs(*shape, dtype, shift=shift)
         for is_centered, add in ((True, residual), (False, None)) if shift else ((True, None), (False, residual)):
             b = bias if is_centered else None
-            wanted = norm.norm_twin(x, add, weight, b, 1e-5, is_centered)
+            wanted = norm.norm_reference(x, add, weight, b, 1e-5, is_centered)
             got = torch.ops.mpispeed.norm(x, add, weight, b, 1e-5, is_centered)
             for name, a, k in zip(("y", "sum", "mean", "rstd"), wanted, got, strict=True):
                 assert a.shape == k.shape, name
@@ -78,7 +79,7 @@ def test_kernels_give_what_the_twin_gives(shape, dtype, host):
             assert torch.equal(wanted[1], got[1])  # one addition, one rounding
             mean = wanted[2] if is_centered else None
             read = x if add is None else wanted[1]
-            grads = norm.norm_backward_twin(dy, add, read, weight, mean, wanted[3])
+            grads = norm.norm_backward_reference(dy, add, read, weight, mean, wanted[3])
             got = torch.ops.mpispeed.norm_backward(dy, add, read, weight, mean, wanted[3], True, True)
             for name, a, k in zip(("dx", "dweight", "dbias"), grads, got, strict=True):
                 assert off(a, k) <= 2 * TOLERANCE[dtype] or shape[1] == 1, name
@@ -127,7 +128,7 @@ def test_repeatable(host):
         total, y = norm.add_layer_norm(*leaves)
         return [total, y, *torch.autograd.grad((total, y), leaves, (dy, dy))]
 
-    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+    same_bits(run(), run())
 
 
 def test_a_residual_goes_through_in_the_same_pass(host):
@@ -171,7 +172,7 @@ def test_beside_a_norm_compiled_and_within_autocast():
 
     whole = torch.compile(step, fullgraph=True, backend="aot_eager")
     wanted, got = (torch.autograd.grad(call(x), (x, weight)) for call in (step, whole))
-    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    same_bits(wanted, got)
     assert wanted[1].dtype == torch.float32
     inputs = [t.double().detach().requires_grad_() for t in (x, weight, weight)]
     assert torch.autograd.gradcheck(norm.layer_norm_beside, inputs)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from mpispeed.base.errors import UsageError
+from mpispeed.native.coefficients import Terms, adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
 from mpispeed.native.cuda import launcher
 from mpispeed.native.device_optim import CHUNK, DeviceTable, kernels_of, pack_terms, update_row
-from mpispeed.native.host_table import STATE_NAMES, HostTable, Row
-from mpispeed.native.host_terms import Terms, adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
+from mpispeed.native.multi_tensor_host import STATE_NAMES, HostTable, Row
 from tests.helpers.cuda_host import HostLauncher
+from tests.zoo import has_same_bits
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # (parameter, state, gradient, copy)
@@ -58,17 +59,12 @@ def clone(row):
     )
 
 
-def bits(x):
-    return x.contiguous().view(torch.uint8) if x.numel() else x
-
-
 def assert_same(first, second):
     pairs = {"param": (first.param, second.param), "out": (first.out, second.out)}
     pairs |= {f"state {n}": pair for n, pair in enumerate(zip(first.states, second.states, strict=True))}
     for name, (a, b) in pairs.items():
         if a is not None:
-            assert a.dtype == b.dtype, name
-            assert torch.equal(bits(a), bits(b)), f"{name} of {a.numel()} elements"
+            assert has_same_bits(a, b), f"{name} of {a.numel()} elements"
 
 
 @pytest.fixture(params=[False, True], ids=["", "reversed"])

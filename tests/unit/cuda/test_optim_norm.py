@@ -1,4 +1,4 @@
-"""The global norm with its finite check: kernel and twin, run on the host, against exact sums."""
+"""The global norm with its finite check: kernel and reference, run on the host, against exact sums."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 
 from mpispeed.native import block_quant as bq
 from mpispeed.native import device_quant, status
-from mpispeed.native.block_quant import Coded, Grid
+from mpispeed.native.codes import Coded, Grid
 from mpispeed.native.cuda import launcher
 from tests.helpers.codes import FLOATS, dirty, moved, plain, same, same_coded, shifted, ties, tiny, untouched, wild
 from tests.helpers.cuda_host import HostLauncher

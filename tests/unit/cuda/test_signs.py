@@ -11,7 +11,7 @@ import torch
 from mpispeed.native import device_signs, status
 from mpispeed.native import one_bit as ob
 from mpispeed.native.cuda import launcher
-from tests.helpers.codes import FLOATS, bytes_of, plain, same, shifted, untouched, wild
+from tests.helpers.codes import FLOATS, bytes_of, plain, same, same_sum, shifted, untouched, wild
 from tests.helpers.cuda_host import HostLauncher
 
 LENGTHS = [1, 7, 8, 255, 256, 257, 1021, 2048, 5000]
@@ -22,11 +22,6 @@ FACTORS = [0.25, 1e-40, 3.0, math.inf, 1.7, 2.0**120, 0.0]
 @pytest.fixture(params=[False, True], ids=["forward", "reversed"])
 def kernels(request):
     return HostLauncher(is_reversed=request.param)
-
-
-def same_sum(a, b):
-    ours, host = math.fsum(a), math.fsum(b)
-    return ours == host or (math.isnan(ours) and math.isnan(host))
 
 
 def test_the_host_loops_are_there():
@@ -107,7 +102,7 @@ def test_more_parts_than_one_launch_takes():
         with launcher.standing_in(kernels):
             assert same_sum(ob.add_parts(ours, parts[:count], weights[:count]), squares)
         assert same(ours, host)
-    assert kernels.launched == ["sign_sum"]  # the longer one is a work of the twin
+    assert kernels.launched == ["sign_sum"]  # the longer one is a work of the reference
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-41, 0.7, 2.0**127, math.inf, math.nan])

@@ -1,4 +1,4 @@
-"""Softmax kernels, compiled for the host, and their twins: against float64, autograd and each other."""
+"""Softmax kernels, compiled for the host, and their references: against float64, autograd and each other."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_kernels_with_dropout_keep_what_the_twin_keeps(host, dtype, columns):
     got, probs = softmax.run_softmax(x, None, SEED, 0.5, False, 0.3)
     kept = philox.kept(int(SEED), x.numel(), 0.3).view(x.shape)
     assert torch.equal(got != 0, kept & (probs != 0))
-    assert torch.equal(got, softmax.dropout_twin(probs, SEED, 0.3))  # from stored probabilities: the same bits
+    assert torch.equal(got, softmax.dropout_reference(probs, SEED, 0.3))  # from stored probabilities: the same bits
     assert torch.equal(got, softmax.run_dropout(probs, SEED, 0.3))
     assert (probs.double() - reference(x, None, 0.5, False)).abs().max() <= bound(dtype, columns)
     assert len(host.launched) == 2
@@ -87,7 +87,7 @@ def test_gradient_kernels_are_within_rounding_of_float64(host, dtype, columns):
     probs = reference(torch.randn(2, 2, 4, columns), None, 1.0, is_causal).to(dtype)
     grad = torch.randn(probs.shape).to(dtype)
     got = softmax.run_softmax_backward(grad, probs, SEED, 0.7, is_causal, ratio)
-    want = softmax.softmax_backward_twin(grad.double(), probs.double(), SEED, 0.7, is_causal, ratio)
+    want = softmax.softmax_backward_reference(grad.double(), probs.double(), SEED, 0.7, is_causal, ratio)
     largest = grad.abs().max().double() / (1 - ratio)
     assert (got.double() - want).abs().max() <= bound(dtype, columns) * largest
     assert host.launched == [f"softmax_grad_{'drop_' if ratio else ''}{team(columns, dtype)}_{tag(dtype)}"]
@@ -104,7 +104,7 @@ def test_rows_longer_than_a_block_are_walked_over(host, is_causal, ratio, column
     assert (probs.double() - reference(x, mask, 1.0, is_causal)).abs().max() <= bound(torch.bfloat16, columns)
     grad = torch.randn_like(x)
     dx = softmax.run_softmax_backward(grad, probs, SEED, 1.0, is_causal, ratio)
-    want = softmax.softmax_backward_twin(grad.double(), probs.double(), SEED, 1.0, is_causal, ratio)
+    want = softmax.softmax_backward_reference(grad.double(), probs.double(), SEED, 1.0, is_causal, ratio)
     assert (dx.double() - want).abs().max() <= bound(torch.bfloat16, columns) * 10
     assert all("long" in name for name in host.launched)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from mpispeed.base.errors import NativeMissing
-from mpispeed.native.cuda import store, toolchain
+from mpispeed.native.cuda import build, store, toolchain
+from tests.helpers.system import cannot
 
+SOURCE = "optim/multi_tensor_adam.cu"
 ROOT = Path(__file__).resolve().parents[3]
 
 # Stands for nvcc: slow, and it counts its runs.
@@ -59,12 +61,12 @@ def test_processes_that_ask_at_once_compile_once_and_read_all_of_it(slow_compile
 
 
 def test_another_compiler_compiles_again(slow_compiler):
-    store.machine_code("optim/multi_tensor_adam.cu", "sm_90")
-    store.machine_code("optim/multi_tensor_adam.cu", "sm_90")
+    store.machine_code(SOURCE, "sm_90")
+    store.machine_code(SOURCE, "sm_90")
     compiler = slow_compiler / "nvcc"
     compiler.write_text(COMPILER.replace("V99.1.7", "V99.2.0"))
     toolchain.version.cache_clear()
-    store.machine_code("optim/multi_tensor_adam.cu", "sm_90")
+    store.machine_code(SOURCE, "sm_90")
     toolchain.version.cache_clear()
     assert (slow_compiler / "runs").read_text() == "run\n" * 2
 
@@ -72,7 +74,7 @@ def test_another_compiler_compiles_again(slow_compiler):
 def test_a_compiler_that_fails_leaves_nothing_and_says_why(slow_compiler):
     (slow_compiler / "nvcc").write_text(COMPILER.replace("sleep 0.3", "echo 'error: no' >&2; exit 3"))
     with pytest.raises(NativeMissing, match=r"\(exit code 3\):\nerror: no"):
-        store.machine_code("optim/multi_tensor_adam.cu", "sm_90")
+        store.machine_code(SOURCE, "sm_90")
     assert not list((slow_compiler / "cache").glob("*.cubin"))
 
 
@@ -99,14 +101,82 @@ def test_a_folder_that_others_can_write_is_not_trusted(kind, monkeypatch, tmp_pa
         store.cache_folder()
 
 
+def give_away(path, kind):
+    if kind == "of another":
+        if os.geteuid():
+            cannot("only root can give a folder to another user")
+        os.chown(path, 12345, -1)
+    else:
+        path.chmod({"writable by its group": 0o775, "writable by all": 0o777}[kind])
+
+
+KINDS = {
+    "writable by its group": "others can write there [(]its mode is 0o775[)]",
+    "writable by all": "others can write there [(]its mode is 0o777[)]",
+    "of another": "it belongs to user 12345",
+}
+
+
+@pytest.mark.parametrize("variable", [store.CACHE_VARIABLE, store.BUILT_VARIABLE])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_named_folder_that_others_can_write_is_not_trusted(slow_compiler, monkeypatch, variable, kind):
+    folder = slow_compiler / "named"
+    folder.mkdir(mode=0o755)
+    compiler = None if variable == store.BUILT_VARIABLE else toolchain.version(toolchain.find_nvcc())
+    name = store.file_name(SOURCE, "sm_90", compiler)
+    (folder / name).write_bytes(b"kept")
+    link = slow_compiler / "link"
+    link.symlink_to(folder)
+    for path in (folder, link):
+        monkeypatch.setenv(variable, str(path))
+        assert store.machine_code(SOURCE, "sm_90") == b"kept"
+    for victim in (folder, folder / name):
+        give_away(victim, kind)
+        said = f"{variable}={link}" if victim == folder else str(link / name)
+        with pytest.raises(NativeMissing, match=f"{said}, .* is not trusted: {KINDS[kind]}"):
+            store.machine_code(SOURCE, "sm_90")
+        os.chown(victim, os.geteuid(), -1)
+        victim.chmod(0o755)
+    assert not (slow_compiler / "runs").exists()
+
+
+def test_kernels_of_who_owns_the_package_are_trusted(slow_compiler, monkeypatch):
+    """An administrator's, say: who can change the package can change what runs anyway."""
+    give_away(slow_compiler, "of another")
+    monkeypatch.setenv(store.BUILT_VARIABLE, str(slow_compiler))
+    package = slow_compiler / "cuda"
+    package.mkdir()
+    (slow_compiler / store.file_name(SOURCE, "sm_90")).write_bytes(b"built")
+    with pytest.raises(NativeMissing, match="it belongs to user 12345"):
+        store.machine_code(SOURCE, "sm_90")
+    monkeypatch.setattr(store.assets, "folder", lambda _: package)
+    os.chown(package, 12345, -1)
+    assert store.machine_code(SOURCE, "sm_90") == b"built"
+
+
+def test_what_is_built_ahead_is_trusted_whatever_the_umask_is(tmp_path, slow_compiler, monkeypatch):
+    monkeypatch.setattr(build.catalog, "sources", lambda: [SOURCE])
+    monkeypatch.setattr(build, "check_names", lambda *_: None)
+    before = os.umask(0o002)
+    try:
+        list(build.build(["sm_90"], tmp_path / "shared" / "out"))
+    finally:
+        os.umask(before)
+    monkeypatch.setenv(store.BUILT_VARIABLE, str(tmp_path / "shared" / "out"))
+    assert len(store.machine_code(SOURCE, "sm_90")) == 400000
+    (tmp_path / "shared" / "out").chmod(0o777)
+    with pytest.raises(NativeMissing, match="not trusted: others can write there"):
+        list(build.build(["sm_90"], tmp_path / "shared" / "out"))
+
+
 def test_what_was_built_for_another_architecture_is_said_once(slow_compiler, monkeypatch, caplog):
     monkeypatch.setattr("mpispeed.base.log._seen", set())
     built = slow_compiler / "built"
-    built.mkdir()
-    (built / store.file_name("optim/multi_tensor_adam.cu", "sm_80")).write_bytes(b"80")
+    built.mkdir(mode=0o755)
+    (built / store.file_name(SOURCE, "sm_80")).write_bytes(b"80")
     monkeypatch.setenv(store.BUILT_VARIABLE, str(built))
-    assert store.machine_code("optim/multi_tensor_adam.cu", "sm_80") == b"80"
+    assert store.machine_code(SOURCE, "sm_80") == b"80"
     monkeypatch.setattr(logging.getLogger("mpispeed"), "propagate", True)
     with caplog.at_level("WARNING", logger="mpispeed.native.cuda.store"):
-        assert len(store.machine_code("optim/multi_tensor_adam.cu", "sm_90")) == 400000
+        assert len(store.machine_code(SOURCE, "sm_90")) == 400000
     assert caplog.text.count("it was built for sm_80") == 1

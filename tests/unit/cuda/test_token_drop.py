@@ -1,4 +1,4 @@
-"""Gather and scatter of tokens: the kernels, run on the host, beside their twins and plain indexing; gradients."""
+"""Gather and scatter of tokens: the kernels, run on the host, beside their references and plain indexing; gradients."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_kernels_twins_and_plain_indexing_agree(kernels, dtype, index_dtype, bat
         before = len(kernels.launched)
         with launcher.standing_in(kernels):
             ours = gather(x, index, batch_first=batch_first), scatter(y, index, into, batch_first=batch_first)
-        twins = gather(x, index, batch_first=batch_first), scatter(y, index, into, batch_first=batch_first)
+        references = gather(x, index, batch_first=batch_first), scatter(y, index, into, batch_first=batch_first)
         assert len(kernels.launched) == before + (3 if picked else 1)
         wanted = picked_plainly(x, index, batch_first), put_plainly(y, index, into, batch_first)
-        for found in (ours, twins):
+        for found in (ours, references):
             assert torch.equal(found[0], wanted[0])
             assert torch.equal(found[1], wanted[1])
             assert all(out.is_contiguous() for out in found)

@@ -1,4 +1,4 @@
-"""GELU and dropout passes of a transformer layer: twins against fp64, kernels on the host against the twins."""
+"""GELU and dropout passes of a transformer layer: references against fp64, host kernels against them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mpispeed.native import transformer
 from mpispeed.native.cuda import launcher, philox
 from mpispeed.native.transformer import bias_dropout_residual, bias_gelu, gelu
 from tests.helpers.cuda_host import HostLauncher
+from tests.zoo import same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A few roundings of fp32 relative to the largest value, then one to the dtype, which may fall to either side.
@@ -69,8 +70,8 @@ def test_gelu_kernels_give_what_the_twin_gives(shape, dtype, host):
         x, _, dy, bias = inputs(*shape, dtype, shift=shift)
         for b, exact in ((bias, False), (None, False), (bias, True)):
             got = ops.bias_gelu(x, b, exact)
-            assert off(transformer.gelu_twin(x, b, exact), got) <= TOLERANCE[dtype]
-            wanted = transformer.gelu_backward_twin(dy, x, b, exact)
+            assert off(transformer.gelu_reference(x, b, exact), got) <= TOLERANCE[dtype]
+            wanted = transformer.gelu_backward_reference(dy, x, b, exact)
             got = ops.bias_gelu_backward(dy, x, b, exact, b is not None)
             for a, k in zip(wanted, got, strict=True) if b is not None else [(wanted[0], got[0])]:
                 assert off(a, k) <= 2 * TOLERANCE[dtype]
@@ -92,8 +93,8 @@ def test_dropout_kernels_give_the_bits_of_the_twin(shape, dtype, host):
         for b, ratio in ((bias, 0.25), (None, 0.5), (bias, 0.0)):
             seed = SEED if ratio else None
             got = bias_dropout_residual(x, b, residual, ratio, seed)
-            assert torch.equal(transformer.drop_twin(x, b, residual, ratio, seed), got)
-            wanted = transformer.drop_backward_twin(dy, ratio, seed)
+            assert torch.equal(transformer.drop_reference(x, b, residual, ratio, seed), got)
+            wanted = transformer.drop_backward_reference(dy, ratio, seed)
             got = ops.bias_dropout_residual_backward(dy, ratio, seed, True, b is not None)
             assert torch.equal(wanted[0], got[0])
             assert b is None or off(wanted[1], got[1]) <= 2 * TOLERANCE[dtype]  # another order of a sum
@@ -160,7 +161,7 @@ def test_repeatable(host):
         y = bias_dropout_residual(bias_gelu(*leaves[:2]), leaves[1], leaves[2], 0.1, SEED)
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
-    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+    same_bits(run(), run())
 
 
 def test_empty_and_with_gaps(host):

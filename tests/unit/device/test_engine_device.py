@@ -12,9 +12,10 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import ConfigError, UnsupportedOption
 from mpispeed.base.tensor_tree import move
 from mpispeed.config.load import validate
-from mpispeed.engine import device as engine_device
-from mpispeed.engine.plan import make_plan
-from mpispeed.mesh import handover, sim
+from mpispeed.mesh import sim
+from mpispeed.mesh.collectives import stream_sync
+from mpispeed.plan import device as engine_device
+from mpispeed.plan.plan import make_plan
 from mpispeed.store.arena import Arena
 from mpispeed.store.tiers import GRAD, MASTER, PARAM, Tiers
 from tests.helpers.device import stand_in
@@ -167,7 +168,7 @@ def test_memory_of_a_started_verb_lives_until_it_is_joined():
     devices.use(device)
     scratch = torch.ones(8, device=device)
     alive, target = weakref.ref(scratch), torch.zeros(8, device=device)
-    handed = handover.begin()
+    handed = stream_sync.begin()
     body = handed.carrying(lambda comm, scratch=scratch: target.add_(scratch))
     del scratch
     thread = threading.Thread(target=body, args=(None,))

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from mpispeed.config.load import validate
-from mpispeed.engine.assemble import assemble
+from mpispeed.engine.build.assemble import assemble
 from mpispeed.engine.engine import Engine
-from mpispeed.engine.placements import ranks_per_node
-from mpispeed.engine.plan import make_plan
+from mpispeed.engine.observe.reports import watch
 from mpispeed.mesh.mesh import Mesh
+from mpispeed.plan.placements import ranks_per_node
+from mpispeed.plan.plan import make_plan
 
 
 def engine_on(world: Any, config: dict[str, Any], model: nn.Module, **more: Any) -> Engine:
@@ -19,4 +20,6 @@ def engine_on(world: Any, config: dict[str, Any], model: nn.Module, **more: Any)
     plan = make_plan(loaded.config, world.size, torch.float32, ranks_per_node=ranks_per_node(world))
     arguments = {"optimizer": None, "model_parameters": None, "training_data": None, "lr_scheduler": None, **more}
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
-    return Engine(assemble(plan, loaded, mesh, model, **arguments, collate_fn=None))
+    parts = assemble(plan, mesh, model, **arguments, collate_fn=None)
+    watch(parts, loaded.warnings)
+    return Engine(parts)

@@ -8,15 +8,17 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.config.load import validate
-from mpispeed.engine.budget import gather_facts, predict
-from mpispeed.engine.fit import Limit, Setup, judge, machine_limits
-from mpispeed.engine.plan import make_plan
+from mpispeed.engine.estimate.budget import gather_inputs, predict
+from mpispeed.engine.estimate.feasibility import Limit, Setup, judge, machine_limits
 from mpispeed.mesh import sim
 from mpispeed.mesh.topology import Factor, Topology
+from mpispeed.plan.plan import make_plan
+from mpispeed.sharding.reducers import LEAST_ELEMENTS
 from mpispeed.store.placement import Placement
-from mpispeed.zero.backlog import LEAST_ELEMENTS
-from tests.helpers.training import LENGTH, VOCABULARY, Block, batches, config, train_engine
+from tests.helpers.covering import pairwise
 from tests.unit.engine.simulated import engine_on
+from tests.zoo.models import LENGTH, VOCABULARY, Block, batches
+from tests.zoo.training import WARM, config, train_averaged
 
 BATCH = 24
 WIDTH, LAYERS = 1024, 16  # 16 Mi parameters in units of 1 Mi: no padding on up to 4096 ranks
@@ -63,7 +65,7 @@ def settings(stage, accumulation=1, **zero):
 
 def facts_of(stage, ranks, accumulation=1, **zero):
     plan = make_plan(validate(settings(stage, accumulation, **zero)).config, ranks, torch.float32)
-    return gather_facts(plan, on_meta(plain))
+    return gather_inputs(plan, on_meta(plain))
 
 
 def states_bytes(budget):
@@ -84,7 +86,7 @@ def test_bytes_follow_the_paper(ranks):
 def test_gradients_in_16_bits_give_the_16_bytes_of_the_paper():
     source = {**settings(3), "data_types": {"grad_accum_dtype": "bf16"}}
     plan = make_plan(validate(source).config, 1024, torch.float32)
-    assert states_bytes(predict(gather_facts(plan, on_meta(plain)))) == 16 * PSI // 1024
+    assert states_bytes(predict(gather_inputs(plan, on_meta(plain)))) == 16 * PSI // 1024
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -185,14 +187,14 @@ def test_optimizer_states_are_those_of_the_rule(name, params, size):
     if name is None:
         del source["optimizer"]
     plan = make_plan(validate(source).config, 4, torch.float32)
-    assert predict(gather_facts(plan, on_meta(plain))).bytes_of("optimizer state") == size * PSI // 4
+    assert predict(gather_inputs(plan, on_meta(plain))).bytes_of("optimizer state") == size * PSI // 4
 
 
 def test_frozen_parameters_and_buffers_count():
     model = on_meta(lambda: nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64, affine=False)))
     model.append(nn.Linear(64, 64, bias=False, device="meta").requires_grad_(False))
     plan = make_plan(validate(settings(1)).config, 1, torch.float32)
-    budget = predict(gather_facts(plan, model))
+    budget = predict(gather_inputs(plan, model))
     assert budget.bytes_of("outside of units") == 2 * 64 * 64 + 2 * 2 * 64 + 8  # bf16, but for an int64 counter
     assert budget.bytes_of("parameters") == 2 * 64 * 64
 
@@ -206,11 +208,11 @@ def measure(source, ranks, **model):
 
     def job(world):
         engine = engine_on(world, source, models[world.rank])
-        train_engine(engine, data[:2])
-        engine.mesh.journal.reset()
-        train_engine(engine, data[2:])
+        train_averaged(engine, data[:2])
+        engine.mesh.comm_trace.reset()
+        train_averaged(engine, data[2:])
         sent = {}
-        for (verb, _), entry in engine.mesh.journal.entries().items():
+        for (verb, _), entry in engine.mesh.comm_trace.entries().items():
             sent[verb] = sent.get(verb, 0) + entry.bytes
         sent["all_reduce"] -= 2 * 8 * (ranks - 1) // ranks  # of `train_engine`: the mean loss
         params, parts = engine.parts.params, engine.parts.optimization
@@ -238,9 +240,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("accumulation", "dtype", "name"), pairwise([1, 3], ["fp32", "bf16"], list(GROUPS)))
 def test_prediction_for_groups_of_ranks(accumulation, dtype, name):
     check_engine(4, 3, accumulation, dtype, is_overlapped=False, is_frozen="frozen" in name, **GROUPS[name])
 
@@ -251,18 +251,17 @@ def test_prediction_for_coded_sums(stage, monkeypatch):
     check_engine(4, stage, 3, "bf16", is_overlapped=False, node=2, zero_quantized_gradients=True)
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "accumulation", "dtype", "is_overlapped"),
+    pairwise([1, 2, 4], [0, 1, 2, 3], [1, 3], ["fp32", "bf16"], [False, True]),
+)
 def test_prediction_is_what_engines_measure(ranks, stage, accumulation, dtype, is_overlapped):
     check_engine(ranks, stage, accumulation, dtype, is_overlapped=is_overlapped)
 
 
 def check_engine(ranks, stage, accumulation, dtype, *, is_overlapped, node=None, is_frozen=False, **zero):
     assert LENGTH  # the data's; widths below make units of different sizes
-    source = config(stage, BATCH, accumulation, **(BF16 if dtype == "bf16" else {}))
+    source = config(stage, BATCH, accumulation, dtype=dtype, **WARM)
     source["zero_optimization"].update(
         overlap_comm=is_overlapped,
         stage3_param_persistence_threshold=1000,
@@ -272,7 +271,7 @@ def check_engine(ranks, stage, accumulation, dtype, *, is_overlapped, node=None,
     )
     held, scratch, sent = measure(source, ranks, is_frozen=is_frozen)
     plan = make_plan(validate(source).config, ranks, torch.float32, ranks_per_node=node)
-    budget = predict(gather_facts(plan, on_meta(is_frozen=is_frozen)))
+    budget = predict(gather_inputs(plan, on_meta(is_frozen=is_frozen)))
     assert {what: budget.bytes_of(what) for what in held} == held
     verbs = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
     assert {verb: budget.sent_bytes(verb) for verb in verbs} == {verb: sent.get(verb, 0) for verb in verbs}
@@ -300,11 +299,13 @@ def test_limits_of_this_machine():
 
 
 def test_limits_of_version_2_groups(tmp_path):
+    groups = tmp_path / "sys/fs/cgroup"
     write_tree(
         tmp_path,
         {
             "proc/meminfo": "MemTotal: 900 kB\nMemAvailable: 800 kB\n",
             "proc/self/cgroup": "0::/job/step\n",
+            "proc/self/mountinfo": f"30 20 0:30 / {groups} rw shared:1 - cgroup2 cgroup2 rw\n",
             "sys/fs/cgroup/job/step/memory.max": "max\n",
             "sys/fs/cgroup/job/step/memory.current": "5\n",
             "sys/fs/cgroup/job/memory.max": "500000\n",
@@ -312,24 +313,26 @@ def test_limits_of_version_2_groups(tmp_path):
             "sys/fs/cgroup/job/memory.stat": "anon 1\ninactive_file 30000\n",
         },
     )
-    assert machine_limits(tmp_path) == [
+    assert machine_limits(tmp_path / "proc") == [
         Limit("MemAvailable of /proc/meminfo", 800 * 1024),
-        Limit("/sys/fs/cgroup/job/memory.max", 430000),
+        Limit(f"{groups}/job/memory.max", 430000),
     ]
 
 
 def test_limits_of_version_1_groups(tmp_path):
+    groups = tmp_path / "sys/fs/cgroup/memory"
     write_tree(
         tmp_path,
         {
             "proc/self/cgroup": "4:cpu:/a\n3:memory:/a/b\n0::/\n",
+            "proc/self/mountinfo": f"30 20 0:30 / {groups} rw shared:1 - cgroup cgroup rw,memory\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
             "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "7000\n",
             "sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": "9000\n",
             "sys/fs/cgroup/memory/a/b/memory.stat": "total_inactive_file 4000\n",
         },
     )
-    assert machine_limits(tmp_path) == [Limit("/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", 2000)]
+    assert machine_limits(tmp_path / "proc") == [Limit(f"{groups}/a/b/memory.limit_in_bytes", 2000)]
 
 
 def verdict_of(source, ranks, size, **setup):
@@ -370,8 +373,8 @@ def test_building_counts_once_for_every_rank_of_a_node():
     alone = verdict_of(settings(3, stage3_max_reuse_distance=0), 8, 1 << 60, nodes=8)
     assert need.need_bytes == 8 * alone.need_bytes
     assert need.need_bytes >= 8 * 4 * PSI  # fp32 as built, on every rank
-    born = verdict_of(settings(3, stage3_max_reuse_distance=0), 8, 1 << 60, is_born_cut=True)
-    assert born.need_bytes < need.need_bytes
+    init_shard = verdict_of(settings(3, stage3_max_reuse_distance=0), 8, 1 << 60, is_init_sharded=True)
+    assert init_shard.need_bytes < need.need_bytes
     assert "while the model is built" in need.reason
 
 
@@ -382,16 +385,16 @@ def test_a_higher_stage_is_found_before_more_nodes():
 
 def test_more_nodes_are_found_when_nothing_else_helps():
     lean = {**settings(3, stage3_max_reuse_distance=0), "optimizer": {"type": "RMSprop"}}  # not for files
-    need = verdict_of(lean, 8, 1 << 60, is_born_cut=True).need_bytes
-    verdict = verdict_of(lean, 8, need - 1, is_born_cut=True)
+    need = verdict_of(lean, 8, 1 << 60, is_init_sharded=True).need_bytes
+    verdict = verdict_of(lean, 8, need - 1, is_init_sharded=True)
     assert verdict.change.startswith("2 nodes with 8 ranks each")
 
 
 def test_files_are_found_before_more_nodes():
     lean = settings(3, stage3_max_reuse_distance=0)
-    least = verdict_of(lean, 8, 1 << 60, is_born_cut=True).need_bytes
+    least = verdict_of(lean, 8, 1 << 60, is_init_sharded=True).need_bytes
     files = settings(3, stage3_max_reuse_distance=0, offload_optimizer={"device": "nvme", "nvme_path": "disk"})
-    need = verdict_of(files, 8, 1 << 60, is_born_cut=True).need_bytes
+    need = verdict_of(files, 8, 1 << 60, is_init_sharded=True).need_bytes
     assert need < least
     change = verdict_of(lean, 8, need).change
     assert '"offload_optimizer": {"device": "nvme", "nvme_path": a folder on a local disk}' in change
@@ -404,7 +407,7 @@ def test_a_limit_of_the_config_is_no_go_too():
     verdict = verdict_of(limited, 4, 1 << 60)
     assert not verdict.is_go
     assert "host_memory_limit is 95.4 MiB" in verdict.reason
-    need = sum(predict(gather_facts(plan_for(limited), on_meta(plain))).memory_bytes().values())
+    need = sum(predict(gather_inputs(plan_for(limited), on_meta(plain))).memory_bytes().values())
     assert verdict_of({**limited, "host_memory_limit": need}, 4, 1 << 60).is_go
     less = verdict_of({**limited, "host_memory_limit": need - 1}, 4, 1 << 60)
     assert less.change == '"zero_optimization": {"stage": 2}'

@@ -5,17 +5,18 @@ import torch
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.config.load import validate
-from mpispeed.engine.budget import gather_facts, predict
-from mpispeed.engine.fit import Limit, Setup, judge
-from mpispeed.engine.host_budget import predict_host
-from mpispeed.engine.plan import make_plan
+from mpispeed.engine.estimate.budget import gather_inputs, predict
+from mpispeed.engine.estimate.feasibility import Limit, Setup, judge
+from mpispeed.engine.estimate.host_budget import predict_host
 from mpispeed.mesh import sim
 from mpispeed.optim.choice import build
+from mpispeed.plan.plan import make_plan
 from mpispeed.store.placement import Tier
 from tests.helpers.onebit_budget import compare
-from tests.helpers.onebit_training import NAMES, PRECISIONS, Mlp, settings
+from tests.helpers.onebit_training import NAMES, PRECISIONS, settings
 from tests.unit.engine.simulated import engine_on
 from tests.unit.engine.test_budget import PSI, on_meta, plain
+from tests.zoo.models import Mlp
 
 KINDS = {"OneBitAdam": 2, "OneBitLamb": 2, "ZeroOneAdam": 4}
 EACH = pytest.mark.parametrize("name", NAMES)
@@ -67,7 +68,7 @@ def plan_of(name, stage, ranks, *, node=None, dtype="bf16", **more):
 
 
 def budget_of(name, stage, ranks, **more):
-    return predict(gather_facts(plan_of(name, stage, ranks, **more), on_meta(plain)))
+    return predict(gather_inputs(plan_of(name, stage, ranks, **more), on_meta(plain)))
 
 
 @EACH

@@ -13,16 +13,18 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.config.load import validate
-from mpispeed.engine.budget import gather_facts, predict
-from mpispeed.engine.host_budget import check_host_budget, predict_host, read_limits
-from mpispeed.engine.offload import leading_units
-from mpispeed.engine.plan import make_plan
+from mpispeed.engine.estimate.budget import gather_inputs, predict
+from mpispeed.engine.estimate.host_budget import check_host_budget, predict_host, read_limits
 from mpispeed.mesh import sim
+from mpispeed.plan.offload_plan import leading_units
+from mpispeed.plan.plan import make_plan
+from mpispeed.sharding.sharded_init import ShardedInit
 from mpispeed.store.placement import Tier
-from mpispeed.zero.birth import Birth
-from tests.helpers.training import batches, config, train_engine
+from tests.helpers.covering import pairwise
 from tests.unit.engine.simulated import engine_on
 from tests.unit.engine.test_budget import Stack
+from tests.zoo.models import batches
+from tests.zoo.training import WARM, config, train_averaged
 
 WIDTH, LAYERS = 1024, 16  # 16 Mi parameters in units of 1 Mi: no padding on up to 4096 ranks
 UNIT = WIDTH * WIDTH
@@ -61,7 +63,7 @@ def plan_of(stage, ranks, accumulation=1, *, top=(), **zero):
 
 
 def budget_of(stage, ranks, accumulation=1, **more):
-    return predict(gather_facts(plan_of(stage, ranks, accumulation, **more), MODEL))
+    return predict(gather_inputs(plan_of(stage, ranks, accumulation, **more), MODEL))
 
 
 def at_rest(budget):
@@ -104,7 +106,7 @@ def test_files_consist_of_pages():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(30, 30, bias=False))
     plan = plan_of(2, 2, offload_optimizer=FILES)
-    budget = predict(gather_facts(plan, model))
+    budget = predict(gather_inputs(plan, model))
     parts = (256, 512)  # of units of 512 and 1024 elements
     assert at_rest(budget)["masters", NVME] == 4 * sum(parts)
     sizes = [part * width for part in parts for width in (4, 4, 4, 2)]
@@ -147,7 +149,7 @@ def test_a_part_of_the_states_is_outside(device, ratio, count):
 
 def test_masters_that_are_the_parameters_stay_with_them():
     plan = plan_of(3, 4, top={"bf16": {"enabled": False}, "data_types": {}}.items(), offload_optimizer=FILES)
-    rows = at_rest(predict(gather_facts(plan, MODEL)))
+    rows = at_rest(predict(gather_inputs(plan, MODEL)))
     assert rows == {
         ("parameters", DEVICE): PSI, ("optimizer state", NVME): 2 * PSI, ("gradients", NVME): PSI,
     }  # fmt: skip
@@ -157,7 +159,7 @@ def test_codes_of_frozen_parameters_stay_in_memory():
     model = on_meta()
     model[5].requires_grad_(False)
     zero = {"offload_param": {**FILES, "max_in_cpu": 0}, "zero_quantized_nontrainable_weights": True}
-    rows = at_rest(predict(gather_facts(plan_of(3, 4, **zero), model)))
+    rows = at_rest(predict(gather_inputs(plan_of(3, 4, **zero), model)))
     part = UNIT // 4
     assert rows["parameters", NVME] == 2 * (LAYERS - 1) * part
     assert part < rows["parameters", HOST] < 1.1 * part
@@ -282,7 +284,7 @@ def test_parameters_in_files_are_read_for_every_gather():
 def test_masters_in_files_that_are_the_parameters_are_read_and_written():
     top = {"bf16": {"enabled": False}, "data_types": {}}.items()
     plan = plan_of(3, 4, top=top, offload_param={**FILES, "max_in_cpu": 0}, offload_optimizer=FILES)
-    moved = traffic(predict(gather_facts(plan, MODEL)))
+    moved = traffic(predict(gather_inputs(plan, MODEL)))
     assert moved["updated parameters", NVME, HOST] == moved["updated parameters", HOST, NVME] == PSI
     assert ("masters", NVME, HOST) not in moved
 
@@ -298,11 +300,11 @@ def test_second_copies_spare_the_host():
 
 def test_what_is_written_is_not_held_while_the_model_is_built():
     plan = plan_of(3, 16, offload_optimizer=FILES, offload_param={**FILES, "max_in_cpu": 0})
-    born = predict(gather_facts(plan, MODEL, is_born_cut=True))
-    there = predict(gather_facts(plan_of(3, 16), MODEL, is_born_cut=True))
+    init_shard = predict(gather_inputs(plan, MODEL, is_init_sharded=True))
+    there = predict(gather_inputs(plan_of(3, 16), MODEL, is_init_sharded=True))
     # as made: 4 bytes for each element of this rank's part, and one unit whole
-    assert 4 * PSI // 16 <= born.build_bytes < 4 * PSI // 16 + 10 * UNIT
-    assert there.build_bytes > born.build_bytes
+    assert 4 * PSI // 16 <= init_shard.build_bytes < 4 * PSI // 16 + 10 * UNIT
+    assert there.build_bytes > init_shard.build_bytes
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
@@ -331,10 +333,10 @@ def measure(world, source, model, data):
     engine = engine_on(world, source, model)
     params, parts = engine.parts.params, engine.parts.optimization
     tiers = params.tiers
-    train_engine(engine, data[:2])
+    train_averaged(engine, data[:2])
     tiers.settle()
     before = tiers.io.counters if tiers.io is not None else None
-    train_engine(engine, data[2:])
+    train_averaged(engine, data[2:])
     tiers.settle()
     after = tiers.io.counters if tiers.io is not None else None
     memory = {
@@ -349,7 +351,7 @@ def measure(world, source, model, data):
         "swapped": swapped,
         "files": tiers.file_bytes,
         "most": tiers.most_buffer_bytes if tiers.is_swapping else 0,
-        "cells": dict(tiers.plan.cells),
+        "cells": dict(tiers.plan.tensors),
         "scratch": params.arena.owned_bytes,
         "read": (after.bytes_read - before.bytes_read, after.requests_read - before.requests_read) if after else (0, 0),
         "written": (after.bytes_written - before.bytes_written, after.requests_written - before.requests_written)
@@ -360,24 +362,23 @@ def measure(world, source, model, data):
     return found
 
 
-@pytest.mark.parametrize(("name", "stage"), CASES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 3)])
-def test_prediction_is_what_engines_measure(ranks, accumulation, dtype, stage, name, tmp_path):
-    source = config(stage, 12, accumulation, **({"bf16": {"enabled": True}} if dtype == "bf16" else {}))
+@pytest.mark.parametrize(("of", "dtype", "case"), pairwise([(1, 1), (2, 3)], ["fp32", "bf16"], CASES))
+def test_prediction_is_what_engines_measure(of, dtype, case, tmp_path):
+    (ranks, accumulation), (name, stage) = of, case
+    source = config(stage, 12, accumulation, dtype=dtype, **WARM)
     sections = {key: {**section, "nvme_path": str(tmp_path)} for key, section in OUTSIDE[name].items()}
     source["zero_optimization"].update(
         overlap_comm=False, stage3_param_persistence_threshold=1000, stage3_max_reuse_distance=15000, **sections
     )
     models, data = [Stack() for _ in range(ranks)], batches(3, 12)
     found = sim.run(ranks, lambda world: measure(world, source, models[world.rank], data))[0]
-    facts = gather_facts(make_plan(validate(source).config, ranks, torch.float32), on_meta(Stack))
+    facts = gather_inputs(make_plan(validate(source).config, ranks, torch.float32), on_meta(Stack))
     budget = predict(facts)
     predicted = {what: size for what, size in budget.memory_bytes().items() if what in KINDS}
     assert predicted == found["memory"]
     assert budget.tier_bytes(NVME) == found["swapped"]
     assert budget.file_bytes == found["files"]
-    assert facts.cells == found["cells"]
+    assert facts.tensors == found["cells"]
     buffers = budget.bytes_of("parameter buffers") + budget.bytes_of("update buffers")
     assert buffers <= found["most"] <= buffers + 64 * PAGE  # each is of whole pages
     assert budget.bytes_of("gathered parameters") + budget.bytes_of("gradient buckets") == found["scratch"]
@@ -391,7 +392,7 @@ def test_prediction_is_what_engines_measure(ranks, accumulation, dtype, stage, n
 
 def test_memory_of_the_host_is_all_that_is_not_in_files():
     plan = plan_of(2, 4, offload_optimizer=FILES)
-    budget, rows = predict(gather_facts(plan, MODEL)), predict_host(plan, MODEL)
+    budget, rows = predict(gather_inputs(plan, MODEL)), predict_host(plan, MODEL)
     assert rows == budget.memory_bytes()
     assert sum(rows.values()) == budget.tier_bytes(DEVICE) + budget.tier_bytes(HOST)
     assert "masters" not in rows
@@ -421,9 +422,9 @@ def test_models_that_are_born_cut_are_predicted_alike(ranks):
     plan, models = plan_of(3, ranks, offload_optimizer=FILES), [make() for _ in range(ranks)]
 
     def job(world):
-        birth = Birth(world.comm, None)
+        sharded_init = ShardedInit(world.comm, None)
         for layer in models[world.rank]:
-            birth.cut(layer)
+            sharded_init.cut(layer)
         limits = read_limits(models[world.rank])
         return predict_host(plan, models[world.rank]), limits.mapped > 0
 
@@ -464,7 +465,7 @@ def test_limits_of_this_process():
 
 
 def test_a_limit_of_the_shell_is_found():
-    code = "from mpispeed.engine.host_budget import read_limits as r; print(r().rlimit, r().mapped)"
+    code = "from mpispeed.engine.estimate.host_budget import read_limits as r; print(r().rlimit, r().mapped)"
     size = 16 << 30
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
@@ -478,9 +479,9 @@ def test_a_limit_of_the_shell_is_found():
 def test_the_copy_of_an_asynchronous_save_is_counted():
     for stage, ranks in ((1, 1), (2, 4), (3, 4)):
         top = {"checkpoint": {"async_save": True}}
-        budgets = [predict(gather_facts(plan_of(stage, ranks, top=more), MODEL)) for more in ({}, top)]
+        budgets = [predict(gather_inputs(plan_of(stage, ranks, top=more), MODEL)) for more in ({}, top)]
         assert budgets[0].bytes_of("checkpoint copy") == 0
         assert budgets[1].bytes_of("checkpoint copy") == 12 * PSI // ranks
         assert budgets[1].memory_bytes()["checkpoint copy"] == 12 * PSI // ranks
     swapped = plan_of(2, 4, top={"checkpoint": {"async_save": True}}, offload_optimizer=FILES)
-    assert predict(gather_facts(swapped, MODEL)).bytes_of("checkpoint copy") == 0
+    assert predict(gather_inputs(swapped, MODEL)).bytes_of("checkpoint copy") == 0

@@ -7,13 +7,14 @@ import torch
 
 import mpispeed
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.engine import queries
+from mpispeed.engine import deepspeed_getters
 from mpispeed.engine.api import _config_source
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.mesh import sim
 from mpispeed.precision.scaler import DynamicScale, StaticScale
-from tests.helpers.small import ADAM, SGD, Net, samples, settings, train
 from tests.unit.engine.simulated import engine_on
+from tests.zoo.models import Net, samples
+from tests.zoo.training import ADAM, SGD, config, train
 
 
 def make_facade(scaler=None):
@@ -75,7 +76,7 @@ def engine():
     def job(world):
         section = {"fp16": {"enabled": True, "loss_scale": 2.0}, "gradient_clipping": 0.5, "steps_per_print": 7}
         section["zero_optimization"] = {"stage": 2, "allgather_bucket_size": 33, "sub_group_size": 44}
-        found.append(engine_on(world, {**settings(), **ADAM, **section}, Net()))
+        found.append(engine_on(world, {**config(), **ADAM, **section}, Net()))
 
     sim.run(1, job)
     yield found[0]
@@ -83,9 +84,9 @@ def engine():
 
 
 def test_every_name_of_the_tables_answers(engine):
-    for name in queries.METHODS:
+    for name in deepspeed_getters.METHODS:
         getattr(engine, name)()
-    for name in queries.PROPERTIES:
+    for name in deepspeed_getters.PROPERTIES:
         getattr(engine, name)
 
 
@@ -126,9 +127,9 @@ def test_unknown_names_are_attribute_errors(engine):
 
 def test_momenta_follow_the_optimizer():
     def job(world):
-        adam = engine_on(world, settings(**ADAM), Net())
-        config = settings(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8}})
-        sgd = engine_on(world, config, Net())
+        adam = engine_on(world, config(**ADAM), Net())
+        settings = config(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8}})
+        sgd = engine_on(world, settings, Net())
         result = [tuple(adam.get_mom()[0]), *sgd.get_mom()]
         adam.destroy()
         sgd.destroy()
@@ -139,10 +140,10 @@ def test_momenta_follow_the_optimizer():
 
 def test_train_batch_runs_a_whole_global_batch():
     def job(world):
-        config = {**settings(**SGD), "gradient_accumulation_steps": 3}
+        settings = {**config(**SGD), "gradient_accumulation_steps": 3}
         losses, nets = [], []
         for way in ("train_batch", "by hand"):
-            engine = engine_on(world, config, Net())
+            engine = engine_on(world, settings, Net())
             batch = samples(1)[0]
             if way == "train_batch":
                 losses.append(engine.train_batch(iter([tuple(t[i : i + 4] for t in batch) for i in (0, 4, 8)])))
@@ -166,22 +167,22 @@ def test_where_the_config_comes_from():
     assert _config_source(namespace(deepscale_config="b.json"), None) == "b.json"
     assert _config_source(None, {"train_batch_size": 1}) == {"train_batch_size": 1}
     assert _config_source(namespace(), "c.json") == "c.json"
-    for args, config, word in (
+    for args, settings, word in (
         (namespace(deepspeed_config="a", deepscale_config="b"), None, "both"),
         (namespace(deepspeed_config="a"), {"x": 1}, "twice"),
         (namespace(), None, "no config"),
         (None, None, "no config"),
     ):
         with pytest.raises(ConfigError, match=word):
-            _config_source(args, config)
+            _config_source(args, settings)
 
 
 def test_what_initialize_refuses_before_anything_else():
     with pytest.raises(AssertionError, match="model is None"):
-        mpispeed.initialize(config=settings())
+        mpispeed.initialize(config=config())
     for more, words in (({"mpu": object()}, "has no method"), ({"mesh_param": (1, 1)}, "not supported")):
         with pytest.raises(AssertionError, match=words):
-            mpispeed.initialize(model=Net(), config=settings(), **more)
+            mpispeed.initialize(model=Net(), config=config(), **more)
 
 
 def test_arguments_of_a_script():

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.engine.outside_mpu import axes_of
 from mpispeed.mesh import Topology, sim
-from mpispeed.mesh.members import ranks_of
+from mpispeed.mesh.foreign_groups import ranks_of
 from mpispeed.pipe import PipelineParallelGrid, PipeModelDataParallelTopology
+from mpispeed.plan.mpu import axes_of
 
 MEGATRON = {"pipe": "pipeline_model_parallel", "data": "data_parallel", "model": "tensor_model_parallel"}
 OLD_MEGATRON = {"data": "data_parallel", "model": "model_parallel"}

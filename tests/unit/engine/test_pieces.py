@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpispeed.base.errors import StoreError
-from mpispeed.engine.pieces import read_parts
+from mpispeed.engine.state.local_shards import read_parts
 from mpispeed.native import block_io
-from mpispeed.store.cell import STEP, MemoryCell
 from mpispeed.store.layout import Span
+from mpispeed.store.stored_tensor import STEP, MemoryTensor
 from mpispeed.store.swap import SwapFolder, run_name
 from mpispeed.store.tiers import MASTER, SwapPlan, Tiers
 
@@ -46,7 +46,7 @@ def test_parts_make_up_the_range(swapped, data):
     start = data.draw(st.integers(0, NUMEL))
     stop = data.draw(st.integers(start, NUMEL))
     length = data.draw(st.sampled_from([STEP, longest]))
-    for source in (cell, MemoryCell(values)):
+    for source in (cell, MemoryTensor(values)):
         parts = [part.clone() for part in read_parts(source, Span(start, stop), length)]
         assert all(0 < part.numel() <= length for part in parts)
         assert torch.equal(torch.cat([values[:0], *parts]), values[start:stop])

@@ -9,16 +9,18 @@ from torch import nn
 from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.config.load import validate
-from mpispeed.engine.placements import ranks_per_node
-from mpispeed.engine.plan import make_plan
 from mpispeed.mesh import sim
-from tests.helpers.small import ADAM, Net, samples, settings, train
+from mpispeed.plan.placements import ranks_per_node
+from mpispeed.plan.plan import make_plan
 from tests.unit.engine.simulated import engine_on
+from tests.zoo import same_bits
+from tests.zoo.models import Net, Words, samples
+from tests.zoo.training import ADAM, config, train
 
 
 def plan_of(ranks, node=None, **zero):
-    config = validate({"train_batch_size": 24, "zero_optimization": zero}, "test").config
-    return make_plan(config, ranks, torch.float32, ranks_per_node=node)
+    settings = validate({"train_batch_size": 24, "zero_optimization": zero}, "test").config
+    return make_plan(settings, ranks, torch.float32, ranks_per_node=node)
 
 
 def cuts(plan):
@@ -126,10 +128,10 @@ SCHEMES = {
 
 
 def config_of(zero, **more):
-    config = settings(zero["stage"], **ADAM, gradient_clipping=0.3, **more)
+    settings = config(zero["stage"], **ADAM, gradient_clipping=0.3, **more)
     # nothing stays whole, so that every gather and cut is used
-    config["zero_optimization"] = {"param_persistence_threshold": 0, **zero}
-    return config
+    settings["zero_optimization"] = {"param_persistence_threshold": 0, **zero}
+    return settings
 
 
 def trained(zero, *, ranks=4, steps=3, node=2, folder=None, loads=False, data=None, **more):
@@ -151,17 +153,10 @@ def trained(zero, *, ranks=4, steps=3, node=2, folder=None, loads=False, data=No
     return sim.run(ranks, job, ranks_per_node=node)
 
 
-def same(first, second):
-    return all(
-        a[0] == b[0] and a[1] == b[1] and all(torch.equal(a[2][name], b[2][name]) for name in a[2])
-        for a, b in zip(first, second, strict=True)
-    )
-
-
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_every_scheme_has_the_bits_of_stage_2(scheme):
     more = {"reduction": "ordered"}
-    assert same(trained(SCHEMES[scheme], **more), trained({"stage": 2}, **more))
+    same_bits(trained(SCHEMES[scheme], **more), trained({"stage": 2}, **more))
 
 
 @pytest.mark.parametrize("scheme", ["mics 2", "mics 4 over nodes", "hpz 2"])
@@ -169,7 +164,7 @@ def test_every_scheme_has_the_bits_of_stage_2(scheme):
 def test_in_16_bits_too(scheme, dtype):
     section = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "loss_scale": 64}}[dtype]
     more = {"reduction": "ordered", dtype: section}
-    assert same(trained(SCHEMES[scheme], **more), trained({"stage": 2}, **more))
+    same_bits(trained(SCHEMES[scheme], **more), trained({"stage": 2}, **more))
 
 
 @pytest.mark.parametrize("scheme", ["mics 2", "hpz 2", "stage 3", "stage 2 by all-reduce"])
@@ -192,7 +187,7 @@ def test_checkpoints_move_between_schemes(saved, tmp_path):
     trained({"stage": 2}, folder=tmp_path / "plain", reduction="ordered")
     reference = trained({"stage": 2}, folder=tmp_path / "plain", loads=True, reduction="ordered")
     for results in continued:
-        assert same(results, reference)
+        same_bits(results, reference)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -205,8 +200,8 @@ def test_unused_parameters_are_refused_when_asked(stage):
     models = [Partly() for _ in range(2)]
 
     def job(world):
-        config = config_of({"stage": stage, "ignore_unused_parameters": False})
-        engine = engine_on(world, config, models[world.rank])
+        settings = config_of({"stage": stage, "ignore_unused_parameters": False})
+        engine = engine_on(world, settings, models[world.rank])
         with pytest.raises(UsageError, match=r"never\.weight, never\.bias.*ignore_unused_parameters"):
             train(engine, samples(1))
         engine.destroy()
@@ -226,11 +221,11 @@ def test_dtypes_of_messages_and_accumulators(stage, wire, kept):
     def job(world):
         more = {"communication_data_type": wire, "data_types": {"grad_accum_dtype": kept}, "bf16": {"enabled": True}}
         engine = engine_on(world, config_of({"stage": stage}, **more), models[world.rank])
-        engine.mesh.journal.reset()
+        engine.mesh.comm_trace.reset()
         train(engine, samples(1))
         grads = engine.parts.optimization.grads
         psi = sum(unit.layout.padded for unit in grads.table.units)
-        assert engine.mesh.journal.total_bytes("reduce_scatter") == psi * DTYPES[wire].itemsize // 2
+        assert engine.mesh.comm_trace.total_bytes("reduce_scatter") == psi * DTYPES[wire].itemsize // 2
         assert grads.rest_bytes == psi * DTYPES[kept].itemsize // (1 if stage == 1 else 2)
         engine.destroy()
 
@@ -244,7 +239,7 @@ def test_dtypes_of_messages_and_accumulators(stage, wire, kept):
 def test_prescale_and_predivide(stage, more):
     """Powers of two move no bit in fp32."""
     zero = {"stage": stage, "reduce_scatter": stage == 1}
-    assert same(trained(zero, reduction="ordered", **more), trained({"stage": 0}, reduction="ordered"))
+    same_bits(trained(zero, reduction="ordered", **more), trained({"stage": 0}, reduction="ordered"))
 
 
 def test_sparse_gradients_need_whole_gradients():
@@ -252,30 +247,18 @@ def test_sparse_gradients_need_whole_gradients():
         validate({"train_batch_size": 4, "sparse_gradients": True, "zero_optimization": {"stage": 1}}, "test")
 
 
-class Words(nn.Module):
-    def __init__(self, *, is_sparse):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.table = nn.Embedding(500, 4, sparse=is_sparse)
-            self.last = nn.Linear(4, 1)
-
-    def forward(self, tokens):
-        return self.last(self.table(tokens)).square().mean()
-
-
 def words(is_sparse, travels, stage=0):
-    models = [Words(is_sparse=is_sparse) for _ in range(2)]
+    models = [Words(500, 4, is_sparse=is_sparse) for _ in range(2)]
 
     def job(world):
-        config = settings(stage, **ADAM, sparse_gradients=travels, reduction="ordered")
-        engine = engine_on(world, config, models[world.rank])
-        engine.mesh.journal.reset()
+        settings = config(stage, **ADAM, sparse_gradients=travels, reduction="ordered")
+        engine = engine_on(world, settings, models[world.rank])
+        engine.mesh.comm_trace.reset()
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + world.rank)
             engine.backward(engine(torch.randint(0, 500, (6,), generator=generator)))
             engine.step()
-        sent = engine.mesh.journal.total_bytes("all_reduce")
+        sent = engine.mesh.comm_trace.total_bytes("all_reduce")
         engine.destroy()
         return sent, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
@@ -294,7 +277,7 @@ def test_sparse_embeddings_train_as_dense_ones():
 def test_sparse_gradients_that_do_not_travel_as_rows_are_made_dense(stage):
     found, dense = words(True, False, stage), words(False, False)
     for ours, theirs in zip(found, dense, strict=True):
-        assert all(torch.equal(ours[1][name], theirs[1][name]) for name in ours[1])
+        same_bits(theirs[1], ours[1])
 
 
 def test_dense_embeddings_alone_make_sparse_gradients_a_warning(caplog, monkeypatch):
@@ -322,5 +305,5 @@ def test_on_one_node_gradients_are_not_quantized(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("mpispeed"), "propagate", True)
     monkeypatch.setattr(logs, "_seen", set())
     with caplog.at_level("WARNING", logger="mpispeed"):
-        assert same(trained(zero, node=4, reduction="ordered"), trained({"stage": 2}, reduction="ordered"))
+        same_bits(trained(zero, node=4, reduction="ordered"), trained({"stage": 2}, reduction="ordered"))
     assert "zero_quantized_gradients has no effect on one node" in caplog.text

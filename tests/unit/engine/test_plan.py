@@ -7,10 +7,9 @@ import torch
 
 from mpispeed.base.errors import ConfigError, TopologyError
 from mpispeed.config.load import validate
-from mpispeed.engine.backward import Accumulation, scale_loss
-from mpispeed.engine.parts import Counters
-from mpispeed.engine.placements import STATES_BY_STAGE
-from mpispeed.engine.plan import Batch, make_plan
+from mpispeed.engine.backward import Accumulation, Counters, scale_loss
+from mpispeed.plan.placements import STATES_BY_STAGE
+from mpispeed.plan.plan import Batch, make_plan
 from mpispeed.store.placement import moves, reduce_moves
 
 
@@ -69,15 +68,15 @@ def test_axes_that_do_not_fit_are_refused():
 
 
 def test_what_is_cut_grows_with_the_stage():
-    cut = {stage: sum(not p.is_whole for p in (s.param, s.grad, s.master)) for stage, s in STATES_BY_STAGE.items()}
+    cut = {stage: sum(not p.is_replicated for p in (s.param, s.grad, s.master)) for stage, s in STATES_BY_STAGE.items()}
     assert cut == {0: 0, 1: 1, 2: 2, 3: 3}
     for states in STATES_BY_STAGE.values():
         verbs = [move.verb for move in reduce_moves(("data",), states.master)]
-        assert verbs == (["all_reduce"] if states.master.is_whole else ["reduce_scatter"])
+        assert verbs == (["all_reduce"] if states.master.is_replicated else ["reduce_scatter"])
         verbs = [move.verb for move in moves(states.master, states.param)]
         assert verbs == ([] if states.master == states.param else ["all_gather"])
-        assert states.grad.is_whole or states.grad == states.master
-        assert states.param.is_whole or states.param == states.grad
+        assert states.grad.is_replicated or states.grad == states.master
+        assert states.param.is_replicated or states.param == states.grad
 
 
 def test_boundaries_are_counted_or_set():

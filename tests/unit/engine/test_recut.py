@@ -8,11 +8,13 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from mpispeed.ckpt.load import Checkpoint
+from mpispeed.ckpt.read.load import Checkpoint
 from mpispeed.cli.ckpt import ckpt
 from mpispeed.mesh import sim
-from tests.helpers.small import Net, check_equal, samples, settings, train, train_plain, weights
 from tests.unit.engine.simulated import engine_on
+from tests.zoo import same_bits
+from tests.zoo.models import Net, samples
+from tests.zoo.training import check_equal, config, train, train_plain, weights
 
 CLASSES = {
     "rmsprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
@@ -34,14 +36,14 @@ def test_foreign_state_at_other_rank_counts(name, chain, tmp_path):
 
     def job(world, stage, part, model):
         client = cls(groups_of(model), lr=1e-2, **params)
-        engine = engine_on(world, settings(stage, zero_allow_untested_optimizer=True), model, optimizer=client)
+        engine = engine_on(world, config(stage, zero_allow_untested_optimizer=True), model, optimizer=client)
         if part:
             path, _ = engine.load_checkpoint(str(tmp_path))
             assert path is not None
         assert engine.global_steps == 2 * part
         train(engine, data[2 * part : 2 * part + 2])
         engine.save_checkpoint(str(tmp_path))
-        result = weights(engine.module)
+        result = weights(engine)
         engine.destroy()
         return result
 
@@ -50,7 +52,7 @@ def test_foreign_state_at_other_rank_counts(name, chain, tmp_path):
         models = [Net(seed=11 if part == 0 else 90 + part) for _ in range(ranks)]
         results = sim.run(ranks, lambda world, s=stage, p=part, m=models: job(world, s, p, m[world.rank]))
     plain = Net()
-    train_plain(plain, cls(groups_of(plain), lr=1e-2, **params), data)
+    train_plain(plain, data, cls(groups_of(plain), lr=1e-2, **params))
     for result in results:
         last = Net()
         last.load_state_dict(result, strict=True)
@@ -64,16 +66,16 @@ def test_ranks_hold_equal_weights_and_plain_results(ranks, stage):
 
     def job(world):
         section = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
-        engine = engine_on(world, settings(stage, **section, gradient_clipping=0.2), models[world.rank])
+        engine = engine_on(world, config(stage, **section, gradient_clipping=0.2), models[world.rank])
         train(engine, data)
-        result = weights(engine.module)
+        result = weights(engine)
         engine.destroy()
         return result
 
     results = sim.run(ranks, job)
     assert all(torch.equal(result[name], results[0][name]) for result in results for name in result)
     plain, ours = Net(), Net()
-    train_plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1), data, clip=0.2)
+    train_plain(plain, data, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1), clip=0.2)
     ours.load_state_dict(results[0])
     check_equal(ours, plain)
 
@@ -106,13 +108,13 @@ def run_part(folder, ranks, stage, part, data, dtype, more):
         section[dtype]["initial_scale_power"] = 6
 
     def job(world):
-        engine = engine_on(world, settings(stage, **ADAMW, **section, reduction="ordered", **more), models[world.rank])
+        engine = engine_on(world, config(stage, **ADAMW, **section, reduction="ordered", **more), models[world.rank])
         if part:
             assert engine.load_checkpoint(str(folder))[0] is not None
         assert engine.global_steps == 2 * part
         losses = train(engine, data[2 * part : 2 * part + 2])
         engine.save_checkpoint(str(folder))
-        result = losses, weights(engine.module), engine.module.seen.clone()
+        result = losses, weights(engine), engine.module.seen.clone()
         engine.destroy()
         return result
 
@@ -135,7 +137,7 @@ def test_cut_parameters_at_other_rank_counts_and_stages(chain, dtype, tmp_path):
     for part, (ranks, stage) in enumerate(chain):
         results = run_part(tmp_path, ranks, stage, part, data, dtype, {})
         for _, tensors, seen in results:
-            assert all(torch.equal(tensors[name], results[0][1][name]) for name in tensors)
+            same_bits(results[0][1], tensors)
             assert seen.tolist() == [11, 12, 13]
     one = run_part(tmp_path / "one", 1, 0, 0, data, dtype, {})
     for part in (1, 2):
@@ -156,7 +158,7 @@ def test_a_load_at_another_count_restores_every_bit(ranks, stage, tmp_path):
 
     def job(world):
         section = {"bf16": {"enabled": True}}
-        engine = engine_on(world, settings(stage, **ADAMW, **section), models[world.rank])
+        engine = engine_on(world, config(stage, **ADAMW, **section), models[world.rank])
         engine.load_checkpoint(str(tmp_path / "first"))
         engine.save_checkpoint(str(tmp_path / "second"))
         engine.destroy()
@@ -172,7 +174,7 @@ def test_every_rank_reads_only_its_own_part(tmp_path, monkeypatch):
     original = Checkpoint.read
 
     def job(world):
-        engine = engine_on(world, settings(3, **ADAMW), models[world.rank])
+        engine = engine_on(world, config(3, **ADAMW), models[world.rank])
         here.rank = world.rank
         engine.load_checkpoint(str(tmp_path))
         table, params = engine.parts.table, engine.parts.params

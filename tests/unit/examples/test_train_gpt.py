@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mpispeed.config.load import parse, read_source
-from mpispeed.engine.plan import make_plan
+from mpispeed.plan.plan import make_plan
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
 TINY = [

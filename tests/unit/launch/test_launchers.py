@@ -10,8 +10,8 @@ from mpispeed.launch import bind, command, env, plan_launch
 from mpispeed.launch.hosts import Host
 from mpispeed.launch.mpirun import Family, Mpirun
 from mpispeed.launch.mpirun_words import device_variables, launcher_variables, mpirun_argv
+from mpispeed.launch.options import Binding, Wishes, parse_binding, parse_core_list
 from mpispeed.launch.srun import srun_argv
-from mpispeed.launch.wishes import Binding, Wishes, parse_binding, parse_core_list
 
 EQUAL = (Host("a", (0, 1)), Host("b", (0, 1)))
 UNEQUAL = (Host("a", (0, 1)), Host("b", (0,)))

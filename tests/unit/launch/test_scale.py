@@ -170,6 +170,7 @@ def test_jobs_are_waited_for_by_one_question_a_round(tmp_path, monkeypatch):
         "echo 7 RUNNING; echo 8 PENDING; echo 9 FAILED",
         "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
         "echo 8 COMPLETING",  # 7 is not known any more
+        "echo 8 SIGNALING",
         "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
     )
     for number, text in enumerate(answers, 1):
@@ -177,8 +178,8 @@ def test_jobs_are_waited_for_by_one_question_a_round(tmp_path, monkeypatch):
     slept = []
     wait_for(["7", "8", "9"], submit.ended_of, slept.append)
     asked = [line.split("--jobs=")[1].split()[0] for line in (tmp_path / "asked").read_text().splitlines()]
-    assert asked == ["7,8,9", "7,8", "7,8", "8"]
-    assert slept == [10.0, 15.0, 22.5]
+    assert asked == ["7,8,9", "7,8", "7,8", "8", "8"]
+    assert slept == [10.0, 15.0, 22.5, 33.75]
 
 
 def test_waiting_without_squeue_is_refused(monkeypatch, tmp_path):

@@ -10,8 +10,8 @@ import pytest
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch.command import Launch
 from mpispeed.launch.hosts import Host
-from mpispeed.launch.marks import Marks
 from mpispeed.launch.node_states import NodeStates, lost_nodes
+from mpispeed.launch.run_markers import Marks
 from mpispeed.launch.supervise import Limits, Prober, Supervisor
 
 HOSTS = (Host("a", (0, 1)), Host("b", (0, 1)), Host("c", (0, 1)))

@@ -7,7 +7,7 @@ import torch
 
 from mpispeed.base.errors import CommError
 from mpispeed.mesh import SoloComm, sim
-from mpispeed.mesh.codec import (
+from mpispeed.mesh.compressed.quantized import (
     Feedback,
     gather_bytes,
     quantized_all_gather,
@@ -15,7 +15,7 @@ from mpispeed.mesh.codec import (
     quantized_reduce_scatter,
     reduce_scatter_bytes,
 )
-from mpispeed.native.block_quant import Coded, Grid
+from mpispeed.native.codes import Coded, Grid
 from tests.helpers import codec
 
 SIZES = (1, 2, 3, 4, 6)

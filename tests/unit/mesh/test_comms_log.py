@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mpispeed.mesh.comms_log import CommsLog, bandwidths, format_size, known_verbs, trimmed_mean
-from mpispeed.mesh.journal import Journal, Record
 from mpispeed.mesh.sim import run
+from mpispeed.mesh.trace.comm_trace import CommTrace, Record
 
 N = 4
 SECONDS = 0.002
@@ -60,10 +60,10 @@ def test_sizes(size, text):
 
 
 def log_of(**settings):
-    journal, comms = Journal(), CommsLog()
+    comm_trace, comms = CommTrace(), CommsLog()
     comms.configure({"enabled": True, **settings})
-    comms.attach(journal)
-    return journal, comms
+    comms.attach(comm_trace)
+    return comm_trace, comms
 
 
 def record(verb="all_reduce", size=BYTES, seconds=SECONDS, site="", ranks=N):
@@ -71,12 +71,12 @@ def record(verb="all_reduce", size=BYTES, seconds=SECONDS, site="", ranks=N):
 
 
 def test_table_on_4_ranks():
-    journal, comms = log_of()
+    comm_trace, comms = log_of()
     for seconds in (0.002, 0.004, 0.006):
-        journal.enter(record(size=1 << 20, seconds=seconds))
-    journal.enter(record(size=1 << 10, seconds=0.001))
-    journal.enter(record("all_gather", 4 << 20, 0.001))
-    journal.enter(record("barrier", 0, 0.001))
+        comm_trace.enter(record(size=1 << 20, seconds=seconds))
+    comm_trace.enter(record(size=1 << 10, seconds=0.001))
+    comm_trace.enter(record("all_gather", 4 << 20, 0.001))
+    comm_trace.enter(record("barrier", 0, 0.001))
     head, *lines = comms.table().splitlines()
     assert [head[i : i + 20].strip() for i in range(0, 160, 20)] == [
         "Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)",
@@ -100,47 +100,47 @@ def verbs_of(comms):
 
 
 def test_what_is_recorded():
-    journal, comms = log_of(prof_all=False, prof_ops=["all_gather_into_tensor"])
+    comm_trace, comms = log_of(prof_all=False, prof_ops=["all_gather_into_tensor"])
     for verb in ("all_gather", "all_reduce", "barrier"):
-        journal.enter(record(verb))
+        comm_trace.enter(record(verb))
     assert verbs_of(comms) == ["all_gather"]
     comms.profile(["all_reduce"], is_on=True)
     comms.profile(["all_gather"], is_on=False)
     for verb in ("all_gather", "all_reduce"):
-        journal.enter(record(verb))
+        comm_trace.enter(record(verb))
     assert [(key.name, row.count) for key, row in comms.rows().items()] == [("all_gather", 1), ("all_reduce", 1)]
     comms.configure(prof_all=True)
-    journal.enter(record("barrier"))
+    comm_trace.enter(record("barrier"))
     assert verbs_of(comms) == ["all_gather", "all_reduce", "barrier"]
     comms.configure(enabled=False)
-    journal.enter(record("reduce"))
+    comm_trace.enter(record("reduce"))
     comms.configure(enabled=True)
     comms.detach()
-    journal.enter(record("send"))
+    comm_trace.enter(record("send"))
     assert verbs_of(comms) == ["all_gather", "all_reduce", "barrier"]
     comms.clear()
     assert comms.rows() == {}
 
 
 def test_a_section_that_is_off_records_nothing():
-    journal, comms = log_of(enabled=False)
-    journal.enter(record())
+    comm_trace, comms = log_of(enabled=False)
+    comm_trace.enter(record())
     assert comms.rows() == {}
     assert not comms.is_attached
 
 
 def test_messages_that_are_only_posted_take_no_time():
-    journal, comms = log_of()
-    journal.enter(record("send", seconds=0.0))
-    journal.enter(record("send", seconds=0.001))
+    comm_trace, comms = log_of()
+    comm_trace.enter(record("send", seconds=0.0))
+    comm_trace.enter(record("send", seconds=0.001))
     assert verbs_of(comms) == ["isend", "send"]
     assert "inf" not in comms.table()
 
 
 def test_verbose_lines(caplog):
-    journal, _ = log_of(verbose=True)
+    comm_trace, _ = log_of(verbose=True)
     with caplog.at_level(logging.INFO):
-        journal.enter(record(size=1 << 20))
+        comm_trace.enter(record(size=1 << 20))
     rate = 2 * 8e-9 * (1 << 20) / SECONDS
     assert caplog.messages == [
         f"comm op: all_reduce | time (ms): 2.00 | msg size: 1.0 MB | algbw (Gbps): {rate:.2f} | "
@@ -149,10 +149,10 @@ def test_verbose_lines(caplog):
 
 
 def test_debug_tells_callers_apart():
-    journal, comms = log_of(debug=True)
-    assert journal.wants_sites
+    comm_trace, comms = log_of(debug=True)
+    assert comm_trace.wants_sites
     for site in ("train.py:3 in main", "train.py:9 in main"):
-        journal.enter(record(site=site))
+        comm_trace.enter(record(site=site))
     assert verbs_of(comms) == [f"all_reduce | [Caller Func: train.py:{line} in main]" for line in (3, 9)]
     assert math.isclose(float(comms.table().splitlines()[2].split()[5]), 8.0)
 
@@ -167,12 +167,12 @@ def test_stragglers_are_found_call_by_call():
     late = {0: (0.030, 0.030, 0.020), 1: (0.010, 0.010, 0.020), 2: (0.030, 0.030, 0.005)}
 
     def body(world):
-        journal, comms = log_of()
+        comm_trace, comms = log_of()
         for seconds in late[world.rank]:
-            journal.enter(record(ranks=world.size, seconds=seconds))
+            comm_trace.enter(record(ranks=world.size, seconds=seconds))
         for _ in range(1 + (world.rank == 2)):
-            journal.enter(record("barrier", 0, ranks=world.size))
-        journal.enter(record("broadcast", ranks=2))
+            comm_trace.enter(record("barrier", 0, ranks=world.size))
+        comm_trace.enter(record("broadcast", ranks=2))
         return comms.straggler_table(world.comm)
 
     tables = run(3, body)
@@ -185,21 +185,21 @@ def test_stragglers_are_found_call_by_call():
 
 
 def test_sections_of_configs_and_dicts():
-    from mpispeed import comm
+    from mpispeed.compat import comm_log
 
     values = {"enabled": True, "prof_all": False, "prof_ops": ["send"], "verbose": False, "debug": True}
-    assert comm._comms_section({"comms_logger": values}) == values
-    assert comm._comms_section(SimpleNamespace(comms_logger=SimpleNamespace(**values))) == values
-    assert comm._comms_section(None) == {}
+    assert comm_log._comms_section({"comms_logger": values}) == values
+    assert comm_log._comms_section(SimpleNamespace(comms_logger=SimpleNamespace(**values))) == values
+    assert comm_log._comms_section(None) == {}
     with pytest.raises(RuntimeError, match="unknown key 'prof_op'"):
-        comm._comms_section({"comms_logger": {"prof_op": []}})
+        comm_log._comms_section({"comms_logger": {"prof_op": []}})
 
 
 def test_records_of_real_verbs():
     def body(world):
         comms = CommsLog()
         comms.configure({"enabled": True})
-        comms.attach(world.journal)
+        comms.attach(world.comm_trace)
         x = torch.ones(8)
         world.comm.all_reduce(x)
         world.comm.all_gather(torch.empty(24), x)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mpispeed.base.errors import AgreementError
 from mpispeed.mesh import Mesh, Topology, World, sim
-from mpispeed.mesh.gate import Key, by_text, code_of
-from mpispeed.mesh.watch import Report, Watch, deadlock
+from mpispeed.mesh.collectives.order_check import Key, by_text, code_of
+from mpispeed.mesh.deadlock import Report, Watch, deadlock
 from tests.helpers import diverge
 
 SIZES = (2, 5)  # real ranks are 2, 3 and 4
@@ -42,9 +42,9 @@ def test_groups_of_one_lane_in_another_order():
     def fn(world):
         mesh = Mesh(Topology({"pipe": 2, "data": 2}), world)
         watch = Watch(mesh, first_look_seconds=0.5)
-        lane = mesh.lane("params")
+        channel = mesh.channel("params")
         order = ("data", "pipe") if world.rank in (0, 3) else ("pipe", "data")
-        works = [lane[axis].start(lambda _: None, "fetch", label=axis) for axis in order]
+        works = [channel[axis].start(lambda _: None, "fetch", label=axis) for axis in order]
         with pytest.raises(AgreementError) as caught:
             watch.wait(works[1], lambda: f"the {order[1]} part")
         mesh.close()
@@ -62,10 +62,10 @@ def test_watch_of_some_ranks_convicts_without_the_others():
         mesh = Mesh(Topology({"pipe": 2, "data": 2}), world)
         watch = Watch(mesh, "data", first_look_seconds=0.5)
         name = "params" if world.rank == 0 else "grads"
-        lanes = {lane: mesh.lane(lane) for lane in ("params", "grads")}
+        channels = {channel: mesh.channel(channel) for channel in ("params", "grads")}
         text = ""
         if world.rank < 2:
-            work = lanes[name]["data"].start(lambda _: None, "fetch")
+            work = channels[name]["data"].start(lambda _: None, "fetch")
             with pytest.raises(AgreementError) as caught:
                 watch.wait(work, lambda: name)
             text = str(caught.value)
@@ -82,10 +82,10 @@ def test_without_threads_labels_are_compared_at_once():
         plain = World(world.comm.duplicate(), world.node.duplicate(), node_count=1, has_threads=False)
         mesh = Mesh(Topology({"data": world.size}), plain)
         watch = Watch(mesh)
-        lane, done = mesh.lane("params"), []
-        watch.wait(diverge.fetch(lane, "embed", done, rank=world.rank), lambda: "the embedding")
+        channel, done = mesh.channel("params"), []
+        watch.wait(diverge.fetch(channel, "embed", done, rank=world.rank), lambda: "the embedding")
         texts = [
-            diverge.error_of(lambda: diverge.fetch(lane, f"{world.rank}", done, rank=world.rank)) for _ in range(2)
+            diverge.error_of(lambda: diverge.fetch(channel, f"{world.rank}", done, rank=world.rank)) for _ in range(2)
         ]
         watch.close()
         mesh.close()
@@ -98,7 +98,8 @@ def test_without_threads_labels_are_compared_at_once():
 
 
 def test_codes_are_equal_in_every_process():
-    program = "from mpispeed.mesh.gate import code_of; import sys; sys.stdout.write(str(code_of('fetch', 'head')))"
+    place = "mpispeed.mesh.collectives.order_check"
+    program = f"from {place} import code_of; import sys; sys.stdout.write(str(code_of('fetch', 'head')))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert found == str(code_of("fetch", "head"))
     assert len({code_of("a", 1), code_of("a", "1"), code_of("a1", ""), code_of("b", 1)}) == 4
@@ -112,9 +113,9 @@ def test_many_ranks_are_named_in_short():
 
 @given(st.data())
 def test_verdicts_against_a_search(data):
-    """A verdict is right exactly if no lane can ever move, found by moving lanes until none moves."""
-    size, lanes = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
-    keys = [Key(lane, ("data",), 0, size, 0, 0) for lane in range(lanes)]
+    """A verdict is right exactly if no channel can ever move, found by moving channels until none moves."""
+    size, channels = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
+    keys = [Key(channel, ("data",), 0, size, 0, 0) for channel in range(channels)]
     queues = [data.draw(st.lists(st.sampled_from(keys), max_size=4)) for _ in range(size)]
     lane_queues = [[[key for key in queue if key is k] for k in keys] for queue in queues]
     posted = [[min(len(q), data.draw(st.integers(0, 1))) for q in rank_queues] for rank_queues in lane_queues]

@@ -1,10 +1,12 @@
 """Which rank shows what when ranks fail, on simulated ranks; whole jobs are tested in tests/jobs."""
 
+import runpy
 import threading
 
 import pytest
 
 from mpispeed.base.errors import AgreementError, CommError, ConfigError
+from mpispeed.base.traces import own_trace
 from mpispeed.mesh import exits, sim
 from mpispeed.mesh.ending import Ending
 
@@ -13,7 +15,7 @@ class Aborted(Exception):
     """Stands for the end of the process."""
 
 
-def leave(errors, monkeypatch, size=3):
+def leave(errors, monkeypatch, size=3, nodes=1):
     """Let ranks fail with the given errors; returns each rank's exit code, negative if it aborted the job."""
     monkeypatch.setattr(exits, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(exits, "SHOWN_SECONDS", 0.05)
@@ -23,7 +25,9 @@ def leave(errors, monkeypatch, size=3):
         def abort(code):
             raise Aborted(code)
 
-        own = exits.Exits(world.comm.duplicate(), world.node, Ending(abort))
+        is_apart = nodes == 2 and world.rank == size - 1
+        node = world.comm.split(int(is_apart), [size - 1] if is_apart else range(size - nodes + 1), ("node",))
+        own = exits.Exits(world.comm.duplicate(), node, Ending(abort))
         world.comm.barrier()
         error = errors.get(world.rank)
         if error is not None:
@@ -85,3 +89,31 @@ def test_threads_may_leave_by_system_exit():
         own.close()
 
     sim.run(2, fn)
+
+
+def test_what_all_ranks_raise_is_shown_by_the_node_of_rank_0_only(monkeypatch, capsys):
+    """Each node has a lock of its own; the one of rank 0 speaks, and the other where rank 0 does not come."""
+    errors = {rank: ConfigError("does not fit") for rank in range(3)}
+    assert leave(errors, monkeypatch, nodes=2) == dict.fromkeys(range(3), 2)
+    assert capsys.readouterr().err == "mpispeed: error: does not fit\n"
+    assert leave({2: errors[2]}, monkeypatch, nodes=2) == {2: -2}
+    assert capsys.readouterr().err == "mpispeed: error: does not fit\n"
+
+
+@pytest.mark.parametrize(("said", "text"), [("", "mpispeed: interrupted (Ctrl-C)\n"), ("/x/said", "")])
+def test_ctrl_c_is_one_line_or_that_of_the_command(monkeypatch, capsys, said, text):
+    monkeypatch.setenv(exits.SAID, said)
+    if not said:
+        monkeypatch.delenv(exits.SAID)
+    assert leave({1: KeyboardInterrupt()}, monkeypatch) == {1: -130}
+    assert capsys.readouterr().err == text
+
+
+def test_a_traceback_begins_in_the_script(tmp_path):
+    (tmp_path / "train.py").write_text("def f():\n    raise ValueError\nf()\n")
+    with pytest.raises(ValueError) as caught:
+        runpy.run_path(str(tmp_path / "train.py"))
+    starter = caught.tb.tb_next
+    assert "runpy" in starter.tb_frame.f_code.co_filename
+    assert own_trace(starter).tb_frame.f_code.co_filename == str(tmp_path / "train.py")
+    assert own_trace(None) is None

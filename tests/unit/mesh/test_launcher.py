@@ -7,9 +7,12 @@ import sys
 import pytest
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.base.launched import launched_rank
 from mpispeed.mesh import launcher
 
 MPICH, OPEN_MPI = "MPICH Version: 5.0.2\nmore", "Open MPI v5.0.11, package: x"
+
+RENDEZVOUS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
 
 
 @pytest.mark.parametrize(
@@ -19,7 +22,10 @@ MPICH, OPEN_MPI = "MPICH Version: 5.0.2\nmore", "Open MPI v5.0.11, package: x"
         ({"OMPI_COMM_WORLD_SIZE": "2"}, MPICH, "OMPI_COMM_WORLD_SIZE=2.*MPICH Version: 5.0.2"),
         ({"SLURM_STEP_NUM_TASKS": "3"}, MPICH, "--mpi=pmi2"),
         ({"SLURM_STEP_NUM_TASKS": "3"}, OPEN_MPI, "--mpi=pmix"),
+        ({"SLURM_STEP_NUM_TASKS": "3", "PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.7.0"}, MPICH, "--mpi=pmi2"),
         ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, OPEN_MPI, "PMI_SIZE=4"),
+        ({"PMI_SIZE": "4", **RENDEZVOUS}, OPEN_MPI, "PMI_SIZE=4"),
+        (RENDEZVOUS, MPICH, "WORLD_SIZE=2.*mpispeed run -n 2 .*unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"),
     ],
 )
 def test_worlds_of_one_are_refused(env, library, words):
@@ -36,9 +42,14 @@ def test_worlds_of_one_are_refused(env, library, words):
         {"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "1"},
         {"SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "0"},
         {"OMPI_COMM_WORLD_SIZE": "none"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {**RENDEZVOUS, "WORLD_SIZE": "1"},
+        {**RENDEZVOUS, "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
+        {"WORLD_SIZE": "", "TORCHELASTIC_RUN_ID": "none"},
     ],
 )
 def test_lone_processes_pass(env):
+    launcher.check_torchrun(env)
     launcher.check(1, MPICH, env)
     launcher.check_alone(ImportError("no mpi4py"), env)
 
@@ -46,6 +57,23 @@ def test_lone_processes_pass(env):
 def test_a_joined_world_passes():
     launcher.check(4, MPICH, {"PMI_SIZE": "4"})
     launcher.check(2, MPICH, {"PMI_SIZE": "4"})
+
+
+TORCHRUN = {**RENDEZVOUS, "TORCHELASTIC_RUN_ID": "none"}
+BY_SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "PMI_SIZE": "2", "PMI_RANK": "1"}
+
+
+@pytest.mark.parametrize("env", [{}, {**BY_SRUN, "WORLD_SIZE": "8", "RANK": "5"}, {**BY_SRUN, "RANK": "0"}])
+def test_workers_of_torchrun_are_refused_before_mpi_is_joined(env):
+    """Also under srun, whose variables they inherit: joining as the process they are not would hang, or abort."""
+    with pytest.raises(ConfigError, match=r"torchrun started [28] processes .*unset WORLD_SIZE TORCHELASTIC_RUN_ID"):
+        launcher.check_torchrun({**TORCHRUN, **env})
+
+
+def test_ranks_that_are_those_of_mpi_too_may_carry_the_variables_of_torchrun():
+    launcher.check_torchrun({**TORCHRUN, **BY_SRUN})
+    launcher.check(2, MPICH, {**TORCHRUN, **BY_SRUN})
+    assert launched_rank({**TORCHRUN, **BY_SRUN}) == 1
 
 
 def test_launched_without_mpi_is_refused():
@@ -86,10 +114,10 @@ def test_ranks_yield_when_they_outnumber_cores():
 
 
 def test_numbers_by_the_launcher():
-    assert launcher.launched_rank({"PMI_SIZE": "4", "PMI_RANK": "3", "SLURM_PROCID": "1"}) == 3
-    assert launcher.launched_rank({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}) == 2
-    assert launcher.launched_rank({"SLURM_PROCID": "2"}) == 0
-    assert launcher.launched_rank({}) == 0
+    assert launched_rank({"PMI_SIZE": "4", "PMI_RANK": "3", "SLURM_PROCID": "1"}) == 3
+    assert launched_rank({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}) == 2
+    assert launched_rank({"SLURM_PROCID": "2"}) == 0
+    assert launched_rank({}) == 0
 
 
 LONE = """
@@ -105,7 +133,7 @@ world = start()
 mesh = Mesh(Topology({"data": 1}), world)
 x = torch.ones(3)
 mesh["data"].start_all_reduce(x).wait()
-mesh.lane("grads")["data"].all_reduce(x)
+mesh.channel("grads")["data"].all_reduce(x)
 mesh.close()
 print(world.size, x.sum().item())
 """

@@ -1,4 +1,4 @@
-"""Meshes on simulated ranks: groups by axes, lanes, what is refused."""
+"""Meshes on simulated ranks: groups by axes, channels, what is refused."""
 
 import threading
 
@@ -62,7 +62,7 @@ def test_alias_groups_carry_the_alias_name():
         mesh["data.outer"].all_reduce(x)
         y = torch.tensor([1.0])
         mesh["data"].all_reduce(y)
-        return x.item(), y.item(), sorted(axes for _, axes in mesh.journal.entries())
+        return x.item(), y.item(), sorted(axes for _, axes in mesh.comm_trace.entries())
 
     assert sim.run(4, fn) == [(6.0, 4.0, [("data",), ("data.inner",), ("data.outer",)])] * 4
 
@@ -80,22 +80,22 @@ def test_unknown_axis():
 def test_mesh_chooses_its_reduction():
     def fn(world):
         mesh = Mesh(Topology({"data": 2}), world, reduction="mpi")
-        return mesh["data"].reduction, mesh.lane("x")["data"].reduction, world.comm.reduction
+        return mesh["data"].reduction, mesh.channel("x")["data"].reduction, world.comm.reduction
 
     assert sim.run(2, fn, reduction="ordered") == [("mpi", "mpi", "ordered")] * 2
 
 
 def test_lanes_run_independently():
-    """One lane waits inside an operation until the other lane has done its own: a single queue would never end."""
+    """One channel waits inside an operation until the other has done its own: a single queue would never end."""
 
     def fn(world):
         mesh = Mesh(Topology({"data": 2}), world)
         gate = threading.Event()
-        slow = mesh.lane("first")["data"].start(lambda _: gate.wait(20))
-        fast = mesh.lane("second")["data"].start(lambda comm: (comm.barrier(), gate.set()))
+        slow = mesh.channel("first")["data"].start(lambda _: gate.wait(20))
+        fast = mesh.channel("second")["data"].start(lambda comm: (comm.barrier(), gate.set()))
         fast.wait(20)
         slow.wait(20)
-        assert mesh.lane("first") is mesh.lane("first")
+        assert mesh.channel("first") is mesh.channel("first")
         mesh.close()
 
     sim.run(2, fn)
@@ -104,7 +104,7 @@ def test_lanes_run_independently():
 def test_lanes_need_no_common_order():
     def fn(world):
         mesh = Mesh(Topology({"data": 2}), world)
-        one, two = mesh.lane("one")["data"], mesh.lane("two")["data"]
+        one, two = mesh.channel("one")["data"], mesh.channel("two")["data"]
         x, y = torch.ones(5), torch.full((5,), 2.0)
         starts = [lambda: one.start_all_reduce(x), lambda: two.start_all_reduce(y)]
         works = [start() for start in (starts if world.rank == 0 else reversed(starts))]
@@ -117,10 +117,10 @@ def test_lanes_need_no_common_order():
 
 def test_blocking_verbs_of_a_lane_keep_the_order():
     def fn(world):
-        lane = Mesh(Topology({"data": 2}), world).lane("grads")
+        channel = Mesh(Topology({"data": 2}), world).channel("grads")
         x = torch.ones(3)
-        work = lane["data"].start_all_reduce(x)
-        lane["data"].all_reduce(x)
+        work = channel["data"].start_all_reduce(x)
+        channel["data"].all_reduce(x)
         assert work.is_done()
         return x.tolist()
 
@@ -129,17 +129,17 @@ def test_blocking_verbs_of_a_lane_keep_the_order():
 
 def test_started_body_may_use_other_groups_of_its_lane():
     def fn(world):
-        lane = Mesh(Topology({"pipe": 2, "data": 2}), world).lane("grads")
+        channel = Mesh(Topology({"pipe": 2, "data": 2}), world).channel("grads")
         x = torch.ones(3)
-        lane["data"].start(lambda comm: (comm.all_reduce(x), lane["pipe"].all_reduce(x))).wait(20)
+        channel["data"].start(lambda comm: (comm.all_reduce(x), channel["pipe"].all_reduce(x))).wait(20)
         return x.tolist()
 
     assert sim.run(4, fn) == [[4.0] * 3] * 4
 
 
 def test_a_lane_has_no_lanes():
-    with pytest.raises(TopologyError, match="lane has no lanes"):
-        sim.run(2, lambda world: Mesh(Topology({"data": 2}), world).lane("a").lane("b"))
+    with pytest.raises(TopologyError, match="channel has no channels"):
+        sim.run(2, lambda world: Mesh(Topology({"data": 2}), world).channel("a").channel("b"))
 
 
 def test_nothing_starts_after_close():
@@ -159,7 +159,7 @@ def test_close_finishes_what_was_started():
         mesh = Mesh(Topology({"data": 2}), world)
         x = torch.ones(4)
         mesh["data"].start_all_reduce(x)
-        mesh.lane("more")["data"].start_all_reduce(x)
+        mesh.channel("more")["data"].start_all_reduce(x)
         mesh.close()
         return x.sum().item() > 4
 
@@ -207,7 +207,7 @@ def test_without_thread_multiple_started_verbs_run_at_once():
         mesh = Mesh(Topology({"data": 3}), plain)
         before = threading.active_count()
         x = torch.ones(4)
-        work = mesh.lane("grads")["data"].start_all_reduce(x)
+        work = mesh.channel("grads")["data"].start_all_reduce(x)
         assert work.is_done()
         world.comm.barrier()
         assert threading.active_count() <= before

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mpispeed.mesh import SoloComm, sim
-from mpispeed.mesh.onebit import OneBitErrors, compressed_all_reduce, padded_length, sent_bytes
-from mpispeed.mesh.onebit_nodes import compressed_all_reduce_through, mean_inside, shard_length, zero_errors
+from mpispeed.mesh.compressed.onebit import OneBitErrors, compressed_all_reduce, padded_length, sent_bytes
+from mpispeed.mesh.compressed.onebit_nodes import compressed_all_reduce_through, mean_inside, shard_length, zero_errors
 from tests.helpers import onebit_codec
 
 SIZES = (1, 2, 3, 4, 6)

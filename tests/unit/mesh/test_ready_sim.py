@@ -13,7 +13,7 @@ from mpispeed.mesh import Mesh, Topology, sim
 def test_a_problem_of_one_rank_is_raised_on_all_at_once(size, delay_seconds):
     def fn(world):
         mesh = Mesh(Topology({"data": world.size}), world)
-        lane, ran = mesh.lane("params")["data"], []
+        channel, ran = mesh.channel("params")["data"], []
         end = time.monotonic() + delay_seconds
 
         def ready():
@@ -23,12 +23,12 @@ def test_a_problem_of_one_rank_is_raised_on_all_at_once(size, delay_seconds):
 
         start = time.monotonic()
         ended = []
-        first = lane.start(lambda _: ran.append(0), "fetch", label="x", describe=lambda: "unit x", ready=ready)
+        first = channel.start(lambda _: ran.append(0), "fetch", label="x", describe=lambda: "unit x", ready=ready)
         first.after(lambda: ended.append(True))
         texts = []
         later = [first]
         if world.size > 1:
-            later.append(lane.start(lambda _: ran.append(1), "fetch", label="y"))
+            later.append(channel.start(lambda _: ran.append(1), "fetch", label="y"))
         for work in later:
             with pytest.raises(StoreError) as caught:
                 work.wait()
@@ -49,7 +49,7 @@ def test_a_problem_of_one_rank_is_raised_on_all_at_once(size, delay_seconds):
 def test_what_is_ready_runs(size):
     def fn(world):
         mesh = Mesh(Topology({"data": world.size}), world)
-        lane, ran, asked = mesh.lane("params")["data"], [], []
+        channel, ran, asked = mesh.channel("params")["data"], [], []
 
         def ready():
             asked.append(True)
@@ -57,7 +57,7 @@ def test_what_is_ready_runs(size):
 
         for number in range(3):
             asked.clear()
-            lane.start(lambda _, n=number: ran.append(n), "fetch", label=number, ready=ready).wait()
+            channel.start(lambda _, n=number: ran.append(n), "fetch", label=number, ready=ready).wait()
         mesh.close()
         return ran
 

@@ -70,6 +70,12 @@ def test_journal(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("check", (verbs.check_any_source, verbs.check_members))
+def test_messages_and_members(size, check):
+    sim.run(size, lambda world: check(world.comm))
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_started(size):
     sim.run(size, lambda world: verbs.check_started(world.comm))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpispeed.mesh.work import Work
+from mpispeed.mesh.collectives.work import Work
 
 
 def test_a_failing_callback_leaves_nobody_waiting():

@@ -1,4 +1,4 @@
-"""Block quantizers: bits of the compiled loops beside the twins, error bounds, corners, sizes."""
+"""Block quantizers: bits of the compiled loops beside the references, error bounds, corners, sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 from mpispeed.native import block_quant as bq
 from mpispeed.native import status
-from mpispeed.native.block_quant import Coded, Grid
+from mpispeed.native.codes import Coded, Grid
+from tests.helpers.codes import same, same_coded
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 LEVELS = {8: 127, 4: 7}
@@ -52,17 +53,6 @@ def dirty(grid, bits):
     coded.codes.fill_(85)
     coded.scales.fill_(-3.0)
     return coded
-
-
-def same(a, b):
-    """Equal bits; NaNs may differ in sign and payload."""
-    both_nan = a.isnan() & b.isnan()
-    width = {4: torch.int32, 2: torch.int16, 1: torch.int8}[a.element_size()]
-    return a.dtype == b.dtype and bool((both_nan | (a.view(width) == b.view(width))).all())
-
-
-def same_coded(a, b):
-    return torch.equal(a.codes, b.codes) and same(a.scales, b.scales)
 
 
 def unpacked(coded, grid):
@@ -141,10 +131,10 @@ def test_quantize_is_its_twin(make, dtype, bits, threads):
         for pieces, block in ((1, 256), (3, 1024), (1, 65536)):
             grid = Grid(count, block, pieces)
             x = make(grid.numel, dtype)
-            ours, twin = dirty(grid, bits), dirty(grid, bits)
+            ours, reference = dirty(grid, bits), dirty(grid, bits)
             bq.quantize(ours, x, grid, threads=threads)
-            bq.quantize_reference(twin, x, grid)
-            assert same_coded(ours, twin), (count, pieces, block)
+            bq.quantize_reference(reference, x, grid)
+            assert same_coded(ours, reference), (count, pieces, block)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -155,11 +145,11 @@ def test_kept_errors_are_the_twins(make, bits, threads):
         grid = Grid(count, 512, 2)
         x = make(grid.numel)
         error = make_error(grid)
-        twin_error, ours, twin = clone(error), dirty(grid, bits), dirty(grid, bits)
+        twin_error, ours, reference = clone(error), dirty(grid, bits), dirty(grid, bits)
         for _ in range(3):
             bq.quantize(ours, x, grid, error=error, beta=0.8, threads=threads)
-            bq.quantize_reference(twin, x, grid, error=twin_error, beta=0.8)
-            assert same_coded(ours, twin)
+            bq.quantize_reference(reference, x, grid, error=twin_error, beta=0.8)
+            assert same_coded(ours, reference)
             assert same_coded(error, twin_error)
             assert error.scales.isfinite().all()
 
@@ -176,13 +166,13 @@ def test_dequantize_is_its_twin(make, dtype, bits, threads):
             for seed, one in enumerate(coded):
                 bq.quantize(one, make(grid.numel, seed=seed), grid)
             start = make_values(grid.numel, dtype)
-            for call, twin in (
+            for call, reference in (
                 (bq.dequantize, bq.dequantize_reference),
                 (bq.dequantize_add, bq.dequantize_add_reference),
             ):
                 ours, theirs = start.clone(), start.clone()
                 call(ours, coded[0], grid, threads=threads)
-                twin(theirs, coded[0], grid)
+                reference(theirs, coded[0], grid)
                 assert same(ours, theirs)
             for number, scale in ((1, 1.0), (2, 0.3), (3, 1 / 3)):
                 ours, theirs = start.clone(), start.clone()
@@ -201,13 +191,13 @@ def test_sum_requantize_is_its_twin_and_its_parts(bits, out_bits, is_kept, threa
         for seed, part in enumerate(parts):
             bq.quantize(part, make_values(grid.numel, seed=seed), grid)
         errors = [make_error(grid) if is_kept else None for _ in range(3)]
-        ours, twin, apart = (dirty(grid, out_bits) for _ in range(3))
+        ours, reference, apart = (dirty(grid, out_bits) for _ in range(3))
         bq.sum_requantize(ours, parts, grid, error=errors[0], beta=0.5, threads=threads)
-        bq.sum_requantize_reference(twin, parts, grid, error=errors[1], beta=0.5)
+        bq.sum_requantize_reference(reference, parts, grid, error=errors[1], beta=0.5)
         total = torch.empty(grid.numel)
         bq.dequantize_sum(total, parts, grid)
         bq.quantize(apart, total, grid, error=errors[2], beta=0.5)
-        assert same_coded(ours, twin)
+        assert same_coded(ours, reference)
         assert same_coded(ours, apart)
         if is_kept:
             assert same_coded(errors[0], errors[1])
@@ -315,17 +305,17 @@ def test_kept_error_is_the_moving_average(bits):
 
 def test_twins_run_where_nothing_is_compiled(monkeypatch):
     grid = Grid(1000, 256)
-    x, ours, twin = make_values(1000), dirty(grid, 4), dirty(grid, 4)
+    x, ours, reference = make_values(1000), dirty(grid, 4), dirty(grid, 4)
     out, plain = torch.empty(1000), torch.empty(1000)
     bq.quantize(ours, x, grid)
     bq.dequantize_sum(out, [ours, ours], grid)
     monkeypatch.setattr(status, "compiled", lambda name: None)
-    bq.quantize(twin, x, grid)
-    bq.dequantize_sum(plain, [twin, twin], grid)
-    assert same_coded(ours, twin)
+    bq.quantize(reference, x, grid)
+    bq.dequantize_sum(plain, [reference, reference], grid)
+    assert same_coded(ours, reference)
     assert torch.equal(out, plain)
     again, first = dirty(grid, 4), dirty(grid, 4)
-    bq.sum_requantize(again, [twin, twin], grid)
+    bq.sum_requantize(again, [reference, reference], grid)
     bq.quantize(first, plain, grid)
     assert same_coded(again, first)
 

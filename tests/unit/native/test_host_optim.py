@@ -9,6 +9,7 @@ import torch
 
 from mpispeed.native import status
 from mpispeed.native.host_optim import adam, adam_reference
+from tests.zoo import has_same_bits
 
 SIZES = [0, 1, 7, 15, 16, 17, 55, 1023, 1024, 1025, 2**20 + 3]
 GRADS = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,12 +24,6 @@ def make_state(count, seed=0):
     exp_avg = torch.randn(count, generator=source) * 0.1
     exp_avg_sq = torch.rand(count, generator=source) * 0.01
     return [master, exp_avg, exp_avg_sq], source
-
-
-def same_bits(a, b):
-    integers = {4: torch.int32, 2: torch.int16, 8: torch.int64}
-    view = integers[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.view(view), b.view(view))
 
 
 def plain_double_adam(p, m, v, g, *, step, lr, betas, eps, weight_decay, decoupled, bias_correction=True):
@@ -110,18 +105,18 @@ def test_without_bias_correction():
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_twin_has_the_same_bits(grad_dtype, out_dtype, decoupled, weight_decay):
     state, source = make_state(3001)
-    twin = [x.clone() for x in state]
+    reference = [x.clone() for x in state]
     out, twin_out = (None if out_dtype is None else torch.empty(3001, dtype=out_dtype) for _ in range(2))
     settings = {**SETTINGS, "decoupled": decoupled, "weight_decay": weight_decay}
     for step in (1, 2, 1000):
         grad = torch.randn(3001, generator=source).to(grad_dtype)
         adam(*state, grad, out=out, step=step, grad_scale=1 / 3, **settings)
-        adam_reference(*twin, grad, out=twin_out, step=step, grad_scale=1 / 3, **settings)
-    for got, expected in zip(state, twin, strict=True):
-        assert same_bits(got, expected)
+        adam_reference(*reference, grad, out=twin_out, step=step, grad_scale=1 / 3, **settings)
+    for got, expected in zip(state, reference, strict=True):
+        assert has_same_bits(got, expected)
     if out is not None:
-        assert same_bits(out, twin_out)
-        assert same_bits(out, state[0].to(out_dtype))
+        assert has_same_bits(out, twin_out)
+        assert has_same_bits(out, state[0].to(out_dtype))
 
 
 @pytest.mark.parametrize("count", [1, 1025, 2**17 + 3])
@@ -133,7 +128,7 @@ def test_threads_do_not_change_bits(count, grad_dtype):
     outs = [torch.empty(count, dtype=torch.bfloat16) for _ in range(2)]
     adam(*state, grad, out=outs[0], step=2, threads=1, **SETTINGS)
     adam(*again, grad, out=outs[1], step=2, threads=3, **SETTINGS)
-    assert all(same_bits(a, b) for a, b in zip([*state, outs[0]], [*again, outs[1]], strict=True))
+    assert all(has_same_bits(a, b) for a, b in zip([*state, outs[0]], [*again, outs[1]], strict=True))
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 63, 64, 65, 1000, 2047])
@@ -146,7 +141,7 @@ def test_cuts_and_unaligned_views_do_not_change_bits(cut, grad_dtype):
     adam(*state, grad, out=outs[0], step=2, **SETTINGS)
     for part in (slice(0, cut), slice(cut, 2050)):
         adam(*(x[part] for x in pieces), grad[part], out=outs[1][part], step=2, **SETTINGS)
-    assert all(same_bits(a, b) for a, b in zip([*state, outs[0]], [*pieces, outs[1]], strict=True))
+    assert all(has_same_bits(a, b) for a, b in zip([*state, outs[0]], [*pieces, outs[1]], strict=True))
 
 
 def test_grad_scale_is_applied_first_and_one_changes_nothing():
@@ -155,11 +150,11 @@ def test_grad_scale_is_applied_first_and_one_changes_nothing():
     grad = torch.randn(500, generator=source)
     adam(*state, grad * 0.25, step=1, **SETTINGS)
     adam(*scaled, grad, step=1, grad_scale=0.25, **SETTINGS)
-    assert all(same_bits(a, b) for a, b in zip(state, scaled, strict=True))
+    assert all(has_same_bits(a, b) for a, b in zip(state, scaled, strict=True))
     one = [x.clone() for x in plain]
     adam(*plain, grad, step=1, **SETTINGS)
     adam(*one, grad, step=1, grad_scale=1.0, **SETTINGS)
-    assert all(same_bits(a, b) for a, b in zip(plain, one, strict=True))
+    assert all(has_same_bits(a, b) for a, b in zip(plain, one, strict=True))
 
 
 @pytest.mark.parametrize("grad_dtype", GRADS)
@@ -175,7 +170,7 @@ def test_nan_and_infinity_stay_where_they_are(grad_dtype):
     touched = torch.zeros(200, dtype=torch.bool)
     touched[[3, 190]] = True
     for got, expected in zip(state, clean, strict=True):
-        assert same_bits(got[~touched], expected[~touched])
+        assert has_same_bits(got[~touched], expected[~touched])
     assert all(x[3].isnan() for x in [*state, out])
     assert state[1][190] == math.inf
     assert state[2][190] == math.inf
@@ -208,8 +203,8 @@ def test_out_is_rounded_to_nearest_even_everywhere(dtype):
     out = torch.empty(master.numel(), dtype=dtype)
     moments = [torch.zeros_like(master) for _ in range(2)]
     adam(master, *moments, torch.zeros_like(master), out=out, step=1, **{**SETTINGS, "weight_decay": 0.0})
-    assert same_bits(master, want)
-    assert same_bits(out, want.to(dtype))
+    assert has_same_bits(master, want)
+    assert has_same_bits(out, want.to(dtype))
 
 
 def test_out_may_be_the_memory_of_the_gradient():
@@ -219,7 +214,7 @@ def test_out_may_be_the_memory_of_the_gradient():
     out = torch.empty_like(grad)
     adam(*other, grad, out=out, step=1, **SETTINGS)
     adam(*state, grad, out=grad, step=1, **SETTINGS)
-    assert same_bits(grad, out)
+    assert has_same_bits(grad, out)
 
 
 def test_fp64_masters_are_updated_in_fp64():
@@ -234,12 +229,12 @@ def test_fp64_masters_are_updated_in_fp64():
 
 def test_missing_module_runs_the_twin(monkeypatch):
     state, source = make_state(64)
-    twin = [x.clone() for x in state]
+    reference = [x.clone() for x in state]
     grad = torch.randn(64, generator=source)
     adam(*state, grad, step=1, **SETTINGS)
     monkeypatch.setattr(status, "compiled", lambda name: None)
-    adam(*twin, grad, step=1, **SETTINGS)
-    assert all(same_bits(a, b) for a, b in zip(state, twin, strict=True))
+    adam(*reference, grad, step=1, **SETTINGS)
+    assert all(has_same_bits(a, b) for a, b in zip(state, reference, strict=True))
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written():
@@ -262,4 +257,4 @@ def test_wrong_arguments_are_refused_before_anything_is_written():
         adam(*state, grad.int(), step=1, **SETTINGS)
     with pytest.raises(ValueError, match="is on meta"):
         adam(*state, grad.to("meta"), step=1, **SETTINGS)
-    assert all(same_bits(a, b) for a, b in zip(state, before, strict=True))
+    assert all(has_same_bits(a, b) for a, b in zip(state, before, strict=True))

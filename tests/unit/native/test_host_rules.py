@@ -1,4 +1,4 @@
-"""All host rules against fp64, against their twins, and at every vector level: the same bits everywhere."""
+"""All host rules against fp64, against their references, and at every vector level: the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from mpispeed.native import status
+from mpispeed.native.coefficients import adagrad_terms, adam_terms, lamb_terms, lion_terms
 from mpispeed.native.host_optim import adagrad, adam, lamb, lion
-from mpispeed.native.host_table import PAIRS, STATE_NAMES, HostTable, Row
-from mpispeed.native.host_terms import adagrad_terms, adam_terms, lamb_terms, lion_terms
-from mpispeed.native.host_twins import run_twin
+from mpispeed.native.multi_tensor_host import PAIRS, STATE_NAMES, HostTable, Row
+from mpispeed.native.reference_updates import run_reference, trust_ratio
+from tests.zoo import has_same_bits
 
 SIZES = [0, 1, 7, 15, 16, 17, 55, 1025, 2**20 + 3]
 HALF_PAIRS = sorted((pair for pair in PAIRS if torch.float64 not in pair), key=str)
@@ -57,14 +58,8 @@ def start(rule, count, seed=0, dtype=torch.float32, state_dtype=torch.float32):
     return [param, *(state.to(state_dtype) for state in states)], source
 
 
-def same_bits(a, b):
-    integers = {4: torch.int32, 2: torch.int16, 8: torch.int64}
-    view = integers[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.view(view), b.view(view))
-
-
 def all_same(first, second):
-    return all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+    return all(has_same_bits(a, b) for a, b in zip(first, second, strict=True))
 
 
 def in_double(mode, step, p, states, g):
@@ -125,7 +120,7 @@ def test_levels_threads_and_twin_have_the_same_bits(mode, dtypes, grad_dtype, ev
                 copies = [x.clone()[3:] for x in buffers]  # unaligned views
                 out = None if out_dtype is None else torch.empty(count + 3, dtype=out_dtype)[3:]
                 if level is None:
-                    run_twin(rule, copies[0], copies[1:], grad[3:], out, terms_of(mode, 3, 1 / 3))
+                    run_reference(rule, copies[0], copies[1:], grad[3:], out, terms_of(mode, 3, 1 / 3))
                 else:
                     every_level.set(level)
                     table = HostTable(rule, [Row(copies[0], tuple(copies[1:]), grad[3:], out)])
@@ -150,8 +145,35 @@ def test_large_tensors_at_every_level_and_with_many_threads(mode, dtypes, every_
             HostTable(rule, [Row(copies[0], tuple(copies[1:]), grad, out)]).run([terms_of(mode, 3)], threads=threads)
             results.append([*copies, out])
     copies, out = [x.clone() for x in buffers], torch.empty(2**20 + 3, dtype=torch.float16)
-    run_twin(rule, copies[0], copies[1:], grad, out, terms_of(mode, 3))
+    run_reference(rule, copies[0], copies[1:], grad, out, terms_of(mode, 3))
     assert all(all_same(result, [*copies, out]) for result in results)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("lamb")])
+def test_two_halves_of_lamb_are_the_whole(mode, threads, monkeypatch):
+    sizes, terms = [1, 40_000, 0, 1025], [terms_of(mode, 3, 1 / 3)]
+    results = []
+    for half in ("whole", "halves", "halves by the twin"):
+        if half.endswith("twin"):
+            monkeypatch.setattr(status, "compiled", lambda name: None)
+        rows = []
+        for index, size in enumerate(sizes):
+            buffers, source = start("lamb", size, index)
+            rows.append(Row(buffers[0], tuple(buffers[1:]), torch.randn(size, generator=source), torch.zeros(size)))
+        table = HostTable("lamb", rows)
+        if half == "whole":
+            ratios = table.run(terms, threads=threads)
+        else:
+            before = [row.param.clone() for row in rows]
+            sums = table.run_first(terms, threads=threads)
+            assert all_same([row.param for row in rows], before)
+            ratios = [trust_ratio(*pair, terms[0]) for pair in sums]
+            table.run_second(terms, ratios, threads=threads)
+        results.append((ratios, [x for row in rows for x in (row.param, *row.states, row.out)]))
+    for ratios, tensors in results[1:]:
+        assert ratios == results[0][0]
+        assert all_same(tensors, results[0][1])
 
 
 class Levels:
@@ -192,7 +214,7 @@ def test_many_tensors_in_one_call_are_each_as_alone(mode, threads):
         grad = torch.randn(size, generator=source).to(dtypes[0])
         alone.append([x.clone() for x in buffers])
         lot = index % 2
-        ratio = run_twin(rule, alone[-1][0], alone[-1][1:], grad, None, terms_of(mode, 1 + 5 * lot))
+        ratio = run_reference(rule, alone[-1][0], alone[-1][1:], grad, None, terms_of(mode, 1 + 5 * lot))
         rows.append((Row(buffers[0], tuple(buffers[1:]), grad, None, lot), ratio))
     table = HostTable(rule, [row for row, _ in rows])
     ratios = table.run([terms_of(mode, 1), terms_of(mode, 6)], threads=threads)
@@ -213,7 +235,7 @@ def test_nan_and_infinity_stay_where_they_are(mode):
         HostTable(rule, [Row(tensors[0], tuple(tensors[1:]), g)]).run([terms_of(mode, 1)])
     kept = torch.ones(200, dtype=torch.bool)
     kept[[3, 190]] = False
-    assert all(same_bits(got[kept], expected[kept]) for got, expected in zip(buffers, clean, strict=True))
+    assert all(has_same_bits(got[kept], expected[kept]) for got, expected in zip(buffers, clean, strict=True))
     assert all(x[3].isnan() for x in buffers)
     assert all(state[190] == math.inf for state in buffers[1:])
     assert buffers[0][190].isfinite() if rule == "lion" else buffers[0][190].isnan()

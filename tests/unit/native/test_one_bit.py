@@ -1,4 +1,4 @@
-"""Signs and scales: bits of the compiled loops beside the twins, the definition in numpy, corners, refusals."""
+"""Signs and scales: bits of the compiled loops beside the references, the definition in numpy, corners, refusals."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mpispeed.native import one_bit as ob
 from mpispeed.native import status
+from tests.helpers.codes import same, same_sum
 from tests.helpers.system import cannot
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -55,19 +56,6 @@ def make_bytes(count, seed=2):
     return torch.randint(0, 256, (-(-count // 8),), generator=source, dtype=torch.uint8)
 
 
-def same(a, b):
-    """Equal bits; NaNs may differ in sign and payload."""
-    both_nan = a.isnan() & b.isnan()
-    width = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    return a.dtype == b.dtype and bool((both_nan | (a.view(width) == b.view(width))).all())
-
-
-def same_sum(a, b):
-    """Equal exact sums of two lists of squares."""
-    ours, twin = math.fsum(a), math.fsum(b)
-    return ours == twin or (math.isnan(ours) and math.isnan(twin))
-
-
 def test_the_compiled_module_is_the_one_under_test():
     assert status.compiled("one_bit") is not None
 
@@ -79,15 +67,15 @@ def test_compensate_is_its_twin(make, dtype, threads):
     for count in LENGTHS:
         for keep in (1.0, 0.9):
             x, ours = make(count, dtype), make(count, seed=5)
-            twin = ours.clone()
+            reference = ours.clone()
             squares = ob.compensate(ours, x, keep=keep, threads=threads)
-            assert same_sum(squares, ob.compensate_reference(twin, x, keep=keep))
-            assert same(ours, twin)
+            assert same_sum(squares, ob.compensate_reference(reference, x, keep=keep))
+            assert same(ours, reference)
         for grad_dtype in FLOATS:
             grad = make(count, grad_dtype, seed=6)
             squares = ob.compensate(ours, x, keep=0.9, grad=grad, take=0.1, threads=threads)
-            assert same_sum(squares, ob.compensate_reference(twin, x, keep=0.9, grad=grad, take=0.1))
-            assert same(ours, twin)
+            assert same_sum(squares, ob.compensate_reference(reference, x, keep=0.9, grad=grad, take=0.1))
+            assert same(ours, reference)
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -98,10 +86,10 @@ def test_add_parts_is_its_twin(make, threads):
         for number in (1, 2, 3, 7):
             parts = [make_bytes(count, seed) for seed in range(number)]
             ours = make(count, seed=4)
-            twin = ours.clone()
+            reference = ours.clone()
             squares = ob.add_parts(ours, parts, weights[:number], threads=threads)
-            assert same_sum(squares, ob.add_parts_reference(twin, parts, weights[:number]))
-            assert same(ours, twin)
+            assert same_sum(squares, ob.add_parts_reference(reference, parts, weights[:number]))
+            assert same(ours, reference)
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -110,13 +98,13 @@ def test_add_parts_is_its_twin(make, threads):
 def test_encode_is_its_twin_and_packbits(make, scale, threads):
     for count in WHOLE:
         ours = make(count)
-        twin, wanted = ours.clone(), np.packbits(ours.numpy() >= 0)
+        reference, wanted = ours.clone(), np.packbits(ours.numpy() >= 0)
         bits, twin_bits = torch.full((2, count // 8), 85, dtype=torch.uint8)
         ob.encode(bits, ours, scale, threads=threads)
-        ob.encode_reference(twin_bits, twin, scale)
+        ob.encode_reference(twin_bits, reference, scale)
         assert np.array_equal(bits.numpy(), wanted)
         assert torch.equal(bits, twin_bits)
-        assert same(ours, twin)
+        assert same(ours, reference)
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -125,10 +113,10 @@ def test_encode_is_its_twin_and_packbits(make, scale, threads):
 def test_decode_is_its_twin_and_unpackbits(dtype, scale, threads):
     for count in LENGTHS:
         bits = make_bytes(count)
-        ours, twin = torch.full((2, count), 3.0, dtype=dtype)
+        ours, reference = torch.full((2, count), 3.0, dtype=dtype)
         ob.decode(ours, bits, scale, threads=threads)
-        ob.decode_reference(twin, bits, scale)
-        assert same(ours, twin)
+        ob.decode_reference(reference, bits, scale)
+        assert same(ours, reference)
         flags = torch.from_numpy(np.unpackbits(bits.numpy(), count=count))
         assert same(ours, torch.where(flags.bool(), scale, -scale).to(dtype))
 
@@ -140,10 +128,10 @@ def test_long_ranges_are_decoded_alike(dtype, offset, threads):
     """Those that are written past the cache, if they are aligned."""
     count = 2**19 + 1029
     bits, room = make_bytes(count), torch.full((count + 8,), 3.0, dtype=dtype)
-    ours, twin = room[offset : offset + count], torch.empty(count, dtype=dtype)
+    ours, reference = room[offset : offset + count], torch.empty(count, dtype=dtype)
     ob.decode(ours, bits, 0.7, threads=threads)
-    ob.decode_reference(twin, bits, 0.7)
-    assert same(ours, twin)
+    ob.decode_reference(reference, bits, 0.7)
+    assert same(ours, reference)
     assert (room[:offset] == 3.0).all()
     assert (room[offset + count :] == 3.0).all()
 
@@ -197,10 +185,10 @@ def test_threads_take_the_float_mode_of_the_caller():
 @given(st.integers(0, 3000), st.integers(0, 2**31), st.sampled_from(FLOATS), st.floats(-2, 2), st.integers(1, 3))
 def test_compensate_for_any_length(count, seed, dtype, keep, threads):
     x, ours = make_finite(count, dtype, seed), make_values(count, seed=seed + 1)
-    twin, wide = ours.clone(), x.double() * torch.tensor(keep, dtype=torch.float32).double() + ours.double()
+    reference, wide = ours.clone(), x.double() * torch.tensor(keep, dtype=torch.float32).double() + ours.double()
     squares = ob.compensate(ours, x, keep=keep, threads=threads)
-    assert same_sum(squares, ob.compensate_reference(twin, x, keep=keep))
-    assert same(ours, twin)
+    assert same_sum(squares, ob.compensate_reference(reference, x, keep=keep))
+    assert same(ours, reference)
     slack = 2.0**-23 * (2 * x.double().abs() + wide.abs()) + 2.0**-148  # each operation rounds once
     assert ((ours.double() - wide).abs() <= slack).all()
 
@@ -225,12 +213,12 @@ def test_add_parts_for_any_length(length, number, seed, threads):
     weights = source.random(number).tolist()
     parts = [make_bytes(count, seed + k) for k in range(number)]
     ours = make_values(count, seed=seed)
-    twin, wanted = ours.clone(), ours.double().numpy()
+    reference, wanted = ours.clone(), ours.double().numpy()
     for part, weight in zip(parts, weights, strict=True):
         wanted = wanted + weight * (2.0 * np.unpackbits(part.numpy()) - 1.0)
     squares = ob.add_parts(ours, parts, weights, threads=threads)
-    assert same_sum(squares, ob.add_parts_reference(twin, parts, weights))
-    assert same(ours, twin)
+    assert same_sum(squares, ob.add_parts_reference(reference, parts, weights))
+    assert same(ours, reference)
     assert np.abs(ours.numpy() - wanted).max() <= (number + 1) * 2.0**-24 * (sum(weights) + 5.0)
 
 
@@ -286,8 +274,8 @@ def test_twins_run_where_nothing_is_compiled(monkeypatch):
         ob.encode(bits, error, 0.7)
         ob.decode(out, bits, 0.7)
         results.append((error, bits, out, [math.fsum(s) for s in sums]))
-    for ours, twin in zip(*results, strict=True):
-        assert torch.equal(ours, twin) if isinstance(ours, torch.Tensor) else ours == twin
+    for ours, reference in zip(*results, strict=True):
+        assert torch.equal(ours, reference) if isinstance(ours, torch.Tensor) else ours == reference
 
 
 def test_wrong_arguments_are_refused():

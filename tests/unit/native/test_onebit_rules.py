@@ -1,4 +1,4 @@
-"""Loops of 1-bit Adam and 0/1 Adam: equal to their twins at every vector level, and close to fp64."""
+"""Loops of 1-bit Adam and 0/1 Adam: equal to their references at every vector level, and close to fp64."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from mpispeed.native import status
-from mpispeed.native.host_table import PAIRS, HostTable, Row
-from mpispeed.native.host_terms import DECAY_L2, onebit_terms
-from mpispeed.native.host_twins import run_twin
+from mpispeed.native.coefficients import DECAY_L2, onebit_terms
+from mpispeed.native.multi_tensor_host import PAIRS, HostTable, Row
+from mpispeed.native.reference_updates import run_reference
+from tests.zoo import has_same_bits
 
 KERNELS = ["onebit_adam", "zero_one_coded", "zero_one_local", "zero_one_drift", "zero_one_settle"]
 HALF_PAIRS = sorted((pair for pair in PAIRS if torch.float64 not in pair), key=str)
@@ -39,11 +40,6 @@ def start(kernel, count, dtype=torch.float32, state_dtype=torch.float32, grad_dt
     return param.to(dtype), [x.to(state_dtype) for x in states], grad.to(grad_dtype)
 
 
-def same_bits(a, b):
-    view = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.view(view), b.view(view))
-
-
 @pytest.fixture
 def levels():
     """The module, its vector levels on this processor; afterwards the level is as before."""
@@ -70,7 +66,7 @@ def test_levels_and_twin_have_the_same_bits(kernel, weight_decay, dtypes, grad_d
                 p, *parts = (x.clone()[3:] for x in (param, *states))  # unaligned views
                 out = None if out_dtype is None else torch.empty(count + 3, dtype=out_dtype)[3:]
                 if level is None:
-                    run_twin(kernel, p, parts, grad[3:], out, terms)
+                    run_reference(kernel, p, parts, grad[3:], out, terms)
                 else:
                     module.set_vector_level(level)
                     table = HostTable(kernel, [Row(p, tuple(parts), grad[3:], out)])
@@ -78,9 +74,9 @@ def test_levels_and_twin_have_the_same_bits(kernel, weight_decay, dtypes, grad_d
                     assert table.run([terms]) == []
                 results.append([p, *parts, *([] if out is None else [out])])
             for other in results[1:]:
-                assert all(map(same_bits, results[0], other)), (count, out_dtype)
+                assert all(map(has_same_bits, results[0], other)), (count, out_dtype)
             if kernel == "zero_one_local":
-                assert same_bits(results[0][0], param[3:])
+                assert has_same_bits(results[0][0], param[3:])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -89,12 +85,12 @@ def test_threads_do_not_show(kernel, levels):
     count = 2**19 + 3
     param, states, grad = start(kernel, count)
     expected = [param.clone(), *(x.clone() for x in states), torch.empty(count)]
-    run_twin(kernel, expected[0], expected[1:-1], grad, expected[-1], terms_of())
+    run_reference(kernel, expected[0], expected[1:-1], grad, expected[-1], terms_of())
     for level in found:
         module.set_vector_level(level)
         got = [param.clone(), *(x.clone() for x in states), torch.empty(count)]
         HostTable(kernel, [Row(got[0], tuple(got[1:-1]), grad, got[-1])]).run([terms_of()], threads=3)
-        assert all(map(same_bits, got, expected))
+        assert all(map(has_same_bits, got, expected))
 
 
 def in_double(kernel, p, states, g):

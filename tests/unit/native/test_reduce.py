@@ -20,6 +20,7 @@ from mpispeed.native.reduce import (
     tree_sum,
     tree_sum_reference,
 )
+from tests.zoo import has_same_bits
 
 SIZES = [0, 1, 7, 15, 16, 17, 55, 1023, 1024, 1025]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -38,12 +39,6 @@ INCLUDE = Path(__file__).resolve().parents[3] / "cython" / "include"
 def make_parts(number, count, dtype=torch.float32, seed=0):
     source = torch.Generator().manual_seed(seed)
     return [torch.randn(count, generator=source, dtype=torch.float64).to(dtype) for _ in range(number)]
-
-
-def same_bits(a, b):
-    integers = {4: torch.int32, 2: torch.int16, 8: torch.int64}
-    view = integers[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.view(view), b.view(view))
 
 
 def explicit_tree(values):
@@ -65,19 +60,19 @@ def test_sum_is_the_explicit_tree(number, dtype, out_dtype):
     work = torch.float64 if dtype == torch.float64 else torch.float32
     out = torch.empty(1031, dtype=out_dtype)
     tree_sum(out, parts)
-    assert same_bits(out, explicit_tree([x.to(work) for x in parts]).to(out_dtype))
+    assert has_same_bits(out, explicit_tree([x.to(work) for x in parts]).to(out_dtype))
     tree_sum(out, parts, scale=1 / 3)
-    assert same_bits(out, (explicit_tree([x.to(work) for x in parts]) * (1 / 3)).to(out_dtype))
-    twin = torch.empty_like(out)
-    tree_sum_reference(twin, parts, scale=1 / 3)
-    assert same_bits(out, twin)
+    assert has_same_bits(out, (explicit_tree([x.to(work) for x in parts]) * (1 / 3)).to(out_dtype))
+    reference = torch.empty_like(out)
+    tree_sum_reference(reference, parts, scale=1 / 3)
+    assert has_same_bits(out, reference)
 
 
 def test_many_parts():
     values = torch.randn(4096, 3, generator=torch.Generator().manual_seed(1))
     out = torch.empty(3)
     tree_sum(out, list(values.unbind()))
-    assert same_bits(out, explicit_tree(list(values.unbind())))
+    assert has_same_bits(out, explicit_tree(list(values.unbind())))
 
 
 @pytest.mark.parametrize("count", [*SIZES, 2**20 + 3])
@@ -87,8 +82,8 @@ def test_sizes_and_threads(count, number):
     one, three = (torch.full((count,), 7.0, dtype=torch.bfloat16) for _ in range(2))
     tree_sum(one, parts, threads=1)
     tree_sum(three, parts, threads=3)
-    assert same_bits(one, three)
-    assert same_bits(one, explicit_tree([x.float() for x in parts]).bfloat16())
+    assert has_same_bits(one, three)
+    assert has_same_bits(one, explicit_tree([x.float() for x in parts]).bfloat16())
 
 
 @pytest.mark.parametrize("cut", [1, 15, 17, 1023, 1025, 2000])
@@ -100,7 +95,7 @@ def test_cuts_and_unaligned_views_do_not_change_bits(cut, number, dtype):
     tree_sum(whole, parts, scale=0.3)
     for part in (slice(0, cut), slice(cut, 2051)):
         tree_sum(pieces[part], [x[part] for x in parts], scale=0.3)
-    assert same_bits(whole, pieces)
+    assert has_same_bits(whole, pieces)
 
 
 @pytest.mark.parametrize("number", range(1, 10))
@@ -109,7 +104,7 @@ def test_out_may_be_any_of_the_parts(number):
         parts = make_parts(number, 3000)
         expected = explicit_tree(list(parts))
         tree_sum(parts[place], parts, threads=2)
-        assert same_bits(parts[place], expected)
+        assert has_same_bits(parts[place], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -275,12 +270,12 @@ def test_largest_fp32_values_do_not_overflow():
 
 def test_missing_module_runs_the_twins(monkeypatch):
     parts = make_parts(5, 100, torch.bfloat16)
-    out, twin = (torch.empty(100, dtype=torch.bfloat16) for _ in range(2))
+    out, reference = (torch.empty(100, dtype=torch.bfloat16) for _ in range(2))
     tree_sum(out, parts, scale=0.2)
     total = math.fsum(square_partials(out))
     monkeypatch.setattr(status, "compiled", lambda name: None)
-    tree_sum(twin, parts, scale=0.2)
-    assert same_bits(out, twin)
+    tree_sum(reference, parts, scale=0.2)
+    assert has_same_bits(out, reference)
     assert math.fsum(square_partials(out)) == total
 
 

@@ -60,5 +60,5 @@ def test_fallback_is_logged_once(broken_import, monkeypatch, caplog):
         assert status.compiled("crc32c") is None
     assert [r.getMessage() for r in caplog.records] == [
         "no compiled crc32c (checksums): undefined symbol: PyFoo; it may have been built for another Python or C "
-        "library: build it again; a slower twin runs instead"
+        "library: build it again; a slower implementation runs instead"
     ]

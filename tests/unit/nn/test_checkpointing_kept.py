@@ -13,7 +13,8 @@ from mpispeed import checkpointing
 from mpispeed.base.errors import AgreementError, ConfigError, UsageError
 from mpispeed.checkpointing import Checkpointer
 from mpispeed.mesh import Mesh, Topology, sim
-from mpispeed.nn.checkpoint_options import Options
+from mpispeed.nn.checkpointing_options import Options
+from tests.zoo import same_bits
 
 LAYERS, BATCHES = 3, 2
 
@@ -52,11 +53,6 @@ def plain(function, *args):
     return function(*args)
 
 
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 OPTIONS = [
     Options(
         partition_activations=True,
@@ -76,7 +72,7 @@ def test_gradients_have_the_same_bits(options, size):
     def fn(world):
         checkpointer = Checkpointer(options, world.comm)
         for order in ((0, 1), (1, 0)):
-            assert_same(train(checkpointer.checkpoint, backward_order=order), expected)
+            same_bits(train(checkpointer.checkpoint, backward_order=order), expected)
         assert checkpointer.account.total() == 0
 
     sim.run(size, fn)
@@ -88,7 +84,7 @@ def test_sizes_that_do_not_divide_are_padded(rows):
 
     def fn(world):
         checkpointer = Checkpointer(Options(partition_activations=True), mesh_comm(world))
-        assert_same(train(checkpointer.checkpoint, rows), expected)
+        same_bits(train(checkpointer.checkpoint, rows), expected)
 
     sim.run(4, fn)
 
@@ -116,9 +112,9 @@ def test_one_message_for_each_call(count):
         checkpointer = Checkpointer(Options(partition_activations=True), comm)
         args = [tensor(16, 8, seed=seed) for seed in range(count)]
         out = checkpointer.checkpoint(lambda *a: torch.tanh(sum(a)), *args)
-        before = {verb: entry.count for (verb, _), entry in comm.journal.entries().items()}
+        before = {verb: entry.count for (verb, _), entry in comm.comm_trace.entries().items()}
         out.sum().backward()
-        after = {verb: entry.count for (verb, _), entry in comm.journal.entries().items()}
+        after = {verb: entry.count for (verb, _), entry in comm.comm_trace.entries().items()}
         return {verb: after[verb] - before.get(verb, 0) for verb in after}
 
     assert sim.run(2, fn) == [{"all_gather": 1}] * 2
@@ -355,7 +351,7 @@ def test_arguments_win_over_the_configuration(tmp_path):
 
 
 def current():
-    from mpispeed.nn.checkpointing import _process
+    from mpispeed.nn.activation_checkpointing import _process
 
     return _process.current.options
 
@@ -430,7 +426,7 @@ def test_the_slicing_group_of_an_mpu():
 
 
 def checkpointing_module():
-    from mpispeed.nn import checkpointing as module
+    from mpispeed.nn import activation_checkpointing as module
 
     return module
 

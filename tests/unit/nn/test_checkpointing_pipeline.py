@@ -10,7 +10,8 @@ from mpispeed import checkpointing
 from mpispeed.base import split_grads
 from mpispeed.checkpointing import Checkpointer, checkpoint
 from mpispeed.mesh import sim
-from mpispeed.nn.checkpoint_options import Options
+from mpispeed.nn.checkpointing_options import Options
+from tests.zoo import same_bits
 
 BATCHES, LAYERS, WIDTH = 4, 3, 8
 
@@ -69,11 +70,6 @@ def deliver(param, grad):
     param.grad = grad if param.grad is None else param.grad + grad
 
 
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.fixture(autouse=True)
 def defaults():
     with torch.random.fork_rng(devices=[]):
@@ -89,7 +85,7 @@ def defaults():
 def test_any_order(order, options, put_off):
     expected = run(lambda fn, *args: fn(*args), order, put_off)
     checkpointing.configure(None, **options)
-    assert_same(run(checkpoint, order, put_off), expected)
+    same_bits(run(checkpoint, order, put_off), expected)
 
 
 @pytest.mark.parametrize("put_off", [False, True])
@@ -115,7 +111,7 @@ def test_slices_of_many_micro_batches(order):
     def fn(world):
         checkpointer = Checkpointer(options, world.comm)
         # Switching weight gradients is a matter of the process, and ranks are threads here.
-        assert_same(run(checkpointer.checkpoint, order, layers=made[world.rank]), expected)
+        same_bits(run(checkpointer.checkpoint, order, layers=made[world.rank]), expected)
         assert checkpointer.slots.used == 0
 
     sim.run(2, fn)
@@ -137,7 +133,7 @@ def test_a_slot_that_is_used_again_before_the_weight_pass():
         return [layer.weight.grad]
 
     checkpointing.configure(None, None, True, True, 1)
-    assert_same(gradients(checkpoint), gradients(lambda fn, *args: fn(*args)))
+    same_bits(gradients(checkpoint), gradients(lambda fn, *args: fn(*args)))
 
 
 def test_gradients_that_arrive_in_pieces():
@@ -153,4 +149,4 @@ def test_gradients_that_arrive_in_pieces():
         torch.autograd.backward((h, h * 2), (torch.ones_like(h), torch.full_like(h, 0.5)))
         return [x.grad, *(p.grad for p in layer.parameters())]
 
-    assert_same(stage(checkpoint), stage(lambda fn, *args: fn(*args)))
+    same_bits(stage(checkpoint), stage(lambda fn, *args: fn(*args)))

@@ -9,6 +9,7 @@ from torch import nn
 from mpispeed.base.errors import UsageError
 from mpispeed.mesh import sim
 from mpispeed.nn.tiled import TiledLinear, TiledLinearReturnBias, piece_sizes
+from tests.zoo import same_bits
 
 SHAPES = [(32, 32), (23, 29), (29, 23)]
 SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2)]
@@ -181,7 +182,7 @@ def test_layers_that_do_not_fit_are_refused_and_nothing_is_copied(other, words):
     before = [p.clone() for p in tiled.parameters()]
     with pytest.raises(AssertionError, match=words):
         tiled.copy_params_from(other)
-    assert all(torch.equal(a, b) for a, b in zip(before, tiled.parameters(), strict=True))
+    same_bits(before, tiled.parameters())
 
 
 def test_a_bias_that_the_tiles_do_not_have_is_refused():

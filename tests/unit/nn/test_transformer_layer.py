@@ -309,12 +309,12 @@ class TestUse:
 
     def test_copies_are_equal_and_apart(self, layer):
         x, mask = batch(2, 12, torch.float32)
-        twin = copy.deepcopy(layer)
-        assert twin.layer_id == layer.layer_id
-        assert torch.equal(twin(x, mask), layer(x, mask))
+        reference = copy.deepcopy(layer)
+        assert reference.layer_id == layer.layer_id
+        assert torch.equal(reference(x, mask), layer(x, mask))
         with torch.no_grad():
-            twin.output_b.add_(1.0)
-        assert not torch.equal(twin(x, mask), layer(x, mask))
+            reference.output_b.add_(1.0)
+        assert not torch.equal(reference(x, mask), layer(x, mask))
         other = TransformerLayer(config())
         assert other.layer_id == layer.layer_id + 1
         other.load_state_dict(layer.state_dict())

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.base.errors import ConfigError, UnknownOption, UnsupportedOption
-from mpispeed.optim import RULES, SGD, Adagrad, Adam, CPULion, Foreign, KeepsState, Lamb, Rule, Window, build
+from mpispeed.optim import CPULion
+from mpispeed.optim.adagrad import Adagrad
+from mpispeed.optim.adam import Adam
+from mpispeed.optim.choice import build
+from mpispeed.optim.foreign import Foreign
+from mpispeed.optim.lamb import Lamb
+from mpispeed.optim.rule import RULES, KeepsState, Rule, Window
+from mpispeed.optim.sgd import SGD
 
 STEPS = 20
 LENGTH = 173

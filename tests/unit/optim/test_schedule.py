@@ -13,16 +13,8 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import ConfigError, UnknownOption, UsageError
-from mpispeed.optim import (
-    SCHEDULES,
-    LRRangeTest,
-    OneCycle,
-    Schedule,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-    build_schedule,
-)
+from mpispeed.optim import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from mpispeed.optim.schedule import SCHEDULES, Schedule, build_schedule
 
 
 def adam(*lrs: float) -> torch.optim.Optimizer:

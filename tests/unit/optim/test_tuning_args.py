@@ -13,12 +13,12 @@ from mpispeed.optim import (
     VALID_LR_SCHEDULES,
     OneCycle,
     add_tuning_arguments,
-    build_schedule,
     get_config_from_args,
     get_lr_from_config,
     override_params,
     parse_arguments,
 )
+from mpispeed.optim.schedule import build_schedule
 
 DEFAULTS = {
     "lr_schedule": None,

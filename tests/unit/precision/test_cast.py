@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mpispeed.precision import cast_inputs, cast_module
+from mpispeed.precision.cast import naming_dtype
 
 Batch = namedtuple("Batch", ["tokens", "weights"])
 
@@ -86,3 +87,48 @@ def test_module_is_cast_in_place(dtype: torch.dtype) -> None:
     loss = module.outer(module.inner(torch.ones(1, 3, dtype=dtype))).sum()
     loss.backward()
     assert module.inner.weight.grad.dtype == dtype
+
+
+MODULES = [
+    nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(3, 4, 3), nn.Linear(8, 4), nn.LayerNorm(8), nn.BatchNorm2d(3), nn.PReLU(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
+def test_errors_about_mixed_dtypes_name_setting_and_cure(module: nn.Module, dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError) as caught, naming_dtype(dtype, "bf16"):
+        module.to(dtype)(torch.ones(1, 3, 8, 8))
+    first, added = str(caught.value).split("\n")
+    assert "Float" in first or "float" in first  # torch's own words stay
+    assert added.startswith(f"bf16.enabled makes the model compute in {str(dtype).removeprefix('torch.')}: ")
+    assert f"x.to({dtype})" in added
+    assert ("auto_cast" in added) == (dtype == torch.float16)
+
+
+def test_a_recurrent_layer_says_so_too() -> None:
+    with pytest.raises(ValueError, match=r"\nfp16\.enabled makes"), naming_dtype(torch.float16, "fp16"):
+        nn.LSTM(8, 4).half()(torch.ones(2, 3, 8))
+
+
+def test_a_loss_of_outputs_and_targets_of_two_dtypes() -> None:
+    outputs, targets = torch.full((2, 4), 0.5, dtype=torch.bfloat16, requires_grad=True), torch.ones(2, 4)
+    wanted = r"(?s)Found dtype .*\nbf16\.enabled makes.* outputs\.float\(\)"
+    with pytest.raises(RuntimeError, match=wanted), naming_dtype(torch.bfloat16, "bf16"):
+        nn.functional.binary_cross_entropy(outputs, targets).backward()
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    def shapes() -> None:
+        nn.Linear(8, 4)(torch.ones(1, 3))
+
+    def indices() -> None:
+        nn.Embedding(4, 8)(torch.ones(3))
+
+    for wrong in (shapes, indices):
+        with pytest.raises(RuntimeError) as caught, naming_dtype(torch.float16, "fp16"):
+            wrong()
+        assert "enabled" not in str(caught.value)
+    with pytest.raises(RuntimeError) as caught, naming_dtype(torch.float32, ""):
+        nn.Linear(8, 4).half()(torch.ones(1, 8))
+    assert "enabled" not in str(caught.value)

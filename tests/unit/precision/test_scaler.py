@@ -61,6 +61,17 @@ def test_overflow_at_the_minimum_is_an_error_on_all_ranks() -> None:
     assert caught.value.is_collective
 
 
+def test_a_scale_that_goes_on_stays_at_its_minimum_and_tells() -> None:
+    scale = DynamicScale(2, loss_scale_window=2, hysteresis=1, min_loss_scale=3, goes_on=True)
+    assert not scale.is_exhausted
+    assert trajectory(scale, "TTT") == [3, 3, 3]
+    assert scale.is_exhausted
+    assert trajectory(scale, "FF") == [3, 6]
+    assert not scale.is_exhausted
+    scale.update(True)
+    assert (scale.scale, scale.is_exhausted) == (3, False)
+
+
 def test_credit_protects_at_the_minimum() -> None:
     scale = DynamicScale(0, hysteresis=2)
     scale.update(True)

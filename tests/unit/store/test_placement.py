@@ -7,21 +7,21 @@ from mpispeed.base.errors import StoreError
 from mpispeed.mesh import sim
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.topology import Topology
-from mpispeed.store.move import own_span, reduce_into, widen
-from mpispeed.store.placement import WHOLE, Move, Placement, moves, reduce_moves
+from mpispeed.store.placement import REPLICATED, Move, Placement, moves, reduce_moves
+from mpispeed.store.transfers import all_gather_into, own_span, reduce_into
 
 DATA = Placement(("data",))
 
 
 def test_table_of_moves():
-    assert reduce_moves(("data",), WHOLE) == (Move("all_reduce", ("data",)),)
+    assert reduce_moves(("data",), REPLICATED) == (Move("all_reduce", ("data",)),)
     assert reduce_moves(("data",), DATA) == (Move("reduce_scatter", ("data",)),)
     assert reduce_moves(("outer", "inner"), Placement(("inner",))) == (
         Move("reduce_scatter", ("inner",)),
         Move("all_reduce", ("outer",)),
     )
-    assert moves(DATA, WHOLE) == (Move("all_gather", ("data",)),)
-    assert moves(WHOLE, DATA) == (Move("cut", ("data",)),)
+    assert moves(DATA, REPLICATED) == (Move("all_gather", ("data",)),)
+    assert moves(REPLICATED, DATA) == (Move("cut", ("data",)),)
     assert moves(DATA, DATA) == ()
 
 
@@ -45,7 +45,7 @@ def test_reduce_then_gather_gives_the_whole_sum(cut):
         reduce_into(mesh, full, target, ("outer", "inner"), placement, scale=0.5)
         whole = torch.full((padded,), -1.0, dtype=torch.float64)
         whole[span.slice] = target
-        widen(mesh, whole, target, placement, WHOLE, padded)
+        all_gather_into(mesh, whole, target, placement, REPLICATED, padded)
         return whole
 
     expected = torch.arange(padded, dtype=torch.float64) * sum(range(1, 7)) * 0.5

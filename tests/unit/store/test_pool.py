@@ -1,4 +1,4 @@
-"""A fixed number of buffers serves any number of loans, first come, first served."""
+"""A fixed number of buffers serves any number of leases, first come, first served."""
 
 import errno
 import random
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mpispeed.base.errors import StoreError
 from mpispeed.native.block_io import BlockIO, inject, inject_latency
 from mpispeed.store import pool as pools
-from mpispeed.store.cell import STEP, SwapCell
 from mpispeed.store.pool import Pool
+from mpispeed.store.stored_tensor import STEP, SwappedTensor
 from mpispeed.store.swap import SwapFolder, run_name
 
 PARTS = 6
@@ -23,17 +23,17 @@ TURNS = 20
 
 
 class Bench:
-    """One file, one cell in it, and a pool."""
+    """One file, one stored tensor in it, and a pool."""
 
     def __init__(self, root, count):
         self.folder = SwapFolder(root, run_name(), 0)
         self.io = BlockIO()
         self.pool = Pool(4 * STEP, count, name="buffer_count")
-        self.cell = SwapCell(NUMEL, torch.float32, self.folder.file("x", 4 * NUMEL), 0, self.io, self.pool)
-        self.cell.put(torch.arange(NUMEL, dtype=torch.float32))
+        self.stored = SwappedTensor(NUMEL, torch.float32, self.folder.file("x", 4 * NUMEL), 0, self.io, self.pool)
+        self.stored.put(torch.arange(NUMEL, dtype=torch.float32))
 
     def lend(self, part):
-        return self.cell.lend(part * STEP, (part + 1) * STEP)
+        return self.stored.lend(part * STEP, (part + 1) * STEP)
 
     def close(self):
         self.io.close()
@@ -51,42 +51,42 @@ def bench(tmp_path):
     made.close()
 
 
-def expect(loan, part):
-    assert loan.wait()[0].item() == part * STEP
+def expect(lease, part):
+    assert lease.wait()[0].item() == part * STEP
 
 
 def test_first_come_first_served(bench):
-    loans = [bench.lend(part) for part in range(PARTS)]
-    assert [loan.is_served for loan in loans] == [True, True, False, False, False, False]
-    for part, loan in enumerate(loans):
-        expect(loan, part)
-        served = [later.is_served for later in loans[part + 1 :]]
+    leases = [bench.lend(part) for part in range(PARTS)]
+    assert [lease.is_served for lease in leases] == [True, True, False, False, False, False]
+    for part, lease in enumerate(leases):
+        expect(lease, part)
+        served = [later.is_served for later in leases[part + 1 :]]
         assert served == sorted(served, reverse=True)
-        loan.give_back(changed=False)
+        lease.give_back(changed=False)
     assert (bench.pool.made, bench.pool.owned_bytes) == (2, 8 * STEP)
 
 
 def test_no_buffer_is_made_before_it_is_needed(bench):
     assert bench.pool.owned_bytes == 0
     for part in range(PARTS):
-        loan = bench.lend(part)
-        expect(loan, part)
-        loan.give_back(changed=False)
+        lease = bench.lend(part)
+        expect(lease, part)
+        lease.give_back(changed=False)
     assert bench.pool.made == 1
 
 
 def test_a_loan_longer_than_a_buffer_is_refused(bench):
     with pytest.raises(StoreError, match="raise buffer_count"):
-        bench.cell.lend(0, 2 * STEP)
+        bench.stored.lend(0, 2 * STEP)
 
 
 def test_a_withdrawn_loan_takes_no_buffer(bench):
-    loans = [bench.lend(part) for part in range(4)]
-    loans[2].give_back(changed=False)
-    loans[0].give_back(changed=False)
-    expect(loans[3], 3)
+    leases = [bench.lend(part) for part in range(4)]
+    leases[2].give_back(changed=False)
+    leases[0].give_back(changed=False)
+    expect(leases[3], 3)
     with pytest.raises(StoreError, match="after it was given back"):
-        loans[2].wait()
+        leases[2].wait()
 
 
 def test_a_loan_given_back_while_it_is_read(bench):
@@ -97,13 +97,13 @@ def test_a_loan_given_back_while_it_is_read(bench):
 
 
 def test_a_buffer_that_is_being_written_serves_nobody(bench):
-    loans = [bench.lend(part) for part in range(2)]
-    for part, loan in enumerate(loans):
-        expect(loan, part)
+    leases = [bench.lend(part) for part in range(2)]
+    for part, lease in enumerate(leases):
+        expect(lease, part)
     inject_latency(0.05)
-    for loan in loans:
-        loan.wait().fill_(7)
-        loan.give_back(changed=True)
+    for lease in leases:
+        lease.wait().fill_(7)
+        lease.give_back(changed=True)
     again = bench.lend(0)
     assert not again.is_served
     assert again.wait().eq(7).all()
@@ -111,8 +111,8 @@ def test_a_buffer_that_is_being_written_serves_nobody(bench):
 
 def test_a_loan_waits_until_another_thread_gives_back(bench):
     held = [bench.lend(part) for part in range(2)]
-    for loan in held:
-        loan.wait()
+    for lease in held:
+        lease.wait()
     late = bench.lend(4)
     threading.Timer(0.1, lambda: held[1].give_back(changed=False)).start()
     expect(late, 4)
@@ -123,18 +123,18 @@ def test_a_wait_that_can_never_end_says_so(bench, monkeypatch):
     held = [bench.lend(part) for part in range(2)]
     with pytest.raises(StoreError, match=r"all 2 swap buffers are in use.*raise buffer_count"):
         bench.lend(3).wait()
-    assert all(loan.is_served for loan in held)
+    assert all(lease.is_served for lease in held)
 
 
 def test_the_first_write_error_is_told_and_the_buffer_comes_back(bench):
-    loan = bench.lend(0)
-    loan.wait()
+    lease = bench.lend(0)
+    lease.wait()
     inject("write", errno=errno.EIO)
-    loan.give_back(changed=True)
+    lease.give_back(changed=True)
     with pytest.raises(StoreError, match="could not be written"):
         bench.pool.settle()
-    for part, loan in enumerate([bench.lend(part) for part in range(2)]):
-        expect(loan, part)
+    for part, lease in enumerate([bench.lend(part) for part in range(2)]):
+        expect(lease, part)
 
 
 def test_without_memory_the_loan_says_so_and_not_who_comes_by(bench, monkeypatch):
@@ -143,12 +143,12 @@ def test_without_memory_the_loan_says_so_and_not_who_comes_by(bench, monkeypatch
 
     expect(bench.lend(0), 0)
     monkeypatch.setattr(pools, "aligned", refuse)
-    loan = bench.lend(1)
+    lease = bench.lend(1)
     bench.pool.reap()
-    assert loan.is_ready()
+    assert lease.is_ready()
     with pytest.raises(StoreError, match=r"no memory for a swap buffer of .* lower buffer_count"):
-        loan.wait()
-    loan.give_back(changed=False)
+        lease.wait()
+    lease.give_back(changed=False)
 
 
 @given(order=st.permutations(range(PARTS)), changes=st.lists(st.booleans(), min_size=PARTS, max_size=PARTS))
@@ -156,15 +156,15 @@ def test_loans_come_back_in_any_order(tmp_path_factory, order, changes):
     bench = Bench(tmp_path_factory.mktemp("pool"), PARTS)
     try:
         expected = torch.arange(NUMEL, dtype=torch.float32)
-        loans = {part: bench.lend(part) for part in range(PARTS)}
+        leases = {part: bench.lend(part) for part in range(PARTS)}
         for part in order:
-            expect(loans[part], part)
-            loans[part].wait().neg_()
-            loans[part].give_back(changed=changes[part])
+            expect(leases[part], part)
+            leases[part].wait().neg_()
+            leases[part].give_back(changed=changes[part])
             if changes[part]:
                 expected[part * STEP : (part + 1) * STEP].neg_()
         bench.pool.settle()
-        assert torch.equal(bench.cell.get(), expected)
+        assert torch.equal(bench.stored.get(), expected)
     finally:
         bench.close()
 
@@ -177,12 +177,12 @@ def test_threads_share_the_buffers(tmp_path, count):
     def work(part):
         pick = random.Random(part)
         for _ in range(TURNS):
-            loan = bench.lend(part)
+            lease = bench.lend(part)
             if pick.random() < 0.2:
-                loan.give_back(changed=False)
+                lease.give_back(changed=False)
                 continue
-            loan.wait().add_(1)
-            loan.give_back(changed=True)
+            lease.wait().add_(1)
+            lease.give_back(changed=True)
             counts[part] += 1
             bench.pool.settle()  # a part is not read again before it is written
 
@@ -190,6 +190,6 @@ def test_threads_share_the_buffers(tmp_path, count):
         for done in [executor.submit(work, part) for part in range(PARTS)]:
             done.result(60)
     assert bench.pool.made <= count
-    added = bench.cell.get() - torch.arange(NUMEL, dtype=torch.float32)
+    added = bench.stored.get() - torch.arange(NUMEL, dtype=torch.float32)
     assert added.view(PARTS, STEP).amin(1).tolist() == added.view(PARTS, STEP).amax(1).tolist() == counts
     bench.close()

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.mesh import sim
 from mpispeed.native import block_io
 from mpispeed.native.block_io import BlockIO, Options
-from mpispeed.store import mounts
+from mpispeed.store import mounts, owner
 from mpispeed.store import preflight as module
 from mpispeed.store.mounts import Mount, free_bytes, mount_of
 from mpispeed.store.preflight import preflight
@@ -73,17 +74,58 @@ def test_a_good_folder(tmp_path, ranks, options, caplog):
     assert caplog.text.count("swap files: backend") == 1
 
 
-def test_a_folder_missing_on_one_rank(tmp_path):
-    text = refusal(check([tmp_path, tmp_path / "missing", tmp_path], wanted=5000))
+def test_a_missing_folder_is_made_for_this_user_alone(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "there", target_is_directory=True)
+    (tmp_path / "there").mkdir()
+    root = tmp_path / "link" / "a" / "b"
+    reports = check([root] * 3)
+    assert not isinstance(reports[0], ConfigError)
+    assert [path.name for path in sorted((tmp_path / "there").rglob("*"))] == ["a", "b"]
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (root, root.parent)}
+    assert modes == {0o700}
+
+
+def test_a_folder_that_cannot_be_made_on_one_rank(tmp_path):
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    text = refusal(check([tmp_path, tmp_path / "nowhere" / "missing", tmp_path], wanted=5000))
     assert text.startswith("swap files cannot be used on 1 of 3 ranks:")
-    assert f"rank 1 on {os.uname().nodename}, folder '{tmp_path / 'missing'}'" in text
-    assert "(wanted 4.88 KiB (5000 bytes), free unknown): it does not exist; make it (mkdir -p)" in text
-    assert list(tmp_path.iterdir()) == []
+    assert f"rank 1 on {os.uname().nodename}, folder '{tmp_path / 'nowhere' / 'missing'}'" in text
+    assert "(wanted 4.88 KiB (5000 bytes), free unknown): it does not exist and cannot be made (nowhere is a " in text
+    assert "link that leads nowhere" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["nowhere"]
+
+
+def test_no_folder_is_made_where_there_is_no_right_to():
+    with without_rights() as root:
+        text = refusal(check([root / "missing"]))
+    assert "cannot be made (Permission denied)" in text
+
+
+def test_what_others_make_meanwhile_is_not_used(tmp_path, monkeypatch):
+    """Between the look and the making somebody else puts a link, or a folder of his own, in the place."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    original = os.mkdir
+
+    def planted(name, *args, **options):
+        if name == "link":
+            (tmp_path / name).symlink_to(elsewhere)
+        original(name, *args, **options)
+
+    monkeypatch.setattr(os, "mkdir", planted)
+    text = refusal(check([tmp_path / "link" / "below"]))
+    assert "link is a link that leads nowhere, or no folder" in text
+    assert list(elsewhere.iterdir()) == []
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(PermissionError, match="made by another user"):
+        owner.make_folder(tmp_path / "theirs")
 
 
 def test_all_problems_of_all_ranks_come_at_once(tmp_path):
     (tmp_path / "file").write_text("x")
-    roots = [tmp_path / "a", tmp_path / "a", tmp_path, tmp_path / "file", tmp_path / "a", tmp_path / "nul\0"]
+    gone = tmp_path / "file" / "a"
+    roots = [gone, gone, tmp_path, tmp_path / "file", gone, tmp_path / "nul\0"]
     lines = refusal(check(roots)).splitlines()
     assert lines[0] == "swap files cannot be used on 5 of 6 ranks:"
     assert len(lines) == 4

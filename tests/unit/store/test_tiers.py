@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mpispeed.base.errors import StoreError
 from mpispeed.native.block_io import ALIGNMENT
-from mpispeed.store.cell import STEP
+from mpispeed.store.stored_tensor import STEP
 from mpispeed.store.swap import SwapFolder, run_name
 from mpispeed.store.tiers import GRAD, IN_MEMORY, MASTER, PARAM, SwapPlan, Tiers, padded_bytes
 
@@ -18,17 +18,17 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 @st.composite
 def plans(draw):
     """Any mix of kinds, units and lengths, with at least the memory of one shortest window."""
-    cells = {}
+    tensors = {}
     for kind in draw(st.sets(st.sampled_from(KINDS), min_size=1)):
         for unit in draw(st.sets(st.integers(0, 5), min_size=1, max_size=4)):
-            cells[kind, unit] = draw(st.integers(0, 200_000)), draw(DTYPES)
+            tensors[kind, unit] = draw(st.integers(0, 200_000)), draw(DTYPES)
     reads_ahead, writes_behind = draw(st.booleans()), draw(st.booleans())
-    kinds = len({kind for kind, _ in cells if kind != PARAM})
-    widest = max(dtype.itemsize for _, dtype in cells.values())
+    kinds = len({kind for kind, _ in tensors if kind != PARAM})
+    widest = max(dtype.itemsize for _, dtype in tensors.values())
     least = kinds * (1 + reads_ahead + writes_behind) * STEP * widest
-    longest = max((numel * d.itemsize for (kind, _), (numel, d) in cells.items() if kind == PARAM), default=0)
+    longest = max((numel * d.itemsize for (kind, _), (numel, d) in tensors.items() if kind == PARAM), default=0)
     return SwapPlan(
-        cells,
+        tensors,
         states_bytes=least + draw(st.integers(0, 4_000_000)),
         param_bytes=max(longest, STEP * 8) if longest else 0,
         param_buffers=draw(st.integers(1, 4)) if longest else 0,
@@ -41,25 +41,25 @@ def plans(draw):
 @given(plans())
 def test_windows_fit_into_the_memory_given(plan):
     length = plan.window_elements
-    widest = max(dtype.itemsize for _, dtype in plan.cells.values())
+    widest = max(dtype.itemsize for _, dtype in plan.tensors.values())
     assert length >= STEP
     assert length % STEP == 0
     assert len(plan.window_kinds) * plan.in_flight * length * widest <= plan.states_bytes
-    for (kind, _), (_, dtype) in plan.cells.items():
+    for (kind, _), (_, dtype) in plan.tensors.items():
         if kind == PARAM and plan.param_buffers:
             assert length * dtype.itemsize <= plan.param_bytes
 
 
 @given(plans())
 def test_no_window_is_longer_than_the_longest_tensor(plan):
-    longest = max(numel for numel, _ in plan.cells.values())
+    longest = max(numel for numel, _ in plan.tensors.values())
     assert plan.window_elements <= max(-(-longest // STEP) * STEP, STEP)
 
 
 @given(plans())
 def test_files_hold_whole_pages_of_every_cell(plan):
     for kind, size in plan.file_bytes.items():
-        own = [cell for (other, _), cell in plan.cells.items() if other == kind]
+        own = [stored for (other, _), stored in plan.tensors.items() if other == kind]
         assert size == sum(padded_bytes(numel, dtype) for numel, dtype in own)
         assert size % ALIGNMENT == 0
         assert size - sum(numel * dtype.itemsize for numel, dtype in own) < ALIGNMENT * len(own)
@@ -98,11 +98,11 @@ def test_cells_share_the_file_of_their_kind(folder, reserves):
     tiers = Tiers(plan, dict.fromkeys((PARAM, MASTER, "exp_avg"), folder))
     sizes = {path.stem: path.stat().st_size for path in folder.path.glob("*.swap")}
     assert sizes == plan.file_bytes
-    cells = [(tiers.zeros(kind, unit, *cell), cell) for (kind, unit), cell in CELLS.items()]
-    for index, (cell, (numel, dtype)) in enumerate(cells):
-        cell.put(torch.full((numel,), index + 1, dtype=dtype))
-    for index, (cell, _) in enumerate(cells):
-        assert cell.get().eq(index + 1).all()
+    tensors = [(tiers.zeros(kind, unit, *stored), stored) for (kind, unit), stored in CELLS.items()]
+    for index, (stored, (numel, dtype)) in enumerate(tensors):
+        stored.put(torch.full((numel,), index + 1, dtype=dtype))
+    for index, (stored, _) in enumerate(tensors):
+        assert stored.get().eq(index + 1).all()
     assert not tiers.zeros("exp_avg", 1, 100, torch.float32).is_swapped
     with pytest.raises(StoreError, match="was planned for"):
         tiers.zeros(MASTER, 0, 1, torch.float32)
@@ -119,20 +119,20 @@ def test_buffers_take_no_more_than_they_may(folder, ahead, behind):
     )
     tiers = Tiers(plan, dict.fromkeys((PARAM, MASTER, "exp_avg"), folder))
     assert tiers.buffer_bytes == 0
-    cells = {key: tiers.zeros(*key, *cell) for key, cell in CELLS.items()}
+    tensors = {key: tiers.zeros(*key, *stored) for key, stored in CELLS.items()}
     length = plan.window_elements
-    loans = []
+    leases = []
     for start in range(0, 5 * STEP, length):
         stop = min(start + length, 5 * STEP)
-        loans.append([cells[kind, 0].lend(start, stop) for kind in (PARAM, MASTER, "exp_avg")])
-    for group in loans:
-        for loan in group:
-            loan.wait().fill_(1)
-            loan.give_back(changed=True)
+        leases.append([tensors[kind, 0].lend(start, stop) for kind in (PARAM, MASTER, "exp_avg")])
+    for group in leases:
+        for lease in group:
+            lease.wait().fill_(1)
+            lease.give_back(changed=True)
     tiers.settle()
     assert 0 < tiers.buffer_bytes <= tiers.most_buffer_bytes <= given_bytes + 3 * (10 * STEP + ALIGNMENT)
     assert len(plan.window_kinds) == kinds
-    assert all(cells[kind, 0].get().eq(1).all() for kind in (PARAM, MASTER, "exp_avg"))
+    assert all(tensors[kind, 0].get().eq(1).all() for kind in (PARAM, MASTER, "exp_avg"))
 
 
 def test_a_file_that_cannot_be_made_leaves_nothing(folder):

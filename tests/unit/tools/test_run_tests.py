@@ -65,6 +65,47 @@ def test_pieces_run_within_the_cores_and_do_not_mix(cores, tmp_path):
     assert run_tests.summary(results, 3.0).splitlines()[-1] == "5 passed, 0 failed"
 
 
+FLAKY = """
+from pathlib import Path
+import pytest
+@pytest.mark.parametrize("word", ["a - b"])
+def test_fails_first(word):
+    path = Path(__file__).with_name("seen")
+    seen = path.exists()
+    path.touch()
+    assert seen
+def test_passes():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "total"),
+    [("jobs", "2 passed (1 when tried once more), 0 failed"), ("unit", "1 passed, 1 failed")],
+)
+def test_a_job_that_fails_is_tried_once_more_which_is_told(tmp_path, monkeypatch, part, total):
+    (tmp_path / "test_flaky.py").write_text(FLAKY)
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    results, shown = run([run_tests.Piece(part, "flaky", (*run_tests.PYTEST, "test_flaky.py"))], 1)
+    lines = run_tests.summary(results, 1.0, {}).splitlines()
+    assert lines[-1] == total, shown
+    told = [line for line in lines if line.startswith("once more")]
+    healed = "once more  failed first, then passed: test_flaky.py::test_fails_first[a - b]"
+    assert told == ([healed] if part == "jobs" else [])
+
+
+def test_tests_that_fail_twice_or_in_numbers_stay_failed():
+    job = run_tests.Piece("jobs", "a", ())
+    text = "FAILED tests/jobs/test_x.py::test_y[a - b] - assert 1\nFAILED tests/jobs/test_x.py::test_z\n"
+    first = run_tests.Result(job, {"passed": 1, "failed": 2, "skipped": 0})
+    (again,) = run_tests.retries(first, text)
+    assert again.words == (*run_tests.PYTEST, "tests/jobs/test_x.py::test_y[a - b]", "tests/jobs/test_x.py::test_z")
+    run_tests.judge_again(first, run_tests.Result(again, {"passed": 1, "failed": 1, "skipped": 0}))
+    assert first.counts == {"passed": 1, "failed": 2, "skipped": 0}
+    assert run_tests.retries(run_tests.Result(job, {"passed": 1, "failed": 4, "skipped": 0}), text * 2) == []
+    assert run_tests.retries(run_tests.Result(job, {"passed": 1, "failed": 1, "skipped": 0}), "Killed") == []
+
+
 MEET = """
 import sys, time
 from pathlib import Path
@@ -157,3 +198,32 @@ def test_a_test_that_ran_nowhere_and_a_size_without_tests_fail_the_whole(tmp_pat
     record(tmp_path, "zero", 3, passed=["a", "b"])
     assert run_mpi.judge(tmp_path) == 0
     assert capsys.readouterr().out == "1 passed, 0 failed\n"
+
+
+def took(**seconds):
+    return [run_tests.Result(piece(name, ""), cpu_seconds=value) for name, value in seconds.items()]
+
+
+def test_growth_is_by_the_speed_of_the_machine():
+    kept = {"a": 100.0, "b": 50.0, "c": 20.0, "d": 10.0, "small": 0.5}
+    assert run_tests.growth(took(a=200, b=100, c=40, d=20), kept) == []  # a machine of half the speed
+    [line] = run_tests.growth(took(a=100, b=50, c=45, d=10, small=5), kept)
+    assert line == "grown      c: 45 s on cores, 20 s when durations were kept"
+    assert run_tests.growth(took(a=100, new=7), kept) == ["new        new: 7 s on cores"]
+    assert run_tests.growth(took(a=100, new=7), {}) == []
+
+
+def test_pieces_begin_in_the_order_of_what_they_took(monkeypatch, tmp_path):
+    names = [piece.name for piece in run_tests.all_pieces(tmp_path) if piece.cores == 1]
+    monkeypatch.setattr(run_tests, "kept_durations", lambda: {name: index for index, name in enumerate(names)})
+    assert [piece.name for piece in run_tests.all_pieces(tmp_path) if piece.cores == 1] == names[::-1]
+
+
+def test_what_pieces_and_files_took_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(run_tests, "DURATIONS", tmp_path / "durations.json")
+    assert run_tests.kept_durations() == {}
+    (tmp_path / "1.json").write_text('{"tests/unit/tools/test_run_tests.py": 2.04, "tests/mpi/x.py": 3, "gone.py": 1}')
+    result = run_tests.Result(run_tests.Piece("rules", "rules", ()), cpu_seconds=7.03)
+    run_tests.keep_durations([result, *took(another=5)], tmp_path)
+    assert run_tests.kept_durations() == {"rules": 7.0}
+    assert run_tests.kept_durations("files") == {"tests/unit/tools/test_run_tests.py": 2.0}

@@ -1,4 +1,4 @@
-"""Checkpoints that other programs wrote: safetensors, torch and DeepSpeed files as named, whole tensors.
+"""Readers of other programs' checkpoints: safetensors, torch and DeepSpeed files as named, whole tensors.
 
-Nothing in them is executed: pickles are read with a list of known classes, which become inert records.
+Nothing in them is executed: pickles may only name known classes, which become inert records.
 """

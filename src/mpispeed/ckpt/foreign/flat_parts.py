@@ -1,4 +1,4 @@
-"""Flat fp32 parts of data ranks, by parameter: groups cut as a whole, or every parameter cut."""
+"""Parameters from flat fp32 shards of data ranks, which shard whole groups (stages 1, 2) or each parameter (3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cut = tuple[str, tuple[int, ...], int, int | None, dict[str, Values]]
 def cut_by_group(
     folder: Path, shapes: Sequence[Shapes], optimizers: Sequence[Mapping[str, Any]]
 ) -> tuple[Iterator[Cut], list[dict[str, Any]]]:
-    """Stages 1 and 2: each group is one flat tensor, padded and cut evenly; padding of the end may be missing.
+    """Stages 1 and 2: each group is one flat tensor, padded and evenly sharded; padding of the end may be missing.
 
     Raises:
         ForeignMismatch: sizes do not fit.
@@ -38,7 +38,7 @@ def cut_by_group(
 
 
 def _check_sum(folder: Path, index: int, shapes: Shapes, held: Sequence[int]) -> None:
-    """As many elements as the shapes need, both rounded up as groups are padded."""
+    """Check the number of elements against the shapes, both rounded up as groups are padded."""
     grain = 2 * len(held)
     wanted, have = sum(map(math.prod, shapes.values())), sum(held)
     if -(-wanted // grain) != -(-have // grain):
@@ -72,7 +72,7 @@ def _groups(
 def _states_by_group(
     optimizers: Sequence[Mapping[str, Any]], count: int
 ) -> tuple[list[list[Mapping[str, Any]]], list[Mapping[str, Any]]]:
-    """Rank -> group -> state of the group's flat part; and the groups."""
+    """State of each rank's flat shard of each group, as lists by rank and group; and the groups."""
     states: list[list[Mapping[str, Any]]] = []
     empty: Mapping[str, Any] = {}
     groups: list[Mapping[str, Any]] = [empty for _ in range(count)]
@@ -90,7 +90,7 @@ def _states_by_group(
 
 
 def _slots(states: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> dict[str, list[torch.Tensor | None]]:
-    """Slot -> what each rank has of it: tensors with an element per element of the part, padded or not."""
+    """Slot -> each rank's tensor with one value per element of its shard, padded or not."""
     names: dict[str, None] = {}
     for state, length in zip(states, lengths, strict=True):
         for slot, value in state.items():
@@ -114,7 +114,7 @@ def _step(states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> int 
 def cut_by_parameter(
     folder: Path, shapes: Sequence[Shapes], optimizers: Sequence[Mapping[str, Any]]
 ) -> tuple[Iterator[Cut], list[dict[str, Any]]]:
-    """Stage 3: each parameter is cut evenly, its end padded; a rank's parts lie in sub-groups, one after the other.
+    """Stage 3: each parameter is evenly sharded, its end padded; a rank's shards are in sub-groups, in order.
 
     Raises:
         ForeignMismatch: sizes do not fit.

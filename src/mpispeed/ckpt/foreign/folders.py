@@ -1,4 +1,4 @@
-"""Where things are in a DeepSpeed checkpoint folder: tags, and the files of a tag by rank."""
+"""Layout of a DeepSpeed checkpoint folder: tags, and the files of a tag by rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RankFiles:
     """The files of one tag.
 
     Attributes:
-        folder: of the tag.
-        models: model-parallel rank -> data rank -> file with weights; only rank 0 unless weights are cut.
+        folder: folder of the tag.
+        models: model-parallel rank -> data rank -> file with weights; only rank 0 unless weights are sharded.
         optimizers: model-parallel rank -> data rank -> file with optimizer state.
         layers: (layer, tensor-parallel rank) -> file.
     """
@@ -33,7 +33,7 @@ class RankFiles:
 
 
 def resolve(source: Path, tag: str | None, is_universal: bool = False) -> Path:
-    """The folder of a tag: the one asked for, the one `latest` names, or `source` itself if it is one.
+    """The folder of a tag: the given one, the one `latest` names, or `source` itself if it is one.
 
     Raises:
         ForeignMissing: there is no such folder.
@@ -67,7 +67,7 @@ def _latest(source: Path, names: tuple[str, ...]) -> str:
 
 
 def is_tag_folder(folder: Path) -> bool:
-    """True if files of a checkpoint lie in it."""
+    """True if the folder has files of a checkpoint."""
     return is_universal(folder) or any(
         pattern.fullmatch(path.name) for path in folder.iterdir() for pattern in (_MODEL, _OPTIMIZER, _LAYER)
     )
@@ -128,7 +128,7 @@ def _enter(table: dict[int, dict[int, Path]], mp: int, dp: int, path: Path) -> N
 
 
 def _check_numbers(folder: Path, numbers: list[int], what: str) -> None:
-    missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
-    if missing:
-        msg = f"{folder} has no file of {what} {missing[0]}, but one of {max(numbers)}; files are missing"
+    missing = next((place for place, number in enumerate(sorted(numbers)) if place != number), None)
+    if missing is not None:
+        msg = f"{folder} has no file of {what} {missing}, but one of {max(numbers)}; files are missing"
         raise ForeignIncomplete(msg)

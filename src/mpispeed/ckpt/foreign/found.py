@@ -1,4 +1,4 @@
-"""What a foreign checkpoint holds, before it is written as one of ours."""
+"""Content of a foreign checkpoint, before it is written as one of ours."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ import torch
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.foreign.faults import ForeignMismatch
+from mpispeed.ckpt.foreign.torch_tensors import NotDense
 from mpispeed.ckpt.foreign.values import Plain, Values
+from mpispeed.ckpt.format import schema
 
+#: of HDF5
+_MOST_DIMS = 32
 MASTER, WEIGHT16 = "master", "weight16"
 #: names of buffers in files that do not say which of their tensors are buffers
 BUFFER_NAMES = r"(^|\.)(running_mean|running_var|num_batches_tracked)$"
@@ -22,11 +26,11 @@ BUFFER_NAMES = r"(^|\.)(running_mean|running_var|num_batches_tracked)$"
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How a foreign checkpoint is read.
+    """Options for reading a foreign checkpoint.
 
     Attributes:
         form: "auto", "safetensors", "torch", "zero" or "universal".
-        weights_only: leave optimizer state and masters' companions aside.
+        weights_only: leave out optimizer state.
         frozen: regular expression of parameters that are not trained, where the files do not say it.
         buffers: regular expression of buffers, where the files do not say it.
         tp_patterns: (kind, regular expression) for merging slices of tensor parallelism.
@@ -49,10 +53,10 @@ class ReadOptions:
 
 @dataclass(slots=True)
 class FoundParam:
-    """One parameter.
+    """A parameter of a foreign checkpoint.
 
     Attributes:
-        train_dtype: in which the model uses it.
+        train_dtype: dtype in which the model uses it.
         slots: "master" or "weight16", and optimizer state.
         is_frozen: it is not trained.
         group: index of its parameter group, -1 for none.
@@ -68,6 +72,20 @@ class FoundParam:
     step: int = 0
     tp_kind: str = "none"
     tp_dim: int = -1
+
+    def check(self) -> None:
+        """Check that the parameter is consistent and can be stored.
+
+        Raises:
+            CheckpointError: it does not or cannot.
+        """
+        _check_tensor(self.name, self.shape, *self.slots.values())
+        for slot in self.slots:
+            schema.escape(slot)
+        schema.dtype_name(self.train_dtype)
+        if not 0 <= self.step < 2**63:
+            msg = f"{self.name!r} has received {self.step} updates"
+            raise ForeignMismatch(msg)
 
     @property
     def numel(self) -> int:
@@ -86,7 +104,7 @@ class Found:
 
     Attributes:
         path: where it is.
-        form: which kind.
+        form: format, as in `ReadOptions`.
         params: by name.
         buffers: by name; shape and elements.
         aliases: other name -> name of tied parameters.
@@ -94,10 +112,10 @@ class Found:
         rule: name of the optimizer, "" for none.
         counters: global_steps, global_samples, skipped_steps and loss_scaler.
         lr_scheduler: state of the schedule.
-        client: what the user saved beside.
+        client: the user's own entries.
         config_json: configuration of the run that saved.
         layout: numbers about the ranks that saved.
-        left_out: what the files have and an import does not take, in words.
+        left_out: descriptions of content that an import does not take.
     """
 
     path: Path
@@ -115,7 +133,7 @@ class Found:
     left_out: list[str] = field(default_factory=list)
 
     def add(self, param: FoundParam) -> None:
-        """Take a parameter.
+        """Add a parameter.
 
         Raises:
             ForeignMismatch: one of that name is there.
@@ -126,34 +144,67 @@ class Found:
         self.params[param.name] = param
 
     def add_weight(self, name: str, tensor: torch.Tensor, *, is_frozen: bool) -> None:
-        """Take a parameter of which only the weight is known."""
+        """Add a parameter of which only the weight is known."""
         is_wide = tensor.dtype in (torch.float32, torch.float64) and not is_frozen
         slots: dict[str, Values] = {MASTER if is_wide else WEIGHT16: Plain(tensor)}
         self.add(FoundParam(name, tuple(tensor.shape), tensor.dtype, slots, is_frozen))
 
+    def check(self) -> None:
+        """Check that the checkpoint is consistent and can be stored.
+
+        Raises:
+            CheckpointError: it does not or cannot.
+        """
+        for param in self.params.values():
+            param.check()
+        for name, (shape, values) in self.buffers.items():
+            _check_tensor(name, shape, values)
+        for alias, name in self.aliases.items():
+            _check_tensor(alias, ())
+            _check_tensor(name, ())
+        for key in ("global_steps", "global_samples", "skipped_steps"):
+            if not 0 <= self.counters.get(key, 0) < 2**63:
+                msg = f"{self.path} counts {self.counters[key]} {key}"
+                raise ForeignMismatch(msg)
+
     def add_buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a buffer."""
+        """Add a buffer."""
         self.buffers[name] = (tuple(tensor.shape), Plain(tensor))
 
 
+def _check_tensor(name: str, shape: tuple[int, ...], *parts: Values) -> None:
+    if not isinstance(name, str):
+        msg = f"a {type(name).__name__} is the name of a tensor"
+        raise ForeignMismatch(msg)
+    schema.escape(name)
+    if len(shape) > _MOST_DIMS or any(type(size) is not int or size < 0 for size in shape):
+        msg = f"{name!r} has the shape {shape!r:.80}; up to {_MOST_DIMS} dimensions can be stored"
+        raise ForeignMismatch(msg)
+    for values in parts:
+        schema.dtype_name(values.dtype)
+        if values.numel != math.prod(shape):
+            msg = f"{name!r} has {values.numel} elements and the shape {shape!r:.80}"
+            raise ForeignMismatch(msg)
+
+
 def same_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same memory in the same shape."""
+    """A key that is equal for tensors of the same memory and shape."""
     place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
     return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def take_state_dict(found: Found, state: Mapping[str, Any], options: ReadOptions, skip: frozenset[str]) -> None:
-    """Take the tensors of an ordinary state dict; what is one tensor under several names becomes an alias."""
+    """Add the tensors of an ordinary state dict; further names of a tensor become aliases."""
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         if name in skip:
             continue
+        if isinstance(tensor, NotDense):
+            msg = f"{name!r} of {found.path} is sparse, quantized or nested; only dense tensors can be imported"
+            raise ForeignMismatch(msg)
         if not isinstance(tensor, torch.Tensor):
             found.left_out.append(f"{name} is no tensor")
             continue
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            msg = f"{name!r} of {found.path} is {tensor.layout} or quantized; only dense tensors can be imported"
-            raise ForeignMismatch(msg)
         key = same_tensor(tensor)
         if tensor.numel() and key in seen:
             found.aliases[name] = seen[key]

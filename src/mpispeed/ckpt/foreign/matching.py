@@ -1,4 +1,4 @@
-"""Optimizer state that knows its parameters by number only: which number is which name."""
+"""Matching of optimizer state, which numbers its parameters, with names of parameters."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def number(value: Any) -> float | int | bool | None:
 def take_optimizer(
     found: Found, optimizer: Mapping[str, Any], masters: Sequence[Sequence[torch.Tensor]] | None = None
 ) -> None:
-    """Take a state dict of a torch optimizer: states by number, groups with lists of numbers.
+    """Add a state dict of a torch optimizer: states by number, groups with lists of numbers.
 
-    Groups that list names are taken at their word. Else the parameters of a group are taken to stand in the order of
-    the model, and shapes say which are meant; what they leave open is refused.
+    Groups that list names are matched by these. Otherwise parameters of a group are assumed to be in the order of the
+    model and are matched by shape; ambiguous ones are refused.
 
     Args:
         found: has the parameters already.
@@ -70,7 +70,7 @@ def plain_group(group: Group) -> dict[str, Any]:
 
 
 def take_states(param: FoundParam, state: Mapping[str, Any], group: Group) -> None:
-    """Take the state of one parameter: tensors of its shape as slots, and the number of updates.
+    """Add the state of one parameter: tensors of its shape as slots, and the number of updates.
 
     Raises:
         ForeignMismatch: a tensor has another shape.
@@ -114,7 +114,7 @@ def _named(groups: Sequence[Group], ids: Sequence[Sequence[Any]]) -> dict[Any, s
 
 
 def _matched(found: Found, ids: Sequence[Sequence[Any]], shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, str]:
-    """Number -> name, shape by shape; each shape has to leave one way only."""
+    """Number -> name, matched by shape; the match of each shape has to be unique."""
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, param in found.params.items():
         if not param.is_frozen:

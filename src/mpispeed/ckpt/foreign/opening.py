@@ -1,10 +1,13 @@
-"""Finding out what a foreign checkpoint is, and reading it."""
+"""Detection of a foreign checkpoint's format, and its reading."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.foreign import folders, state_dicts, universal_files, zero_files
 from mpispeed.ckpt.foreign.faults import ForeignMismatch, ForeignMissing
 from mpispeed.ckpt.foreign.found import Found, ReadOptions
@@ -13,12 +16,12 @@ FORMS = ("auto", "safetensors", "torch", "zero", "universal")
 
 
 def open_foreign(source: str | os.PathLike[str], tag: str | None = None, options: ReadOptions | None = None) -> Found:
-    """What a file or folder of another program holds. Elements are read when they are used.
+    """Read a file or folder of another program. Elements are read when they are used.
 
     Args:
         source: a file of weights, a folder with shards, a folder of DeepSpeed checkpoints, or that of one tag.
-        tag: which checkpoint of a folder; None for the one that `latest` names.
-        options: how to read.
+        tag: checkpoint of a folder; None for the one that `latest` names.
+        options: options for reading.
 
     Raises:
         ForeignMissing: it does not exist.
@@ -26,11 +29,37 @@ def open_foreign(source: str | os.PathLike[str], tag: str | None = None, options
         ForeignMismatch, ForeignIncomplete, ForeignCorrupt, RefusedPickle: it cannot be converted.
     """
     path, options = Path(source), options or ReadOptions()
+    with _translated(path):
+        found = _open(path, tag, options)
+        found.check()
+        return found
+
+
+@contextlib.contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Context that turns any error about unexpected content into one that names the source.
+
+    Files hold trees of any values under any names: missing or wrong ones are found when they are used.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as failure:
+        msg = f"{path} cannot be read: {failure}"
+        raise ForeignMismatch(msg) from failure
+    except Exception as failure:
+        what = f"{type(failure).__name__}: {failure}"
+        msg = f"{path} does not hold what a checkpoint of its kind holds, or is damaged: {what}"
+        raise ForeignMismatch(msg) from failure
+
+
+def _open(path: Path, tag: str | None, options: ReadOptions) -> Found:
     if options.form not in FORMS:
         msg = f"the format {options.form!r} is not known; it may be {', '.join(FORMS)}"
         raise ForeignMismatch(msg)
-    if not path.exists():
-        msg = f"{path} does not exist"
+    if not path.is_file() and not path.is_dir():
+        msg = f"{path} is no ordinary file or folder" if path.exists() else f"{path} does not exist"
         raise ForeignMissing(msg)
     form = _file_form(path) if path.is_file() else _folder_form(path, tag, options.form)
     if options.form not in ("auto", form):
@@ -61,7 +90,7 @@ def _file_form(path: Path) -> str:
 
 
 def _folder_form(path: Path, tag: str | None, asked: str) -> str:
-    """The form of a folder by what lies in it."""
+    """The format of a folder, by its files."""
     if asked != "auto":
         return asked
     has_tags = tag is not None or any((path / name).is_file() for name in (folders.LATEST, folders.LATEST_UNIVERSAL))

@@ -1,4 +1,4 @@
-"""Several model-parallel ranks put together: slices of tensor parallelism, parts and layer files of pipelines."""
+"""Joining of model-parallel ranks: slices of tensor parallelism, stages and layer files of pipelines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mpispeed.ckpt.foreign import torch_files
 from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignIncomplete, ForeignMismatch
 from mpispeed.ckpt.foreign.folders import RankFiles
 from mpispeed.ckpt.foreign.found import MASTER, WEIGHT16, Found, FoundParam, ReadOptions
+from mpispeed.ckpt.foreign.pickles import Inert
 from mpispeed.ckpt.foreign.slices import Merger
 from mpispeed.ckpt.foreign.values import Plain, Values, are_equal
 
@@ -21,7 +22,7 @@ _TIED = "tied_modules."
 
 
 def join_slices(folder: Path, parts: Sequence[Found], options: ReadOptions, size: int) -> Found:
-    """One checkpoint of the slices of `size` tensor-parallel ranks.
+    """Join the slices of `size` tensor-parallel ranks into one checkpoint.
 
     Raises:
         ForeignMismatch: the ranks have different parameters, or how they fit together is not known.
@@ -43,13 +44,13 @@ def join_slices(folder: Path, parts: Sequence[Found], options: ReadOptions, size
 
 def _info(found: Found) -> Mapping[str, Any] | None:
     info = found.client.get(_INFO)
-    if isinstance(info, torch_files.Inert):
+    if isinstance(info, Inert):
         return info.fields
     return info if isinstance(info, Mapping) else None
 
 
 def join(files: RankFiles, shares: Sequence[tuple[Found, dict[str, Any]]], options: ReadOptions) -> Found:
-    """One checkpoint of a pipeline: parts of all its ranks, and a file per layer.
+    """Join a pipeline into one checkpoint: parts of all its ranks, and a file per layer.
 
     Names of layer files begin with the number of the layer.
 
@@ -81,7 +82,7 @@ def join(files: RankFiles, shares: Sequence[tuple[Found, dict[str, Any]]], optio
 
 
 def _take_part(whole: Found, other: Found) -> None:
-    """Take what the next ranks of the pipeline have; what is tied to earlier layers is equal there."""
+    """Add the part of the next pipeline ranks; weights tied to earlier layers have to be equal."""
     if len(other.groups) != len(whole.groups):
         msg = f"{whole.path}: parts of the pipeline have {len(whole.groups)} and {len(other.groups)} parameter groups"
         raise ForeignMismatch(msg)

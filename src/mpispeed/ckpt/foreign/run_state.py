@@ -1,4 +1,4 @@
-"""Counters, schedules and what else a DeepSpeed engine saves beside tensors."""
+"""Counters, schedules and other state that a DeepSpeed engine saves beside tensors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mpispeed.base.plain import hide_secrets
 from mpispeed.ckpt.foreign.found import Found
 from mpispeed.ckpt.foreign.matching import number
-from mpispeed.ckpt.foreign.torch_files import Inert
+from mpispeed.ckpt.foreign.pickles import Inert
 
 #: keys of the engine's own in a file with weights; all others are the user's
 RESERVED = frozenset({
@@ -20,12 +21,12 @@ RESERVED = frozenset({
 
 
 def take_run(found: Found, model: Mapping[str, Any]) -> None:
-    """Take counters, schedule, configuration and the user's own entries from a file with weights."""
+    """Add counters, schedule, configuration and the user's own entries from a file with weights."""
     for key in ("global_steps", "global_samples", "skipped_steps"):
         found.counters[key] = int(number(model.get(key)) or 0)
     config = model.get("ds_config")
     if isinstance(config, dict):
-        found.config_json = json.dumps(config, default=str)
+        found.config_json = json.dumps(hide_secrets(config), default=str)
         kind = (config.get("optimizer") or {}).get("type")
         found.rule = str(kind) if kind else ""
         if not found.counters["global_samples"]:
@@ -39,7 +40,7 @@ def take_run(found: Found, model: Mapping[str, Any]) -> None:
 
 
 def take_loss_scale(found: Found, optimizer: Mapping[str, Any]) -> None:
-    """Take the loss scale from an optimizer's state: an object of its own, or numbers beside."""
+    """Add the loss scale from an optimizer's state: an object of its own, or plain numbers."""
     scaler = optimizer.get("loss_scaler")
     fields: Mapping[str, Any] = scaler.fields if isinstance(scaler, Inert) else optimizer
     scale = number(fields.get("cur_scale", fields.get("loss_scale")))

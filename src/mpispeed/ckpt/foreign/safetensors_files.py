@@ -1,16 +1,18 @@
-"""Files of the safetensors format, mapped into memory."""
+"""Strict reader of safetensors files, mapped into memory; every violation of the format is refused."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignMissing
+from mpispeed.ckpt.foreign.mapping import map_file, typed
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -23,6 +25,10 @@ if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
     _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 #: the format allows no larger header
 _HEADER_BYTES = 100_000_000
+_NOTES = "__metadata__"
+
+#: dtype, shape, first byte, one past the last
+Row = tuple[torch.dtype, tuple[int, ...], int, int]
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -42,31 +48,98 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             raise _damaged(path, f"its header would have {length} bytes of {size}")
         raw = file.read(length)
     try:
-        header = json.loads(raw)
-        rows = {name: _row(entry) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as failure:
-        raise _damaged(path, f"its header cannot be read: {type(failure).__name__}: {failure}") from failure
-    data_bytes = size - 8 - length
-    data = np.memmap(path, np.uint8, "c", 8 + length, data_bytes) if data_bytes else np.empty(0, np.uint8)
-    whole = torch.from_numpy(data)
-    tensors = {}
-    for name, (dtype, shape, first, last) in rows.items():
-        if not 0 <= first <= last <= data_bytes or last - first != math.prod(shape) * dtype.itemsize:
-            raise _damaged(path, f"{name!r} of shape {shape} has the bytes {first} to {last} of {data_bytes}")
-        part = whole[first:last]
-        if part.storage_offset() % dtype.itemsize or part.data_ptr() % dtype.itemsize:
-            part = part.clone()  # an element may not begin anywhere in memory
-        tensors[name] = part.view(dtype).reshape(shape) if last > first else torch.empty(shape, dtype=dtype)
-    return tensors, dict(header.get("__metadata__") or {})
+        header = strict_json(raw)
+        notes = _texts(header.pop(_NOTES, {}))
+        rows = {_name(name): _row(name, entry) for name, entry in header.items()}
+        _check_cover(rows, size - 8 - length)
+        data = map_file(path)[8 + length :]
+        tensors = {}
+        for name, (dtype, shape, first, last) in rows.items():
+            tensors[name] = typed(data[first:last], dtype).reshape(shape)
+    except (ValueError, RecursionError) as failure:
+        raise _damaged(path, str(failure)) from failure
+    return tensors, notes
 
 
-def _row(entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    first, last = (int(place) for place in entry["data_offsets"])
-    shape = tuple(int(size) for size in entry["shape"])
-    if any(size < 0 for size in shape):
-        msg = f"shape {shape}"
+def strict_json(raw: bytes) -> dict[str, Any]:
+    """An object in JSON as the standard has it: UTF-8, no name twice, no Infinity.
+
+    Raises:
+        ValueError: it is none.
+        RecursionError: it is nested too deep.
+    """
+    if not raw.startswith(b"{"):
+        msg = "its JSON is no object"
         raise ValueError(msg)
-    return _DTYPES[entry["dtype"]], shape, first, last
+    try:
+        content: dict[str, Any] = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except RecursionError:
+        msg = "its JSON is nested too deep"
+        raise ValueError(msg) from None
+    return content
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        msg = f"its JSON has the name {twice!r:.80} twice"
+        raise ValueError(msg)
+    return found
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    msg = f"its JSON has {text}"
+    raise ValueError(msg)
+
+
+def _texts(notes: Any) -> dict[str, str]:
+    if not isinstance(notes, dict) or not all(isinstance(text, str) for text in notes.values()):
+        msg = f"{_NOTES} has to map names to texts and is {notes!r:.80}"
+        raise ValueError(msg)
+    return {_name(name): _name(text) for name, text in notes.items()}
+
+
+def _name(text: str) -> str:
+    text.encode()  # halves of pairs that stand for one sign are none
+    return text
+
+
+def _row(name: str, entry: Any) -> Row:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        msg = f"{name!r:.80} needs dtype, shape and data_offsets, and is {entry!r:.80}"
+        raise ValueError(msg)
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        msg = f"{name!r:.80} has the dtype {entry['dtype']!r:.80}, which cannot be imported"
+        raise ValueError(msg)
+    shape, offsets = _naturals(name, entry["shape"]), _naturals(name, entry["data_offsets"])
+    count = math.prod(size for size in shape if size)
+    if len(offsets) != 2 or count >= 2**63 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        msg = f"{name!r:.80} of shape {shape!r:.80} and dtype {entry['dtype']} has the bytes {offsets!r:.80}"
+        raise ValueError(msg)
+    return dtype, shape, offsets[0], offsets[1]
+
+
+def _naturals(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        msg = f"{name!r:.80} has {values!r:.80} where a row of natural numbers is expected"
+        raise ValueError(msg)
+    return tuple(values)
+
+
+def _check_cover(rows: Mapping[str, Row], data_bytes: int) -> None:
+    """Check that the tensors are contiguous, from the first byte to the last."""
+    end = 0
+    for name, (_, _, first, last) in sorted(rows.items(), key=lambda row: row[1][2:]):
+        if first != end:
+            what = "a hole before it" if first > end else "bytes in common with another tensor"
+            msg = f"{name!r:.80} begins at byte {first} of the data, with {what}"
+            raise ValueError(msg)
+        end = last
+    if end != data_bytes:
+        msg = f"its tensors have {end} bytes, the file holds {data_bytes}"
+        raise ValueError(msg)
 
 
 def _damaged(path: Path, problem: str) -> ForeignCorrupt:

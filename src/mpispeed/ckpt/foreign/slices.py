@@ -1,4 +1,4 @@
-"""Slices of tensor parallelism, merged to whole parameters."""
+"""Merging of tensor-parallel slices into whole parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from mpispeed.ckpt.foreign.faults import ForeignMismatch
 from mpispeed.ckpt.foreign.found import FoundParam
 from mpispeed.ckpt.foreign.values import Chain, Mean, SideBySide, Values, are_equal
 
+#: of a pattern that comes with a file: repeats without end and choices multiply the time that a name may take
+_MOST_REPEATS, _MOST_CHOICES = 1, 8
+#: of such a pattern, and of a name that is compared with one
+_MOST_SIGNS = 300
 #: how slices are put together
 KINDS = ("replicated", "average", "row", "column", "halves")
 #: names of transformer libraries whose cut does not depend on settings; searched for anywhere in a name
@@ -32,7 +36,7 @@ _LISTS = {
 
 
 class Merger:
-    """Says by a parameter's name how its slices are put together."""
+    """Merges slices of a parameter in the way that its name tells."""
 
     def __init__(self, patterns: Sequence[tuple[str, str]], info: Mapping[str, Any] | None) -> None:
         """Args: `patterns`: (kind, regular expression) of the user; `info`: universal_checkpoint_info, if there."""
@@ -42,13 +46,13 @@ class Merger:
                 raise CheckpointError(msg)
         self._patterns = list(patterns)
         self._listed = [
-            (kind, pattern) for key, kind in _LISTS.items() for pattern in (info or {}).get(key) or () if kind
+            (kind, _quick(pattern)) for key, kind in _LISTS.items() for pattern in (info or {}).get(key) or () if kind
         ]
         self._subs = [
             row if isinstance(row, Mapping) else row.fields
             for row in (info or {}).get("parameter_with_sub_params") or ()
         ]
-        # with such a description, what it does not name is cut by rows
+        # with such a description, parameters that it does not name are sliced along dim 0
         self._default = "column" if self._listed or self._subs else ""
 
     def merge(self, slices: Sequence[FoundParam]) -> FoundParam:
@@ -81,7 +85,7 @@ class Merger:
         for kind, pattern in self._patterns:
             if re.search(pattern, name):
                 return kind
-        hits = {kind for kind, pattern in self._listed if re.match(pattern, name)}
+        hits = {kind for kind, pattern in self._listed if re.match(pattern, _short(name))}
         known = {kind for kind, pattern in _KNOWN if re.search(pattern, name)} if not self._default else set()
         hits = hits or known or ({self._default} if self._default else set())
         if len(hits) != 1:
@@ -97,7 +101,7 @@ class Merger:
         if any(re.search(pattern, name) for _, pattern in self._patterns):
             return []
         for row in self._subs:
-            if any(re.match(pattern, name) for pattern in row.get("patterns") or ()):
+            if any(re.match(_quick(pattern), _short(name)) for pattern in row.get("patterns") or ()):
                 shape = row.get("shape") or ()
                 first = shape[0] if shape else 0
                 if int(row.get("partition_dim", 0)) != 0 or not isinstance(first, (list, tuple)):
@@ -105,6 +109,35 @@ class Merger:
                     raise ForeignMismatch(msg)
                 return [int(size) for size in first]
         return []
+
+
+def _quick(pattern: str) -> str:
+    """A pattern of a file, if its matching cannot take long.
+
+    Raises:
+        ForeignMismatch: it repeats groups, repeats or chooses too much, or is too long.
+    """
+    repeats, choices = len(re.findall(r"[*+{]", pattern)), len(re.findall(r"[?|]", pattern))
+    is_large = repeats > _MOST_REPEATS or choices > _MOST_CHOICES or len(pattern) > _MOST_SIGNS
+    if is_large or re.search(r"\)[*+?{]", pattern):
+        msg = f"the pattern {pattern!r:.80} of parameters is not as they are written; say it with --tp-pattern"
+        raise ForeignMismatch(msg)
+    return pattern
+
+
+def _short(name: str) -> str:
+    """A name that may be compared with patterns of a file.
+
+    Raises:
+        ForeignMismatch: it is too long.
+    """
+    if len(name) > _MOST_SIGNS:
+        msg = (
+            f"the name {name!r:.80} of a parameter has {len(name)} signs, and only up to {_MOST_SIGNS} are compared "
+            "with patterns of the checkpoint; say it with --tp-pattern"
+        )
+        raise ForeignMismatch(msg)
+    return name
 
 
 def _shape(kind: str, slices: Sequence[FoundParam]) -> tuple[int, ...]:

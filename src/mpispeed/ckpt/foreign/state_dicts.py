@@ -1,21 +1,24 @@
-"""Files and folders of plain weights: safetensors and torch state dicts, in one file or in shards with an index."""
+"""Reader of plain weights: safetensors and torch state dicts, in one file or in shards with an index."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mpispeed.base.plain import read_plain
 from mpispeed.ckpt.foreign import safetensors_files, torch_files
 from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignIncomplete, ForeignMismatch, ForeignMissing
 from mpispeed.ckpt.foreign.found import Found, ReadOptions, take_state_dict
 from mpispeed.ckpt.foreign.matching import number, take_optimizer
+from mpispeed.ckpt.foreign.safetensors_files import strict_json
 
 SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth", ".bin", ".ckpt")}
 _FOLDER_FILES = {"safetensors": "*.safetensors", "torch": "pytorch_model*.bin"}
+#: some hundred bytes per tensor
+_INDEX_BYTES = 100_000_000
 #: where a file keeps the weights beside other things
 _WEIGHTS = ("model", "state_dict", "module", "model_state_dict")
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states")
@@ -34,11 +37,7 @@ def shards(folder: Path, form: str) -> list[Path]:
         raise ForeignMismatch(msg)
     if not indexes:
         return sorted(folder.glob(_FOLDER_FILES[form]))
-    try:
-        named = {str(name) for name in json.loads(indexes[0].read_text())["weight_map"].values()}
-    except (ValueError, KeyError, AttributeError, TypeError) as failure:
-        msg = f"{indexes[0]} is no index of weight files: {type(failure).__name__}: {failure}"
-        raise ForeignCorrupt(msg) from failure
+    named = set(_read_index(indexes[0]).values())
     if any(Path(name).name != name for name in named):
         msg = f"{indexes[0]} names files outside of its folder"
         raise ForeignMismatch(msg)
@@ -47,6 +46,23 @@ def shards(folder: Path, form: str) -> list[Path]:
         msg = f"{indexes[0]} names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not in {folder}"
         raise ForeignIncomplete(msg)
     return [folder / name for name in sorted(named)]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor -> file, as an index says.
+
+    Raises:
+        ForeignCorrupt: it is none.
+    """
+    try:
+        places = strict_json(read_plain(path, _INDEX_BYTES, follows_links=True)).get("weight_map")
+    except (ValueError, OSError) as failure:
+        msg = f"{path} is no index of weight files: {failure}"
+        raise ForeignCorrupt(msg) from failure
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        msg = f"{path} is no index of weight files: it does not map tensors to files under weight_map"
+        raise ForeignCorrupt(msg)
+    return places
 
 
 def read(path: Path, form: str, options: ReadOptions) -> Found:
@@ -69,6 +85,7 @@ def read(path: Path, form: str, options: ReadOptions) -> Found:
         raise ForeignMissing(msg)
     found = Found(path, form)
     state: dict[str, Any] = {}
+    found_in: dict[str, str] = {}
     aliases: dict[str, str] = {}
     optimizer: Mapping[str, Any] | None = None
     for file in files:
@@ -78,13 +95,14 @@ def read(path: Path, form: str, options: ReadOptions) -> Found:
         else:
             tensors, rest = _split(torch_files.read(file), file)
             optimizer = _take_rest(found, rest) if len(files) == 1 else None
+        found_in |= dict.fromkeys(tensors, file.name)
         twice = sorted(tensors.keys() & state.keys())
         if twice:
             msg = f"{file} has {twice[0]!r}, and so has another file of {path}"
             raise ForeignMismatch(msg)
         state.update(tensors)
     if path.is_dir():
-        _check_index(path, form, state.keys() | aliases.keys())
+        _check_index(path, form, dict.fromkeys(aliases, "") | found_in)
     take_state_dict(found, state, options, frozenset())
     named = {alias: name for alias, name in aliases.items() if name in found.params and alias not in state}
     found.aliases.update(named)
@@ -94,16 +112,22 @@ def read(path: Path, form: str, options: ReadOptions) -> Found:
     return found
 
 
-def _check_index(folder: Path, form: str, names: Any) -> None:
+def _check_index(folder: Path, form: str, found_in: Mapping[str, str]) -> None:
+    """Check that every tensor of the index is in the file that it names; of aliases, only that they exist."""
     for index in folder.glob(f"{_FOLDER_FILES[form]}.index.json"):
-        lacking = sorted(set(json.loads(index.read_text())["weight_map"]) - names)
+        places = _read_index(index)
+        lacking = sorted(places.keys() - found_in.keys())
         if lacking:
             msg = f"{index} lists {lacking[0]!r} and {len(lacking) - 1} more tensors that no file of {folder} has"
             raise ForeignIncomplete(msg)
+        for name, file in places.items():
+            if found_in[name] not in ("", file):
+                msg = f"{index} says that {name!r} is in {file}, it is in {found_in[name]}"
+                raise ForeignMismatch(msg)
 
 
 def _split(content: Any, file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights of a file, and what else is in it."""
+    """The weights of a file, and its other content."""
     if isinstance(content, Mapping):
         for key in _WEIGHTS:
             inner = content.get(key)
@@ -119,7 +143,7 @@ def _split(content: Any, file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _take_rest(found: Found, rest: dict[str, Any]) -> Mapping[str, Any] | None:
-    """Keep what stands beside the weights; gives the state of the optimizer."""
+    """Add the content beside the weights; return the state of the optimizer."""
     optimizer = None
     for key, value in rest.items():
         if key in _OPTIMIZERS and isinstance(value, Mapping) and "param_groups" in value and "state" in value:

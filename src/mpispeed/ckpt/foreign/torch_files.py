@@ -1,114 +1,26 @@
-"""Files of `torch.save`, read without executing anything in them."""
+"""Reader of `torch.save` files that executes nothing in them."""
 
 from __future__ import annotations
 
-import pickle
-import re
-import warnings
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignMissing, RefusedPickle
+from mpispeed.ckpt.foreign import torch_zips
+from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignMismatch, ForeignMissing, RefusedPickle
+from mpispeed.ckpt.foreign.mapping import map_file
+from mpispeed.ckpt.foreign.pickles import Damaged, Machine, Tidier
+from mpispeed.ckpt.foreign.torch_tensors import Storage, Tensors
 
-#: classes of other libraries that stand in such files; each becomes an `Inert`
-_RECORDS = (
-    "argparse.Namespace",
-    "deepspeed.runtime.bf16_optimizer.fragment_address",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScalerBase",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "megatron.enums.AttnMaskType",
-    "megatron.enums.ModelType",
-    "megatron.enums.PositionEmbeddingType",
-    "megatron.model.enums.AttnMaskType",
-    "megatron.model.enums.ModelType",
-    "megatron.model.enums.PositionEmbeddingType",
-)
-_NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
-_NUMBERS = re.compile(r"[<>|=]?[biufc]\d+")
-#: how torch tells what it refuses
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-_REFUSALS = re.compile(r"(Trying to call|Can only|numpy data of|text in the encoding)[^\n]*")
-
-
-class Inert:
-    """Stands for an object of another library: its arguments and attributes, no behaviour.
-
-    Attributes:
-        args: arguments it was made with.
-        fields: attributes.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.fields: dict[str, Any] = {}
-
-    def __new__(cls, *args: Any) -> Inert:
-        """An object that has its attributes even if `__init__` is never called, as when it is unpickled."""
-        made = super().__new__(cls)
-        made.args, made.fields = args, {}
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        """Take the attributes; two dicts where the class has slots."""
-        for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                self.fields.update(part)
-
-
-class _Dtype(Inert):
-    """A numpy dtype."""
-
-
-class _Array:
-    """A numpy array whose content comes with its state."""
-
-    value: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, is_fortran, raw = state
-        flat = np.frombuffer(_encoded(raw), _dtype(dtype))
-        self.value = flat.reshape(shape, order="F" if is_fortran else "C").copy()
-
-
-def _dtype(record: Any) -> np.dtype:
-    text = record.args[0] if isinstance(record, _Dtype) and record.args else None
-    if not isinstance(text, str) or not _NUMBERS.fullmatch(text):
-        msg = f"numpy data of dtype {text!r} in a pickle; only numbers are read"
-        raise pickle.UnpicklingError(msg)
-    return np.dtype(text)
-
-
-def _encoded(value: Any, encoding: str = "latin1") -> bytes:
-    if isinstance(value, str) and encoding == "latin1":
-        return value.encode("latin1")
-    if isinstance(value, (bytes, bytearray)):
-        return bytes(value)
-    msg = f"text in the encoding {encoding!r} in a pickle; only latin1 is read"
-    raise pickle.UnpicklingError(msg)
-
-
-def _scalar(dtype: Any, raw: Any) -> Any:
-    return np.frombuffer(_encoded(raw), _dtype(dtype))[0]
-
-
-def _empty_array(*_: Any) -> _Array:
-    return _Array()
-
-
-def _known() -> list[Any]:
-    """What may stand in a file besides what torch itself allows: (stand-in, name in the file)."""
-    rows: list[Any] = [(Inert, name) for name in _RECORDS]
-    rows += [(_Dtype, "numpy.dtype"), (_Array, "numpy.ndarray"), (_encoded, "_codecs.encode")]
-    for core in _NUMPY_CORES:
-        rows += [(_scalar, f"{core}.scalar"), (_empty_array, f"{core}._reconstruct")]
-    return rows
+_DESCRIPTION, _BYTE_ORDER = "data.pkl", "byteorder"
+#: of the pickles in a file, which take some hundred bytes per tensor
+_PICKLE_BYTES = 64 << 20
+_WINDOW = 1 << 20
+#: the format before torch 1.6 begins with these two
+_OLD_MAGIC, _OLD_VERSION = 0x1950A86A20F9469CFC6C, 1001
 
 
 def read(path: Path) -> Any:
@@ -125,51 +37,108 @@ def read(path: Path) -> Any:
         msg = f"{path} is missing"
         raise ForeignMissing(msg)
     try:
-        with torch.serialization.safe_globals(_known()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError as failure:
-                if "mmap can only be used" not in str(failure):
-                    raise
-                content = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
-            content = _tidy(content)
-    except pickle.UnpicklingError as failure:
-        raise _refusal(path, str(failure)) from None
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as failure:
-        msg = f"{path} cannot be read; it is damaged or half-written: {type(failure).__name__}: {_first_line(failure)}"
+        content = map_file(path)
+        is_zip = bytes(content[:4].tolist()) == torch_zips.START
+        return Tidier().tidy(_read_zip(path, content) if is_zip else _read_old(content))
+    except RefusedPickle as failure:
+        msg = f"{path} holds {failure}"
+        raise RefusedPickle(msg) from None
+    except (torch_zips.BadDirectory, Damaged) as failure:
+        msg = f"{path} cannot be read; it is damaged, half-written or no file of torch.save: {failure}"
         raise ForeignCorrupt(msg) from failure
-    return content
 
 
-def _refusal(path: Path, text: str) -> Exception:
-    named, other = _GLOBAL.search(text), _REFUSALS.search(text)
-    if named is None and other is None:
-        problem = next((line for line in reversed(text.splitlines()) if line.startswith("Unsupported")), "no pickle")
-        return ForeignCorrupt(f"{path} cannot be read; it is damaged or no file of torch.save: {problem}")
-    what = named[1] if named else f"a kind that is refused ({other[0] if other else ''})"
-    return RefusedPickle(
-        f"{path} holds an object of {what}, which is not on the list of harmless classes; reading it could run code, "
-        "so it was not read. Save the checkpoint without it, as plain tensors, numbers and texts"
+def _read_zip(path: Path, content: torch.Tensor) -> Any:
+    found = torch_zips.entries(path)
+    if "constants.pkl" in found:
+        msg = f"{path} is a program of TorchScript; save its state_dict with torch.save"
+        raise ForeignMismatch(msg)
+    order = _record(content, found, _BYTE_ORDER, 16) if _BYTE_ORDER in found else b"little"
+    if order != b"little":
+        msg = f"{path} was saved with the byte order {order!r}; only little-endian files can be imported"
+        raise ForeignMismatch(msg)
+    parts: dict[str, torch.Tensor] = {}
+
+    def part(key: str) -> torch.Tensor:
+        if key not in parts:
+            parts[key] = _checked(content, found, f"data/{key}")
+        return parts[key]
+
+    if _DESCRIPTION in found and found[_DESCRIPTION].size > _PICKLE_BYTES:
+        msg = (
+            f"{path} describes its content in {found[_DESCRIPTION].size} bytes ({_DESCRIPTION}), and at most "
+            f"{_PICKLE_BYTES} are read; save tensors instead of long lists and dicts, or several files"
+        )
+        raise ForeignMismatch(msg)
+    tensors = Tensors(part, content.numel())
+    machine = Machine(
+        _record(content, found, _DESCRIPTION, _PICKLE_BYTES), tensors.find, tensors.storage, tensors.limits
     )
+    made = machine.load()
+    if machine.at != found[_DESCRIPTION].size:
+        msg = f"{_DESCRIPTION} goes on behind its end"
+        raise Damaged(msg)
+    return made
 
 
-def _first_line(failure: BaseException) -> str:
-    return (str(failure).splitlines() or [""])[0]
+def _checked(content: torch.Tensor, found: Mapping[str, torch_zips.Entry], name: str) -> torch.Tensor:
+    """The bytes of an entry, compared with their checksum."""
+    entry = found.get(name)
+    if entry is None:
+        msg = f"it has no entry {name!r:.80}"
+        raise Damaged(msg)
+    crc = 0
+    for start in range(entry.first, entry.last, _WINDOW):
+        crc = zlib.crc32(content[start : min(start + _WINDOW, entry.last)].numpy().data, crc)
+    if entry.crc not in (0, crc):  # torch can be told to leave checksums out
+        msg = f"the bytes of its entry {name!r:.80} do not match their checksum"
+        raise Damaged(msg)
+    return content[entry.first : entry.last]
 
 
-def _tidy(value: Any) -> Any:
-    """The same with arrays in the place of their stand-ins."""
-    if isinstance(value, _Array):
-        return value.value
-    if isinstance(value, dict):
-        for key in value:
-            value[key] = _tidy(value[key])
-    elif isinstance(value, list):
-        value[:] = [_tidy(item) for item in value]
-    elif type(value) is tuple:
-        return tuple(_tidy(item) for item in value)
-    elif isinstance(value, Inert):
-        value.fields = _tidy(value.fields)
-        value.args = _tidy(value.args)
-    return value
+def _record(content: torch.Tensor, found: Mapping[str, torch_zips.Entry], name: str, most: int) -> bytes:
+    if name in found and found[name].size > most:
+        msg = f"its entry {name!r} has {found[name].size} bytes, more than {most}"
+        raise Damaged(msg)
+    return _checked(content, found, name).numpy().tobytes()
+
+
+def _read_old(content: torch.Tensor) -> Any:
+    """The format before torch 1.6: pickles, and behind them each storage with the number of its elements."""
+    raw = content[:_PICKLE_BYTES].numpy().tobytes()
+    claims: dict[str, Storage] = {}
+    counted = Tensors(None, content.numel(), claims)
+    machine = Machine(raw, counted.find, counted.storage, counted.limits)
+    if not _is(machine.load(), _OLD_MAGIC) or not _is(machine.load(), _OLD_VERSION):
+        msg = "it does not begin as one"
+        raise Damaged(msg)
+    system = machine.load()
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        msg = "it was not saved by a little-endian machine"
+        raise Damaged(msg)
+    first = machine.at
+    machine.load()
+    keys = machine.load()
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(claims):
+        msg = f"it does not hold the {len(claims)} storages that it speaks of"
+        raise Damaged(msg)
+    parts, at = {}, machine.at
+    for key in keys:
+        count = int.from_bytes(bytes(content[at : at + 8].tolist()), "little", signed=True)
+        at += 8
+        if count != claims[key].numel or at + claims[key].nbytes > content.numel():
+            msg = f"its storage {key!r:.80} should have {claims[key].numel} elements"
+            raise Damaged(msg)
+        parts[key] = content[at : at + claims[key].nbytes]
+        at += claims[key].nbytes
+    if at != content.numel():
+        msg = f"{content.numel() - at} bytes follow its last storage"
+        raise Damaged(msg)
+    tensors = Tensors(lambda key: parts[key], content.numel())
+    machine = Machine(raw[first:], tensors.find, tensors.storage, tensors.limits)
+    return machine.load()
+
+
+def _is(value: Any, number: int) -> bool:
+    """True if `value` is this int, and not an object with its own comparison."""
+    return type(value) is int and value == number

@@ -1,4 +1,4 @@
-"""Optimizer state of runs whose ranks all held all of it."""
+"""Reader of replicated optimizer state, of which every rank held all."""
 
 from __future__ import annotations
 

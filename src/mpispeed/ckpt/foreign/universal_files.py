@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: a folder per parameter, a file per slot."""
+"""Reader of DeepSpeed's universal checkpoints: a folder per parameter, a file per slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elements of whole tensors that lie in pieces in several files, read a part at a time."""
+"""Elements of whole tensors that are spread over several files, read a part at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Values(ABC):
     """The elements of one whole tensor, in row-major order.
 
     Attributes:
-        numel: how many.
+        numel: number of elements.
         dtype: their torch dtype.
     """
 
@@ -91,7 +91,7 @@ class Chain(Values):
 
 
 class SideBySide(Values):
-    """Matrices of equally many rows, put together along the dimension after them."""
+    """Matrices with equal numbers of rows, concatenated along the columns."""
 
     def __init__(self, slices: Sequence[Values], rows: int) -> None:
         super().__init__(sum(values.numel for values in slices), slices[0].dtype)
@@ -109,7 +109,7 @@ class SideBySide(Values):
 
 
 class Mean(Values):
-    """The mean of copies that differ."""
+    """Mean of copies that differ."""
 
     def __init__(self, copies: Sequence[Values]) -> None:
         super().__init__(copies[0].numel, copies[0].dtype)
@@ -122,7 +122,7 @@ class Mean(Values):
 
 
 def placed(parts: Sequence[torch.Tensor | None], stride: int, first: int, last: int, what: str) -> Values:
-    """The elements [first, last) of a flat tensor of which rank r holds a part that begins at r * `stride`.
+    """The elements [first, last) of a flat tensor; the shard of rank r begins at r * `stride`.
 
     Raises:
         ForeignMismatch: some of them are in no part.

@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints: weights, masters and optimizer state that lie in flat parts in files of ranks."""
+"""Reader of DeepSpeed's ZeRO checkpoints: weights, masters and optimizer state in flat shards in files of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(folder: Path, options: ReadOptions) -> Found:
 
 
 def _read_share(files: RankFiles, mp: int, options: ReadOptions) -> tuple[Found, dict[str, Any]]:
-    """What one model-parallel rank holds, and the content of its first file with weights."""
+    """The part of one model-parallel rank, and the content of its first file with weights."""
     paths = list(files.models[mp].values())
     models = [_mapping(torch_files.read(path), path) for path in paths]
     model, found = models[0], Found(files.folder, "zero")
@@ -112,10 +112,10 @@ def _take_parts(
 
 
 def _check_count(folder: Path, optimizers: Sequence[dict[str, Any]]) -> None:
-    """All ranks of the save have a file.
+    """Check that all ranks of the save have a file.
 
     Raises:
-        ForeignIncomplete: it is not so.
+        ForeignIncomplete: a file is missing.
     """
     for rank, own in enumerate(optimizers):
         count = own.get("partition_count", len(optimizers))
@@ -147,7 +147,7 @@ def _take_frozen(found: Found, models: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _take_module(found: Found, model: Mapping[str, Any], options: ReadOptions) -> None:
-    """Buffers, tied parameters, and weights that nothing else has."""
+    """Add buffers, tied parameters, and weights that are nowhere else."""
     module = model.get("module") or {}
     buffers = [name for name in model["buffer_names"] if isinstance(module.get(name), torch.Tensor)]
     for name in buffers:
@@ -174,6 +174,6 @@ def _take_module(found: Found, model: Mapping[str, Any], options: ReadOptions) -
 
 
 def _freeze(param: FoundParam) -> None:
-    """A weight beside cut ones that no rank trains."""
+    """Mark a parameter as frozen: its weight is beside sharded ones, but no rank has optimizer state of it."""
     param.is_frozen = True
     param.slots = {WEIGHT16: param.weight}

@@ -1,1 +1,1 @@
-"""What the inspection commands compute: plain rows and trees, without MPI and without torch."""
+"""Commands on checkpoints, without MPI; most without torch. Results are plain rows and trees."""

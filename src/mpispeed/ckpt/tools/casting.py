@@ -1,11 +1,11 @@
-"""Stored elements of one dtype as stored elements of another. No torch, but for targets of 8 bits."""
+"""Conversion of stored elements to another dtype. No torch, except for targets of 8 bits."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import numbers, schema
+from mpispeed.ckpt.format import numbers, schema
 
 _QUIET_NAN = np.uint16(0x7FC0)
 
@@ -40,7 +40,7 @@ def cast(stored: np.ndarray, source: str, target: str) -> np.ndarray:
 
 
 def count_overflows(stored: np.ndarray, source: str, made: np.ndarray, target: str) -> int:
-    """How many finite elements became infinite (or not a number, where there is no infinity)."""
+    """Number of finite elements that became infinite (or NaN, where there is no infinity)."""
     if source == target:
         return 0
     became = int(np.count_nonzero(~np.isfinite(numbers.as_numbers(made, target))))

@@ -1,4 +1,4 @@
-"""`ckpt diff`: in what two checkpoints differ, tensor by tensor, in bounded memory. No torch."""
+"""`ckpt diff`: comparison of two checkpoints, tensor by tensor, in bounded memory. No torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mpispeed.ckpt import digest, numbers, schema
-from mpispeed.ckpt.index import StoredTensor
-from mpispeed.ckpt.reader import Reader
+from mpispeed.ckpt import digest
+from mpispeed.ckpt.format import numbers, schema
+from mpispeed.ckpt.format.index import TensorEntry
+from mpispeed.ckpt.read.reader import Reader
 
 #: elements that are compared together
 _STEP = 128 << 10
@@ -23,11 +24,11 @@ MOST_STATE = 1000
 
 @dataclass(slots=True)
 class Tally:
-    """How the elements of two tensors differ.
+    """Differences between the elements of two tensors.
 
     Attributes:
         numel: elements compared.
-        equal: how many are equal by value or within the tolerances; not a number equals not a number.
+        equal: elements equal by value or within the tolerances; NaN equals NaN.
         max_abs: largest absolute difference.
         max_rel: largest difference as a share of the larger of the two magnitudes.
         max_ulp: largest number of steps between neighbouring numbers of the dtype; None where dtypes differ or are
@@ -59,7 +60,7 @@ class Row:
     tally: Tally | None = None
 
     def as_row(self) -> dict[str, Any]:
-        """It as JSON values."""
+        """The row as JSON values."""
         row: dict[str, Any] = {"name": self.name, "slot": self.slot, "change": self.change}
         row |= {"shapes": [list(shape) for shape in self.shapes], "dtypes": list(self.dtypes)}
         if self.tally:
@@ -71,14 +72,14 @@ class Row:
 
 @dataclass(slots=True)
 class Difference:
-    """What two checkpoints differ in.
+    """Differences between two checkpoints.
 
     Attributes:
         added: tensors and aliases that only the second has; for a tensor "name/slot".
         removed: those that only the first has.
         rows: tensors that both have.
         state: (path, value in the first, value in the second), if the state was compared.
-        state_count: how many there are; at most MOST_STATE are listed.
+        state_count: their number; at most MOST_STATE are listed.
     """
 
     added: list[str] = field(default_factory=list)
@@ -153,7 +154,7 @@ def diff(
     return made
 
 
-def _row(first: Reader, mine: StoredTensor, second: Reader, theirs: StoredTensor, rtol: float, atol: float) -> Row:
+def _row(first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry, rtol: float, atol: float) -> Row:
     shapes, dtypes = (mine.shape, theirs.shape), (mine.dtype, theirs.dtype)
     if mine.shape != theirs.shape:
         return Row(mine.name, mine.slot, "shape", shapes, dtypes)
@@ -168,9 +169,9 @@ def _row(first: Reader, mine: StoredTensor, second: Reader, theirs: StoredTensor
 
 
 def _pairs(
-    first: Reader, mine: StoredTensor, second: Reader, theirs: StoredTensor
+    first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same elements of both, as stored, a part at a time; each is of use until the next is asked for."""
+    """The same elements of both, as stored, a part at a time; each is valid until the next is requested."""
     step = schema.BLOCK_BYTES // max(mine.itemsize, theirs.itemsize)
     buffers = [np.empty(min(step, mine.numel), schema.STORAGE[tensor.dtype]) for tensor in (mine, theirs)]
     for start in range(0, mine.numel, step):
@@ -246,7 +247,7 @@ def _parsed(text: str) -> Any:
 
 
 def _compared(path: str, mine: Any, theirs: Any) -> Iterator[tuple[str, str, str]]:
-    """Leaves in which two trees differ; what is missing on one side is "(none)"."""
+    """Leaves in which two trees differ; a leaf missing on one side is "(none)"."""
     if isinstance(mine, dict) and isinstance(theirs, dict):
         for key in [*mine, *(key for key in theirs if key not in mine)]:
             where = f"{path}.{key}"

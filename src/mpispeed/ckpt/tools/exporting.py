@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt import numbers, schema
-from mpispeed.ckpt.logical import ParamInfo
-from mpispeed.ckpt.reader import Reader
+from mpispeed.ckpt.format import manifest as manifests
+from mpispeed.ckpt.format import numbers, schema
+from mpispeed.ckpt.format.logical import ParamInfo
+from mpispeed.ckpt.read.reader import Reader
 from mpispeed.ckpt.tools import casting, weight_files
 from mpispeed.ckpt.tools.weight_files import Weight, Writer
 
@@ -25,7 +25,7 @@ _WEIGHT16 = "weight16"
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A way to write weights.
+    """A file format for weights.
 
     Attributes:
         write: makes one file.
@@ -45,7 +45,7 @@ class _Format:
         return f"{self.stem}{self.extension}"
 
     def index(self) -> str:
-        """Name of the file that says which tensor is in which shard."""
+        """Name of the index of shards."""
         return f"{self.single()}.index.json"
 
     def names(self, count: int) -> list[str]:
@@ -71,12 +71,12 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "keep": ""}
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export did.
+    """Result of an export.
 
     Attributes:
         files: the files with weights, then the index if there is one.
-        tensors: how many tensors were written; an alias is not counted.
-        overflows: name -> how many of its finite elements are too large for the dtype that was written.
+        tensors: number of tensors written, without aliases.
+        overflows: name -> number of its finite elements that are too large for the written dtype.
 
     Units:
         size_bytes: bytes of all files.
@@ -148,7 +148,7 @@ def write_files(
     shard_bytes: int | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write weights, wherever their elements come from; arguments and errors as `export`.
+    """Write weights given by an iterator of elements; other arguments and errors as `export`.
 
     Returns:
         The files with weights, then the index if there is one.
@@ -206,7 +206,7 @@ class _Renamer:
         return name
 
     def check(self) -> None:
-        """Complain of expressions that fit no name.
+        """Refuse expressions that match no name.
 
         Raises:
             CheckpointError: names them.
@@ -286,7 +286,7 @@ def _index_text(shards: dict[str, list[Weight]]) -> str:
 
 
 class _Elements:
-    """Gives the elements of weights as bytes in the dtype to write, and counts what that dtype cannot hold."""
+    """Converts elements of weights to bytes of the dtype to write, and counts overflows."""
 
     def __init__(self, reader: Reader, overflows: dict[str, int]) -> None:
         self._reader, self._overflows = reader, overflows
@@ -302,7 +302,7 @@ class _Elements:
 
 
 class _Target:
-    """Files that appear in a folder together and complete, or leave it as it was. A context manager."""
+    """Files that are published in a folder together, or not at all. A context manager."""
 
     def __init__(self, folder: Path, taken: set[str], overwrite: bool) -> None:
         """Args: `taken`: names that belong to earlier exports and go when the new files come."""
@@ -326,12 +326,12 @@ class _Target:
                 path.unlink(missing_ok=True)
 
     def temporary(self, name: str) -> Path:
-        """Where to write the file that will be called `name`."""
+        """Temporary path of the file that will be called `name`."""
         self._made[name] = self._folder / f".{name}.tmp-{self._id}"
         return self._made[name]
 
     def publish(self) -> list[Path]:
-        """Move the files to their names and remove stale ones; gives them in the order in which they were made."""
+        """Move the files to their names and remove stale ones; return them in the order of their creation."""
         # an index of earlier shards must not be found beside new ones
         for name in self._stale:
             if name.endswith(".json") or name not in self._made:

@@ -1,4 +1,4 @@
-"""`ckpt import`: checkpoints of other programs as ours."""
+"""`ckpt import`: conversion of checkpoints of other programs."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import schema, tree
-from mpispeed.ckpt.errors import UnsupportedValue
 from mpispeed.ckpt.foreign.found import Found, FoundParam, ReadOptions
 from mpispeed.ckpt.foreign.opening import open_foreign
-from mpispeed.ckpt.foreign.torch_files import Inert
+from mpispeed.ckpt.foreign.pickles import Inert
 from mpispeed.ckpt.foreign.values import Values
-from mpispeed.ckpt.logical import Deferred, LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.request import SaveOptions
-from mpispeed.ckpt.save import SaveReport, save
-from mpispeed.mesh.solo import SoloComm
+from mpispeed.ckpt.format import schema, tree
+from mpispeed.ckpt.format.errors import UnsupportedValue
+from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.write.request import SaveOptions
+from mpispeed.ckpt.write.save import SaveReport, save
+from mpispeed.mesh.backends.solo import SoloComm
 
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What an import did.
+    """Result of an import.
 
     Attributes:
         saved: the checkpoint that was written.
-        form: what the source was.
-        params, buffers, aliases: how many.
-        slots: names of what is stored of parameters.
-        left_out: what the source has and the checkpoint has not, in words.
+        form: format of the source.
+        params, buffers, aliases: their numbers.
+        slots: names of the stored slots of parameters.
+        left_out: descriptions of content of the source that is not in the checkpoint.
     """
 
     saved: SaveReport
@@ -67,7 +67,7 @@ def import_checkpoint(
         prefix_map: (regular expression, replacement), applied to all names in order.
         overwrite: replace a tag that exists.
 
-    Collective over: nobody; one process does it.
+    Local.
 
     Raises:
         CheckpointError: the source cannot be read or converted, or nothing could be written.
@@ -169,17 +169,16 @@ def _state(found: Found) -> dict[str, Any]:
 
 def _optimizer(found: Found) -> dict[str, Any]:
     members: list[list[str]] = [[] for _ in found.groups]
-    steps = [0 for _ in found.groups]
     slots: set[str] = set()
     for param in found.params.values():
         if param.group >= 0 and not param.is_frozen:
             members[param.group].append(param.name)
-            steps[param.group] = max(steps[param.group], param.step)
             slots |= param.slots.keys() - {schema.MASTER_SLOT, "weight16"}
     return {
         "name": found.rule,
         "slots": sorted(slots),
-        "scalars": {"by_group": {str(i): {"step": step} for i, step in enumerate(steps)}, "by_window": {}},
+        # Counts of updates are with the parameters, as for rules of the JSON.
+        "scalars": {"of_params": {"sets": [], "names": [], "starts": [], "indices": []}, "of_rule": {}},
         "param_groups": [{**group, "params": own} for group, own in zip(found.groups, members, strict=True)],
     }
 

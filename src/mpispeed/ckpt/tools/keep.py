@@ -1,34 +1,38 @@
-"""`ckpt prune` and `latest`: which checkpoints of a folder stay, and which is the one to load."""
+"""`ckpt prune` and `ckpt latest`: removal of old checkpoints, and the tag to load."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid as uuids
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt import schema, tags
-from mpispeed.ckpt.errors import NoCheckpoint, TagNotFound
-from mpispeed.ckpt.tags import TagEntry
+from mpispeed.ckpt.format import manifest as manifests
+from mpispeed.ckpt.format import schema, tags
+from mpispeed.ckpt.format.errors import NoCheckpoint, TagNotFound
+from mpispeed.ckpt.format.tags import TagEntry
+
+#: files of a save that is under way change more often
+_SAVE_TAKES_NS = 3600 * 10**9
 
 
 def prune(
     folder: Path, *, keep_last: int = 0, keep_every: int = 0, recover: bool = False, dry_run: bool = False
 ) -> list[dict[str, Any]]:
-    """Remove checkpoints that are not wanted any more, and what is left over of saves that were killed.
+    """Remove old checkpoints, and leftovers of saves that were killed.
 
-    A left-over folder goes when nothing in it changed since the newest complete checkpoint was finished; a younger
-    one may belong to a save that is under way. The previous content of a tag whose overwriting was interrupted is
-    never removed while it is all there is of the tag.
+    A leftover folder is removed if nothing in it changed since the newest complete checkpoint was finished; a younger
+    one may belong to a save under way. The previous content of a tag whose overwriting was interrupted is never removed
+    while it is the only copy of the tag.
 
     Args:
         folder: folder of checkpoints.
-        keep_last: so many of the newest complete tags stay, with the one that `latest` names; 0 keeps all.
+        keep_last: so many complete tags that were saved last stay, with the one that `latest` names; 0 keeps all.
         keep_every: tags whose step is a multiple stay in any case; 0 for none.
-        recover: give the previous content of an interrupted overwrite its tag back. Not while a save is under way.
+        recover: restore the previous content of an interrupted overwrite under its tag. Not while a save is under way.
         dry_run: change nothing.
 
     Returns:
@@ -67,8 +71,7 @@ def _carry_out(folder: Path, recovered: Iterable[TagEntry], unwanted: Iterable[P
     for entry in recovered:
         entry.path.rename(folder / entry.tag)
     manifests.sync_folder(folder)
-    for path in unwanted:
-        tags.remove(path)
+    tags.remove_all(unwanted)
 
 
 def _recoverable(entries: Iterable[TagEntry]) -> list[TagEntry]:
@@ -77,7 +80,7 @@ def _recoverable(entries: Iterable[TagEntry]) -> list[TagEntry]:
 
 
 def _unwanted(whole: Iterable[TagEntry], keep_last: int, keep_every: int) -> dict[Path, str]:
-    """Folder -> why, of complete checkpoints."""
+    """Folder -> reason of removal, for complete checkpoints."""
     if not keep_last:
         return {}
     return {entry.path: f"not among the last {keep_last}" for entry in tags.beyond(whole, keep_last, keep_every)}
@@ -95,8 +98,14 @@ def _leftovers(entries: Iterable[TagEntry], newest_ns: int | None) -> dict[Path,
 
 
 def _newest_change(whole: Iterable[TagEntry]) -> int | None:
-    """When the newest complete checkpoint was finished; None without one."""
-    return max(((entry.path / schema.MANIFEST_FILE).stat().st_mtime_ns for entry in whole), default=None)
+    """Time when the newest complete checkpoint was finished; None without one.
+
+    A time in the future comes from a wrong clock: then a past one is returned, so that a save under way is not taken
+    for an older one.
+    """
+    newest = max(((entry.path / schema.MANIFEST_FILE).stat().st_mtime_ns for entry in whole), default=None)
+    now = time.time_ns()
+    return now - _SAVE_TAKES_NS if newest is not None and newest > now else newest
 
 
 def _last_change(path: Path) -> int:
@@ -108,13 +117,13 @@ def _last_change(path: Path) -> int:
 
 
 def _why_kept(entry: TagEntry) -> str:
-    if entry.is_latest:
-        return "named by latest"
     if entry.status == "recoverable":
         return "all there is of its tag; --recover gives it the tag back"
+    if entry.is_latest:
+        return "named by latest"
     if entry.path.name.startswith("."):
         return "younger than the newest complete checkpoint: may be a save under way"
-    return "" if entry.status == "ok" else entry.status
+    return entry.problem if entry.status == "ok" else entry.status
 
 
 def _row(entry: TagEntry, action: str, reason: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mpispeed.ckpt import tags
-from mpispeed.ckpt.errors import TagNotFound
+from mpispeed.ckpt.format import tags
+from mpispeed.ckpt.format.errors import TagNotFound
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

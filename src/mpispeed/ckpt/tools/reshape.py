@@ -12,26 +12,27 @@ import numpy as np
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
-from mpispeed.ckpt import digest, model_file, payload, schema, tags
-from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt.blocks import plain_record
-from mpispeed.ckpt.disk import OpenFiles
-from mpispeed.ckpt.errors import CorruptCheckpoint
-from mpispeed.ckpt.logical import LogicalTensor
-from mpispeed.ckpt.manifest import FileRecord, Manifest
-from mpispeed.ckpt.model_file import Places
-from mpispeed.ckpt.reader import Reader, open_reader
+from mpispeed.ckpt import digest
+from mpispeed.ckpt.format import manifest as manifests
+from mpispeed.ckpt.format import model_file, payload, schema, tags
+from mpispeed.ckpt.format.blocks import plain_record
+from mpispeed.ckpt.format.disk import OpenFiles
+from mpispeed.ckpt.format.errors import CorruptCheckpoint
+from mpispeed.ckpt.format.logical import LogicalTensor
+from mpispeed.ckpt.format.manifest import FileRecord, Manifest
+from mpispeed.ckpt.format.model_file import Places
+from mpispeed.ckpt.read.reader import Reader, open_reader
 
 _SLACK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ReshapeReport:
-    """What a reshape did.
+    """Result of a reshape.
 
     Attributes:
         path: folder of the new tag.
-        files: how many files hold elements; no more than there are parameters and buffers to deal.
+        files: number of files with elements; at most that of parameters and buffers.
         digest: logical digest of both checkpoints.
 
     Units:
@@ -86,7 +87,7 @@ def reshape(reader: Reader, folder: Path, *, files: int, overwrite: bool = False
 
 
 def _fill(reader: Reader, work: Path, files: int) -> tuple[Places, str]:
-    """Lay the files out, copy elements, checksums and state; gives the places and the digest of what was copied."""
+    """Lay the files out, copy elements, checksums and state; return the places and the digest of the elements."""
     stored = digest.in_order(reader.tensors())
     tensors = [LogicalTensor(tensor.name, tensor.slot, tensor.shape, tensor.dtype) for tensor in stored]
     places = model_file.create(
@@ -133,6 +134,7 @@ def _write_manifest(reader: Reader, work: Path, places: Places, uuid: str) -> Ma
     manifest = Manifest(
         tag=reader.manifest.tag,
         global_step=reader.global_step,
+        serial=manifests.next_serial(tags.last_serial(work.parent)),
         uuid=uuid,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
         layout=reader.layout,
@@ -153,7 +155,7 @@ def _state_record(reader: Reader, work: Path) -> FileRecord:
 
 
 def _compare(reader: Reader, work: Path, expected: str) -> None:
-    """Read the copy back; its elements and its index are those of the original."""
+    """Read the copy back and compare its elements and index with the original."""
     with open_reader(work) as copy:
         is_same = copy.index.params == reader.index.params and copy.index.aliases == reader.index.aliases
         if not is_same or digest.logical_digest(copy) != expected:

@@ -1,4 +1,4 @@
-"""Reading every byte of checkpoint files once: checksums block by block, and elements that are no numbers. No torch."""
+"""Scan of all bytes of checkpoint files: checksums of blocks, NaN and infinite elements. No torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import blocks, numbers, schema
-from mpispeed.ckpt.index import StoredTensor
-from mpispeed.ckpt.manifest import FileRecord
+from mpispeed.ckpt.format import blocks, numbers, schema
+from mpispeed.ckpt.format.index import TensorEntry
+from mpispeed.ckpt.format.manifest import FileRecord
 from mpispeed.native.checksum import crc32c, crc32c_combine
 
 #: threads that read; each has a buffer of one block
@@ -25,15 +25,15 @@ _LOOK = 128 << 10
 
 @dataclass(slots=True)
 class Segment:
-    """A run of bytes of a file that belongs together.
+    """A run of bytes of a file, of one tensor or of the index.
 
     Attributes:
-        tensor: whose elements it is; None for the index and for bytes that nothing is known of.
-        is_index: it is a part of the index.
+        tensor: the tensor of its elements; None for the index and for unknown bytes.
+        is_index: True for a part of the index.
         crcs: checksum of each block of the format, filled by `scan`.
-        failures: block -> why it could not be read.
-        nan: elements that are not a number.
-        infinite: elements that are infinite.
+        failures: block -> reason why it could not be read.
+        nan: number of NaN elements.
+        infinite: number of infinite elements.
 
     Units:
         start, length: bytes.
@@ -44,7 +44,7 @@ class Segment:
 
     start: int
     length: int
-    tensor: StoredTensor | None = None
+    tensor: TensorEntry | None = None
     is_index: bool = False
     crcs: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     failures: dict[int, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Segment:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Name in messages."""
         return f"{self.tensor.name}/{self.tensor.slot}" if self.tensor else "the index" if self.is_index else "content"
 
     def block(self, number: int) -> tuple[int, int]:
@@ -71,8 +71,8 @@ class Segment:
         return value
 
 
-def segments_of(record: FileRecord, tensors: Sequence[StoredTensor]) -> tuple[list[Segment], list[str]]:
-    """All bytes of a file in order, and what is wrong with how index and tensors cover it.
+def segments_of(record: FileRecord, tensors: Sequence[TensorEntry]) -> tuple[list[Segment], list[str]]:
+    """Segments that cover a file in order, and problems of its coverage by index and tensors.
 
     Args:
         record: of the file.
@@ -104,7 +104,7 @@ def _filled(known: Sequence[Segment], size: int) -> list[Segment]:
 
 
 def scan(folder: Path, segments: Mapping[str, Sequence[Segment]]) -> None:
-    """Read all segments and fill in what they are found to be.
+    """Read all segments and fill in their results.
 
     Args:
         folder: of the tag.
@@ -123,14 +123,14 @@ def scan(folder: Path, segments: Mapping[str, Sequence[Segment]]) -> None:
 
 
 class _Crew:
-    """Threads that take blocks from one list; reading and checksums let the others run."""
+    """Threads that take blocks from one list; reads and checksums release the GIL."""
 
     def __init__(self, jobs: Iterator[tuple[int, Segment, int]]) -> None:
         self._jobs, self._lock = jobs, threading.Lock()
         self._failure: BaseException | None = None
 
     def run(self, count: int) -> None:
-        """Do all jobs; what stops a thread is raised here."""
+        """Do all jobs; an error of a thread is raised here."""
         others = [threading.Thread(target=self._work) for _ in range(count - 1)]
         for other in others:
             other.start()
@@ -173,7 +173,7 @@ class _Crew:
 
 
 def count_odd(data: memoryview, dtype: str) -> tuple[int, int]:
-    """How many elements are not a number, and how many are infinite.
+    """Numbers of NaN and of infinite elements.
 
     Args:
         data: stored bytes.

@@ -1,4 +1,4 @@
-"""What `ckpt show` tells about one checkpoint; reads names, attributes and state, no parameter elements."""
+"""`ckpt show`: names, attributes and state of one checkpoint, read without parameter elements."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mpispeed.ckpt import schema
-from mpispeed.ckpt.index import Index
-from mpispeed.ckpt.reader import Reader, open_reader
+from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.format.index import Index
+from mpispeed.ckpt.read.reader import Reader, open_reader
 
 
 def split_location(location: str) -> tuple[Path, str | None]:

@@ -1,4 +1,4 @@
-"""`ckpt stats`: counts, moments and histograms of what a checkpoint holds, a few MiB at a time.
+"""`ckpt stats`: counts, moments and histograms of a checkpoint's tensors, a few MiB at a time.
 
 Histograms take a second reading of a tensor: the first finds its least and greatest number, the second counts between
 exactly these, as `numpy.histogram` does. Bins decided before the range is known would be fixed powers, too coarse for
@@ -15,9 +15,9 @@ import numpy as np
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.registry import did_you_mean
-from mpispeed.ckpt import numbers, schema
-from mpispeed.ckpt.index import Index, StoredTensor
-from mpispeed.ckpt.reader import Reader
+from mpispeed.ckpt.format import numbers, schema
+from mpispeed.ckpt.format.index import Index, TensorEntry
+from mpispeed.ckpt.read.reader import Reader
 from mpispeed.ckpt.tools import show
 from mpispeed.ckpt.tools.tally import Number, Tally, finite_of
 
@@ -61,7 +61,7 @@ def layer_of(name: str) -> str:
 
 
 def natural(text: str) -> list[tuple[int, str]]:
-    """Sort key by which layer 10 comes after layer 9."""
+    """Sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if _is_number(part) else (-1, part) for part in text.split(".")]
 
 
@@ -74,7 +74,7 @@ def fitting(index: Index, pattern: str) -> set[str]:
     return {index.aliases.get(row["name"], row["name"]) for row in show.rows(index, pattern)}
 
 
-def weight_of(reader: Reader, name: str) -> StoredTensor | None:
+def weight_of(reader: Reader, name: str) -> TensorEntry | None:
     """The tensor that holds a parameter itself; None when it is not stored."""
     have = reader.slots(name)
     return next((reader.stored(name, slot) for slot in WEIGHT_SLOTS if slot in have), None)
@@ -82,7 +82,7 @@ def weight_of(reader: Reader, name: str) -> StoredTensor | None:
 
 def select(
     reader: Reader, pattern: str = "", slots: Sequence[str] = (), *, may_be_empty: bool = False
-) -> list[StoredTensor]:
+) -> list[TensorEntry]:
     """The tensors to look at, by name with layer 10 after layer 9, the slots of a parameter side by side.
 
     Args:
@@ -111,7 +111,7 @@ def select(
     return sorted(found, key=lambda tensor: (natural(tensor.name), schema.slot_order(tensor.slot)))
 
 
-def _is_wanted(reader: Reader, tensor: StoredTensor, slots: Sequence[str]) -> bool:
+def _is_wanted(reader: Reader, tensor: TensorEntry, slots: Sequence[str]) -> bool:
     return tensor.slot in slots if slots else tensor == weight_of(reader, tensor.name)
 
 
@@ -158,7 +158,7 @@ def statistics(
     return {"params": rows, "layers": summary}
 
 
-def describe(reader: Reader, tensor: StoredTensor, bins: int) -> tuple[Tally, Histogram | None]:
+def describe(reader: Reader, tensor: TensorEntry, bins: int) -> tuple[Tally, Histogram | None]:
     """Moments and histogram of one tensor; None for the latter when no element is finite.
 
     Raises:
@@ -187,7 +187,7 @@ def describe(reader: Reader, tensor: StoredTensor, bins: int) -> tuple[Tally, Hi
     return tally, Histogram(tally.low, tally.high, counts.tolist())
 
 
-def pieces(reader: Reader, tensor: StoredTensor, verify: bool = True) -> Iterator[np.ndarray]:
+def pieces(reader: Reader, tensor: TensorEntry, verify: bool = True) -> Iterator[np.ndarray]:
     """The elements of a tensor in order as real numbers numpy computes with; of complex ones the magnitudes.
 
     Tensors of equally many elements come in pieces of equal lengths, whatever their dtypes. A piece may be of use
@@ -202,7 +202,7 @@ def pieces(reader: Reader, tensor: StoredTensor, verify: bool = True) -> Iterato
             yield np.abs(values) if values.dtype.kind == "c" else values
 
 
-def update_ratio(reader: Reader, weight: StoredTensor, rates: Mapping[int, tuple[float, float]]) -> float | None:
+def update_ratio(reader: Reader, weight: TensorEntry, rates: Mapping[int, tuple[float, float]]) -> float | None:
     """Estimate of one update beside the weight: lr * rms(exp_avg / (sqrt(exp_avg_sq) + eps)) / rms(weight).
 
     lr and eps are those of the parameter's group in the stored state (optimizer.param_groups). An estimate, because

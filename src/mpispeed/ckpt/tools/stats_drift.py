@@ -1,4 +1,4 @@
-"""How far the weights of several checkpoints lie apart, by parameter and by layer, a few MiB at a time."""
+"""Distances between the weights of several checkpoints, by parameter and by layer, a few MiB at a time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import tags
-from mpispeed.ckpt.errors import TagNotFound
-from mpispeed.ckpt.index import StoredTensor
-from mpispeed.ckpt.reader import Reader, open_reader
+from mpispeed.ckpt.format import tags
+from mpispeed.ckpt.format.errors import TagNotFound
+from mpispeed.ckpt.format.index import TensorEntry
+from mpispeed.ckpt.read.reader import Reader, open_reader
 from mpispeed.ckpt.tools import stats
 from mpispeed.ckpt.tools.tally import finite_of
 
@@ -65,7 +65,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Found:
-    """What one tag says about one parameter: its size, and sums against the tags before."""
+    """One parameter in one tag: its size, and sums against earlier tags."""
 
     squares: float = 0.0
     finite: int = 0
@@ -182,8 +182,8 @@ def _compare(current: Reader, others: dict[str, Reader], name: str) -> _Found:
     return found
 
 
-def _problem(now: StoredTensor | None, before: StoredTensor | None, tag: str) -> str:
-    """Why two tensors cannot be compared; empty when they can."""
+def _problem(now: TensorEntry | None, before: TensorEntry | None, tag: str) -> str:
+    """The reason why two tensors cannot be compared, or ""."""
     if now is None or before is None:
         return f"not in {tag}"
     if now.shape != before.shape:

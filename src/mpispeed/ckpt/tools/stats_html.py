@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mpispeed.base.plain import printable
 from mpispeed.ckpt.tools import stats_drift
 
 _STYLE = """
@@ -92,7 +93,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 def _text(value: object) -> str:
     """Escaped text; signs that do not show are written as escapes, as a browser would drop or obey them."""
-    return html.escape("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in str(value)), quote=True)
+    return html.escape(printable(str(value)), quote=True)
 
 
 def _number(value: float | None) -> str:

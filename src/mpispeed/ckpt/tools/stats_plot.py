@@ -1,4 +1,4 @@
-"""The statistics of a checkpoint as a picture: histograms of the largest tensors, and how layers moved."""
+"""The statistics of a checkpoint as a picture: histograms of the largest tensors, and changes of layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.base.pictures import picture
+from mpispeed.base.plain import printable
+from mpispeed.base.plotting import picture
 from mpispeed.ckpt.tools import stats_drift
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def chosen(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _label(text: str, length: int = _LONGEST_LABEL) -> str:
     """The text without signs that do not show; of long ones the end, which tells parameters apart."""
-    plain = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+    plain = printable(text)
     return plain if len(plain) <= length else "..." + plain[3 - length :]
 
 

@@ -1,4 +1,4 @@
-"""Moments of many numbers, gathered piece by piece in double precision."""
+"""Moments of many numbers, accumulated piece by piece in double precision."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Tally:
         self.merge(piece)
 
     def merge(self, other: Tally) -> None:
-        """Take in what another tally has seen."""
+        """Merge another tally."""
         self.count += other.count
         self.zeros += other.zeros
         self.nan += other.nan

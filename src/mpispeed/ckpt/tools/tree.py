@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 from h5py import h5a, h5d, h5g, h5i, h5l, h5o, h5s, h5t
 
-from mpispeed.ckpt import hdf5, schema, tags
-from mpispeed.ckpt.index import translated
+from mpispeed.ckpt.format import hdf5, schema, tags
+from mpispeed.ckpt.format.index import translated
 from mpispeed.ckpt.tools.show import split_location
 
 #: attributes that are longer are not read
 _LONGEST_BYTES = 64 << 10
+#: of an object with more only the number is told
+_MOST_ATTRIBUTES = 10_000
 
 
 def rows(location: str) -> list[dict[str, Any]]:
@@ -119,22 +120,29 @@ def _type(kind: h5t.TypeID) -> str:
 
 def _attributes(owner: h5i.ObjectID) -> dict[str, Any]:
     """Values of attributes as JSON values; what is long or of no plain type is described."""
+    count = h5a.get_num_attrs(owner)
+    if count > _MOST_ATTRIBUTES:
+        return {"": f"{count} attributes"}
     found: dict[str, Any] = {}
-    for number in range(h5a.get_num_attrs(owner)):
-        own = h5a.open(owner, index=number)
-        name = own.name.decode(errors="replace")
+    for raw in hdf5.attribute_names(owner, count):
+        own = h5a.open(owner, raw)
+        name, kind = raw.decode(errors="replace"), own.get_type()
         if own.get_space().get_simple_extent_type() == h5s.NULL:
             found[name] = None
-            continue
-        if math.prod(own.shape) * own.get_type().get_size() > _LONGEST_BYTES:
-            found[name] = f"{_type(own.get_type())} {list(own.shape)}"
-            continue
-        found[name] = _plain(h5py.AttributeManager(_wrapped(owner))[own.name])
+        elif not _is_plain(kind) or math.prod(own.shape) * kind.get_size() > _LONGEST_BYTES:
+            found[name] = f"{_type(kind)} {list(own.shape)}"
+        else:
+            value = np.empty(own.shape, kind.dtype)
+            own.read(value, mtype=kind)
+            found[name] = _plain(value[()])
     return found
 
 
-def _wrapped(owner: h5i.ObjectID) -> h5py.Group | h5py.Dataset:
-    return h5py.Dataset(owner) if isinstance(owner, h5d.DatasetID) else h5py.Group(owner)
+def _is_plain(kind: h5t.TypeID) -> bool:
+    """True if values of the type are not in a heap, where damage can make HDF5 loop for ever."""
+    if isinstance(kind, h5t.TypeStringID):
+        return not kind.is_variable_str()
+    return isinstance(kind, (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeEnumID, h5t.TypeBitfieldID))
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`ckpt verify`: is a checkpoint what was saved? Lists all that is wrong, by file, tensor and range. No torch."""
+"""`ckpt verify`: check of a checkpoint; lists all problems by file, tensor and range. No torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from mpispeed.ckpt import blocks, digest, hdf5, index, schema, state_file, tags
-from mpispeed.ckpt import manifest as manifests
-from mpispeed.ckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint
-from mpispeed.ckpt.index import Index, StoredTensor
-from mpispeed.ckpt.manifest import Manifest
-from mpispeed.ckpt.reader import Opened, Reader
+from mpispeed.base.units import format_list
+from mpispeed.ckpt import digest
+from mpispeed.ckpt.format import blocks, hdf5, index, schema, state_file, tags
+from mpispeed.ckpt.format import manifest as manifests
+from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint
+from mpispeed.ckpt.format.index import Index, TensorEntry
+from mpispeed.ckpt.format.manifest import Manifest
+from mpispeed.ckpt.read.reader import Opened, Reader
 from mpispeed.ckpt.tools import scan
 from mpispeed.ckpt.tools.scan import Segment
 from mpispeed.ckpt.tools.show import split_location
@@ -32,7 +34,7 @@ _DIGEST_MARK = "blake2b:"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is not as it was saved.
+    """A difference from the checkpoint as it was saved.
 
     Attributes:
         kind: "corrupt" or "incomplete".
@@ -64,13 +66,13 @@ class Problem:
 
 @dataclass(slots=True)
 class Report:
-    """What a check found.
+    """Result of a check.
 
     Attributes:
         problems: at most MOST_PROBLEMS of them.
-        problem_count: how many there are.
-        notes: what is odd, but does no harm.
-        odd: (name, slot, elements that are not a number, infinite elements) of tensors that have some.
+        problem_count: their number.
+        notes: harmless oddities.
+        odd: (name, slot, NaN elements, infinite elements) of tensors that have some.
         digest: the logical digest, if it was asked for and nothing is wrong.
 
     Units:
@@ -96,7 +98,7 @@ class Report:
         return _CORRUPT if _CORRUPT in kinds else _INCOMPLETE if kinds else "ok"
 
     def add(self, file: str, what: str, kind: str = _CORRUPT, **place: Any) -> None:
-        """Note a problem."""
+        """Add a problem."""
         self.problem_count += 1
         if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(Problem(kind, file, what, **place))
@@ -182,7 +184,7 @@ def verify(path: Path, tag: str, *, quick: bool = False, wants_digest: bool = Fa
 
 
 def read_latest(folder: Path) -> str | None:
-    """As `tags.read_latest`, but a digest that has lost its line is no part of a tag.
+    """As `tags.read_latest`, but a digest without its line break is not read as part of the tag.
 
     Raises:
         CorruptCheckpoint: it is damaged.
@@ -202,7 +204,7 @@ def _check_latest(report: Report) -> None:
 
 
 def _check_sizes(report: Report, manifest: Manifest) -> list[str]:
-    """Compare what is there with the manifest; gives the files that can be read."""
+    """Compare sizes of files with the manifest; return the files that can be read."""
     usable = []
     for name, record in manifest.files.items():
         try:
@@ -217,8 +219,7 @@ def _check_sizes(report: Report, manifest: Manifest) -> list[str]:
     if lost and schema.MODEL_FILE in usable:
         for file, names in _linked(report.path, manifest).items():
             if file in lost:
-                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                report.add(file, f"it has the elements of {', '.join(names[:_SHOWN])}{more}")
+                report.add(file, f"it has the elements of {format_list(names, _SHOWN)}")
     listed = {schema.MANIFEST_FILE, *manifest.files}
     for found in sorted(report.path.rglob("*")):
         name = found.relative_to(report.path).as_posix()
@@ -263,10 +264,7 @@ def _check_index(report: Report, manifest: Manifest, usable: Sequence[str]) -> I
     except CorruptCheckpoint as failure:
         report.add(schema.MODEL_FILE, str(failure))
         return None
-    for what, own, other in (("tag", found.tag, manifest.tag), ("step", found.global_step, manifest.global_step)):
-        if own != other:
-            report.add(schema.MODEL_FILE, f"its {what} is {own!r}, the manifest's {other!r}")
-    for what in _contradictions(found):
+    for what in (*manifests.strangeness(manifest, found.tag, found.global_step), *_contradictions(found)):
         report.add(schema.MODEL_FILE, what)
     return found
 
@@ -284,9 +282,9 @@ def _contradictions(found: Index) -> Iterator[str]:
 
 
 def _cover(
-    report: Report, manifest: Manifest, usable: Sequence[str], tensors: Sequence[StoredTensor]
+    report: Report, manifest: Manifest, usable: Sequence[str], tensors: Sequence[TensorEntry]
 ) -> dict[str, list[Segment]]:
-    """Cut all files in segments; index and tensors have to cover each file exactly once."""
+    """Divide all files into segments; index and tensors have to cover each file exactly once."""
     made = {}
     for name in usable:
         own = [tensor for tensor in tensors if tensor.file == name]
@@ -298,8 +296,8 @@ def _cover(
     return made
 
 
-def _table_problems(manifest: Manifest, tensors: Sequence[StoredTensor]) -> Iterator[str]:
-    """Tables of checksums lie in the index of model.h5 and do not overlap."""
+def _table_problems(manifest: Manifest, tensors: Sequence[TensorEntry]) -> Iterator[str]:
+    """Problems of checksum tables that are outside of the index of model.h5 or overlap."""
     filled = sorted((tensor for tensor in tensors if tensor.size_bytes), key=lambda tensor: tensor.table_offset)
     extents = sorted(manifest.files[schema.MODEL_FILE].index_extents) if filled else []
     starts, position = np.array([start for start, _ in extents], np.int64), 0
@@ -336,7 +334,7 @@ def _is_named(report: Report, file: str) -> bool:
 
 
 def _check_segment(report: Report, file: str, segment: Segment, reader: Reader | None) -> None:
-    """Note the blocks of a segment that are not what they were; neighbours as one range."""
+    """Add the damaged blocks of a segment to the report; neighbours as one range."""
     tensor, bad = segment.tensor, dict(segment.failures)
     if tensor is not None and reader is not None:
         for number in np.flatnonzero(reader.table(tensor) != segment.crcs).tolist():
@@ -365,18 +363,16 @@ def _runs(bad: Mapping[int, str]) -> Iterator[tuple[int, int, str]]:
 
 
 def _check_state(report: Report, manifest: Manifest) -> None:
-    """state.h5, if its bytes are those that were saved, can be read and belongs to the tag."""
+    """Check that an undamaged state.h5 can be read and belongs to the tag."""
     if _is_named(report, schema.STATE_FILE):
         return
     path = report.path / schema.STATE_FILE
     try:
         raw = path.read_bytes()
         state_file.decode_state(path, raw, lambda array, dtype: (dtype, array.shape))
-        state_file.decode(path, raw)
-        with index.translated(path), hdf5.open_reading(path) as file:
-            tag = hdf5.text(file.attrs["tag"])
+        content = state_file.decode(path, raw)
     except CorruptCheckpoint as failure:
         report.add(schema.STATE_FILE, str(failure))
         return
-    if tag != manifest.tag:
-        report.add(schema.STATE_FILE, f"its tag is {tag!r}, the manifest's {manifest.tag!r}")
+    for what in manifests.strangeness(manifest, content.tag, content.global_step):
+        report.add(schema.STATE_FILE, what)

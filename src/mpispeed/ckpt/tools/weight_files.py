@@ -1,4 +1,4 @@
-"""Files of plain weights as other programs read them, written a part at a time. torch only for its own format."""
+"""Writers of weight files for other programs, a part at a time. torch only for its own format."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 from h5py import h5g, h5p, h5t
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt import hdf5, schema
-from mpispeed.ckpt.index import StoredTensor
+from mpispeed.ckpt.format import hdf5, schema
+from mpispeed.ckpt.format.index import TensorEntry
 
 _SAFETENSORS = {
     "float64": "F64",
@@ -52,13 +52,13 @@ class Weight:
     Attributes:
         name: the name to write it under.
         aliases: other names of the same tensor.
-        source: where its elements are.
+        source: the stored tensor with its elements.
         dtype: dtype name to write.
     """
 
     name: str
     aliases: tuple[str, ...]
-    source: StoredTensor
+    source: TensorEntry
     dtype: str
 
     @property
@@ -112,14 +112,14 @@ def write_safetensors(path: Path, weights: Sequence[Weight], elements: Elements)
 
 
 def write_torch(path: Path, weights: Sequence[Weight], elements: Elements) -> None:
-    """Write a torch state dict; it is whole in memory first. Aliases share storage with their tensor.
+    """Write a torch state dict, which is built in memory first. Aliases share storage with their tensor.
 
     Raises:
         OSError: the file system refuses.
     """
     import torch  # tools that write other formats do without
 
-    from mpispeed.ckpt import bits
+    from mpispeed.ckpt.format import bits
 
     state: dict[str, torch.Tensor] = {}
     for weight in weights:

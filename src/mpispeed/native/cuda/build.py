@@ -1,4 +1,4 @@
-"""Compiles all kernels ahead of time, for machines whose nodes have no compiler."""
+"""Build of all kernels ahead of time, for machines whose nodes have no compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpispeed.native.cuda import catalog, store, toolchain
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One source compiled for one architecture, and what its kernels need there."""
+    """One source compiled for one architecture, and the resources of its kernels."""
 
     source: str
     arch: str
@@ -32,7 +32,7 @@ class Built:
 
 
 def default_folder() -> Path:
-    """Where kernels are found without a setting: inside the package, or in a checkout below cuda/."""
+    """Folder of prebuilt kernels without a setting: inside the package, or in a checkout below cuda/."""
     return assets.folder("cuda") / "built"
 
 
@@ -40,17 +40,19 @@ def build(archs: Sequence[str], folder: Path, jobs: int | None = None) -> Iterat
     """Compile every source for every architecture into `folder`; gives each when it is there, in order.
 
     Raises:
-        NativeMissing: nvcc is missing or finds an error, the folder cannot be written, or a source and the catalog
-            name different kernels.
+        NativeMissing: nvcc is missing or finds an error, the folder cannot be written or others can write it, or a
+            source and the catalog name different kernels.
         ValueError: an architecture is spelled wrong.
     """
     for arch in archs:
         toolchain.check_architecture(arch)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # or a umask of 002 lets its group write
     except OSError as error:
         msg = f"cannot make {folder}: {error.strerror}; choose another with --out, and set {store.BUILT_VARIABLE} to it"
         raise NativeMissing(msg) from error
+    if folder != default_folder():
+        store.check_trusted(folder.stat(), str(folder))
 
     def one(work: tuple[str, str]) -> Built:
         source, arch = work

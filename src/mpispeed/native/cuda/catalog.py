@@ -1,4 +1,4 @@
-"""Every kernel: its source below cuda/, its arguments, and whether spilled registers would matter.
+"""Catalog of kernels: source below cuda/, arguments, and whether spilled registers matter.
 
 An argument format is one of Python's `struct` in native mode, as pycuda's `prepare` takes it: "P" a pointer, "Q" an
 unsigned 64-bit and "i" a signed 32-bit integer, "I" an unsigned one, "f" fp32, "40s" a packed structure. A structure
@@ -65,7 +65,7 @@ def _multi(stem: str) -> list[str]:
 
 
 def _softmax_teams() -> list[str]:
-    """What has a row: lanes with 8 or 16 elements, a block, or a walking block; by 16 bytes or by single elements."""
+    """Groups of threads per row: lanes with 8 or 16 elements, a block, or a walking block; for each width of access."""
     teams = ("8", "16", "block", "long", "single_8", "single_block", "single_long")
     return [f"{drops}{team}" for drops in ("", "drop_") for team in teams]
 

@@ -1,7 +1,7 @@
-"""Launches kernels on torch's device, in torch's primary context and on torch's current stream.
+"""Launches of kernels on torch's device, in torch's primary context and on torch's current stream.
 
 A launch does not wait for the device. On the default stream it goes there; on any other it goes through one stream of
-pycuda, which takes no handles of others, with an event on both sides: whatever torch allocates on its stream stays
+pycuda, which takes no handles of others, with an event on both sides: memory that torch allocates on its stream stays
 ordered, so no tensor needs `record_stream`.
 """
 
@@ -38,7 +38,7 @@ class Launcher(Protocol):
 
     @property
     def processors(self) -> int:
-        """Multiprocessors of the device, by which a grid that walks over its work is sized."""
+        """Multiprocessors of the device, for the size of grids."""
 
 
 _stand_in: Launcher | None = None
@@ -56,7 +56,7 @@ def standing_in(launcher: Launcher) -> Iterator[None]:
 
 
 def for_tensor(x: Tensor) -> Launcher | None:
-    """What launches kernels where `x` is; None if its twin has to run: on the host, or when kernels are not usable.
+    """The launcher of kernels where `x` is; None if the reference has to run: on the host, or without usable kernels.
 
     The reason why they are not is logged once for each device.
     """
@@ -66,7 +66,7 @@ def for_tensor(x: Tensor) -> Launcher | None:
         return None
     launcher, reason = _on_device(x.device.index if x.device.index is not None else torch.cuda.current_device())
     if launcher is None:
-        once(_logger, logging.WARNING, f"no fused kernels on {x.device}: {reason}; slower twins in torch run instead")
+        once(_logger, logging.WARNING, f"no fused kernels on {x.device}: {reason}; slower torch code runs instead")
     return launcher
 
 
@@ -79,14 +79,14 @@ def _on_device(index: int) -> tuple[Launcher | None, str]:
 
 
 def unusable_reason() -> str:
-    """Why kernels cannot run on the current device; "" if they can."""
+    """Reason why kernels cannot run on the current device; "" if they can."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
     return _on_device(torch.cuda.current_device())[1]
 
 
 class _Side(threading.local):
-    """What a thread has of its own: whether the context is current in it, and its stream of pycuda."""
+    """State of a thread: whether the context is current in it, and its stream of pycuda."""
 
     is_ready = False
     stream: Any = None
@@ -116,7 +116,7 @@ class DeviceLauncher:
             self.arch = f"sm_{properties.major}{properties.minor}"
             self._driver.init()
             self._context = self._driver.Device(index).retain_primary_context()
-        # For ever: at the end of the interpreter pycuda would detach what torch's memory still lives in.
+        # For ever: at the end of the interpreter pycuda would detach a context that torch's memory still needs.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         # A device without compiler or machine code is found out here, once, not in the middle of a step.
         store.check_available(sources(), self.arch)
@@ -124,7 +124,7 @@ class DeviceLauncher:
 
     @property
     def processors(self) -> int:
-        """Multiprocessors of the device."""
+        """Multiprocessors of the device, for the size of grids."""
         return self._processors
 
     @contextmanager
@@ -186,7 +186,7 @@ class DeviceLauncher:
 
 
 def _refuse_capture(what: str) -> None:
-    """A load within the capture of a graph would break it, with an error that names nothing.
+    """Raise if a graph is being captured: a load would break it with an error that names nothing.
 
     Raises:
         UsageError: a graph is being captured.

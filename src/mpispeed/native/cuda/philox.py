@@ -45,7 +45,7 @@ def threshold(ratio: float) -> int:
 
 
 def kept(seed: int, count: int, ratio: float, device: torch.device | str = "cpu") -> Tensor:
-    """Which of `count` elements stay, as a flat bool tensor; the twin of `is_kept` in the kernels."""
+    """Mask of the elements that stay, as a flat bool tensor; the reference of `is_kept` in the kernels."""
     return words(seed, count, device) >= threshold(ratio)
 
 

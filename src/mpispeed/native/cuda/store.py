@@ -1,8 +1,8 @@
-"""Machine code of the kernels: built ahead into a folder, or compiled once per node at first use.
+"""Machine code of the kernels: prebuilt in a folder, or compiled once per node at first use.
 
 The key of a file is a hash of all sources below cuda/, the flags, the compiler's version and the architecture. The
-first process of a node compiles under a lock while the others wait, and publishes by rename; nobody ever reads a
-half-written file. No MPI is needed for that, because the folder is one of the node.
+first process of a node compiles under a lock while the others wait, and publishes by rename; so a half-written file is
+never read. No MPI is needed, because the folder is local to the node.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import getpass
 import hashlib
 import logging
 import os
+import pwd
 import re
 import stat
 import tempfile
@@ -33,6 +34,8 @@ BUILT_VARIABLE = "MPISPEED_KERNELS"
 CACHE_VARIABLE = "MPISPEED_KERNEL_CACHE"
 """Where kernels are kept that were compiled at first use, instead of a folder in TMPDIR."""
 
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
 
 @cache
 def source_digest() -> str:
@@ -48,8 +51,8 @@ def source_digest() -> str:
 def file_name(source: str, arch: str, compiler: str | None = None) -> str:
     """Name of the machine code of a source.
 
-    Its hash has the compiler's version for what is compiled at first use, and not for what was built ahead, which no
-    compiler has to be there for.
+    Its hash includes the compiler's version for files compiled at first use, not for prebuilt ones, which need no
+    compiler.
     """
     words = "\0".join([source_digest(), *toolchain.FLAGS, compiler or "", arch])
     return f"{Path(source).stem}.{arch}.{hashlib.sha256(words.encode()).hexdigest()[:16]}.cubin"
@@ -59,7 +62,7 @@ def machine_code(source: str, arch: str) -> bytes:
     """The machine code of one file below cuda/: built ahead, kept, or compiled now.
 
     Raises:
-        NativeMissing: nothing fitting was built, and it cannot be compiled here.
+        NativeMissing: nothing fitting was built, and it cannot be compiled here; or another user could have written it.
     """
     built = _built_ahead(source, arch)
     if built is not None:
@@ -71,14 +74,15 @@ def machine_code(source: str, arch: str) -> bytes:
             if not kept.exists():
                 code, _ = toolchain.compile_source(source, arch)
                 publish(code, kept)
-    return kept.read_bytes()
+    return _read(kept)
 
 
 def check_available(wanted: Iterable[str], arch: str) -> None:
     """Check that there is machine code for every source, or a compiler to make it.
 
     Raises:
-        NativeMissing: a source was not built ahead, and there is no compiler or no folder for what it makes.
+        NativeMissing: a source was not built ahead, and there is no compiler or no folder for its output; or
+            another user could write to a folder.
     """
     if any(_built_ahead(source, arch) is None for source in wanted):
         toolchain.check_architecture(arch)
@@ -100,15 +104,16 @@ def publish(code: bytes, path: Path) -> None:
 
 
 def _built_ahead(source: str, arch: str) -> bytes | None:
-    named = os.environ.get(BUILT_VARIABLE)
-    folders = [Path(named)] if named else []
-    folders.append(assets.folder("cuda") / "built")
-    for folder in folders:
-        path = folder / file_name(source, arch)
-        if path.is_file():
-            return path.read_bytes()
+    name, named = file_name(source, arch), os.environ.get(BUILT_VARIABLE)
+    if named and Path(named).is_dir():
+        check_trusted(Path(named).stat(), f"{BUILT_VARIABLE}={named}")
+        if (Path(named) / name).is_file():
+            return _read(Path(named) / name)
+    inside = assets.folder("cuda") / "built" / name
+    if inside.is_file():
+        return inside.read_bytes()
     if named:
-        what = f"{BUILT_VARIABLE}={named} has no {file_name(source, arch)}: it was built for "
+        what = f"{BUILT_VARIABLE}={named} has no {name}: it was built for "
         once(
             _logger,
             logging.WARNING,
@@ -135,18 +140,53 @@ def cache_folder() -> Path:
     folder = Path(named) if named else Path(tempfile.gettempdir()) / f"mpispeed-kernels-{_user()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat() if not named else folder.stat()
+        found = folder.stat() if named else folder.lstat()
     except OSError as error:
         msg = f"cannot make {folder} for compiled kernels: {error}; set {CACHE_VARIABLE} to a folder on a local disk"
         raise NativeMissing(msg) from error
-    is_open = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)) and not named
-    if not stat.S_ISDIR(found.st_mode) or is_open or (not named and found.st_uid != os.getuid()):
+    if named:
+        check_trusted(found, f"{CACHE_VARIABLE}={folder}")
+    elif not stat.S_ISDIR(found.st_mode) or found.st_mode & _OTHERS_WRITE or found.st_uid != os.getuid():
         msg = (
             f"{folder} is not a folder that only you can write, so kernels in it are not trusted; remove it, or set "
             f"{CACHE_VARIABLE} to a folder of yours on a local disk"
         )
         raise NativeMissing(msg)
     return folder
+
+
+def check_trusted(found: os.stat_result, called: str) -> None:
+    """Refuse a folder or a file of machine code that another user can write to: a process would run it.
+
+    Trusted are the user, root, and the owner of this package, who can change what runs here anyway.
+
+    Raises:
+        NativeMissing: it is not to be trusted; `called` is its name in the message.
+    """
+    if found.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(found.st_mode)
+        why = f"others can write there (its mode is {mode:#o}); take that right away with chmod go-w"
+    elif found.st_uid not in (os.getuid(), 0, assets.folder("cuda").stat().st_uid):
+        owner = f"user {_name_of(found.st_uid)}"
+        why = f"it belongs to {owner}, not to you, root or the owner of mpispeed; take a folder of your own"
+    else:
+        return
+    msg = f"{called}, with machine code for the GPU, is not trusted: {why}"
+    raise NativeMissing(msg)
+
+
+def _read(path: Path) -> bytes:
+    """Content of a file, if no other user can write to it."""
+    with path.open("rb") as file:
+        check_trusted(os.fstat(file.fileno()), str(path))
+        return file.read()
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def _user() -> str:

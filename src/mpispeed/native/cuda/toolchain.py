@@ -1,4 +1,4 @@
-"""Finds nvcc and compiles one source to machine code of one architecture; reads what it says of registers."""
+"""Nvcc: finds it, compiles one source to machine code of one architecture, and reads its report on registers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIMIT_SECONDS = 300
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel needs on one architecture: registers of a thread, bytes it spills, shared bytes of a block."""
+    """Resources of one kernel on one architecture: registers per thread, bytes spilled, shared bytes of a block."""
 
     kernel: str
     registers: int
@@ -72,10 +72,10 @@ def _in_wheels() -> list[Path]:
 
 @cache
 def version(nvcc: Path) -> str:
-    """What nvcc calls its release, such as "13.0.88".
+    """Release of nvcc, such as "13.0.88".
 
     Raises:
-        NativeMissing: it cannot be run, or says something else.
+        NativeMissing: it cannot be run, or its output has no release.
     """
     try:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
@@ -101,10 +101,10 @@ def check_architecture(arch: str) -> None:
 
 
 def compile_source(source: str, arch: str) -> tuple[bytes, list[Resources]]:
-    """Machine code of one file below cuda/ for one architecture, and what its kernels need.
+    """Machine code of one file below cuda/ for one architecture, and the resources of its kernels.
 
     Raises:
-        NativeMissing: nvcc is missing, does not know the architecture, or finds an error; the message has its words.
+        NativeMissing: nvcc is missing, does not know the architecture, or finds an error; the message has its output.
         ValueError: `arch` is no architecture.
     """
     check_architecture(arch)
@@ -130,7 +130,7 @@ def compile_source(source: str, arch: str) -> tuple[bytes, list[Resources]]:
 
 
 def read_resources(said: str) -> list[Resources]:
-    """What `-Xptxas=-v` said of each kernel."""
+    """Resources of each kernel, from the output of `-Xptxas=-v`."""
     found = []
     blocks = re.split(r"Compiling entry function '(\w+)'", said)[1:]
     for name, words in zip(blocks[::2], blocks[1::2], strict=True):

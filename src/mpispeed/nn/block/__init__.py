@@ -1,4 +1,4 @@
-"""Whole transformer layers on the fused kernels; on the host the kernels' twins compute the same."""
+"""Transformer layers on the fused kernels; on the host the kernels' references compute the same."""
 
 from mpispeed.nn.block.config import TransformerConfig
 from mpispeed.nn.block.transformer import TransformerLayer

@@ -1,4 +1,4 @@
-"""What a fused transformer layer can be told: DeepSpeed's keys with its defaults, and one of ours."""
+"""Config of a fused transformer layer: DeepSpeed's keys with its defaults, and one of ours."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _REAL = ("attn_dropout_ratio", "hidden_dropout_ratio", "initializer_range", "lay
 
 @dataclass
 class TransformerConfig:
-    """Sizes and ways of a `TransformerLayer`. A value of -1 is one that was not given.
+    """Sizes and options of a `TransformerLayer`. A value of -1 means not given.
 
     Keys may be set after the construction as well: the layer checks them, and keeps a copy.
 
     Attributes:
         batch_size: accepted and without effect: a layer takes any batch.
-        hidden_size: width of what goes in and comes out.
+        hidden_size: width of input and output.
         intermediate_size: width inside of the MLP; 4 times `hidden_size` if it is not above 0.
         heads: of the attention; divides `hidden_size`.
         attn_dropout_ratio: part of the attention probabilities that is dropped in training.
-        hidden_dropout_ratio: part of what the attention and the MLP give that is dropped in training.
+        hidden_dropout_ratio: part of the outputs of attention and MLP that is dropped in training.
         num_hidden_layers: of the model; needed by `adjust_init_range`.
         initializer_range: deviation of the weights at the start.
-        layer_norm_eps: is added to the variance.
-        local_rank: the device that is made the current one, where the process sees so many.
-        seed: accepted and without effect: dropout follows torch's generators, which activation checkpointing puts back.
+        layer_norm_eps: added to the variance.
+        local_rank: index of the device made the current one, if the process sees so many.
+        seed: accepted and without effect: dropout follows torch's generators, which activation checkpointing restores.
         fp16: accepted and without effect: a layer computes in the dtype of its parameters, or of `torch.autocast`.
         pre_layer_norm: norms stand before attention and MLP; else behind their residual sums.
-        normalize_invertible: accepted and without effect. Inputs of norms are kept: getting them back from outputs
+        normalize_invertible: accepted and without effect. Inputs of norms are kept: recovering them from outputs
             divides by weights that may be 0.
-        gelu_checkpoint: compute the GELU again in backward instead of keeping it.
+        gelu_checkpoint: recompute the GELU in backward instead of keeping it.
         adjust_init_range: the two output weights start with a deviation of initializer_range / sqrt(2 layers).
-        attn_dropout_checkpoint: compute the dropout of the probabilities again in backward instead of keeping what it
-            left. Fused attention keeps neither.
+        attn_dropout_checkpoint: recompute the dropout of the probabilities in backward instead of keeping its result.
+            Fused attention keeps neither.
         stochastic_mode: accepted and without effect: no kernel of ours is faster without an order.
-        return_tuple: `forward` gives a tuple of one.
+        return_tuple: `forward` returns a tuple of one.
         training: accepted and without effect: `layer.train()` and `layer.eval()` decide at each call.
         attention: "sdpa" (torch's fused attention), "explicit" (probabilities written out, the softmax kernel), or
             "auto". Not a key of DeepSpeed.
@@ -118,7 +118,7 @@ class TransformerConfig:
         return self.initializer_range / (math.sqrt(2.0 * self.num_hidden_layers) if self.adjust_init_range else 1.0)
 
     def check(self, *, draws_weights: bool = True) -> None:
-        """Check that a layer can be made of this; `draws_weights` if its weights are to be drawn.
+        """Check that a layer can be made of this config; `draws_weights` if its weights are to be drawn.
 
         Raises:
             ConfigError: a value is of the wrong kind or missing, or values do not fit together.

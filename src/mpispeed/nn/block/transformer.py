@@ -1,8 +1,8 @@
 """A transformer layer for training on the fused kernels, with the parameters and settings of DeepSpeed's.
 
 Four matrix products, the attention, and between them one pass each over the activations: norm, bias with the split into
-heads, bias with GELU, bias with dropout, residual and norm. On the host, and in fp64, the twins of the kernels compute
-the same.
+heads, bias with GELU, bias with dropout, residual and norm. On the host, and in fp64, the references of the kernels
+compute the same.
 
 Sources: Devlin et al., "BERT", arXiv 1810.04805; Xiong et al., "On Layer Normalization in the Transformer
 Architecture", arXiv 2002.04745, for norms before and behind.
@@ -56,9 +56,9 @@ class TransformerLayer(nn.Module):
         """Make the parameters.
 
         Args:
-            config: sizes and ways; it is copied.
-            initial_weights: to copy: q, k, v, attention output, attention norm, MLP in, MLP out, norm.
-            initial_biases: in the same order; the biases of q, k and v start at zero whatever is given.
+            config: sizes and options; it is copied.
+            initial_weights: copied; in order q, k, v, attention output, attention norm, MLP in, MLP out, norm.
+            initial_biases: in the same order; the biases of q, k and v start at zero in any case.
 
         Raises:
             ConfigError: a value is missing or does not fit, or an initial tensor has another shape.
@@ -123,7 +123,7 @@ class TransformerLayer(nn.Module):
         self.attn_qkvb = nn.Parameter(parts["attn_o"].detach().new_zeros(self.attn_qkvb.shape))
 
     def _replace(self, name: str, value: Tensor, of: str) -> None:
-        """A parameter takes values, dtype and device."""
+        """Replace values, dtype and device of a parameter."""
         _check_shape(of, name, value, tuple(getattr(self, name).shape))
         setattr(self, name, nn.Parameter(value.detach().clone()))
 
@@ -143,9 +143,9 @@ class TransformerLayer(nn.Module):
 
         Args:
             hidden_states: the input.
-            attention_mask: is added to the scores (0 or a large negative number; a bool one has True for what takes
-                part). It gets no gradient.
-            head_mask: and all that follow: places that other layers have; only None and False are taken.
+            attention_mask: added to the scores (0 or a large negative number; a bool one is True for positions that
+                take part). It gets no gradient.
+            head_mask: this and all following are parameters of other layers; only None and False are accepted.
             layer_head_mask: see there.
             encoder_hidden_states: see there.
             encoder_attention_mask: see there.
@@ -155,7 +155,7 @@ class TransformerLayer(nn.Module):
 
         Shapes:
             hidden_states, result: [batch, sequence, hidden].
-            attention_mask: [batch, 1, 1, sequence], or what broadcasts to [batch, heads, sequence, sequence].
+            attention_mask: [batch, 1, 1, sequence], or broadcastable to [batch, heads, sequence, sequence].
 
         Raises:
             UsageError: an argument that the layer does not support is given, or the input has another shape.
@@ -207,18 +207,18 @@ class TransformerLayer(nn.Module):
         return x.dtype != torch.float64 if x.device.type == "cuda" else ratio == 0
 
     def _attend_fused(self, n: Tensor, mask: Tensor | None, ratio: float) -> Tensor:
-        """What the heads attend to, by torch. Shapes: [batch, heads, sequence, hidden / heads]."""
+        """Attention output of the heads, by torch. Shapes: [batch, heads, sequence, hidden / heads]."""
         heads = self.config.heads
         # Fused attention reads queries, keys and values where the product left them: no pass to split them.
         qkv = F.linear(n, self.attn_qkvw, self.attn_qkvb).unflatten(2, (3, heads, self.config.hidden_size // heads))
         q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
         if mask is not None and mask.dtype not in (torch.bool, q.dtype):
-            # Kept finite: what is masked everywhere attends evenly, as with -10000.
+            # Kept finite: a row that is masked everywhere attends evenly, as with -10000.
             mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=ratio)
 
     def _attend_explicitly(self, n: Tensor, mask: Tensor | None, ratio: float) -> Tensor:
-        """The same with probabilities written out."""
+        """As `_attend_fused`, with probabilities written out."""
         q, k, v = split_qkv(F.linear(n, self.attn_qkvw), self.attn_qkvb, self.config.heads)
         return attention(q, k, v, mask, ratio=ratio, keeps_dropped=not self.config.attn_dropout_checkpoint)
 

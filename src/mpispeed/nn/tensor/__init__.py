@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers cut over a slicing group, and their injection into existing models."""
+"""Tensor parallelism: layers sliced over a slicing group, and their injection into existing models."""
 
 from mpispeed.nn.tensor.embedding import VocabEmbedding, VocabLinear
 from mpispeed.nn.tensor.injection import Report, inject

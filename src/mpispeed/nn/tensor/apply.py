@@ -1,4 +1,4 @@
-"""Replaces the layers of one site in place."""
+"""Replacement of the layers of one site in place."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from mpispeed.base.shares import share
+from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor.dropout import Region, SplitDropout, give_own_stream, has_dropout
 from mpispeed.nn.tensor.entry import Entry, SequenceCut
 from mpispeed.nn.tensor.linear import ColumnLinear, RowLinear
-from mpispeed.nn.tensor.sites import Column, Site, join, known_shape
+from mpispeed.nn.tensor.shard_plan import Column, Site, join, known_shape
 from mpispeed.nn.tensor.tensor_cut import marks_of
 
 
 def apply_site(model: nn.Module, site: Site, comm: Comm, sequence: SequenceCut | None = None) -> None:
-    """Cut the layers of a site, adjust what its module knows of heads, and give its dropouts their streams.
+    """Slice the layers of a site, adjust its module's numbers of heads, and give its dropouts their streams.
 
     Local: only the layers' own forward communicates.
 
@@ -24,11 +24,11 @@ def apply_site(model: nn.Module, site: Site, comm: Comm, sequence: SequenceCut |
         model: changed in place.
         site: with paths in it.
         comm: the slicing group.
-        sequence: given where activations are cut by sequence between sites.
+        sequence: given where activations are sliced by sequence between sites.
     """
     region = Region()
     is_attention = site.groups > 0
-    # With a cut sequence, attention has to see whole sequences, not only its layers: it is entered as a whole.
+    # With a sliced sequence, attention itself has to see full sequences, not only its layers.
     entry = Entry(comm, sequence, len(site.columns))
     is_entered_whole = is_attention and sequence is not None
     for column in site.columns:
@@ -72,7 +72,7 @@ def _column(model: nn.Module, column: Column, site: Site, comm: Comm, entry: Ent
 
 
 def _streams(model: nn.Module, site: Site, comm: Comm, holder: nn.Module, region: Region) -> None:
-    """Dropouts between column- and row-cut layers get masks of their own on every rank."""
+    """Give dropouts between column- and row-parallel layers different masks on every rank."""
     is_own = site.row.rpartition(".")[0] != site.holder or bool(site.after) or not _dropouts(holder)
     if site.groups and is_own:
         if has_dropout(holder, site.after):
@@ -102,13 +102,13 @@ def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
 
 
 class WholeSequence:
-    """A hook before a module: hidden states that are cut by sequence are gathered."""
+    """A hook before a module that gathers hidden states sliced by sequence."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments with whole hidden states: the first one, or that of this name."""
+        """Arguments with full hidden states: the first one, or that of this name."""
         if args:
             return (self.entry(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self.entry(kwargs["hidden_states"])}

@@ -1,8 +1,8 @@
-"""Dropout where activations are cut: masks of its own on every rank, while all others stay equal over the group.
+"""Dropout in sliced regions: different masks on every rank there, equal ones over the group elsewhere.
 
-A cut region seeds a stream of its own from one number of the default stream and the rank in the slicing group. So the
-default streams of the group stay together whatever is drawn inside, and whoever restores the default stream to compute
-something again, `torch.utils.checkpoint` too, gets the same masks.
+A sliced region seeds a stream of its own from one number of the default stream and the rank in the slicing group. So
+the default streams of the group stay equal, and recomputation that restores the default stream, as by
+`torch.utils.checkpoint`, gets the same masks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # spreads ranks over the seeds (2**64 divided by t
 
 @contextlib.contextmanager
 def own_stream(rank: int) -> Iterator[None]:
-    """Draw numbers inside that differ between the ranks of a group; one number of the default stream is used."""
+    """Context that draws different numbers on the ranks of a group; uses one number of the default stream."""
     base = int(torch.randint(2**62, ()).item())
     before = capture()
     torch.manual_seed((base + (rank + 1) * _GOLDEN) % 2**63)
@@ -33,7 +33,7 @@ def own_stream(rank: int) -> Iterator[None]:
 
 
 class OwnStream:
-    """Mixed into a module whose forward is a cut region: it draws from `own_stream`."""
+    """Mixin of a module whose forward is a sliced region: it draws from `own_stream`."""
 
     _slice_rank: int
     _after: nn.ModuleList
@@ -61,7 +61,7 @@ def give_own_stream(module: nn.Module, rank: int, after: tuple[str, ...] = ()) -
     Args:
         module: changed in place.
         rank: in the slicing group.
-        after: names of its dropouts that belong behind the cut region; they are applied to what forward returns.
+        after: names of its dropouts that belong behind the sliced region; they are applied to the output.
     """
     kind: Any = type(module)
     module.__class__ = _with_own_stream(kind)
@@ -76,22 +76,22 @@ def give_own_stream(module: nn.Module, rank: int, after: tuple[str, ...] = ()) -
 
 
 class Region:
-    """Whether computation is between column- and row-cut layers now; set by hooks, so it survives no error long."""
+    """Flag set by hooks between column- and row-parallel layers; after an error it is soon reset."""
 
     def __init__(self) -> None:
         self.is_inside = False
 
     def enter(self, *_: Any) -> None:
-        """Behind a column-cut layer."""
+        """Mark the begin, behind a column-parallel layer."""
         self.is_inside = True
 
     def leave(self, *_: Any) -> None:
-        """Before a row-cut layer, and before the module that has both."""
+        """Mark the end, before a row-parallel layer, and before the module that has both."""
         self.is_inside = False
 
 
 class SplitDropout(nn.Dropout):
-    """A dropout that serves inside and outside of a cut region."""
+    """A dropout that serves inside and outside of a sliced region."""
 
     def __init__(self, like: nn.Dropout, region: Region, rank: int) -> None:
         super().__init__(like.p, like.inplace)

@@ -1,4 +1,4 @@
-"""A vocabulary cut over a slicing group: the table of embeddings and the layer that makes logits.
+"""Vocabulary sliced over a slicing group: the table of embeddings and the layer that makes logits.
 
 All ranks hold equally many rows; those behind the vocabulary are padding, zero and never used.
 
@@ -22,14 +22,14 @@ from mpispeed.nn.tensor.tensor_cut import TensorCut, marks_of, vocab_rows
 
 
 class VocabEmbedding(CutLayer):
-    """An embedding whose rows are cut; every rank gets the whole result.
+    """An embedding whose rows are sliced; every rank gets the full result.
 
     Args:
-        num_embeddings: rows of the whole table.
+        num_embeddings: rows of the full table.
         embedding_dim: width.
         comm: the slicing group.
         padding_idx: the row that gets no gradient.
-        whole: an `nn.Embedding` whose table is cut instead of a new one.
+        whole: an `nn.Embedding` whose table is sliced instead of a new one.
         kwargs: `dtype` and `device` of a new table.
 
     Shapes:
@@ -73,26 +73,26 @@ class VocabEmbedding(CutLayer):
         return regions.reduce_from(found.masked_fill(is_other.unsqueeze(-1), 0.0), self.comm, is_own=True)
 
     def extra_repr(self) -> str:
-        """Whole sizes and the rank."""
+        """Full sizes and the rank."""
         return f"{self.num_embeddings}, {self.embedding_dim}, rank {self.comm.rank} of {self.comm.size}"
 
 
 class VocabLinear(CutLayer):
-    """The layer from hidden states to logits, cut by vocabulary.
+    """The layer from hidden states to logits, sliced by vocabulary.
 
     Args:
         in_features: width of the hidden states.
-        vocab_size: rows of the whole weight.
+        vocab_size: rows of the full weight.
         comm: the slicing group.
         bias: add a bias.
-        gather_output: return whole logits; else this rank's columns, padding included, for `cross_entropy` of
+        gather_output: return full logits; else this rank's columns, padding included, for `cross_entropy` of
             this package.
-        whole: an `nn.Linear` whose weights are cut instead of new ones.
+        whole: an `nn.Linear` whose weights are sliced instead of new ones.
         tied: a `VocabEmbedding` whose weight this layer uses.
         kwargs: `dtype` and `device` of new weights.
 
     Shapes:
-        input: [..., in_features], whole and equal on all ranks
+        input: [..., in_features], full and equal on all ranks
         output: [..., vocab_size], or [..., rows of each rank]
 
     Collective over: `comm`, in backward; with `gather_output` in forward too.
@@ -128,7 +128,7 @@ class VocabLinear(CutLayer):
         self._adopt("bias", getattr(layer, "bias", None), TensorCut("vocab", 0, (vocab_size,)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits of this rank's vocabulary, or of the whole."""
+        """Logits of this rank's vocabulary, or of the full one."""
         logits = self.product(self.entry(x), self.weight, self.bias)
         if not self.gather_output:
             return logits
@@ -136,5 +136,5 @@ class VocabLinear(CutLayer):
         return regions.gather_from(logits, self.comm, -1, rows * self.comm.size)[..., : self.vocab_size]
 
     def extra_repr(self) -> str:
-        """Whole sizes and the rank."""
+        """Full sizes and the rank."""
         return f"{self.in_features}, {self.vocab_size}, rank {self.comm.rank} of {self.comm.size}"

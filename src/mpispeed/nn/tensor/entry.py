@@ -1,4 +1,4 @@
-"""Where an activation crosses into a cut region; crossed once, also where several layers take it."""
+"""Entry of an activation into a sliced region; made once, also where several layers take it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpispeed.nn.tensor import regions
 
 @dataclass(slots=True)
 class SequenceCut:
-    """Which dim of activations is cut between the layers of sequence parallelism, and whether it is now.
+    """The dim of activations that sequence parallelism slices between layers, and if it does so now.
 
     Attributes:
         dim: of the sequence.
-        is_on: False while whole sequences pass, in evaluation for example.
+        is_on: False while sequences are full, in evaluation for example.
     """
 
     dim: int = 1
@@ -30,14 +30,14 @@ class SequenceCut:
 
 
 class Entry:
-    """The border before column-cut layers.
+    """The border before column-parallel layers.
 
-    Query, key and value take the same tensor: the first crosses the border, the others get what it got, so that
+    Query, key and value take the same tensor: the first crosses the border, the others share its result, so that
     gradients are summed, or a sequence gathered, once.
 
     Args:
         comm: the slicing group.
-        sequence: given where the sequence of the input is cut.
+        sequence: given where the sequence of the input is sliced.
         users: layers that share it.
     """
 
@@ -48,7 +48,7 @@ class Entry:
 
     @classmethod
     def crossed(cls, comm: Comm) -> Entry:
-        """For layers of a module that has brought its input over the border already."""
+        """An entry for layers of a module whose input has crossed the border already."""
         made = cls(comm)
         made.is_crossed = True
         return made
@@ -62,9 +62,9 @@ class Entry:
         return made
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as the cut region sees it.
+        """The input as the sliced region sees it.
 
-        Collective over: `comm`, in backward; where the sequence is cut in forward too.
+        Collective over: `comm`, in backward; where the sequence is sliced in forward too.
         """
         has_grad = torch.is_grad_enabled() and x.requires_grad
         is_cut = self.sequence is not None and self.sequence.is_on
@@ -85,7 +85,7 @@ class Entry:
         return out
 
     def _forget(self, source: weakref.ref[torch.Tensor]) -> None:
-        """The input has died; no layer will bring it again."""
+        """Drop the cached result, because the input has died."""
         if self._kept is not None and self._kept.source is source:
             self._kept = None
 

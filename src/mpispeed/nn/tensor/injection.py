@@ -1,6 +1,6 @@
-"""Cuts an existing model over a slicing group, in place.
+"""Injection of tensor parallelism: slices an existing model over a slicing group, in place.
 
-Rank 0 of the group decides what is cut, by a table of known models, a user's table, or a rule; all ranks do the same.
+Rank 0 of the group chooses the layers, by a table of known models, a user's table, or a rule; all ranks do the same.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import nn
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor.apply import apply_site
+from mpispeed.nn.tensor.auto_policy import ruled_sites
 from mpispeed.nn.tensor.entry import SequenceCut
 from mpispeed.nn.tensor.linear import CutLayer
 from mpispeed.nn.tensor.policy import chosen_sites, known_sites
-from mpispeed.nn.tensor.rule import ruled_sites
 from mpispeed.nn.tensor.sequence import blocks_of, cut_sequence, uncut_layers
-from mpispeed.nn.tensor.sites import Site, child
+from mpispeed.nn.tensor.shard_plan import Site, child
 from mpispeed.nn.tensor.vocabulary import cut_vocab, retie, together, vocab_paths
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was done to a model.
+    """Result of the injection into a model.
 
     Attributes:
-        cut: path of each layer that is cut -> "column", "row" or "vocab", and how it was found.
-        whole: path of each linear layer and embedding that stays whole -> why, if there is a reason.
+        cut: path of each sliced layer -> "column", "row" or "vocab", and how it was found.
+        whole: path of each linear layer and embedding that is not sliced -> the reason, if there is one.
         ranks: of the slicing group.
         elements: of all parameters before.
         local_elements: of those that this rank has.
@@ -68,28 +68,28 @@ def inject(
     sequence_parallel: bool = False,
     grain: int = 1,
 ) -> Report:
-    """Replace layers of a model by layers that are cut over `comm`; everything else stays as it is.
+    """Replace layers of a model by layers that are sliced over `comm`; everything else stays as it is.
 
-    Attention is cut in whole heads, with grouped queries in whole groups; the numbers of heads that its module keeps
-    become those of this rank. Parameters, buffers and the state of torch's default generator become those of rank 0.
-    Losses and gradients are those of the unsplit model up to rounding, with two exceptions that the caller sees to:
-    gradients that `partial_gradients` lists have to be summed over `comm`, and generators of the group have to stay
-    equal where the model has dropout.
+    Attention is sliced by heads, with grouped queries by groups; its module's numbers of heads become those of this
+    rank. Parameters, buffers and the state of torch's default generator become those of rank 0. Losses and gradients
+    are those of the unsplit model up to rounding, with two exceptions for the caller: gradients that
+    `partial_gradients` lists have to be summed over `comm`, and generators of the group have to stay equal where the
+    model has dropout.
 
     Args:
-        model: with whole parameters in host memory, the same on all ranks; changed in place.
+        model: with full parameters in host memory, the same on all ranks; changed in place.
         comm: the slicing group.
-        policy: a table for layers, see `chosen_sites`; nothing else is cut then. None: GPT-2, LLaMA, Mistral, Qwen2,
+        policy: a table for layers, see `chosen_sites`; nothing else is sliced then. None: GPT-2, LLaMA, Mistral, Qwen2,
             BERT and OPT by a table of this package, other modules by a rule.
-        vocab: cut the embedding of tokens and the layer to logits by vocabulary. Logits are still returned whole.
-        sequence_parallel: cut the sequence between attention and MLP, in training. Its length has to be a multiple of
-            the number of ranks, and every linear layer of a block has to be cut.
-        grain: widths that are no heads are cut at multiples of it, as kernels may like.
+        vocab: slice the embedding of tokens and the layer to logits by vocabulary. Logits are still returned in full.
+        sequence_parallel: slice the sequence between attention and MLP, in training. Its length has to be a multiple of
+            the number of ranks, and every linear layer of a block has to be sliced.
+        grain: widths that are no heads are sliced at multiples of it, as kernels may prefer.
 
     Collective over: `comm`.
 
     Raises:
-        ConfigError: nothing can be cut, attention has fewer heads than ranks, or the policy does not fit.
+        ConfigError: nothing can be sliced, attention has fewer heads than ranks, or the policy does not fit.
         UsageError: the model was injected before, or is not the same on all ranks. All errors are raised on all ranks.
     """
     _check_equal(model, comm)
@@ -174,7 +174,7 @@ def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options
 
 
 def _leave_shared(model: nn.Module, plan: _Plan) -> None:
-    """Sites whose weights other modules use too stay whole: they cannot be cut for one of them."""
+    """Drop sites whose weights other modules use too: they cannot be sliced for one of them."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
@@ -189,7 +189,7 @@ def _leave_shared(model: nn.Module, plan: _Plan) -> None:
 
 
 def _share_values(model: nn.Module, comm: Comm) -> None:
-    """All ranks get rank 0's parameters, buffers and generator."""
+    """Give all ranks rank 0's parameters, buffers and generator."""
     with torch.no_grad():
         for tensor in _tensors(model).values():
             values = tensor.detach().contiguous()

@@ -1,6 +1,6 @@
-"""Linear layers whose weights are cut over a slicing group.
+"""Linear layers whose weights are sliced over a slicing group.
 
-A column-cut layer has some of the outputs, a row-cut one some of the inputs. One behind the other they need one sum in
+A column-parallel layer has some of the outputs, a row-parallel one some of the inputs. A pair of them needs one sum in
 forward and one in backward.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
@@ -26,12 +26,12 @@ Layer = TypeVar("Layer", bound="CutLayer")
 
 
 class CutLayer(Splits, nn.Module):
-    """What the cut layers share. Copies of a model use the same group.
+    """Base of sliced layers. Copies of a model use the same group.
 
     Attributes:
         comm: the slicing group.
         weight: this rank's part.
-        bias: likewise, or whole.
+        bias: likewise, or the full one.
     """
 
     weight: nn.Parameter
@@ -49,7 +49,7 @@ class CutLayer(Splits, nn.Module):
         return made
 
     def _adopt(self, name: str, whole: torch.Tensor | None, cut: TensorCut) -> None:
-        """Keep this rank's part of a whole parameter, and how it was cut."""
+        """Keep this rank's part of a full parameter, and how it was sliced."""
         if whole is None:
             self.register_parameter(name, None)
             return
@@ -59,30 +59,30 @@ class CutLayer(Splits, nn.Module):
 
 
 class ColumnLinear(CutLayer):
-    """A linear layer of which every rank computes some of the outputs.
+    """A linear layer whose outputs are sliced over the ranks.
 
-    The weights are made whole with the current generator and then cut, so ranks with equal generators together have
+    The full weights are made with the current generator and then sliced, so ranks with equal generators together have
     the weights of `nn.Linear`.
 
     Args:
         in_features: width of the input.
-        out_features: width of the whole output.
+        out_features: width of the full output.
         comm: the slicing group.
         bias: add a bias.
-        sub_sizes: widths of parts of the output that are cut each by itself, as in fused query, key and value; empty
+        sub_sizes: widths of parts of the output that are sliced separately, as in fused query, key and value; empty
             for one part.
         grains: one for each part: shares are multiples of it, e.g. the width of a head; empty for 1.
-        gather_output: return the whole output; only of one part in grains of 1.
+        gather_output: return the full output; only of one part in grains of 1.
         sequence_parallel: the input is this rank's part of the sequence.
         sequence_dim: the dim of the sequence; 0 where the input has two dims.
         transposed: the weight is [in_features, out_features], as of GPT-2's `Conv1D`.
-        whole: a layer whose `weight` and `bias` are cut instead of new ones; they are not changed.
-        entry: where the input crosses into the cut region; layers that take the same input share one.
+        whole: a layer whose `weight` and `bias` are sliced instead of new ones; they are not changed.
+        entry: entry of the input into the sliced region; layers that take the same input share one.
         kwargs: `dtype` and `device` of new weights.
 
     Shapes:
-        input: [..., in_features], whole and equal on all ranks, or of the sequence this rank's part
-        output: [..., this rank's part of out_features], of the whole sequence
+        input: [..., in_features], full and equal on all ranks, or this rank's part of the sequence
+        output: [..., this rank's part of out_features], of the full sequence
 
     Collective over: `comm`, in backward; with `sequence_parallel` or `gather_output` in forward too.
 
@@ -127,27 +127,27 @@ class ColumnLinear(CutLayer):
         return regions.gather_from(out, self.comm, -1, self.out_features) if self.gather_output else out
 
     def extra_repr(self) -> str:
-        """Whole widths and the rank."""
+        """Full widths and the rank."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, rank {_place(self.comm)}"
 
 
 class RowLinear(CutLayer):
-    """A linear layer of which every rank has some of the inputs; the ranks' outputs are summed.
+    """A linear layer whose inputs are sliced over the ranks; the ranks' outputs are summed.
 
-    The bias is whole on every rank and added once, after the sum.
+    The bias is replicated and added once, after the sum.
 
     Args:
-        in_features: width of the whole input.
+        in_features: width of the full input.
         out_features: width of the output.
         comm: the slicing group.
         bias: add a bias.
         grain: shares of the input are multiples of it, as in the layers before.
-        input_is_whole: the input is whole on every rank, which takes its part.
+        input_is_whole: the input is full on every rank, which takes its part.
         sequence_parallel: return this rank's part of the sequence. Gradients of the bias are partial sums then.
         sequence_dim: the dim of the sequence; 0 where the input has two dims.
         transposed: the weight is [in_features, out_features], as of GPT-2's `Conv1D`.
         whole: a layer whose `weight` and `bias` are taken instead of new ones; they are not changed.
-        sequence: shared by the layers of a model whose sequence is not always cut.
+        sequence: shared by the layers of a model whose sequence is not always sliced.
         kwargs: `dtype` and `device` of new weights.
 
     Shapes:
@@ -204,12 +204,12 @@ class RowLinear(CutLayer):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
-        """Whole widths and the rank."""
+        """Full widths and the rank."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, rank {_place(self.comm)}"
 
 
 def whole_linear(in_features: int, out_features: int, bias: bool, transposed: bool, **kwargs: Any) -> nn.Module:
-    """The layer that is cut, with new weights."""
+    """The full layer, with new weights."""
     layer = nn.Linear(in_features, out_features, bias=bias, **kwargs)
     if transposed:
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())

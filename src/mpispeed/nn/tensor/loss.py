@@ -1,4 +1,4 @@
-"""Cross entropy of logits that stay cut by vocabulary: three numbers per token travel instead of all logits.
+"""Cross entropy of logits sliced by vocabulary: three numbers per token are exchanged instead of all logits.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
@@ -26,12 +26,12 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """`torch.nn.functional.cross_entropy` of logits that are cut by vocabulary over `comm`.
+    """`torch.nn.functional.cross_entropy` of logits that are sliced by vocabulary over `comm`.
 
     16-bit logits are computed in fp32, and the loss has their dtype.
 
     Args:
-        logits: this rank's columns, as `VocabLinear` with `gather_output=False` gives them.
+        logits: this rank's columns, as returned by `VocabLinear` with `gather_output=False`.
         target: classes, equal on all ranks.
         comm: the slicing group.
         vocab_size: classes; columns behind them are padding. None: no padding.

@@ -1,4 +1,4 @@
-"""Which layers are cut how: a table of known models, and tables of users."""
+"""Policies of slicing: a table of known models, and tables of users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.nn.tensor.sites import FORMS, Column, Site, attention_site, child, common, join, mlp_site, shape_of
+from mpispeed.nn.tensor.shard_plan import FORMS, Column, Site, attention_site, child, common, join, mlp_site, shape_of
 
 #: what a user's table may say of a layer
 KINDS = (*FORMS, "row", "vocab", "whole")
@@ -24,10 +24,10 @@ class Row:
 
     Attributes:
         scope: name of its class, or of a base class.
-        columns: path below it of each layer that is cut by outputs -> form.
+        columns: path below it of each layer that is sliced by outputs -> form.
         row: path of the layer behind them.
         has_heads: True for attention.
-        after: dropouts of the module that come behind the row-cut layer.
+        after: dropouts of the module that come behind the row-parallel layer.
     """
 
     scope: str
@@ -62,7 +62,7 @@ def known_sites(model: nn.Module, size: int, grain: int) -> Iterator[Site]:
     """The sites that the table knows.
 
     Raises:
-        ConfigError: one of them cannot be cut for `size` ranks.
+        ConfigError: one of them cannot be sliced for `size` ranks.
     """
     for path, module in model.named_modules():
         names = {base.__name__ for base in type(module).__mro__}
@@ -80,12 +80,12 @@ def known_sites(model: nn.Module, size: int, grain: int) -> Iterator[Site]:
 
 @dataclass(slots=True)
 class Chosen:
-    """What a user's table says of a model.
+    """Layers of a model named by a user's table.
 
     Attributes:
-        sites: regions that are cut.
-        vocab: paths of embeddings and layers to logits that are cut by vocabulary.
-        whole: paths of layers that stay whole.
+        sites: regions that are sliced.
+        vocab: paths of embeddings and layers to logits that are sliced by vocabulary.
+        whole: paths of layers that are not sliced.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Chosen:
 
 
 def chosen_sites(model: nn.Module, table: Mapping[str, str], size: int, grain: int) -> Chosen:
-    """What a user's table cuts.
+    """The sites of a user's table.
 
     A key is the end of a layer's path ("mlp.fc1"), or, with any of the characters of regular expressions in it, an
     expression that matches whole paths. Of several keys the first that fits counts.
@@ -102,12 +102,12 @@ def chosen_sites(model: nn.Module, table: Mapping[str, str], size: int, grain: i
     Args:
         model: the whole model.
         table: key -> one of `KINDS`.
-        size: ranks to cut for.
-        grain: widths without heads are cut at multiples of it.
+        size: ranks to slice for.
+        grain: widths without heads are sliced at multiples of it.
 
     Raises:
-        ConfigError: a kind is unknown, a key fits to no layer, a row-cut layer has no column-cut one before it, or
-            widths do not fit.
+        ConfigError: a kind is unknown, a key fits to no layer, a row-parallel layer has no column-parallel one before
+            it, or widths do not fit.
     """
     kinds = _match(model, table)
     rows = [path for path, kind in kinds.items() if kind == "row"]
@@ -140,7 +140,7 @@ def chosen_sites(model: nn.Module, table: Mapping[str, str], size: int, grain: i
 
 
 def _nearness(column: str, row: str, order: Mapping[str, int]) -> tuple[int, bool, int]:
-    """How well a row-cut layer fits behind a column-cut one: names in common, whether it follows, how soon."""
+    """Score of a row-parallel layer behind a column-parallel one: names in common, whether it follows, how soon."""
     shared = common([column, row])
     distance = order[row] - order[column]
     return (len(shared.split(".")) if shared else 0, distance > 0, -abs(distance))

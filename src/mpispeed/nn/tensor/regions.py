@@ -1,4 +1,4 @@
-"""Borders between what all ranks of a slicing group have whole and what each has a part of, as autograd functions.
+"""Borders between replicated and sliced activations of a slicing group, as autograd functions.
 
 Each border is one verb in forward and its counterpart in backward, so that gradients are those of the unsplit model:
 
@@ -14,7 +14,7 @@ Each border is one verb in forward and its counterpart in backward, so that grad
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", 2022, section 4.2.2.
 
-Parts are those of `base.shares.share` along one dim; `length` is the whole length, and without it all parts are equal.
+Parts are those of `share` along one dim; `length` is the full length, and without it all parts are equal.
 All ranks of the group call alike, in recomputed passes too. Backwards are made of the same borders, so gradients of
 gradients are right.
 """
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from mpispeed.base.errors import UsageError
-from mpispeed.base.shares import share
+from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
 
 
@@ -41,7 +41,7 @@ def reduce_from(x: torch.Tensor, comm: Comm, *, is_own: bool = False) -> torch.T
     Args:
         x: this rank's part of the sum.
         comm: the slicing group.
-        is_own: nobody else reads `x`, so that the sum may be taken in its memory.
+        is_own: nobody else reads `x`, so the sum may overwrite it.
     """
     return _Reduce.apply(x, comm, is_own) if comm.size > 1 else x
 
@@ -52,12 +52,12 @@ def scatter_to(x: torch.Tensor, comm: Comm, dim: int = -1) -> torch.Tensor:
 
 
 def gather_from(x: torch.Tensor, comm: Comm, dim: int = -1, length: int | None = None) -> torch.Tensor:
-    """All ranks' parts along `dim`, for what every rank computes alike afterwards. Collective over: `comm`."""
+    """All ranks' parts along `dim`, for replicated computation afterwards. Collective over: `comm`."""
     return _Gather.apply(x, comm, dim % x.dim(), _whole(x, comm, dim, length), False) if comm.size > 1 else x
 
 
 def gather_sequence(x: torch.Tensor, comm: Comm, dim: int = 1, length: int | None = None) -> torch.Tensor:
-    """All ranks' parts along `dim`, for what each rank computes a part of afterwards. Collective over: `comm`."""
+    """All ranks' parts along `dim`, for sliced computation afterwards. Collective over: `comm`."""
     return _Gather.apply(x, comm, dim % x.dim(), _whole(x, comm, dim, length), True) if comm.size > 1 else x
 
 
@@ -67,7 +67,7 @@ def reduce_scatter_sequence(x: torch.Tensor, comm: Comm, dim: int = 1) -> torch.
 
 
 def check_divisible(length: int, comm: Comm, what: str) -> None:
-    """Refuse what cannot be cut into equal parts; equal on all ranks, because the length is.
+    """Refuse a length that does not divide into equal parts; equal on all ranks, because the length is.
 
     Raises:
         UsageError: names the length and the number of ranks.
@@ -119,7 +119,7 @@ def reduce_scattered(x: torch.Tensor, comm: Comm, dim: int) -> torch.Tensor:
 
 
 def _whole(x: torch.Tensor, comm: Comm, dim: int, length: int | None) -> int:
-    """The length of all parts together; a part that does not belong to it is refused."""
+    """The length of all parts together; a part that does not fit it is refused."""
     own = x.shape[dim]
     if length is None:
         return own * comm.size

@@ -1,7 +1,7 @@
 """Sequence parallelism of an injected model: between its sites every rank has a part of the sequence.
 
-The sequence is cut before the first block and joined behind the last one, in training only; in evaluation sequences
-are whole.
+The sequence is sliced before the first block and joined behind the last one, in training only; in evaluation sequences
+are full.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
@@ -21,7 +21,7 @@ from mpispeed.nn.tensor import regions
 from mpispeed.nn.tensor.dropout import give_own_stream, has_dropout
 from mpispeed.nn.tensor.entry import SequenceCut
 from mpispeed.nn.tensor.linear import CutLayer
-from mpispeed.nn.tensor.sites import Site, child, shape_of
+from mpispeed.nn.tensor.shard_plan import Site, child, shape_of
 from mpispeed.nn.tensor.tensor_cut import marks_of
 
 
@@ -29,7 +29,7 @@ def blocks_of(model: nn.Module, sites: list[Site]) -> str:
     """Path of the list of blocks that has all sites.
 
     Raises:
-        ConfigError: there is none, there are several, or a block has a linear layer that would stay whole.
+        ConfigError: there is none, there are several, or a block has a linear layer that would not be sliced.
     """
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
@@ -49,7 +49,7 @@ def blocks_of(model: nn.Module, sites: list[Site]) -> str:
 
 
 def cut_sequence(model: nn.Module, path: str, comm: Comm, sequence: SequenceCut) -> None:
-    """Cut the sequence before the blocks at `path` and join it behind them; call after all sites are cut.
+    """Slice the sequence before the blocks at `path` and join it behind them; call after all sites are sliced.
 
     Local: the hooks communicate when the model runs.
     """
@@ -76,7 +76,7 @@ class _Hook:
 
 
 class Cut(_Hook):
-    """A hook before the first block."""
+    """A hook before the first block that slices the sequence."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Arguments with this rank's part of the hidden states."""
@@ -90,19 +90,19 @@ class Cut(_Hook):
 
 
 class Mark(_Hook):
-    """A hook behind blocks: recomputation must not cut what they return once more."""
+    """A hook behind blocks that marks their outputs, so that recomputation does not slice them once more."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        """Mark the hidden states, where they are cut."""
+        """Mark the hidden states, where they are sliced."""
         if self.sequence.is_on:
             mark_cut(out if isinstance(out, torch.Tensor) else out[0])
 
 
 class Join(_Hook):
-    """A hook behind the last block."""
+    """A hook behind the last block that joins the sequence."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        """The output with whole hidden states."""
+        """The output with full hidden states."""
         if not self.sequence.is_on:
             return None
         if isinstance(out, torch.Tensor):
@@ -111,6 +111,6 @@ class Join(_Hook):
 
 
 def uncut_layers(model: nn.Module) -> list[str]:
-    """Paths of linear layers and embeddings that are whole."""
+    """Paths of linear layers and embeddings that are not sliced."""
     kinds = (nn.Linear, nn.Embedding)
     return [path for path, part in model.named_modules() if shape_of(part) or isinstance(part, kinds)]

@@ -1,4 +1,4 @@
-"""How parameters are cut over a slicing group, in plain numbers, and where a model keeps that."""
+"""Slicing of parameters over a slicing group, in plain numbers, and its marks in a model."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.base.shares import share
+from mpispeed.base.even_split import share
 
-#: kinds of which every rank has the whole
+#: kinds that are full on every rank
 WHOLE_KINDS = ("replicated",)
+#: sliced by the code of the model itself
+OWN = "own"
 
 _MARKS = "_tensor_marks"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """The cut of one parameter.
+    """The slicing of one parameter.
 
     Attributes:
-        kind: "column" or "row" (one part along `dim`), "sub" (several parts along `dim`, each cut by itself, the
+        kind: "column" or "row" (one part along `dim`), "sub" (several parts along `dim`, each sliced by itself, the
             shares one behind the other: fused query, key and value), "vocab" (equally many rows on all ranks, those
-            behind `shape[0]` are padding), or "replicated" (whole on all ranks).
-        dim: the dim that is cut, -1 for none.
-        shape: of the whole parameter, without padding.
-        sub_sizes: lengths of the parts along `dim`; only of kind "sub".
+            behind `shape[0]` are padding), "own" (by the model's own code; `sub_sizes` are the lengths on the ranks),
+            or "replicated" (full on all ranks).
+        dim: the dim that is sliced, -1 for none.
+        shape: of the full parameter, without padding.
+        sub_sizes: lengths of the parts along `dim` of kind "sub", of the ranks' pieces of kind "own".
         grains: one for each part (one for "column" and "row"): its share is a multiple of so many elements, but for
             the last; empty for 1 everywhere.
 
@@ -59,10 +62,15 @@ class TensorCut:
         return list(zip(sizes, self.grains or (1,) * len(sizes), strict=False))
 
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """What rank `rank` of `size` has along `dim`, without padding: [start, stop) of each part."""
+        """Ranges [start, stop) of each part that rank `rank` of `size` has along `dim`, without padding."""
         if self.kind == "vocab":
             rows, full = vocab_rows(self.shape[0], size), self.shape[0]
             return [(min(rank * rows, full), min((rank + 1) * rows, full))]
+        if self.kind == OWN:
+            if size != len(self.sub_sizes):
+                msg = f"{len(self.sub_sizes)} ranks have pieces of {self.sub_sizes}; they cannot be those of {size}"
+                raise ConfigError(msg)
+            return [(sum(self.sub_sizes[:rank]), sum(self.sub_sizes[: rank + 1]))]
         begin, found = 0, []
         for length, grain in self.parts:
             start, stop = share(length, rank, size, grain)
@@ -71,7 +79,7 @@ class TensorCut:
         return found
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """Shape of what rank `rank` of `size` has, with padding."""
+        """Shape of the slice of rank `rank` of `size`, with padding."""
         if self.kind in WHOLE_KINDS:
             return self.shape
         if self.kind == "vocab":
@@ -80,7 +88,7 @@ class TensorCut:
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
     def take(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """What rank `rank` of `size` has of the whole tensor; new memory, padding is zero."""
+        """The slice of rank `rank` of `size` of the full tensor; new memory, padding is zero."""
         if self.kind in WHOLE_KINDS:
             return whole.detach().clone(memory_format=torch.contiguous_format)
         out = torch.zeros(self.local_shape(rank, size), dtype=whole.dtype, device=whole.device)
@@ -91,7 +99,7 @@ class TensorCut:
         return out
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor from what all ranks have, in rank order."""
+        """The full tensor from the slices of all ranks, in rank order."""
         if self.kind in WHOLE_KINDS:
             return parts[0].detach().clone()
         whole = torch.empty(self.shape, dtype=parts[0].dtype, device=parts[0].device)
@@ -111,11 +119,11 @@ def vocab_rows(vocab_size: int, size: int) -> int:
 
 @dataclass(slots=True)
 class Marks:
-    """What a module knows of its own parameters, by their names in it.
+    """Slicing of a module's own parameters, by their names in it.
 
     Attributes:
-        cuts: those that an injected or own layer has, cut or whole.
-        partial: those whose gradient on a rank is its part of a sum over the slicing group.
+        cuts: those of injected or own layers, sliced or not.
+        partial: those whose gradient on a rank is a partial sum over the slicing group.
     """
 
     cuts: dict[str, TensorCut] = field(default_factory=dict)
@@ -131,17 +139,23 @@ def marks_of(module: nn.Module) -> Marks:
 
 
 def cuts(model: nn.Module) -> dict[str, TensorCut]:
-    """The cuts of all parameters that layers of this package have, by full name; every name of a shared one.
+    """The slicing of all parameters of layers of this package, by full name; every name of a shared one.
 
-    What is not in it is whole on every rank.
+    Parameters not in it are replicated.
     """
     return {f"{path}{name}": cut for path, marks in _marked(model) for name, cut in marks.cuts.items()}
+
+
+def forget_own_cuts(model: nn.Module) -> None:
+    """Drop the marks of parameters sliced by the model's own code, which an engine has found."""
+    for _, marks in _marked(model):
+        marks.cuts = {name: cut for name, cut in marks.cuts.items() if cut.kind != OWN}
 
 
 def partial_gradients(model: nn.Module) -> list[str]:
     """Full names of parameters whose gradients have to be summed over the slicing group before the update.
 
-    They are whole on every rank, but each rank uses them for its part of the sequence or of the heads only.
+    They are replicated, but each rank uses them for its part of the sequence or of the heads only.
     """
     return [f"{path}{name}" for path, marks in _marked(model) for name in sorted(marks.partial)]
 

@@ -1,4 +1,4 @@
-"""Which embeddings and layers to logits are cut by vocabulary, and what shares their tables."""
+"""Choice of the embeddings and layers to logits that are sliced by vocabulary, with layers that share their tables."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor.embedding import VocabEmbedding, VocabLinear
-from mpispeed.nn.tensor.sites import shape_of
+from mpispeed.nn.tensor.shard_plan import shape_of
 from mpispeed.nn.tensor.tensor_cut import cuts, marks_of
 
 
 def vocab_paths(model: Any) -> list[str]:
-    """The embedding of tokens and the layer to logits, as models of `transformers` tell.
+    """The embedding of tokens and the layer to logits, as models of `transformers` name them.
 
     Raises:
-        ConfigError: the model does not tell.
+        ConfigError: the model does not name them.
     """
     tables = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
     paths = [path for path, module in model.named_modules() if any(module is table for table in tables)]
@@ -30,10 +30,10 @@ def vocab_paths(model: Any) -> list[str]:
 
 
 def together(model: nn.Module, paths: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Layers with one table are cut together, and not at all if one of them is no plain layer.
+    """Groups of layers with one table: all sliced, or none if one of them is no plain layer.
 
     Returns:
-        (paths of layers to cut, path -> why it stays whole)
+        (paths of layers to slice, path -> reason not to)
     """
     chosen: list[str] = []
     whole: dict[str, str] = {}
@@ -49,14 +49,14 @@ def together(model: nn.Module, paths: list[str]) -> tuple[list[str], dict[str, s
 
 
 def _can_be_cut(module: nn.Module) -> bool:
-    """True for an embedding or a linear layer that can be cut by vocabulary."""
+    """True for an embedding or a linear layer that can be sliced by vocabulary."""
     if type(module) is nn.Embedding:
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     return type(module) is nn.Linear and shape_of(module) is not None
 
 
 def cut_vocab(model: nn.Module, path: str, comm: Comm) -> None:
-    """Replace the layer at a path by its cut form. Local."""
+    """Replace the layer at a path by its sliced form. Local."""
     old: Any = model.get_submodule(path)
     owner, _, name = path.rpartition(".")
     parent: Any = model.get_submodule(owner)
@@ -69,7 +69,7 @@ def cut_vocab(model: nn.Module, path: str, comm: Comm) -> None:
 
 
 def retie(model: nn.Module, before: Mapping[str, nn.Module]) -> None:
-    """What shared a layer or a parameter before, shares it afterwards: an embedding with the layer to logits."""
+    """Tie again the layers and parameters that were shared before: an embedding with the layer to logits."""
     after = dict(model.named_modules())
     layers = {id(old): after[path] for path, old in before.items() if path in after and after[path] is not old}
     for module in after.values():

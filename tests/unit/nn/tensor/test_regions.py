@@ -91,7 +91,7 @@ def test_a_part_of_another_length_is_named():
 
 
 def verbs(world, name):
-    return sum(entry.count for (verb, _), entry in world.comm.journal.entries().items() if verb == name)
+    return sum(entry.count for (verb, _), entry in world.comm.comm_trace.entries().items() if verb == name)
 
 
 def test_an_input_crosses_once():

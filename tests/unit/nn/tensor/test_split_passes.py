@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpispeed.base.split_grads import Backlog, put_off, split
-from mpispeed.mesh.solo import SoloComm
+from mpispeed.mesh.backends.solo import SoloComm
 from mpispeed.nn.tensor import ColumnLinear, RowLinear, VocabLinear
 
 MADE = {

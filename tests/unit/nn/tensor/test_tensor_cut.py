@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.ckpt.logical import ParamInfo
+from mpispeed.ckpt.format.logical import ParamInfo
 from mpispeed.ckpt.slices import TensorSlice
 from mpispeed.nn.tensor import TensorCut
 

@@ -1,0 +1,88 @@
+"""Untrusted input, and secrets in output.
+
+Files that may be pipes or devices, texts with control characters for terminals, keys and passwords.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SET = "(set)"
+"""Placeholder shown and stored for a secret."""
+
+_SECRET = re.compile(
+    r"(api|access|private|secret)[_-]?keys?|^keys?$|secret|passw|passphrase|pwd$|credential", re.IGNORECASE
+)
+#: names under which a number is a count, as in max_tokens
+_SECRET_TEXT = re.compile(r"tokens?([_-]?value)?$|auth(orization)?$|bearer", re.IGNORECASE)
+
+
+def read_plain(path: Path, limit_bytes: int, *, follows_links: bool = False) -> bytes:
+    """All bytes of an ordinary file; a pipe or a device is not waited for.
+
+    Args:
+        path: of the file.
+        limit_bytes: more than so many are refused.
+        follows_links: whether `path` itself may be a symbolic link.
+
+    Raises:
+        OSError: it cannot be read, is no ordinary file, or has more than `limit_bytes` bytes.
+    """
+    raw = _read(path, limit_bytes + 1, follows_links=follows_links)
+    if len(raw) > limit_bytes:
+        msg = f"it has more than {limit_bytes} bytes"
+        raise OSError(msg)
+    return raw
+
+
+def read_head(path: Path, most_bytes: int) -> bytes:
+    """The first bytes of an ordinary file that is no link, at most so many. Raises as `read_plain`."""
+    return _read(path, most_bytes, follows_links=False)
+
+
+def _read(path: Path, most_bytes: int, *, follows_links: bool) -> bytes:
+    flags = os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
+    with open(path, "rb", opener=lambda name, wanted: os.open(name, wanted | flags)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            msg = "it is no ordinary file"
+            raise OSError(msg)
+        return file.read(min(status.st_size + 1, most_bytes))  # memory is set aside for all that is asked for
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """`text` on one line, in printable characters: others are escaped, and the rest beyond `most` is cut off."""
+    shown = text[:most]
+    if not shown.isprintable():
+        shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in shown)
+    return f"{shown}..." if most is not None and len(text) > most else shown
+
+
+def hide_secrets(tree: Any) -> Any:
+    """Copy unvalidated settings, with `SET` for values under the name of a key or a password.
+
+    Switches and empty values stay, and numbers under names such as max_tokens.
+    """
+    if isinstance(tree, Mapping):
+        return {name: SET if _is_secret(str(name), entry) else hide_secrets(entry) for name, entry in tree.items()}
+    return [hide_secrets(entry) for entry in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def _is_secret(name: str, entry: Any) -> bool:
+    if _SECRET.search(name):
+        return _holds(entry, (str, bytes, int, float))
+    return _SECRET_TEXT.search(name) is not None and _holds(entry, (str, bytes))
+
+
+def _holds(entry: Any, kinds: tuple[type, ...]) -> bool:
+    """True if `entry` is of one of these kinds and not empty, or contains one that is."""
+    if isinstance(entry, Mapping):
+        return any(_holds(part, kinds) for part in entry.values())
+    if isinstance(entry, (list, tuple)):
+        return any(_holds(part, kinds) for part in entry)
+    return isinstance(entry, kinds) and not isinstance(entry, bool) and entry not in ("", b"")

@@ -1,0 +1,21 @@
+"""Checkpoints as named logical tensors, written and read without an engine."""
+
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.read.load import Checkpoint, open_checkpoint
+from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
+from mpispeed.ckpt.write.request import SaveOptions
+from mpispeed.ckpt.write.save import SaveReport, save
+
+__all__ = [
+    "Checkpoint",
+    "LogicalTensor",
+    "ParamInfo",
+    "Piece",
+    "SaveOptions",
+    "SaveReport",
+    "TensorSlice",
+    "gather_pieces",
+    "open_checkpoint",
+    "read_slice",
+    "save",
+]

@@ -1,0 +1,1 @@
+"""The checkpoint format: HDF5 files, manifest, tags, logical tensors. Needs no engine."""

@@ -1,0 +1,1 @@
+"""Reading of checkpoints: verified files, and the tensors in them."""

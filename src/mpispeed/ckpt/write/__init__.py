@@ -1,0 +1,1 @@
+"""Writing of checkpoints: requests, comparison of replicas, aggregated and background writes."""

@@ -1,0 +1,203 @@
+"""Requests of saves, checked before anything is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt.format import logical, schema, state_file, tree
+from mpispeed.ckpt.format.errors import SaveFailed, UnsupportedValue, together
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo
+from mpispeed.ckpt.node_local import homes
+
+if TYPE_CHECKING:
+    from mpispeed.mesh.comm import Comm
+
+WINDOW_BYTES = 256 << 20
+"""Memory of a rank for sending elements to the ranks that write."""
+
+_CHOICES = {
+    "verify": ("none", "sample", "full"),
+    "writing": ("auto", "direct", "aggregated"),
+    "compare_replicas": ("fail", "warn", "off"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """Options of a save.
+
+    Attributes:
+        overwrite: replace a tag that exists; the old one stays until the new one is complete.
+        save_latest: make `latest` name the new tag.
+        verify: read back "sample" (1 % of the blocks), "full" or "none" before the tag is published.
+        check_free_space: refuse early when the file system has less room than the checkpoint needs.
+        writing: "direct": every rank writes its pieces; "aggregated": one rank per file writes, the others send it
+            theirs; "auto": direct, unless ranks on several nodes share a file system that does not allow it.
+        files: how many files hold elements; 0 for one, or one per node where writing is aggregated.
+        window_bytes: memory of a rank for aggregated writing.
+        compare_replicas: action if replicas differ: "fail", "warn" or "off" (not compared).
+        keep_last: number of newest tags kept after a save; 0 keeps all.
+        keep_every: tags whose step is a multiple stay in any case; 0 for none.
+        node_local: the folder is on a disk of each node, which gets a whole checkpoint of its own; ranks of a node that
+            pass different folders get one each.
+    """
+
+    overwrite: bool = False
+    save_latest: bool = True
+    verify: str = "sample"
+    check_free_space: bool = True
+    writing: str = "auto"
+    files: int = 0
+    window_bytes: int = WINDOW_BYTES
+    compare_replicas: str = "fail"
+    keep_last: int = 0
+    keep_every: int = 0
+    node_local: bool = False
+
+    def __post_init__(self) -> None:
+        for name, words in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in words:
+                msg = f"SaveOptions.{name} is {value!r}; it may be {', '.join(words)}"
+                raise CheckpointError(msg)
+        for name, least in (("files", 0), ("window_bytes", schema.BLOCK_BYTES), ("keep_last", 0), ("keep_every", 0)):
+            value = getattr(self, name)
+            if value < least:
+                msg = f"SaveOptions.{name} is {value}; it has to be at least {least}"
+                raise CheckpointError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One checkpoint to write; the same on every rank but for the pieces, the generators and, perhaps, the state.
+
+    Attributes:
+        folder: where checkpoints live; with node-local storage that of this rank.
+        tag: its name.
+        state_bytes: about the size of the state.
+        global_step: from the state.
+    """
+
+    folder: Path
+    tag: str
+    params: Sequence[ParamInfo]
+    tensors: Sequence[LogicalTensor]
+    aliases: Mapping[str, str]
+    state: Mapping[str, Any]
+    config_json: str
+    rng: Mapping[str, bytes]
+    layout: Mapping[str, Any]
+    options: SaveOptions
+    state_bytes: int
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Facts about all ranks, known to each before it writes.
+
+    Attributes:
+        ranges: elements that each rank writes, as in `logical.local_ranges`.
+        leaders: the first rank of each node, or of each folder where a node has several.
+        neighbours: the ranks that have their folder on the node of rank 0 and share it.
+        has_replicas: some rank passed a piece that is only to be compared.
+    """
+
+    ranges: Sequence[np.ndarray]
+    leaders: tuple[int, ...]
+    neighbours: tuple[int, ...]
+    has_replicas: bool
+
+
+def prepare(
+    comm: Comm,
+    folder: str | Path,
+    tag: str,
+    *,
+    params: Sequence[ParamInfo],
+    tensors: Sequence[LogicalTensor],
+    aliases: Mapping[str, str] | None = None,
+    state: Mapping[str, Any] | None = None,
+    config_json: str = "{}",
+    rng: Mapping[str, Any] | None = None,
+    layout: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
+) -> Request:
+    """Make a request, with the checks that are local to a rank. Arguments and errors as `save.save`.
+
+    Collective over: comm.
+    """
+    with together(comm, "preparing the checkpoint"):
+        _check_state(state or {})
+        _check_aliases(params, aliases or {})
+        json.dumps(layout or {})
+        logical.check_names(params, tensors)
+        logical.check_pieces(tensors)
+        generators = {kind: state_file.rng_bytes(value) for kind, value in (rng or {}).items()}
+    with together(comm, "checking the state to save", UnsupportedValue):
+        state_bytes = tree.check(dict(state or {}), "state")
+    engine = (state or {}).get("engine", {})
+    where, name, options = comm.share((Path(folder).absolute(), str(tag), options or SaveOptions()))
+    return Request(
+        folder=Path(folder).absolute() if options.node_local else where,
+        tag=name,
+        params=tuple(params),
+        tensors=tuple(tensors),
+        aliases=dict(aliases or {}),
+        state=state or {},
+        config_json=str(config_json),
+        rng=generators,
+        layout=dict(layout or {}),
+        options=options,
+        state_bytes=state_bytes,
+        global_step=int(engine.get("global_steps", 0)) if isinstance(engine, Mapping) else 0,
+    )
+
+
+def compare(comm: Comm, request: Request) -> Ranks:
+    """Check that all ranks describe the same checkpoint, and their pieces cover it exactly once.
+
+    Collective over: comm.
+
+    Raises:
+        SaveFailed: on every rank.
+    """
+    mine: list[tuple[object, ...]] = [param.identity() for param in request.params]
+    mine += [tensor.identity() for tensor in request.tensors]
+    mine += [("alias", *pair) for pair in sorted(request.aliases.items())]
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).digest()
+    has_replicas = any(piece.is_replica for tensor in request.tensors for piece in tensor.pieces)
+    own = logical.local_ranges(request.tensors)
+    everyone = comm.gather_objects((digest, (homes.own_node(), str(request.folder)), own, has_replicas))
+    if len({digest for digest, *_ in everyone}) > 1:
+        difference = logical.first_difference(mine, comm.share(mine))
+        comm.agree(not difference, f"ranks describe different checkpoints: {difference}", SaveFailed)
+    ranges = [held for _, _, held, _ in everyone]
+    with together(comm, "checking the pieces"):
+        logical.check_coverage(request.tensors, ranges)
+    leader_of = homes.leaders_of([home for _, home, _, _ in everyone])
+    neighbours = tuple(rank for rank, leader in enumerate(leader_of) if leader == 0)
+    return Ranks(ranges, tuple(sorted(set(leader_of))), neighbours, any(flag for *_, flag in everyone))
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    if schema.RNG in state:
+        msg = f"the state has a part named {schema.RNG!r}, which belongs to the generators; rename it"
+        raise CheckpointError(msg)
+
+
+def _check_aliases(params: Sequence[ParamInfo], aliases: Mapping[str, str]) -> None:
+    names = {param.name for param in params}
+    for alias, canonical in aliases.items():
+        schema.escape(alias)  # refuses what is no text
+        if canonical not in names or alias in names:
+            msg = f"alias {alias!r} of {canonical!r}: the canonical name must be a parameter and the alias must not"
+            raise CheckpointError(msg)

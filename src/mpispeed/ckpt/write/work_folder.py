@@ -1,0 +1,164 @@
+"""The work folder, in which a checkpoint is written before it is published."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shutil
+import uuid as uuids
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.base.units import format_bytes
+from mpispeed.ckpt.format import manifest as manifests
+from mpispeed.ckpt.format import model_file, schema, tags
+from mpispeed.ckpt.format.errors import together
+from mpispeed.ckpt.format.model_file import Places
+from mpispeed.ckpt.write.request import Ranks, Request
+
+if TYPE_CHECKING:
+    from mpispeed.mesh.comm import Comm
+
+#: HDF5 metadata of one tensor and its checksums, for the estimate of free space
+_METADATA_BYTES = 4096
+_SLACK_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Decisions of rank 0 about a save, shared before ranks write.
+
+    Attributes:
+        serial: as in the manifest.
+        work: the work folder.
+        final: the folder of the published tag.
+        is_keeper: this rank made `work`, moves it to its place, and removes it if the save fails.
+        owners: the ranks that made one, rank 0 first; only rank 0 unless storage is node-local.
+    """
+
+    tag: str
+    uuid: str
+    created: str
+    serial: int
+    work: Path
+    final: Path
+    is_keeper: bool = False
+    owners: tuple[int, ...] = (0,)
+
+    @property
+    def model(self) -> Path:
+        """The file to open."""
+        return self.work / schema.MODEL_FILE
+
+
+def begin(comm: Comm, request: Request, ranks: Ranks) -> Ticket:
+    """Make the work folder, one on every disk.
+
+    Collective over: comm.
+
+    Raises:
+        SaveFailed: on every rank: the tag is taken or no tag, or the folder cannot be made.
+    """
+    decided: tuple[str, str, str] | None = None
+    is_local, last = request.options.node_local, 0
+    with together(comm, "starting the checkpoint"):
+        if comm.rank == 0 or (is_local and comm.rank in ranks.leaders):
+            last = tags.last_serial(request.folder)
+        if comm.rank == 0:
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
+            decided = (tags.check_tag(request.tag), uuids.uuid4().hex, now)
+    tag, uuid, created = comm.share(decided)
+    serial = manifests.next_serial(max(comm.gather_objects(last)))
+    ticket = Ticket(tag, uuid, created, serial, request.folder / f".{tag}.tmp-{uuid}", request.folder / tag)
+    with discarded_on_failure(ticket):
+        with together(comm, "starting the checkpoint"):
+            if comm.rank == 0:
+                _make(request, ticket)
+        with together(comm, "starting the checkpoint"):
+            # Nodes that share it after all find it made; of two that share another one the first to come makes it.
+            if is_local and comm.rank in ranks.leaders and not ticket.work.is_dir():
+                with contextlib.suppress(FileExistsError):
+                    _make(request, ticket)
+        with together(comm, "finding the folder of the checkpoint"):
+            if not ticket.work.is_dir():
+                maker, wish = (
+                    "rank 0",
+                    "save to a folder that all nodes share, or set checkpoint.use_node_local_storage",
+                )
+                if is_local:
+                    maker, wish = "the first rank of this node", "all ranks of a node need the same folder"
+                msg = f"{ticket.work} was made by {maker} and is not here; {wish}"
+                raise CheckpointError(msg)
+        if is_local:
+            ticket.owners = tuple(rank for rank, made in enumerate(comm.gather_objects(ticket.is_keeper)) if made)
+    return ticket
+
+
+def _make(request: Request, ticket: Ticket) -> None:
+    tags.refuse_taken(ticket.final, overwrite=request.options.overwrite)
+    request.folder.mkdir(parents=True, exist_ok=True)
+    if request.options.check_free_space:
+        _check_free_space(request)
+    ticket.work.mkdir()
+    ticket.is_keeper = True
+
+
+def lay_out(comm: Comm, request: Request, ticket: Ticket, files: int) -> Places:
+    """Create the files with everything but elements and checksums.
+
+    Collective over: comm.
+
+    Raises:
+        SaveFailed: on every rank.
+    """
+    places = Places()
+    with together(comm, "laying the checkpoint out"):
+        if comm.rank == 0:
+            places = model_file.create(
+                ticket.work,
+                tag=ticket.tag,
+                global_step=request.global_step,
+                params=request.params,
+                tensors=request.tensors,
+                aliases=request.aliases,
+                files=files,
+            )
+            _check_room(request, ticket, places)
+    shared: Places = comm.share(places)
+    return shared
+
+
+@contextlib.contextmanager
+def discarded_on_failure(ticket: Ticket) -> Iterator[None]:
+    """Context that removes the work folder if its body fails."""
+    try:
+        yield
+    except BaseException:
+        if ticket.is_keeper:
+            shutil.rmtree(ticket.work, ignore_errors=True)
+        raise
+
+
+def _check_free_space(request: Request) -> None:
+    elements = sum(tensor.size_bytes for tensor in request.tensors)
+    needed = elements + len(request.tensors) * _METADATA_BYTES + request.state_bytes + _SLACK_BYTES
+    free = shutil.disk_usage(request.folder).free
+    if free < needed:
+        have, want = format_bytes(free), format_bytes(needed)
+        left = len(list(request.folder.glob(".*.tmp-*")))
+        prune = f"; `mpispeed ckpt prune {request.folder}` removes what {left} unfinished saves left" if left else ""
+        msg = f"{request.folder} has {have} free, the checkpoint needs about {want}; make room{prune}"
+        raise CheckpointError(msg)
+
+
+def _check_room(request: Request, ticket: Ticket, places: Places) -> None:
+    """Check that every tensor is inside its file, so that ranks write no bytes unknown to HDF5."""
+    sizes = [(ticket.work / name).stat().st_size for name in places.files]
+    for tensor, which, offset in zip(request.tensors, places.which.tolist(), places.data.tolist(), strict=True):
+        if tensor.size_bytes and (offset < 0 or offset + tensor.size_bytes > sizes[which]):
+            room, file = format_bytes(tensor.size_bytes), ticket.work / places.files[which]
+            msg = f"HDF5 could not reserve {room} for {tensor.label} in {file}"
+            raise CheckpointError(msg)

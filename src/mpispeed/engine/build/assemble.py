@@ -1,0 +1,445 @@
+"""Construction of an engine's components from a plan, bottom up."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base import log as logs
+from mpispeed.base.errors import ConfigError
+from mpispeed.base.events import Bus
+from mpispeed.data.loader import ShardedLoader
+from mpispeed.engine import step
+from mpispeed.plan.onebit_plan import require_whole
+from mpispeed.engine.backward import Counters
+from mpispeed.engine.facade import EngineOptimizer, make_handle
+from mpispeed.engine.estimate.host_budget import require_host_budget
+from mpispeed.engine.layerwise import LayerwiseUpdate
+from mpispeed.engine.build.parts import Optimization, Parts
+from mpispeed.engine.build.recomputing import configure_recomputation
+from mpispeed.engine.build.stores import choose_reducer
+from mpispeed.plan.units import kinds_of
+from mpispeed.engine.build.stores import Sharding, shard
+from mpispeed.engine.replica_groups import Sharing
+from mpispeed.engine.build.nvme_tiers import check_rule
+from mpispeed.optim.choice import build, rule_of
+from mpispeed.optim.exchange import Drifts, Exchanges
+from mpispeed.optim.foreign import Foreign
+from mpispeed.optim.rule import Layerwise, Rule
+from mpispeed.optim.schedule import build_schedule
+from mpispeed.pipe.module import PipelineModule
+from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
+from mpispeed.sharding.onebit_exchange import OneBitExchange
+from mpispeed.sharding.grads import Averaging, GradStore
+from mpispeed.sharding.hooks import GradHooks
+from mpispeed.sharding.replicated_params import broadcast_rest
+from mpispeed.sharding.update_windows import ZeroState
+from mpispeed.sharding.update_windows import StateStore, UpdateWindows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from mpispeed.plan.plan import Plan
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.sharding.params import ParamStore
+
+log = logging.getLogger(__name__)
+
+TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad", "Lion", "OneBitAdam")
+"""Optimizers tested on flat shards; others need `zero_allow_untested_optimizer`."""
+
+
+def assemble(
+    plan: Plan,
+    mesh: Mesh,
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> Parts:
+    """Build everything an engine holds, bottom up.
+
+    Collective over: all ranks.
+    """
+    rule, groups, basic = _choose_together(plan, mesh, model, optimizer, model_parameters)
+    _require_trainable(mesh, groups, is_needed=rule is not None)
+    group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
+    scaler = make_scaler(plan)
+    check_rule(plan, rule, rule.name if rule is not None else "")
+    slots = rule.state_names if rule is not None else ()
+    require_host_budget(mesh.world.comm, plan, model, group_of=group_of, slots=slots, rule=rule)
+    sharing, kinds = Sharing.of(mesh, model), kinds_of(model, mesh["model"].size)
+    if mesh["pipe"].size > 1:
+        problem = sharing.find_unlike(model, kinds, group_of)
+        mesh.world.comm.agree(not problem, problem, ConfigError)
+    sharing.equalise([*model.parameters()], kinds)
+    sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots, own_masters=isinstance(rule, Drifts))
+    table, params = sharding.table, sharding.params
+    if not isinstance(model, PipelineModule):  # a pipeline's schedule decides how many micro-batches are kept
+        configure_recomputation(plan, mesh)
+    broadcast_rest(model, table, mesh, _cast_to(plan), plan.device)
+    counters = Counters()
+    optimization, scheduler = None, None
+    parts_of_step: Sequence[step.StepPart] = ()
+    if rule is not None:
+        optimization, update_windows = _optimize(plan, mesh, model, sharding, scaler, rule, groups, basic)
+        scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
+        parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, update_windows, scheduler, sharing)
+        if basic is not None:
+            optimization.unguard = make_handle(basic, rule, optimization.grads.clear)
+    bus, loader = Bus(), None
+    if training_data is not None:
+        # DeepSpeed's pipelines read in order, its other engines do not.
+        loader = make_loader(plan, mesh, training_data, collate_fn, shuffles=not isinstance(model, PipelineModule))
+    parts = Parts(
+        plan, mesh, model, sharding, bus, scaler, counters, optimization, scheduler, loader, parts_of_step, sharing
+    )
+    parts.expect_step()
+    return parts
+
+
+def _cast_to(plan: Plan) -> torch.dtype | None:
+    """The dtype of fp16 or bf16; None without them: every tensor of the model keeps its own."""
+    return plan.policy.compute if plan.config.fp16.enabled or plan.config.bf16.enabled else None
+
+
+def _choose_together(
+    plan: Plan, mesh: Mesh, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> tuple[Rule | None, list[dict[str, Any]], torch.optim.Optimizer | None]:
+    """`choose_rule` that fails on all ranks if it fails on one; stages of a pipeline have different parameters.
+
+    Collective over: all ranks.
+    """
+    failure: Exception | None = None
+    chosen: tuple[Rule | None, list[dict[str, Any]], torch.optim.Optimizer | None] = None, [], None
+    try:
+        chosen = choose_rule(plan, model, optimizer, model_parameters)
+        _refuse_foreign_params(model, chosen[1])
+    except Exception as error:  # the optimizer may be made by a function of the script
+        failure = error
+    try:
+        mesh.world.comm.agree(failure is None, str(failure), ConfigError)
+    except ConfigError:
+        if failure is None:
+            raise
+        raise failure from None
+    return chosen
+
+
+def choose_rule(
+    plan: Plan, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> tuple[Rule | None, list[dict[str, Any]], torch.optim.Optimizer | None]:
+    """The update rule, its parameter groups, and the client's optimizer if there is one.
+
+    Raises:
+        ConfigError: no such optimizer, a parameter listed twice, or a rule that cannot update shards.
+    """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            kind = type(optimizer).__name__
+            msg = f"optimizer must be a torch.optim.Optimizer or a callable that makes one, not {kind}"
+            raise ConfigError(msg)
+        given = list(model_parameters) if model_parameters is not None else list(model.parameters())
+        optimizer = optimizer(given or [{"params": []}])  # torch's refuse an empty list, which a stage may have
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            msg = f"the callable passed as optimizer made a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            raise ConfigError(msg)
+    if optimizer is not None:
+        rule: Rule = rule_of(optimizer)
+        groups = optimizer.param_groups
+        name = type(optimizer).__name__
+    elif plan.optimizer_name is not None:
+        rule, defaults = build(plan.optimizer_name, plan.optimizer_params)
+        groups = make_groups(model, model_parameters, defaults)
+        name = rule.name
+    else:
+        return None, [], None
+    # A client's schedulers count groups, and all stages of a pipeline must have the same groups.
+    _check_groups(model, groups, keeps_empty=optimizer is not None or isinstance(model, PipelineModule))
+    _check_cuts(plan, rule, name, optimizer)
+    return rule, groups, optimizer
+
+
+def make_groups(
+    model: nn.Module, model_parameters: Iterable[Any] | None, defaults: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Parameter groups with defaults filled in: one group for plain parameters, or the caller's groups."""
+    items: list[Any] = list(model_parameters) if model_parameters is not None else list(model.parameters())
+    if items and isinstance(items[0], dict):
+        return [{**defaults, **group, "params": list(group["params"])} for group in items]
+    items = [item[1] if isinstance(item, tuple) else item for item in items]
+    return [{**defaults, "params": items}]
+
+
+def _check_groups(model: nn.Module, groups: list[dict[str, Any]], *, keeps_empty: bool) -> None:
+    """Drop frozen parameters and refuse duplicates, in place."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    seen: set[int] = set()
+    for group in groups:
+        for param in group["params"]:
+            if id(param) in seen:
+                msg = f"parameter {names.get(id(param), '?')} is listed twice in the optimizer's parameter groups"
+                raise ConfigError(msg)
+            seen.add(id(param))
+        group["params"] = [param for param in group["params"] if param.requires_grad]
+    if not keeps_empty:
+        groups[:] = [group for group in groups if group["params"]]
+
+
+def _require_trainable(mesh: Mesh, groups: list[dict[str, Any]], *, is_needed: bool) -> None:
+    """Require a trainable parameter on some stage of the pipeline, and equal group settings on all stages.
+
+    Collective over: the pipe axis.
+    """
+    settings = [{key: _shown(value) for key, value in group.items() if key != "params"} for group in groups]
+    found = mesh["pipe"].gather_objects((not is_needed or any(group["params"] for group in groups), settings))
+    if not any(has_some for has_some, _ in found):
+        msg = "the optimizer has no trainable parameter: every requires_grad is False or the groups are empty"
+        raise ConfigError(msg)
+    odd = [stage for stage, (_, others) in enumerate(found) if others != found[0][1]]
+    if odd:
+        msg = (
+            f"the parameter groups of stage {odd[0]} are not those of stage 0 ({len(found[odd[0]][1])} and "
+            f"{len(found[0][1])}, or with other settings); give all stages the same groups in the same order, with an "
+            "empty list of params where a stage has none of a group"
+        )
+        raise ConfigError(msg)
+
+
+def _shown(value: Any) -> str:
+    """A setting of a group as text that is equal on all ranks if the setting is."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        digest = hashlib.sha256(plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        return f"{plain.dtype} {tuple(plain.shape)} {digest}"
+    return repr(value) if isinstance(value, bool | int | float | str | tuple | list | None) else type(value).__name__
+
+
+def _refuse_foreign_params(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    own = {id(param) for param in model.parameters()}
+    foreign = sum(id(param) not in own for group in groups for param in group["params"])
+    if foreign:
+        msg = (
+            f"{foreign} parameters of the optimizer do not belong to the model that was given to initialize; "
+            "put them into the model, or leave them out of model_parameters"
+        )
+        raise ConfigError(msg)
+
+
+def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer | None) -> None:
+    # A client's optimizer counts as known by its exact class only: a subclass may do anything.
+    is_known = not isinstance(rule, Foreign) or client is None or type(client) is getattr(torch.optim, name, None)
+    is_tested = rule.name in TESTED_FOR_CUTS and is_known
+    require_whole(plan, rule, name)
+    if rule.is_elementwise is False and not isinstance(rule, Layerwise) and plan.axes.get("model", 1) > 1:
+        text = f"optimizer {name} looks at whole tensors; of layers that are cut over ranks it sees slices"
+        logs.once(log, logging.WARNING, text)
+    if plan.states.master.is_replicated or is_tested or isinstance(rule, Layerwise):
+        return
+    if rule.is_elementwise is False:
+        clips = client is not None and any(group.get("max_grad_norm") for group in client.param_groups)
+        cure = 'use stage 0, or max_grad_norm 0 and the key "gradient_clipping"' if clips else "use stage 0"
+        msg = (
+            f"optimizer {name} looks at whole tensors and cannot update cut ones, as zero_optimization.stage "
+            f"{plan.stage} asks; {cure}"
+        )
+        raise ConfigError(msg)
+    if not plan.config.zero_allow_untested_optimizer:
+        msg = (
+            f"optimizer {name} is not among those tested with zero_optimization.stage {plan.stage} "
+            f'({", ".join(TESTED_FOR_CUTS)}); set "zero_allow_untested_optimizer": true to use it'
+        )
+        raise ConfigError(msg)
+    logs.once(log, logging.WARNING, f"optimizer {name} is untested with cut states; it must update element by element")
+
+
+def make_scaler(plan: Plan) -> LossScale:
+    """The loss scale: static 1 without fp16, else static or dynamic as the fp16 section says.
+
+    As in DeepSpeed, an overflow at the minimum scale ends the run only where states are sharded.
+    """
+    fp16 = plan.config.fp16
+    if not fp16.enabled:
+        return StaticScale(1.0)
+    if fp16.loss_scale:
+        return StaticScale(float(fp16.loss_scale))
+    return DynamicScale(
+        initial_scale_power=fp16.initial_scale_power,
+        loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_loss_scale=fp16.min_loss_scale,
+        goes_on=plan.outlasts_overflows,
+    )
+
+
+def _optimize(
+    plan: Plan,
+    mesh: Mesh,
+    model: nn.Module,
+    sharding: Sharding,
+    scaler: LossScale,
+    rule: Rule,
+    groups: list[dict[str, Any]],
+    basic: torch.optim.Optimizer | None,
+) -> tuple[Optimization, UpdateWindows]:
+    table, params = sharding.table, sharding.params
+    is_wire_set = _cast_to(plan) is not None or plan.config.communication_data_type is not None
+    grads = GradStore(
+        table,
+        mesh,
+        rest=plan.states.grad,
+        target=plan.states.master,
+        accumulate=plan.policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32,
+        communicate=plan.policy.communicate if is_wire_set else None,
+        averaging=Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
+        is_overlapped=plan.is_overlapped,
+        scatters=plan.config.zero_optimization.reduce_scatter,
+        requires_all=not plan.config.zero_optimization.ignore_unused_parameters,
+        reducer=choose_reducer(plan, model, table),
+        wait=sharding.wait,
+        tiers=params.tiers,
+        arena=params.arena,  # buffers of one size serve both
+    )
+    states = StateStore(table, params, rule.state_names, params.tiers)
+    landed = sharding.module_hooks.landed if sharding.module_hooks is not None else None
+    # With fp16, scripts read the loss scale off the optimizer, and a client's own object does not have it.
+    own = EngineOptimizer(groups, scaler, grads.clear, rule.name, basic)
+    facade = own if basic is None or plan.policy.compute == torch.float16 else basic
+    update_windows = UpdateWindows(params, grads, states, rule)
+    onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
+    hooks = GradHooks(table, grads, landed)
+    state = ZeroState(params, grads, states, rule, groups)
+    return Optimization(state, hooks, facade, basic or own, onebit=onebit), update_windows
+
+
+def _make_onebit(
+    plan: Plan,
+    mesh: Mesh,
+    sharding: Sharding,
+    rule: Rule,
+    groups: list[dict[str, Any]],
+    grads: GradStore,
+    states: StateStore,
+    update_windows: UpdateWindows,
+) -> OneBitExchange | None:
+    """The exchange of a 1-bit optimizer, else None; on failure the model can be given to another `initialize`.
+
+    Collective over: all ranks, for 1-bit optimizers.
+
+    Raises:
+        ConfigError: on every rank, if the dtypes or masks of one do not allow it.
+    """
+    if not isinstance(rule, Exchanges):
+        return None
+    is_early = grads.is_overlapped and plan.gradient_clipping == 0 and not plan.config.fp16.enabled
+    channel, onebit = mesh.channel("grads") if is_early else None, None
+    try:
+        with mesh.world.comm.together(ConfigError):
+            onebit = OneBitExchange(mesh, sharding.params, grads, states, rule, groups, update_windows, plan.placing.hops, channel)
+    except ConfigError:
+        sharding.remove()
+        raise
+    return onebit
+
+
+def _make_scheduler_or_unhook(
+    plan: Plan, optimization: Optimization, sharding: Sharding, lr_scheduler: Any
+) -> Any | None:
+    """`make_scheduler`; on failure hooks are removed, so that the model can be given to another `initialize`."""
+    try:
+        return make_scheduler(plan, optimization, lr_scheduler)
+    except BaseException:
+        optimization.hooks.remove()
+        sharding.remove()
+        raise
+
+
+def make_scheduler(plan: Plan, optimization: Optimization, lr_scheduler: Any) -> Any | None:
+    """The scheduler given in code (object or callable), else the JSON's, else None.
+
+    Raises:
+        ConfigError: a scheduler object that is bound to an optimizer the engine does not use.
+    """
+    if lr_scheduler is None:
+        if plan.scheduler_name is None:
+            return None
+        return build_schedule(plan.scheduler_name, plan.scheduler_params, optimization.basic)
+    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) or not callable(lr_scheduler):
+        bound = getattr(lr_scheduler, "optimizer", None)
+        if bound is not None and bound is not optimization.basic:
+            msg = (
+                f"lr_scheduler is a {type(lr_scheduler).__name__} bound to an optimizer that the engine does not use; "
+                "pass that optimizer too, or pass a callable that makes the scheduler"
+            )
+            raise ConfigError(msg)
+        return lr_scheduler
+    return lr_scheduler(optimization.basic)
+
+
+def step_parts(
+    plan: Plan,
+    mesh: Mesh,
+    params: ParamStore,
+    scaler: LossScale,
+    counters: Counters,
+    optimization: Optimization,
+    update_windows: UpdateWindows,
+    scheduler: Any | None,
+    sharing: Sharing,
+) -> Sequence[step.StepPart]:
+    """The parts of a step in their order; see `engine/step.py`."""
+    grads = optimization.grads
+    parts: list[step.StepPart] = [
+        step.CheckParams(params),
+        step.FinishReduce(grads),
+        step.SumShared(grads, sharing),
+        step.MeasureNorm(mesh, grads, sharing, counters),
+        step.AdjustScale(scaler, mesh, counters, grads),
+        step.ScaleAndClip(plan.gradient_clipping),
+        _make_update(mesh, params, optimization, update_windows),
+        step.Publish(params),
+        step.ClearGrads(grads),
+    ]
+    onebit = optimization.onebit
+    if onebit is not None:
+        at = next(index for index, part in enumerate(parts) if isinstance(part, step.Update))
+        parts[at : at + 1] = [step.ExchangeBefore(onebit), parts[at], step.ExchangeAfter(onebit)]
+    if scheduler is not None:
+        advance = step.AdvanceLr(scheduler)
+        parts = [step.CheckLrKwargs(advance), *parts, advance]
+    return parts
+
+
+def _make_update(mesh: Mesh, params: ParamStore, optimization: Optimization, update_windows: UpdateWindows) -> step.Update:
+    rule, groups, optimizer = optimization.rule, optimization.groups, optimization.facade
+    has_parts = not params.placement.is_replicated or mesh["model"].size > 1
+    if isinstance(rule, Layerwise) and has_parts:
+        return LayerwiseUpdate(mesh, rule, update_windows, groups, optimizer, params)
+    return step.Update(mesh, rule, update_windows, groups, optimizer)
+
+
+def make_loader(plan: Plan, mesh: Mesh, dataset: Any, collate_fn: Any, *, shuffles: bool) -> ShardedLoader:
+    """This data rank's loader over `dataset`; `shuffles` is the default where the config does not say."""
+    chosen = plan.config.dataloader_shuffle
+    return ShardedLoader(
+        dataset,
+        micro_batch=plan.batch.micro_batch_size,
+        rank=mesh.index("data"),
+        size=mesh["data"].size,
+        collate_fn=collate_fn,
+        drop_last=plan.config.dataloader_drop_last,
+        seed=plan.config.seed,
+        shuffle=shuffles if chosen is None else chosen,
+        step_samples=plan.batch.train_batch_size,
+        device=plan.device,
+    )

@@ -1,0 +1,134 @@
+"""Slicing of a model's layers over the model axis, before an engine takes the model over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.plan.own_slices import asks_for_slices, find_cut_twice, find_own_cuts, find_unplaced, is_marked
+from mpispeed.mesh.comm import Comm
+from mpispeed.nn import random
+from mpispeed.nn.sync_norm import synchronise_norms
+from mpispeed.nn.tensor import cuts, inject
+from mpispeed.sharding import sharded_param
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpispeed.plan.plan import Plan
+    from mpispeed.mesh.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+_TABLE = (
+    "tensor_parallel.injection_policy_tuple is {0!r}: names of layers alone do not say how the others are cut; give a "
+    'table, such as {{"attention.query": "column", "attention.output": "row"}}, or remove the key'
+)
+
+
+def fit_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = False) -> None:
+    """Prepare a model's layers for several ranks: slice them where the config asks, and synchronise BatchNorms.
+
+    Collective over: all ranks.
+
+    Raises:
+        ConfigError: on every rank, as in `slice_layers`, or there is a SyncBatchNorm of a derived class.
+    """
+    slice_layers(plan, mesh, model, has_mpu=has_mpu)
+    with mesh.world.comm.together(ConfigError):
+        _refuse(synchronise_norms(model, mesh["data"]))
+
+
+def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = False) -> None:
+    """Replace layers by slices of them if the config asks for it; else find the layers that the model sliced itself.
+
+    Layers sliced before, by hand or by an earlier engine, stay. A pipeline stage may have nothing to slice, if another
+    stage has.
+
+    Collective over: all ranks.
+
+    Raises:
+        ConfigError: on every rank, if no layer of the model can be sliced, or layers are sliced otherwise already.
+    """
+    comm, asks = mesh["model"], asks_for_slices(plan.config)
+    with mesh.world.comm.together(ConfigError):
+        _refuse(_find_other_group(model, comm) or (_find_sharded(model, comm) if asks else ""))
+    if comm.size == 1:
+        problem = "" if has_mpu else find_unplaced(mesh, model)
+        mesh.world.comm.agree(not problem, problem, ConfigError)
+        return
+    tracker = random.get_rng_tracker()
+    if random.MODEL_PARALLEL not in tracker.get_states():  # the default stream stays as the script has seeded it
+        tracker.add(random.MODEL_PARALLEL, plan.config.seed + random.SLICE_OFFSET + comm.rank)
+    if not asks:
+        looks = not cuts(model) or any(map(is_marked, model.parameters()))
+        if any(mesh["pipe"].gather_objects(looks)):  # all stages, as they compare what they find
+            find_own_cuts(mesh, model)
+        return
+    problem = find_cut_twice(model, comm)
+    mesh.world.comm.agree(not problem, problem, ConfigError)
+    if not cuts(model):
+        problem = _inject(plan, mesh, model)
+    problems = mesh["pipe"].gather_objects(problem)
+    if all(problems):
+        raise ConfigError(problems[0])
+    if mesh.rank == 0:
+        for stage, text in enumerate(problems):
+            if text:
+                log.info("stage %d has no slices: %s", stage, text)
+
+
+def _refuse(problem: str) -> None:
+    if problem:
+        raise ConfigError(problem)
+
+
+def _inject(plan: Plan, mesh: Mesh, model: nn.Module) -> str:
+    """Slice the layers; return "" or the reason why nothing can be sliced. Collective over: the model axis."""
+    section = plan.config.tensor_parallel
+    try:
+        report = inject(
+            model,
+            mesh["model"].duplicate(),  # the layers outlive the engine, and its groups
+            _table(section.injection_policy_tuple),
+            vocab=section.vocab_parallel,
+            sequence_parallel=section.sequence_parallel,
+            grain=section.tensor_parallel.tp_grain_size,
+        )
+    except ConfigError as error:
+        return str(error)
+    log.info("%s", report) if mesh.rank == 0 else log.debug("%s", report)
+    return ""
+
+
+def _find_other_group(model: nn.Module, comm: Comm) -> str:
+    """A sentence if a layer is sliced over other ranks than those of `comm`, else ""."""
+    whole = cuts(model)
+    for path, module in model.named_modules() if whole else ():
+        group = vars(module).get("comm")
+        if isinstance(group, Comm) and list(group.ranks) != list(comm.ranks):
+            return (
+                f"layer {path} is cut over the {group.size} ranks {list(group.ranks)[:8]}, and the engine would have "
+                f"slices on {list(comm.ranks)[:8]}; set tensor_parallel.autotp_size to {group.size} (or give the mpu "
+                "of the layers), or build the model anew"
+            )
+    return ""
+
+
+def _find_sharded(model: nn.Module, comm: Comm) -> str:
+    """A sentence if parameters of layers to be sliced were sharded by `zero.Init` already, else ""."""
+    sharded = [name for name, param in model.named_parameters() if sharded_param.is_sharded(param)] if comm.size > 1 else []
+    if not sharded or cuts(model):
+        return ""
+    return (
+        f"tensor_parallel cuts whole layers, and {sharded[0]} was cut over data ranks by zero.Init already; build the "
+        "model outside of zero.Init, or leave tensor_parallel out"
+    )
+
+
+def _table(policy: Any) -> Mapping[str, str] | None:
+    if isinstance(policy, Mapping | None):
+        return policy
+    raise ConfigError(_TABLE.format(policy))

@@ -1,0 +1,1 @@
+"""Estimates of a plan's memory and traffic, before anything is allocated."""

@@ -1,0 +1,300 @@
+"""Prediction of a configuration's cost: bytes held by each rank, and bytes sent by it in a step.
+
+Nothing is measured or allocated. Units are made as in the engine, from a model on torch's meta device; placements are
+counted on a topology; gathers follow the engine's own policy (`engine.estimate.dry_run`).
+
+Sources. Placements: Rajbhandari et al., "ZeRO", SC20; second copies and quantized messages: Wang et al., ZeRO++,
+arXiv 2306.10209; sharding over a part of the ranks: Zhang et al., MiCS, arXiv 2205.00119.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpispeed.engine.estimate.dry_run import Buffers, DryRun, Outcome, PaperParams
+from mpispeed.engine.estimate.inputs import EstimateInputs, gather_inputs
+from mpispeed.engine.estimate.onebit_cost import Phase, error_bytes, momentum_bytes, phases, saved_bytes
+from mpispeed.engine.estimate.traffic import (
+    Moved,
+    Sent,
+    gather,
+    is_coded_sum,
+    moved,
+    rest_bytes,
+    sent_gradients,
+    sent_updates,
+)
+from mpispeed.mesh.collectives.dtypes import HALF_FLOATS
+from mpispeed.sharding.grad_buffers import WRITES_BEHIND
+from mpispeed.sharding.leaf import is_leaf
+from mpispeed.sharding.module_units import find_module_units
+from mpispeed.sharding.prefetch import Limits
+from mpispeed.store.placement import Tier
+from mpispeed.store.tiers import GRAD, MASTER, PARAM
+
+if TYPE_CHECKING:
+    from mpispeed.sharding.module_units import ModuleUnits
+    from mpispeed.store.table import Unit
+
+__all__ = ["Budget", "EstimateInputs", "Held", "Moved", "Phase", "Sent", "gather_inputs", "predict"]
+
+ORDER = (
+    "parameters", "second copies", "outside of units", "masters", "optimizer state", "gradients", "1-bit momentum",
+    "1-bit errors",
+)  # fmt: skip
+"""Order of the kinds of state held between steps."""
+
+NORM_BYTES = 512
+"""Bytes that each rank contributes to the exact sum of squares of all gradients (`sharding.norm`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of one kind of model state on one rank and tier."""
+
+    what: str
+    tier: Tier
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The prediction for one rank.
+
+    Attributes:
+        held: model states while training, without activations.
+        sent: traffic of one optimizer step, once the order of use is known; with 1-bit optimizers, of a step in full
+            precision.
+        build_bytes: peak while the engine takes the model over.
+        lag_bytes: part of the gradient buckets that is held only if reductions lag behind the backward pass.
+        moved: traffic between tiers in one optimizer step.
+        file_bytes: size of swap files in whole pages; `held` has the exact sizes of the states in them.
+        phases: kinds of steps of a 1-bit optimizer, by their traffic; the first is that of `sent`.
+    """
+
+    held: tuple[Held, ...]
+    sent: tuple[Sent, ...]
+    build_bytes: int
+    lag_bytes: int = 0
+    moved: tuple[Moved, ...] = ()
+    file_bytes: int = 0
+    phases: tuple[Phase, ...] = ()
+
+    def bytes_of(self, what: str) -> int:
+        """Bytes of one kind of state over all tiers."""
+        return sum(row.bytes for row in self.held if row.what == what)
+
+    def tier_bytes(self, tier: Tier) -> int:
+        """Bytes on one tier."""
+        return sum(row.bytes for row in self.held if row.tier == tier)
+
+    def sent_bytes(self, verb: str | None = None) -> int:
+        """Bytes sent in one optimizer step by one verb, or by all."""
+        return sum(row.bytes for row in self.sent if verb in (None, row.verb))
+
+    def moved_bytes(self, source: Tier, target: Tier) -> int:
+        """Bytes from one tier to another in one optimizer step."""
+        return sum(row.bytes for row in self.moved if (row.source, row.target) == (source, target))
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Host memory of one rank by kind of state; without an accelerator the device tier is host memory."""
+        found: dict[str, int] = {}
+        for row in self.held:
+            if row.tier != Tier.NVME:
+                found[row.what] = found.get(row.what, 0) + row.bytes
+        return found
+
+
+# -- prediction ------------------------------------------------------------------------------------------------------
+
+
+def predict(facts: EstimateInputs) -> Budget:
+    """Predict the bytes held by one rank, and the bytes that it sends in one optimizer step.
+
+    Raises:
+        ConfigError: a shard of a unit is longer than the buffers between files and memory.
+    """
+    users = find_module_units(
+        facts.model, facts.table, needs=lambda unit: not facts.is_resident(unit), is_whole=is_leaf
+    )
+    played = facts
+    if facts.gathers_once:  # each unit is gathered once and stays unsharded
+        played = replace(facts, micro_steps=1, limits=Limits(ahead=0, live=1 << 60, reuse=1 << 60))
+    outcome = _rehearse(played, users)
+    prompt = _rehearse(replace(played, is_overlapped=False), users) if facts.is_overlapped else outcome
+    held = [*_held_at_rest(facts), *_buffers(facts)]
+    device = Tier.DEVICE
+    held.append(Held("gathered parameters", device, max(outcome.gathered_bytes, _held_bytes(facts))))
+    held.append(Held("gradient buckets", device, outcome.scratch_bytes - outcome.gathered_bytes))
+    gathers = [Sent("parameters", verb, axes, count) for (verb, axes), count in sorted(outcome.gathers.items())]
+    norm = list(_sent_norm(facts))
+    sent = _summed([*sent_gradients(facts), *gathers, *sent_updates(facts), *norm])
+    return Budget(
+        held=tuple(row for row in held if row.bytes),
+        sent=sent,
+        build_bytes=_build_bytes(facts),
+        lag_bytes=outcome.scratch_bytes - prompt.scratch_bytes,
+        moved=tuple(moved(facts, _fetches(facts, outcome))),
+        file_bytes=sum(facts.swap.file_bytes.values()),
+        phases=tuple(replace(phase, sent=_summed(phase.sent)) for phase in phases(facts, sent, [*gathers, *norm])),
+    )
+
+
+def _sent_norm(facts: EstimateInputs) -> Iterable[Sent]:
+    ranks = facts.topology.size
+    if facts.table.units:
+        axes = ("data",) if ranks == facts.topology.group_size("data") else facts.topology.names
+        yield Sent("gradient norm", "all_gather", axes, NORM_BYTES * (ranks - 1))
+
+
+def _held_bytes(facts: EstimateInputs) -> int:
+    """Bytes of parameters that stay gathered during a whole step."""
+    if not facts.gathers_once:
+        return 0
+    cut = [unit for unit in facts.table.all_units if not facts.is_resident(unit)]
+    return sum(unit.layout.padded * facts.dtypes(unit)[0].itemsize for unit in cut)
+
+
+def _fetches(facts: EstimateInputs, outcome: Outcome) -> Mapping[int, int]:
+    """Reads of this rank's shards by unit index; gathers from fresh second copies do not count."""
+    found: dict[int, int] = {}
+    for (index, is_fresh), count in outcome.fetches.items():
+        if not (is_fresh and facts.second is not None):
+            found[index] = found.get(index, 0) + count
+    return found
+
+
+def _held_at_rest(facts: EstimateInputs) -> Iterable[Held]:
+    total: dict[tuple[str, Tier], int] = {}
+
+    def add(what: str, tier: Tier, count_bytes: int) -> None:
+        total[what, tier] = total.get((what, tier), 0) + count_bytes
+
+    for unit in facts.table.all_units:
+        add("parameters", facts.param_tier(unit), rest_bytes(facts, unit))
+        if facts.second is not None and not facts.is_resident(unit):
+            size = facts.span(unit, facts.second) * facts.dtypes(unit)[0].itemsize
+            add("second copies", facts.second.tier, size)
+    add("outside of units", Tier.DEVICE, _outside_bytes(facts, is_cast=True))
+    for unit in facts.table.units:
+        master, span = facts.dtypes(unit)[1], facts.span(unit, facts.master)
+        add("masters", facts.state_tier(unit), 0 if facts.is_shared(unit) else span * master.itemsize)
+        add("optimizer state", facts.state_tier(unit), span * facts.state_bytes * master.itemsize // 4)
+        add("gradients", facts.grad_tier(unit), facts.span(unit, facts.grad) * facts.grad_dtypes(unit)[0].itemsize)
+        add("1-bit momentum", Tier.HOST, momentum_bytes(facts, unit))
+        add("1-bit errors", Tier.HOST, error_bytes(facts, unit))
+    for what in ORDER:
+        for tier in Tier:
+            yield Held(what, tier, total.get((what, tier), 0))
+
+
+def _buffers(facts: EstimateInputs) -> Iterable[Held]:
+    """Buffers between files and memory, all in use, and the copy for a background checkpoint."""
+    swap = facts.swap
+    yield Held("parameter buffers", Tier.HOST, swap.param_buffers * swap.param_bytes)
+    if swap.window_kinds:
+        widest = max(dtype.itemsize for _, dtype in swap.tensors.values())
+        count = len(swap.window_kinds) * swap.in_flight
+        yield Held("update buffers", Tier.HOST, count * swap.window_elements * widest)
+    # States in swap files cannot be copied: such checkpoints are written in the foreground.
+    if facts.copies_checkpoint and not swap.file_bytes:
+        yield Held("checkpoint copy", Tier.HOST, sum(_saved_bytes(facts, unit) for unit in facts.table.all_units))
+
+
+def _saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
+    """Bytes of a unit that one rank writes into a checkpoint: an equal part, whatever it holds."""
+    part = unit.layout.padded // facts.topology.group_size("data")
+    compute, master = facts.dtypes(unit)
+    if not unit.is_trainable:
+        return part * compute.itemsize
+    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + saved_bytes(facts, unit)
+
+
+def _outside_bytes(facts: EstimateInputs, *, is_cast: bool) -> int:
+    """Bytes of frozen parameters that are in no unit, and of buffers."""
+    frozen = [param for param in facts.model.parameters() if facts.table.locate(param) is None]
+    total = 0
+    for tensor in (*frozen, *facts.model.buffers()):
+        changes = is_cast and facts.compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        dtype = facts.compute if changes and facts.compute is not None else tensor.dtype
+        total += tensor.numel() * dtype.itemsize
+    return total
+
+
+def _build_bytes(facts: EstimateInputs) -> int:
+    """Peak bytes while units are taken over from the model, one after the other."""
+    sizes = {id(param): math.prod(param.shape) * param.dtype.itemsize for param in facts.model.parameters()}
+    held = sum(sizes.values()) + sum(buffer.nbytes for buffer in facts.model.buffers())
+    if facts.is_init_sharded:
+        held -= sum(sizes[id(param)] for unit in facts.table.all_units for param in unit.params)
+        held += sum(facts.span(unit, facts.rest(unit)) * unit.dtype.itemsize for unit in facts.table.all_units)
+    most = held
+    for unit in facts.table.all_units:
+        compute, master = facts.dtypes(unit)
+        source = unit.layout.padded * unit.dtype.itemsize
+        rest = facts.span(unit, facts.rest(unit)) * compute.itemsize
+        is_source = facts.is_resident(unit) and compute == unit.dtype
+        has_masters = unit.is_trainable and not facts.is_shared(unit)
+        masters = facts.span(unit, facts.master) * master.itemsize if has_masters else 0
+        made = rest + masters
+        gathered = source if facts.is_init_sharded and not facts.is_resident(unit) else 0
+        most = max(most, held + source + gathered + made - (rest if is_source else 0))
+        given = sum(sizes[id(param)] for param in unit.params)
+        init_shard = facts.span(unit, facts.rest(unit)) * unit.dtype.itemsize
+        written = sum(size for kind, size in ((PARAM, rest), (MASTER, masters)) if (kind, unit.index) in facts.tensors)
+        held += made - written - (init_shard if facts.is_init_sharded else given)
+    return most
+
+
+def _summed(rows: Iterable[Sent]) -> tuple[Sent, ...]:
+    """One row for each kind of message, without those that send nothing."""
+    total: dict[tuple[str, str, tuple[str, ...]], int] = {}
+    for row in rows:
+        key = row.what, row.verb, row.axes
+        total[key] = total.get(key, 0) + row.bytes
+    return tuple(Sent(*key, count) for key, count in total.items() if count)
+
+
+def _rehearse(facts: EstimateInputs, users: list[ModuleUnits]) -> Outcome:
+    params = PaperParams(
+        facts.table,
+        frozenset(unit.index for unit in facts.table.all_units if facts.is_resident(unit)),
+        lambda unit: facts.dtypes(unit)[0],
+        lambda unit, is_second: gather(facts, unit, is_second=is_second),
+    )
+
+    def bucket(unit: Unit) -> Buffers:
+        return [] if facts.grad.is_replicated else [(unit.layout.padded, facts.grad_dtypes(unit)[1])]
+
+    def wire(unit: Unit, is_added: bool) -> Buffers:
+        rests, travels = facts.grad_dtypes(unit)
+        found = [(unit.layout.padded, travels)] if facts.grad.is_replicated and rests != travels else []
+        if is_added:
+            found.append((facts.span(unit, facts.master), torch.promote_types(rests, travels)))
+        sizes = [facts.topology.group_size(axis) for axis in facts.master.axes]
+        if travels in HALF_FLOATS and facts.scatters and not is_coded_sum(facts, unit):
+            # Sums of 16 bits are kept in fp32 between hops.
+            spans = [unit.layout.padded // math.prod(sizes[: i + 1]) for i, n in enumerate(sizes) if n > 1]
+            found += [(span, torch.float32) for span in spans[:-1][:1]]
+        return found
+
+    longest: dict[torch.dtype, int] = {}
+    for (kind, _), (numel, dtype) in facts.tensors.items():
+        if kind == GRAD:
+            longest[dtype] = max(numel, longest.get(dtype, 0))
+
+    def swapped(unit: Unit) -> Buffers:
+        dtype = facts.grad_dtypes(unit)[0]
+        return [(longest[dtype], dtype)] if (GRAD, unit.index) in facts.tensors else []
+
+    rehearsal = DryRun(
+        facts.model, params, users, facts.limits, bucket=bucket, wire=wire, swapped=swapped,
+        writes_behind=WRITES_BEHIND if facts.swap.writes_behind else 0, is_overlapped=facts.is_overlapped,
+    )  # fmt: skip
+    cuts = any(not facts.is_resident(unit) for unit in facts.table.all_units)
+    return rehearsal.run(facts.micro_steps, reduces_each=not facts.grad.is_replicated, fetches=cuts)

@@ -1,0 +1,209 @@
+"""Traffic of one rank in one optimizer step: to other ranks, and between its own tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpispeed.mesh.collectives.dtypes import HALF_FLOATS
+from mpispeed.mesh.compressed.quantized import gather_bytes, reduce_scatter_bytes
+from mpispeed.native.block_quant import default_block
+from mpispeed.native.codes import Grid
+from mpispeed.sharding.quantized import Codes
+from mpispeed.store.layout import BLOCK
+from mpispeed.store.placement import REPLICATED, Placement, Tier, moves, reduce_moves
+
+if TYPE_CHECKING:
+    from mpispeed.engine.estimate.inputs import EstimateInputs
+    from mpispeed.store.table import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that one rank sends in one optimizer step, by the ring formula of the trace."""
+
+    what: str
+    verb: str
+    axes: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that one rank moves between two of its tiers in one optimizer step."""
+
+    what: str
+    source: Tier
+    target: Tier
+    bytes: int
+
+
+# -- to other ranks --------------------------------------------------------------------------------------------------
+
+
+def _replicas(facts: EstimateInputs) -> tuple[str, ...]:
+    """Axes along which ranks hold equal parts of masters."""
+    if facts.master.is_replicated:
+        return ("data",)
+    cut = facts.topology.resolve(facts.master.axes)
+    rest = (axis for axis in facts.topology.resolve("data") if axis not in cut)
+    return tuple(axis for axis in rest if facts.topology.group_size(axis) > 1)
+
+
+def _sums(facts: EstimateInputs, unit: Unit) -> Iterable[tuple[str, tuple[str, ...], int]]:
+    """(verb, axes, bytes of the full buffer) of each collective of one reduction, as in `store.transfers.reduce_into`.
+
+    Sums of 16-bit gradients are in fp32 after the first of several hops.
+    """
+    size = unit.layout.padded * facts.grad_dtypes(unit)[1].itemsize
+    rest = _replicas(facts) if facts.grad.is_replicated else ()
+    if not facts.scatters:
+        axes = facts.topology.resolve("data" if facts.grad.is_replicated else facts.master.axes)
+        yield "all_reduce", axes, size
+        return
+    is_half = facts.grad_dtypes(unit)[1] in HALF_FLOATS
+    for move in reduce_moves((*facts.master.axes, *rest), facts.master):
+        n = facts.topology.group_size(move.axes)
+        yield move.verb, move.axes, size
+        if n > 1 and move.verb == "reduce_scatter":
+            size = size // n * (2 if is_half else 1)
+            is_half = False
+
+
+def sent_gradients(facts: EstimateInputs) -> Iterable[Sent]:
+    """Traffic of reductions: for sharded gradients in every micro-step, and over replicas of the shards once a step."""
+    steps = 1 if facts.grad.is_replicated else facts.micro_steps
+    replicas = () if facts.grad.is_replicated else _replicas(facts)
+    for unit in facts.table.units:
+        if is_coded_sum(facts, unit):
+            for axis, size in zip(facts.master.axes, _coded_hops(facts, unit), strict=True):
+                yield Sent("gradients", "all_to_all", (axis,), steps * size)
+        else:
+            for verb, axes, size in _sums(facts, unit):
+                n = facts.topology.group_size(axes)
+                times = 2 if verb == "all_reduce" else 1
+                yield Sent("gradients", verb, axes, steps * (times * size * (n - 1) // n))
+        n = facts.topology.group_size(replicas)
+        part = facts.span(unit, facts.master) * facts.grad_dtypes(unit)[0].itemsize
+        yield Sent("gradients", "all_reduce", replicas, 2 * part * (n - 1) // n)
+
+
+def is_coded_sum(facts: EstimateInputs, unit: Unit) -> bool:
+    """True if the unit's reduction is quantized, as `sharding.reducers.QuantizedReducer` decides."""
+    is_made_of_vectors = all(len(entry.shape) < 2 for entry in unit.layout.entries)
+    return facts.codes_grads and facts.grad_dtypes(unit)[1].itemsize <= 4 and not is_made_of_vectors
+
+
+def _coded_hops(facts: EstimateInputs, unit: Unit) -> tuple[int, int]:
+    """Bytes of the two hops of a quantized reduction."""
+    inner, outer = (facts.topology.group_size(axis) for axis in facts.master.axes)
+    return reduce_scatter_bytes(facts.span(unit, facts.master), inner, outer, BLOCK)
+
+
+def sent_updates(facts: EstimateInputs) -> Iterable[Sent]:
+    """Traffic from updated masters to the parameters' placement."""
+    for unit in facts.table.units:
+        itemsize = facts.dtypes(unit)[0].itemsize
+        for verb, axes, elements in _widening(facts, unit, facts.master, facts.rest(unit)):
+            n = facts.topology.group_size(axes)
+            yield Sent("updated parameters", verb, axes, elements * itemsize * (n - 1) // n)
+
+
+def _widening(
+    facts: EstimateInputs, unit: Unit, source: Placement, target: Placement
+) -> Iterable[tuple[str, tuple[str, ...], int]]:
+    """(verb, axes, elements of the result) of each collective, as in `store.transfers.all_gather_into`."""
+    held = facts.span(unit, source)
+    for move in moves(Placement(source.axes), Placement(target.axes)):
+        held *= facts.topology.group_size(move.axes)
+        yield move.verb, move.axes, held
+
+
+def gather(facts: EstimateInputs, unit: Unit, *, is_second: bool) -> Iterable[tuple[str, tuple[str, ...], int]]:
+    """(verb, axes, bytes) of the collectives that gather a unit; second copies are never quantized."""
+    is_second = is_second and facts.second is not None
+    source = facts.second if is_second and facts.second is not None else facts.rest(unit)
+    steps = list(_widening(facts, unit, source, REPLICATED))
+    sizes = [facts.topology.group_size(axes) for _, axes, _ in steps]
+    count, itemsize = facts.span(unit, source), facts.dtypes(unit)[0].itemsize
+    is_coded = facts.codes_params or (facts.codes_frozen and not unit.is_trainable)
+    if is_coded and not is_second and Codes.takes(facts.dtypes(unit)[0]):
+        sent = gather_bytes(count, sizes, default_block(count))
+    else:
+        sent = tuple(elements * itemsize * (n - 1) // n for (_, _, elements), n in zip(steps, sizes, strict=True))
+    for (verb, axes, _), size in zip(steps, sent, strict=True):
+        yield verb, axes, size
+
+
+def rest_bytes(facts: EstimateInputs, unit: Unit) -> int:
+    """Bytes of this rank's shard of a unit's parameters."""
+    count, dtype = facts.span(unit, facts.rest(unit)), facts.dtypes(unit)[0]
+    if facts.is_coded(unit) and not facts.is_resident(unit):
+        return Grid(count, default_block(count)).nbytes(8)
+    return count * dtype.itemsize
+
+
+# -- between tiers -----------------------------------------------------------------------------------------------------
+
+_LADDER = (Tier.DEVICE, Tier.HOST, Tier.NVME)
+
+
+def moved(facts: EstimateInputs, fetches: Mapping[int, int]) -> list[Moved]:
+    """Traffic between neighbouring tiers; a move between device and files counts for both of its hops.
+
+    Args:
+        facts: inputs of the prediction.
+        fetches: unit index -> reads of this rank's shard for gathers.
+    """
+    total: dict[tuple[str, Tier, Tier], int] = {}
+
+    def move(what: str, source: Tier, target: Tier, count_bytes: int) -> None:
+        start, end = _LADDER.index(source), _LADDER.index(target)
+        step = 1 if end > start else -1
+        for place in range(start, end, step):
+            key = what, _LADDER[place], _LADDER[place + step]
+            total[key] = total.get(key, 0) + count_bytes
+
+    for unit in facts.table.all_units:
+        count = fetches.get(unit.index, 0)
+        move("parameters", facts.param_tier(unit), Tier.DEVICE, count * rest_bytes(facts, unit))
+    for unit in facts.table.units:
+        _move_update(facts, unit, move)
+        _move_gradients(facts, unit, move)
+    rows = (Moved(*key, count_bytes) for key, count_bytes in total.items() if count_bytes)
+    return sorted(rows, key=lambda row: (row.what, _LADDER.index(row.source), _LADDER.index(row.target)))
+
+
+Move = Callable[[str, Tier, Tier, int], None]
+
+
+def _update_tier(facts: EstimateInputs, unit: Unit) -> Tier:
+    """Tier on which the optimizer runs: the host for states in files."""
+    return Tier.DEVICE if facts.state_tier(unit) == Tier.DEVICE else Tier.HOST
+
+
+def _move_update(facts: EstimateInputs, unit: Unit, move: Move) -> None:
+    """States to the optimizer and back, and updated parameters to their tier."""
+    span = facts.span(unit, facts.master)
+    (compute, master), runs = facts.dtypes(unit), _update_tier(facts, unit)
+    states = {"optimizer state": facts.state_bytes * master.itemsize // 4}
+    if facts.is_shared(unit):
+        move("updated parameters", facts.param_tier(unit), runs, span * compute.itemsize)
+    else:
+        states["masters"] = master.itemsize
+    move("updated parameters", runs, facts.param_tier(unit), span * compute.itemsize)
+    for what, size in states.items():
+        move(what, facts.state_tier(unit), runs, span * size)
+        move(what, runs, facts.state_tier(unit), span * size)
+
+
+def _move_gradients(facts: EstimateInputs, unit: Unit, move: Move) -> None:
+    """Reduced gradients to their tier in every micro-step, and from there to the optimizer."""
+    rests, runs = facts.grad_tier(unit), _update_tier(facts, unit)
+    size = facts.span(unit, facts.master) * facts.grad_dtypes(unit)[0].itemsize
+    times = 0 if facts.grad.is_replicated else facts.micro_steps
+    move("gradients", Tier.DEVICE, rests, times * size)
+    if rests == Tier.NVME:
+        move("gradients", rests, Tier.HOST, max(times - 1, 0) * size)  # read back to be added to
+    move("gradients", rests, runs, size)

@@ -1,0 +1,120 @@
+"""Reports of 1-bit optimizers: phase, traffic and quantization error; a warning of an early freeze."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base.events import Bus, Event
+from mpispeed.base.units import format_bytes
+from mpispeed.native.reduce import square_partials
+from mpispeed.plan.onebit_plan import PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mpispeed.engine.build.parts import Parts
+    from mpispeed.sharding.onebit_exchange import OneBitExchange
+
+log = logging.getLogger(__name__)
+
+SETTLED = 0.96
+"""Least ratio of the variance's 1-norms, 1 / (1 - beta2) updates apart, at which it counts as settled.
+
+Source: 1-bit Adam (arXiv 2102.02888), on the length of the warm-up.
+"""
+
+
+class OneBitReport:
+    """Announces `Event.CODED` after every applied step, and logs it every `every` steps; on rank 0."""
+
+    def __init__(self, parts: Parts, onebit: OneBitExchange, every: int | None) -> None:
+        self._parts, self._onebit, self._every = parts, onebit, every
+
+    def attach(self, bus: Bus) -> None:
+        """Listen to the end of steps."""
+        self._bus = bus
+        bus.subscribe(Event.STEP_END, self._on_step)
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        step = event["global_step"]
+        is_logged = bool(self._every) and step % (self._every or 1) == 0
+        if event["skipped"] or not (is_logged or self._bus.has(Event.CODED)):
+            return
+        onebit, update = self._onebit, self._parts.counters.update_count
+        kind, norm = onebit.kind(update), error_norm(onebit)
+        self._bus.announce(
+            Event.CODED,
+            global_step=step,
+            samples=event["samples"],
+            phase=kind.name,
+            sent_bytes=onebit.sent,
+            saved_bytes=onebit.plain - onebit.sent,
+            error_norm=norm,
+        )
+        if is_logged:
+            log.info(
+                "1-bit | %s: sent %s, saved %s of fp32 sums; norm of what coding left out %.3g",
+                PHASES[kind], format_bytes(onebit.sent), format_bytes(onebit.plain - onebit.sent), norm,
+            )  # fmt: skip
+
+
+def error_norm(onebit: OneBitExchange) -> float:
+    """2-norm of this rank's worker errors over all units; 0 before the first exchange. Local."""
+    squares = [math.fsum(square_partials(errors.worker)) for errors in onebit.errors.values()]
+    return math.sqrt(math.fsum(squares))
+
+
+class FreezeWatch:
+    """Warns if the variance is frozen while it still changes; judged by rank 0's part of the model."""
+
+    def __init__(self, parts: Parts, freeze_step: int) -> None:
+        """Args: `freeze_step`: number of the last update of the variance."""
+        self._parts, self._last = parts, freeze_step
+        beta2 = float(self._groups()[0]["betas"][1])
+        self._first = max(1, freeze_step - round(1.0 / (1.0 - beta2)))
+        self._before = 0.0
+
+    def attach(self, bus: Bus) -> None:
+        """Listen to the end of steps."""
+        bus.subscribe(Event.STEP_END, self._on_step)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._parts.optimization.groups if self._parts.optimization else []
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        update = self._parts.counters.update_count
+        if event["skipped"] or update not in (self._first, self._last):
+            return
+        size = self._size()
+        if update == self._last and self._first < self._last and self._before > 0.0 and size > 0.0:
+            ratio = min(size, self._before) / max(size, self._before)
+            if ratio < SETTLED:
+                log.warning(
+                    "the variance is frozen at update %d, and its 1-norm %s %.3g times within the last %d updates "
+                    "(settled: within %.2f): a longer warm-up (15 to 25 %% of all updates) is safer",
+                    self._last, "grew" if size > self._before else "shrank", max(size, self._before) /
+                    min(size, self._before), self._last - self._first, 1.0 / SETTLED,
+                )  # fmt: skip
+        self._before = size
+
+    def _size(self) -> float:
+        states = self._parts.optimization.states if self._parts.optimization else None
+        if states is None:
+            return 0.0
+        units = self._parts.table.units
+        return math.fsum(float(states.of(unit)["exp_avg_sq"].sum(dtype=torch.float64)) for unit in units)
+
+
+def watch_onebit(parts: Parts, onebit: OneBitExchange, rule: Any) -> None:
+    """Attach the report and the freeze warning; called on rank 0."""
+    OneBitReport(parts, onebit, parts.plan.steps_per_print).attach(parts.bus)
+    freeze = getattr(rule, "freeze_step", None) or rule.intervals.var_freeze_step
+    FreezeWatch(parts, freeze).attach(parts.bus)
+    if not parts.params.placement.is_replicated:
+        size = sum(unit.layout.padded * parts.params.dtypes(unit)[0].itemsize for unit in parts.table.units)
+        log.info("1-bit | stage 1 cuts masters: besides the coded momenta, parameters of %s are gathered in every step",
+                 format_bytes(size))  # fmt: skip

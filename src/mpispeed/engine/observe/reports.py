@@ -1,0 +1,252 @@
+"""Log of a run on rank 0: progress, times, bytes and traffic, each switched on by its config key."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from mpispeed import monitor
+from mpispeed.base.errors import ConfigError
+from mpispeed.base.events import Bus, Event
+from mpispeed.base.units import format_bytes, format_duration
+from mpispeed.config.ineffective import PINNED
+from mpispeed.engine import deepspeed_getters
+from mpispeed.engine.observe.onebit_report import watch_onebit
+from mpispeed.mesh import comms_log
+from mpispeed.monitor import step_times
+from mpispeed.pipe.timeline import expected_bubble
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from mpispeed.engine.build.parts import Parts
+    from mpispeed.mesh.trace.comm_trace import CommTrace
+    from mpispeed.native.block_io import BlockIO
+    from mpispeed.pipe.schedule import PipeSchedule
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """DeepSpeed's progress line, before the first step and every `steps_per_print` steps."""
+
+    def __init__(self, parts: Parts, every: int) -> None:
+        self._parts, self._every = parts, every
+
+    def attach(self, bus: Bus) -> None:
+        """Listen to the end of steps."""
+        log.info("%s", self._head())
+        bus.subscribe(Event.STEP_END, self._on_step)
+
+    def _head(self) -> str:
+        counters, optimization = self._parts.counters, self._parts.optimization
+        rates, momenta = (
+            deepspeed_getters.group_values(optimization, "lr", 0.0),
+            deepspeed_getters.momenta(optimization),
+        )
+        return f"step={counters.global_steps}, skipped={counters.skipped_steps}, lr={rates}, mom={momenta}"
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        if event["global_step"] % self._every == 0:
+            log.info(
+                "%s, loss=%s, norm=%.3f, time=%s",
+                self._head(),
+                "unknown" if event["loss"] is None else format(event["loss"], ".4f"),
+                event["norm"],
+                format_duration(event["seconds"]),
+            )
+
+
+class Timings:
+    """`wall_clock_breakdown`: forward, backward and step of each global step, in milliseconds of this rank."""
+
+    def __init__(self) -> None:
+        self._seconds = {"fwd": 0.0, "bwd": 0.0}
+
+    def attach(self, bus: Bus) -> None:
+        """Listen to the ends of forward, backward and step."""
+        bus.subscribe(Event.FORWARD_END, lambda event: self._add("fwd", event))
+        bus.subscribe(Event.BACKWARD_END, lambda event: self._add("bwd", event))
+        bus.subscribe(Event.STEP_END, self._on_step)
+
+    def _add(self, name: str, event: Mapping[str, Any]) -> None:
+        self._seconds[name] += event["seconds"]
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        rows = {**self._seconds, "step": event["update_seconds"]}
+        log.info("time (ms) | %s", " | ".join(f"{name}: {1000 * seconds:.2f}" for name, seconds in rows.items()))
+        self._seconds = {"fwd": 0.0, "bwd": 0.0}
+
+
+def watch(parts: Parts, warnings: Iterable[str]) -> None:
+    """Attach monitors on every rank (they write on rank 0 only) and the log on rank 0.
+
+    If that fails, the model and the optimizer can be given to another `initialize`.
+
+    Collective over: all ranks.
+
+    Raises:
+        ConfigError: on every rank, if a monitor cannot make its folder or files.
+    """
+    try:
+        _attach_monitors(parts)
+        start_comms_log(parts)
+        if parts.mesh.rank == 0:
+            for warning in warnings:
+                if parts.plan.device.type == "cpu" or PINNED not in warning:
+                    log.warning("%s", warning)
+            for row in parts.plan.describe():
+                log.info("%-10s %s", *row)
+            observe(parts)
+    except BaseException:
+        parts.dismantle()
+        raise
+
+
+def _attach_monitors(parts: Parts) -> None:
+    plan = parts.plan
+    sections = {name: getattr(plan.config, name).model_dump() for name in ("tensorboard", "csv_monitor")}
+    enabled = ", ".join(name for name, section in sections.items() if section["enabled"])
+    with parts.mesh.world.comm.together(ConfigError) if enabled else nullcontext():
+        try:
+            sinks = monitor.build(sections, parts.mesh.rank)
+        except OSError as error:
+            msg = f"a monitor of the config ({enabled}) cannot write: {error}; correct its output_path or disable it"
+            raise ConfigError(msg) from error
+    monitor.attach(parts.bus, sinks)
+
+
+def start_comms_log(parts: Parts) -> None:
+    """`comms_logger`: record from now until the engine closes, on every rank."""
+    section, comms = parts.plan.config.comms_logger, comms_log.of_process()
+    if not section.enabled:
+        return
+    if not comms.is_attached:
+        comms.clear()
+    comms.configure(section.model_dump())
+    comms.attach(parts.mesh.world.comm_trace)
+    parts.bus.subscribe(Event.CLOSE, lambda _: comms.detach())
+
+
+class Traffic:
+    """`comms_logger`'s tables at the end of a run: verbs by message size; count, bytes, time per verb and axes."""
+
+    def __init__(self, comm_trace: CommTrace) -> None:
+        self._comm_trace = comm_trace
+
+    def attach(self, bus: Bus) -> None:
+        """Listen to the end of the run."""
+        bus.subscribe(Event.CLOSE, self._on_close)
+
+    def _on_close(self, event: Mapping[str, Any]) -> None:
+        log.info("communication of rank 0\n%s", comms_log.of_process().table())
+        for (verb, axes), entry in sorted(self._comm_trace.entries().items()):
+            where = ",".join(axes) or "all"
+            log.info("%-16s over %-10s %8d calls %10s  %s", verb, where, entry.count, format_bytes(entry.bytes),
+                     format_duration(entry.seconds))  # fmt: skip
+
+
+class SwapTraffic:
+    """Traffic of swap files: an event for each step and, with `comms_logger`, totals at the end of the run."""
+
+    def __init__(self, io: BlockIO, *, is_logged: bool) -> None:
+        self._io, self._is_logged = io, is_logged
+        self._last, self._steps = io.counters, 0
+
+    def attach(self, bus: Bus) -> None:
+        """Listen to the end of steps and of the run."""
+        self._bus = bus
+        bus.subscribe(Event.STEP_END, self._on_step)
+        if self._is_logged:
+            bus.subscribe(Event.CLOSE, self._on_close)
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        now, before = self._io.counters, self._last
+        self._last, self._steps = now, self._steps + 1
+        self._bus.announce(
+            Event.SWAP,
+            global_step=event["global_step"],
+            bytes_read=now.bytes_read - before.bytes_read,
+            requests_read=now.requests_read - before.requests_read,
+            bytes_written=now.bytes_written - before.bytes_written,
+            requests_written=now.requests_written - before.requests_written,
+        )
+
+    def _on_close(self, event: Mapping[str, Any]) -> None:
+        total = self._io.counters
+        for verb, count, size in (
+            ("read", total.requests_read, total.bytes_read),
+            ("write", total.requests_written, total.bytes_written),
+        ):
+            log.info("%-16s over %-10s %8d calls %10s  in %d steps", verb, "swap files", count, format_bytes(size),
+                     self._steps)  # fmt: skip
+
+
+def report_memory(parts: Parts) -> None:
+    """`memory_breakdown`: bytes of each kind of model state on rank 0 by tier, and the process's peak."""
+    params, tiers, optimization = parts.params, parts.params.tiers, parts.optimization
+    rows = {"parameters": params.param_bytes, "masters": params.master_bytes}
+    files = {"parameters and masters": params.swapped_bytes}
+    if optimization is not None:
+        rows["gradients"] = optimization.grads.rest_bytes
+        rows["optimizer state"] = optimization.states.state_bytes
+        if optimization.onebit is not None:
+            rows["1-bit errors"] = optimization.onebit.nbytes
+        files["gradients"] = optimization.grads.swapped_bytes
+        files["optimizer state"] = optimization.states.swapped_bytes
+    if tiers.is_swapping:
+        rows["swap buffers"] = tiers.buffer_bytes
+    rows["peak resident"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    log.info("memory | %s", _line(rows))
+    if any(files.values()):
+        log.info("swap files | %s", _line(files))
+
+
+def _line(rows: Mapping[str, int]) -> str:
+    return " | ".join(f"{name}: {format_bytes(size)}" for name, size in rows.items())
+
+
+def describe_pipeline(parts: Parts, schedule: PipeSchedule, name: str) -> list[tuple[str, str]]:
+    """Rows (name, value) for the log at the start of a pipeline: its bubble, and memory spent to save traffic."""
+    steps, stages, chunks = schedule.num_micro_batches, schedule.num_stages, schedule.num_chunks
+    idle = expected_bubble(name, steps, stages, chunks)
+    words = f"{name}, {steps} micro-batches over {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+    if idle is not None:
+        words += f", {100 * float(idle / (idle + 3 * steps)):.0f} % idle if stages are equal"
+    rows = [("schedule", f"{words}; up to {schedule.num_pipe_buffers()} micro-batches held by this stage")]
+    plan, optimization = parts.plan, parts.optimization
+    if optimization is not None and plan.placing.sums_late:
+        whole = optimization.grads.rest_bytes
+        extra = whole - whole // parts.mesh["data"].size
+        text = f"gradients are summed once in a step, not for each micro-batch: {format_bytes(extra)} more on this rank"
+        rows.append(("memory", text + "; pipeline.per_micro_batch saves them"))
+    if plan.gathers_once:
+        cut = [unit for unit in parts.table.all_units if not parts.params.is_resident(unit)]
+        extra = sum(unit.layout.padded * parts.params.dtypes(unit)[0].itemsize for unit in cut)
+        if extra:
+            rows.append(("memory", f"parameters are gathered once in a step: {format_bytes(extra)} while it runs"))
+    return rows
+
+
+def observe(parts: Parts) -> None:
+    """Attach the observers that the config switches on; called on rank 0."""
+    config = parts.plan.config
+    if parts.plan.steps_per_print:
+        Progress(parts, parts.plan.steps_per_print).attach(parts.bus)
+    if config.wall_clock_breakdown:
+        Timings().attach(parts.bus)
+    if config.comms_logger.enabled:
+        Traffic(parts.mesh.comm_trace).attach(parts.bus)
+    io = parts.params.tiers.io
+    if io is not None:
+        SwapTraffic(io, is_logged=config.comms_logger.enabled).attach(parts.bus)
+    if parts.optimization is not None and parts.optimization.onebit is not None:
+        watch_onebit(parts, parts.optimization.onebit, parts.optimization.rule)
+    if config.memory_breakdown:
+        report_memory(parts)
+        parts.bus.subscribe(Event.STEP_END, lambda _: report_memory(parts))
+    if config.dump_state:
+        log.info("config | %s", config.model_dump_json())
+    step_times.watch(parts.bus, ranks=parts.plan.world_size, samples_per_step=parts.plan.batch.train_batch_size)

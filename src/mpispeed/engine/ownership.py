@@ -1,0 +1,59 @@
+"""Registry of engines by model; when a model is given to a new engine, its old one is destroyed."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpispeed.engine.engine import Engine
+    from mpispeed.mesh.comm import Comm
+
+log = logging.getLogger(__name__)
+
+_ENGINES: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+"""Engines by number; all ranks create the same engines in the same order."""
+
+_NUMBERS = itertools.count()
+
+
+def register(engine: Engine) -> None:
+    """Add an engine, for as long as it lives."""
+    _ENGINES[next(_NUMBERS)] = engine
+
+
+def release(model: nn.Module, comm: Comm) -> None:
+    """Destroy engines of `model` or of a part of it; the model keeps its weights.
+
+    An engine that some ranks have garbage-collected only loses its hooks, since `destroy` is collective.
+
+    Collective over: all ranks.
+    """
+    own = _owners(model)
+    if own:
+        gc.collect()  # so that unreferenced engines are gone on all ranks alike
+        own = _owners(model)
+    common = set.intersection(*map(set, comm.gather_objects(sorted(own))))
+    for number, engine in sorted(own.items()):
+        if number in common:
+            if comm.rank == 0:
+                log.warning("the model is given to a new engine; the one that had it is destroyed")
+            engine.destroy()
+        elif engine.parts.optimization is not None:
+            engine.parts.optimization.hooks.remove()
+
+
+def _owners(model: nn.Module) -> dict[int, Engine]:
+    """Open engines whose parameters all belong to `model`."""
+    wanted = {id(param) for param in model.parameters()}
+    found: dict[int, Engine] = {}
+    for number, engine in _ENGINES.items():
+        own = {id(param) for param in engine.module.parameters()}
+        if not engine._is_closed and own and own <= wanted:
+            found[number] = engine
+    return found

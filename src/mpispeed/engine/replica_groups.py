@@ -1,0 +1,117 @@
+"""Parameters shared along the pipe or the model axis: their gradient sums, norm and checkpoint.
+
+A weight tied over stages, or replicated on every slice of a layer, is one parameter with several copies. Its gradients
+are summed where copies saw different data, it counts once in the norm, and one rank writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mpispeed.nn.tensor import cuts
+from mpispeed.nn.tensor.tensor_cut import OWN
+from mpispeed.pipe.module import PipelineModule
+from mpispeed.pipe.tied import make_equal
+from mpispeed.plan.units import Kind
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpispeed.mesh.comm import Comm
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.sharding.grads import GradStore
+    from mpispeed.store.table import Unit
+
+
+@dataclass(slots=True)
+class Sharing:
+    """Groups of ranks that share parameters.
+
+    Attributes:
+        model: ranks with slices of the same layers; None where layers are not sliced.
+        is_first_slice: this rank counts and writes parameters that all slices replicate.
+        ties: the stages that share a tied module, by key.
+        is_own_cut: the model sliced its layers itself; replicated parameters were compared already.
+    """
+
+    model: Comm | None = None
+    is_first_slice: bool = True
+    ties: Mapping[str, Comm] = field(default_factory=dict)
+    is_own_cut: bool = False
+
+    @classmethod
+    def of(cls, mesh: Mesh, model: nn.Module) -> Sharing:
+        """The groups of a mesh and of a pipeline's tied weights."""
+        ties: dict[str, Comm] = {}
+        if isinstance(model, PipelineModule):
+            found = {key: model.tied(key).group for key in model.tied_keys()}
+            ties = {key: group for key, group in found.items() if group is not None}
+        slices = mesh["model"]
+        is_own_cut = any(cut.kind == OWN for cut in cuts(model).values())
+        return cls(slices if slices.size > 1 else None, slices.rank == 0, ties, is_own_cut)
+
+    def is_counted(self, unit: Unit) -> bool:
+        """True on the rank that counts the unit in the norm and writes it, one of those that share it."""
+        kind = unit.kind
+        if not isinstance(kind, Kind):
+            return True
+        is_first_tie = not kind.tie or kind.tie not in self.ties or self.ties[kind.tie].rank == 0
+        return is_first_tie and (self.is_first_slice or not kind.along_model)
+
+    def sum(self, grads: GradStore) -> None:
+        """Add up this rank's range of the summed gradients, over slices and over stages.
+
+        Collective over: the ranks that share a unit.
+        """
+        for unit in grads.table.units:
+            for comm in self._summed_over(unit):
+                values = grads.reduced(unit)
+                comm.all_reduce(values)
+                grads.put_reduced(unit, values)
+
+    def find_unlike(self, model: nn.Module, kinds: Mapping[int, Kind], group_of: Mapping[int, int]) -> str:
+        """A sentence if stages have a tied weight in different parameter groups, or frozen on one only; else "".
+
+        Collective over: the stages that share a weight.
+
+        Args:
+            model: the stage.
+            kinds: as `kinds_of`.
+            group_of: parameter group index by `id` of the parameter; the others are frozen.
+        """
+        problem = ""
+        for key, comm in self.ties.items():
+            own = [
+                (name, group_of.get(id(param), -1))
+                for name, param in model.named_parameters()
+                if kinds.get(id(param), Kind()).tie == key
+            ]
+            for other in comm.gather_objects(own):
+                odd = [name for (name, group), (_, theirs) in zip(own, other, strict=True) if group != theirs]
+                if odd:
+                    problem = (
+                        f"tied weights {', '.join(odd)} are frozen on one of their stages and not on another, or are "
+                        "in different parameter groups; treat them alike on all stages"
+                    )
+        return problem
+
+    def equalise(self, params: Sequence[nn.Parameter], kinds: Mapping[int, Kind]) -> None:
+        """Copy the values of shared parameters from the first rank that has them to the others.
+
+        Collective over: the ranks that share a parameter.
+        """
+        for param in params:
+            kind = kinds.get(id(param), Kind())
+            if kind.along_model and self.model is not None and not self.is_own_cut:
+                make_equal([param], self.model)
+            if kind.tie and kind.tie in self.ties:
+                make_equal([param], self.ties[kind.tie])
+
+    def _summed_over(self, unit: Unit) -> list[Comm]:
+        kind = unit.kind
+        if not isinstance(kind, Kind):
+            return []
+        found = [self.model] if kind.along_model == "partial" and self.model is not None else []
+        return found + ([self.ties[kind.tie]] if kind.tie in self.ties else [])

@@ -1,0 +1,220 @@
+"""Checkpoint state of a client's optimizer, which keeps its own state: slots, and scalars of each parameter.
+
+Scalars (counts, flags, tensors of one element) are written once for all parameters with equal ones. A sharded parameter
+has them for each range in which they differ, so that the same number of ranks gets its own back.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.optim.rule import KeepsState
+from mpispeed.sharding.update_windows import UpdateWindows
+from mpispeed.store.layout import Span
+
+if TYPE_CHECKING:
+    from mpispeed.ckpt.read.load import Checkpoint
+    from mpispeed.engine.build.parts import Parts
+    from mpispeed.optim.rule import Scalar, Window
+    from mpispeed.store.layout import Entry
+
+log = logging.getLogger(__name__)
+
+_ADAMS = frozenset({"adam", "adamw"})
+"""Rules whose states are the same."""
+
+
+def windows_of(parts: Parts) -> list[Window]:
+    """The windows of the next update for a rule that keeps its own state; else none.
+
+    Windows of states in swap files would be valid only until the next one; such rules have none there.
+    """
+    optimization = parts.optimization
+    if optimization is None or not isinstance(optimization.rule, KeepsState):
+        return []
+    update_windows = UpdateWindows(parts.params, optimization.grads, optimization.states, optimization.rule)
+    return list(update_windows.windows(optimization.groups, parts.counters.update_count))
+
+
+@dataclass(slots=True)
+class Kept:
+    """Optimizer state of parameters, by name.
+
+    Attributes:
+        slots: names of the states that have a value for each element.
+        runs: (first element, index into `sets`) of the ranges with equal scalars, in order; parameters without any
+            state have none.
+        sets: the different sets of scalars.
+    """
+
+    slots: dict[str, set[str]] = field(default_factory=dict)
+    runs: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    sets: list[dict[str, Scalar]] = field(default_factory=list)
+    _known: dict[tuple[object, ...], int] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(cls, parts: Parts, windows: Sequence[Window]) -> Kept:
+        """State of the whole model, for a rule that keeps its own state; else only the slots, of this stage.
+
+        Collective over: the data axis where masters are sharded, and the pipe axis; for rules that keep their state.
+        """
+        optimization, found = parts.optimization, cls()
+        if optimization is None:
+            return found
+        rule = optimization.rule
+        if not isinstance(rule, KeepsState):
+            found.slots = {place.entry.name: set(rule.state_names) for _, place in parts.table.places()}
+            return found
+        own = _read_windows(parts, rule, windows)
+        rows = [own] if parts.params.placement.is_replicated else parts.mesh["data"].gather_objects(own)
+        found._add_rows(parts, [row for part in rows for row in part])
+        if parts.mesh["pipe"].size > 1:
+            stages = parts.mesh["pipe"].gather_objects(found.to_tree() | {"slots": found.slots})
+            found = cls()
+            for stage in stages:
+                found.slots = stage["slots"] | found.slots
+                found._add_tree(stage)
+        return found
+
+    def _add_rows(self, parts: Parts, rows: Sequence[_Row]) -> None:
+        """Add rows of windows, sorted by parameter; the result is equal on all ranks that have the same rows."""
+        counted = {name for row in rows for name in row.rest}
+        for row in sorted(rows, key=lambda row: (row.unit, row.start)):
+            # In a window of one element, a tensor of one may be a slot or a scalar; larger windows tell by its name.
+            rest = row.rest | {name: value for name, value in row.either.items() if name in counted}
+            slots = row.slots | {name for name in row.either if name not in counted}
+            if not rest and not slots:
+                continue
+            index = self.index_of(rest)
+            span = Span(row.start, row.start + row.numel)
+            for entry, common in parts.table.units[row.unit].layout.overlaps(span):
+                self.slots.setdefault(entry.name, set()).update(slots)
+                runs = self.runs.setdefault(entry.name, [])
+                if not runs or runs[-1][1] != index:
+                    runs.append((common.start - entry.offset, index))
+
+    def _add_tree(self, tree: Mapping[str, Any]) -> None:
+        """Add the result of a `to_tree`, except for parameters that are here already."""
+        known = set(self.runs)
+        indices = [self.index_of(values) for values in tree["sets"]]
+        for name, start, index in zip(tree["names"], tree["starts"], tree["indices"], strict=True):
+            if name not in known:
+                self.runs.setdefault(name, []).append((start, indices[index]))
+
+    def index_of(self, values: Mapping[str, Scalar]) -> int:
+        """Index of `values` in `sets`; they are added unless a set is equal bit by bit."""
+        key = tuple((name, type(value), _bits(value)) for name, value in values.items())
+        if key not in self._known:
+            self._known[key] = len(self.sets)
+            self.sets.append(dict(values))
+        return self._known[key]
+
+    def to_tree(self) -> dict[str, Any]:
+        """The scalars in a form that can be saved."""
+        rows = [(name, start, index) for name, runs in self.runs.items() for start, index in runs]
+        names, starts, indices = ([row[at] for row in rows] for at in range(3))
+        return {"sets": self.sets, "names": names, "starts": starts, "indices": indices}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Kept:
+        """The reverse of `to_tree`."""
+        found = cls()
+        found._add_tree(tree)
+        return found
+
+    def rest_of(self, overlaps: Iterable[tuple[Entry, Span]]) -> dict[str, Scalar] | None:
+        """Scalars of a window with these parts of parameters: those of the first part that has any."""
+        for entry, common in overlaps:
+            runs = self.runs.get(entry.name)
+            if runs:
+                at = bisect.bisect_right(runs, common.start - entry.offset, key=lambda run: run[0])
+                return self.sets[runs[max(at - 1, 0)][1]]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """State of one window."""
+
+    unit: int
+    start: int
+    numel: int
+    slots: set[str]
+    rest: dict[str, Scalar]
+    either: dict[str, Scalar]  # in a window of one element: slots or scalars
+
+
+def _read_windows(parts: Parts, rule: KeepsState, windows: Sequence[Window]) -> list[_Row]:
+    rows, lost = [], set()
+    for window in windows:
+        slots = rule.slots(window.key)
+        either: dict[str, Scalar] = {}
+        if window.master.numel() == 1:
+            either = {name: slot.detach().cpu().view(window.shape or -1) for name, slot in slots.items()}
+        rest: dict[str, Scalar] = {}
+        for name, value in rule.window_scalars(window.key).items():
+            if not isinstance(value, torch.Tensor):
+                rest[name] = value
+            elif value.numel() == 1 or (window.shape is not None and parts.mesh["model"].size == 1):
+                rest[name] = value.cpu()
+            else:
+                lost.add(name)
+        unit, _, start = window.key
+        rows.append(_Row(unit, start, window.master.numel(), slots.keys() - either.keys(), rest, either))
+    if lost:
+        log.warning(
+            "%s of the optimizer %s belong to cuts of parameters, as they are on this number of ranks: not saved",
+            ", ".join(sorted(lost)),
+            rule.name,  # type: ignore[attr-defined]
+        )
+    return rows
+
+
+def _bits(value: Scalar) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return repr(value)
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+class Restorer:
+    """Restores the state of windows from a checkpoint."""
+
+    def __init__(self, parts: Parts, source: Checkpoint, saved: Mapping[str, Any]) -> None:
+        self._rule: Any = parts.optimization.rule if parts.optimization else None
+        self._source, self._stored = source, set(source.names())
+        self._slots = tuple(saved.get("slots", ()))
+        self._kept = Kept.from_tree(saved["scalars"]["of_params"]) if saved else Kept()
+        # Rules of the JSON count steps for all parameters together; torch's optimizers count for each.
+        self._counts = bool(self._slots) and not self._kept.runs
+        if saved and not self._takes(str(saved["name"]).lower()):
+            level = logging.WARNING if parts.mesh.rank == 0 else logging.DEBUG
+            text = "%s has the state of the optimizer %s, which %s cannot take over: it starts afresh"
+            log.log(level, text, source.path, saved["name"], parts.optimization.rule.name)  # type: ignore[union-attr]
+            self._slots, self._kept = (), Kept()
+
+    def _takes(self, name: str) -> bool:
+        own = {kind.lower() for kind in self._rule.kinds}
+        return name in own or (name in _ADAMS and not own.isdisjoint(_ADAMS))
+
+    def slots_of(self, overlaps: Sequence[tuple[Entry, Span]]) -> Iterator[str]:
+        """Slots that at least one of the parameters has in the file."""
+        names = [entry.name for entry, _ in overlaps if entry.name in self._stored]
+        return (slot for slot in self._slots if any(slot in self._source.slots(name) for name in names))
+
+    def give(self, window: Window, overlaps: Sequence[tuple[Entry, Span]], slots: Mapping[str, torch.Tensor]) -> None:
+        """Restore `window` if the checkpoint has state for it."""
+        rest = self._kept.rest_of(overlaps)
+        if slots and self._counts:
+            step = max(self._source.info(entry.name).step for entry, _ in overlaps if entry.name in self._stored)
+            rest = {"step": torch.tensor(float(step))}
+        if slots or rest:
+            self._rule.restore(window, slots, rest or {})

@@ -1,0 +1,455 @@
+"""Loading of checkpoints into an engine at its own layout: tensors, counters, schedule, data, generators."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base import rng
+from mpispeed.base.errors import CheckpointError
+from mpispeed.base.events import Event
+from mpispeed.base.units import format_list
+from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.format.errors import NoCheckpoint
+from mpispeed.ckpt.node_local.fetch import find_on_nodes
+from mpispeed.ckpt.read.load import Checkpoint
+from mpispeed.ckpt.read.reader import Opened, find
+from mpispeed.engine.state import onebit_state
+from mpispeed.engine.state.client_state import Restorer, windows_of
+from mpispeed.engine.state.global_layout import GlobalLayout, named
+from mpispeed.engine.state.save import names_by_group, slice_streams
+from mpispeed.engine.state.weights import NAMES_SHOWN, load_by
+from mpispeed.nn.buffers import persistent_buffers
+from mpispeed.nn.random import get_rng_tracker, reseed_slices
+from mpispeed.optim.exchange import Exchange, Exchanges
+from mpispeed.optim.rule import KeepsState
+from mpispeed.pipe.module import PipelineModule
+from mpispeed.sharding.momenta import MASK
+from mpispeed.store.layout import Span
+
+if TYPE_CHECKING:
+    from mpispeed.engine.build.parts import Parts
+    from mpispeed.store.table import Unit
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """Flags of `Engine.load_checkpoint`."""
+
+    strict: bool = True
+    optimizer_states: bool = True
+    lr_scheduler_states: bool = True
+    module_only: bool = False
+    custom_load_fn: Callable[..., None] | None = None
+    data_state: bool = True
+
+
+def load(
+    parts: Parts, folder: str, tag: str | None, settings: LoadSettings
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load a checkpoint at this engine's layout. Collective over: all ranks."""
+    comm = parts.mesh.world.comm
+    parts.sharding.meet("engine.load_checkpoint()")
+    if parts.optimization is not None and not settings.module_only:
+        parts.optimization.grads.clear()  # reductions under way write into states
+    start = time.perf_counter()
+    opened = open_together(parts, Path(folder), tag)
+    if opened is None:
+        return None, None
+    with Source(opened, parts.plan.config.checkpoint.load_verify != "off") as source:
+        with comm.together(CheckpointError):
+            state = source.state()
+            takes_data = settings.data_state and not settings.module_only and "data_sampler" in state
+            if takes_data and parts.loader is not None:
+                parts.loader.check_state(state["data_sampler"])
+            if parts.plan.config.checkpoint.load_verify == "full":
+                source.verify_share(comm.rank, comm.size)
+        _take(parts, source, state, settings)
+        if not settings.module_only:
+            with comm.together(CheckpointError):
+                _take_progress(parts, source, state, settings)
+    seconds = time.perf_counter() - start
+    log.info("loaded %s in %.2f s", source.path, seconds)
+    parts.bus.announce(Event.LOAD_END, path=str(source.path), tag=source.tag, seconds=seconds)
+    return str(source.path), _left_over(state, settings) | dict(state.get("client", {}))
+
+
+def _left_over(state: dict[str, Any], settings: LoadSettings) -> dict[str, Any]:
+    """State that the checkpoint has and this load leaves out, for the caller; names as in the state tree."""
+    if settings.module_only:
+        return {name: value for name, value in state.items() if name not in ("client", "optimizer")}
+    names = () if settings.lr_scheduler_states else ("lr_scheduler",)
+    return {name: state[name] for name in names if name in state}
+
+
+class Source(Checkpoint):
+    """A checkpoint whose reads verify checksums if the config says so."""
+
+    def __init__(self, opened: Opened, verifies: bool) -> None:
+        super().__init__(opened)
+        self._verifies = verifies
+
+    def __enter__(self) -> Source:
+        return self
+
+    def read(self, name: str, slot: str, start: int, out: torch.Tensor, verify: bool = True) -> None:
+        """As `Checkpoint.read`."""
+        super().read(name, slot, start, out, verify and self._verifies)
+
+    def verify_share(self, rank: int, size: int) -> None:
+        """Verify the checksums of every `size`-th tensor.
+
+        Raises:
+            CorruptCheckpoint: names the first block that differs.
+        """
+        for tensor in list(self.tensors())[rank::size]:
+            for _ in self.chunks(tensor):
+                pass
+
+
+def open_together(parts: Parts, folder: Path, tag: str | None) -> Opened | None:
+    """Find the checkpoint and check its index; None, with a warning, if there is none.
+
+    Rank 0 does so for all, unless every node has a copy of its own.
+
+    Collective over: all ranks.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    comm = parts.mesh.world.comm
+    if parts.plan.config.checkpoint.use_node_local_storage:
+        try:
+            return find_on_nodes(comm, folder, tag)
+        except NoCheckpoint as missing:
+            _say_missing(comm.rank, missing)
+            return None
+    opened = None
+    with comm.together(CheckpointError):
+        if comm.rank == 0:
+            try:
+                opened = find(folder, tag)
+            except NoCheckpoint as missing:
+                _say_missing(comm.rank, missing)
+    shared: Opened | None = comm.share(opened)
+    if shared is not None:
+        with comm.together(CheckpointError):
+            if not (shared.path / schema.MODEL_FILE).is_file():
+                msg = f"{shared.path} is on rank 0 and not here; load from a folder that all nodes share, or set "
+                msg += "checkpoint.use_node_local_storage"
+                raise CheckpointError(msg)
+    return shared
+
+
+def _say_missing(rank: int, missing: NoCheckpoint) -> None:
+    if rank == 0:
+        log.warning("%s", missing)
+
+
+def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
+    """Load everything that is not a tensor: counters, schedule, position in the data, generators."""
+    _take_counters(parts, state)
+    if parts.optimization is not None:
+        # An update counter that belongs to other state would spoil Adam's bias correction.
+        seen = _updates_of_state(parts, source, state) if settings.optimizer_states else 0
+        parts.counters.updates_before_state = parts.counters.update_count - seen
+    parts.expect_step()
+    if isinstance(parts.module, PipelineModule):
+        parts.module.micro_offset = int(state.get("pipeline", {}).get("micro_offset", 0))
+    if settings.lr_scheduler_states and parts.scheduler is not None and "lr_scheduler" in state:
+        parts.scheduler.load_state_dict(state["lr_scheduler"])
+    if settings.data_state and parts.loader is not None and "data_sampler" in state:
+        parts.loader.load_state_dict(state["data_sampler"])
+    _take_generators(parts, source)
+
+
+def _updates_of_state(parts: Parts, source: Checkpoint, state: dict[str, Any]) -> int:
+    """Updates that the stored optimizer state includes; 0 if this optimizer has to start afresh."""
+    rule = parts.optimization.rule if parts.optimization else None
+    saved = state.get("optimizer")
+    if rule is None or saved is None or not set(rule.state_names) <= set(saved["slots"]):
+        return 0
+    return max((source.info(name).step for name in source.names()), default=0)
+
+
+def _take_generators(parts: Parts, source: Checkpoint) -> None:
+    """Restore generators exactly at the layout that saved; else seed them by the saved step and this rank's place.
+
+    Ranks that differ only in their slice get equal default streams.
+    """
+    mesh = parts.mesh
+    is_alike = all(source.layout.get(axis, size) == size for axis, size in parts.plan.axes.items())
+    if source.rng_ranks == mesh.size and is_alike:
+        states = source.rng_of(mesh.rank)
+        rng.restore(states)
+        _take_streams(states)
+    elif source.rng_ranks:
+        rng.seed_all(parts.plan.config.seed, source.global_step, mesh.index(("pipe", "data")))
+        if slice_streams():
+            reseed_slices(parts.plan.config.seed + source.global_step, mesh.index("model"))
+
+
+def _take_streams(states: Mapping[str, bytes]) -> None:
+    """Restore random streams that differ between the slices of a layer."""
+    tracker = get_rng_tracker()
+    streams = tracker.get_states()
+    for name, state in streams.items():
+        for kind in state:
+            if f"{name}.{kind}" in states:
+                state[kind] = torch.frombuffer(bytearray(states[f"{name}.{kind}"]), dtype=torch.uint8)
+    tracker.set_states(streams)
+
+
+def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
+    """Load weights, masters and optimizer state; every rank reads only its own ranges."""
+    comm, whole_model = parts.mesh.world.comm, GlobalLayout.of(parts)
+    if settings.custom_load_fn is not None:
+        with comm.together(CheckpointError):
+            _refuse_function(parts)
+            whole = _whole_state(source)
+        load_by(parts, settings.custom_load_fn, whole, comm)
+    names, buffer_names = _names_of_all(parts, whole_model)
+    members = whole_model.names_by_group(names_by_group(parts))
+    chunks: list[Unit] = []
+    with comm.together(CheckpointError):
+        if settings.custom_load_fn is None:
+            _check_names(parts, source, names, buffer_names, settings.strict)
+            _check_shapes(parts, source, whole_model)
+            _read_module(parts, source, whole_model)
+        if not settings.module_only:
+            _forget_states(parts)
+            if settings.optimizer_states:
+                saved = state.get("optimizer", {})
+                _take_groups(parts, source, saved, members, whole_model)
+                _read_slots(parts, source, saved, whole_model)
+                seen = _updates_of_state(parts, source, state)
+                chunks = onebit_state.read(parts, source, saved, whole_model, seen)
+    if settings.module_only and parts.optimization is not None and parts.optimization.onebit is not None:
+        parts.optimization.onebit.drop_drift()
+    onebit_state.spread(parts, chunks)
+    parts.params.refresh()
+    parts.buffers.look()
+
+
+def _names_of_all(parts: Parts, whole: GlobalLayout) -> tuple[set[str], set[str]]:
+    """Names of the parameters and buffers of all stages. Collective over: the pipe axis."""
+    params = whole.over_stages(named(parts.module.named_parameters()))
+    buffers = whole.over_stages(named(persistent_buffers(parts.module)))
+    return {name for name, _ in params}, {name for name, _ in buffers}
+
+
+def _refuse_function(parts: Parts) -> None:
+    if parts.mesh["pipe", "model"].size > 1:
+        msg = "custom_load_fn writes into a whole model, and this one is cut over stages or slices; leave it out"
+        raise CheckpointError(msg)
+
+
+def _forget_states(parts: Parts) -> None:
+    """Reset the optimizer state, so that states missing from the checkpoint begin at zero."""
+    if parts.optimization is None:
+        return
+    parts.optimization.states.clear()
+    if parts.optimization.onebit is not None:
+        parts.optimization.onebit.forget()
+    if isinstance(parts.optimization.rule, KeepsState):
+        parts.optimization.rule.forget()
+    else:
+        parts.optimization.rule.load_scalars({})
+
+
+def _check_names(parts: Parts, source: Checkpoint, params: set[str], buffers: set[str], strict: bool) -> None:
+    stored, stored_buffers = set(source.names()), set(source.buffers())
+    for what, names in (
+        ("lacks parameters of the model", sorted(params - stored)),
+        ("has parameters the model lacks", sorted(stored - params)),
+        ("lacks buffers of the model", sorted(buffers - stored_buffers)),
+        ("has buffers the model lacks", sorted(stored_buffers - buffers)),
+    ):
+        if names:
+            text = f"checkpoint {source.path} {what}: {format_list(names, NAMES_SHOWN)}"
+            if strict:
+                msg = text + "; load_module_strict=False loads what fits"
+                raise CheckpointError(msg)
+            log.log(logging.WARNING if parts.mesh.rank == 0 else logging.DEBUG, "%s", text)
+
+
+def _check_shapes(parts: Parts, source: Checkpoint, whole: GlobalLayout) -> None:
+    """Require equal shapes of tensors in both, and equal slices of layers that the model slices itself."""
+    problem = whole.misfit(source)
+    if problem:
+        raise CheckpointError(problem)
+    stored, stored_buffers = set(source.names()), set(source.buffers())
+    params, buffers = dict(parts.module.named_parameters()), dict(persistent_buffers(parts.module))
+    shapes: dict[str, tuple[str, tuple[int, ...], torch.Tensor]]
+    shapes = {name: ("parameter", source.info(name).shape, params[name]) for name in params.keys() & stored}
+    for name in buffers.keys() & stored_buffers:
+        shapes[name] = ("buffer", source.stored(name, "buffer").shape, buffers[name])
+    for name, (kind, shape, tensor) in sorted(shapes.items()):
+        if tuple(shape) != whole.shape(name, tensor):
+            msg = (
+                f"{kind} {name} has shape {tuple(shape)} in {source.path} and {whole.shape(name, tensor)} in the "
+                "model; build the model as it was when saved"
+            )
+            raise CheckpointError(msg)
+
+
+def _weight_slot(source: Checkpoint, name: str) -> str:
+    slots = source.slots(name)
+    return "master" if "master" in slots else "weight16"
+
+
+def _read_module(parts: Parts, source: Checkpoint, whole: GlobalLayout) -> None:
+    stored, stored_buffers, params = set(source.names()), set(source.buffers()), parts.params
+    for unit in parts.table.all_units:
+        own, holder = params.span(unit), params.stored_master(unit)
+        if not unit.is_trainable:
+            own, holder = params.rest_span(unit), params.stored_shard(unit)
+        ranges = [(e, common) for e, common in unit.layout.overlaps(own) if e.name in stored]
+        if not ranges:
+            continue
+        if holder.is_swapped and all(entry.name in stored for entry in unit.layout.entries):
+            values = torch.zeros(own.numel, dtype=holder.dtype)  # all of it but the padding comes from the checkpoint
+        else:
+            values = params.master(unit) if unit.is_trainable else params.rest(unit)
+        rounds = unit.is_trainable and not parts.plan.config.zero_optimization.load_from_fp32_weights
+        for entry, common in ranges:
+            out = values[common.shifted(-own.start).slice]
+            whole.read(source, entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
+            out.copy_(out.to(params.dtypes(unit)[0]) if rounds else out)
+        put = params.put_master if unit.is_trainable else params.put_rest
+        put(unit, values)
+    with torch.no_grad():
+        for name, param in parts.module.named_parameters():
+            if parts.table.locate(param) is None and name in stored:
+                whole.read(source, name, _weight_slot(source, name), 0, param.data.view(-1))
+        for name, buffer in persistent_buffers(parts.module):
+            if name in stored_buffers:
+                whole.read(source, name, "buffer", 0, buffer.view(-1))
+
+
+def _whole_state(source: Checkpoint) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights and buffers as an ordinary state dict, for `custom_load_fn`."""
+    state = {name: source.read_whole(name, _weight_slot(source, name)) for name in source.names()}
+    state |= {name: source.read_whole(name, "buffer") for name in source.buffers()}
+    return state | {alias: state[name] for alias, name in source.aliases().items() if name in state}
+
+
+def _take_groups(
+    parts: Parts, source: Checkpoint, saved: dict[str, Any], members: Sequence[Sequence[str]], whole: GlobalLayout
+) -> None:
+    """Load hyper-parameters of the groups (except masks), and scalars of the rule."""
+    if not saved or parts.optimization is None:
+        return
+    is_same_rule = saved["name"] == parts.optimization.rule.name
+    for group, stored in _matched(parts, source, saved["param_groups"], members):
+        for key, value in stored.items():
+            if key not in ("params", MASK) and (is_same_rule or key in group):
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    if not isinstance(parts.optimization.rule, KeepsState):
+        onebit_state.read_numbers(parts, source, saved, whole)
+
+
+def _matched(
+    parts: Parts, source: Checkpoint, stored: Sequence[dict[str, Any]], members: Sequence[Sequence[str]]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of a group and the saved one: by their parameters, or by order if these do not match."""
+    groups = parts.optimization.groups if parts.optimization else []
+    by_names = {frozenset(group["params"]): group for group in stored}
+    found = [by_names.get(frozenset(names)) for names in members]
+    if len(by_names) == len(stored) and all(group is not None for group in found):
+        yield from ((own, group) for own, group in zip(groups, found, strict=True) if group is not None)
+        return
+    if len(stored) != len(groups):
+        msg = (
+            f"checkpoint {source.path} has {len(stored)} parameter groups and the optimizer "
+            f"{len(groups)}; group the parameters alike, or load with load_optimizer_states=False"
+        )
+        raise CheckpointError(msg)
+    if parts.mesh.rank == 0:
+        log.warning("parameter groups have other parameters than those in %s; they are matched by order", source.path)
+    yield from zip(groups, stored, strict=True)
+
+
+def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: GlobalLayout) -> None:
+    """Load optimizer slots by name; parameters that have none in the file start afresh, with a warning."""
+    optimization = parts.optimization
+    if optimization is None:
+        return
+    stored = set(source.names())
+    rule = optimization.rule
+    fresh: set[str] = set()
+    if isinstance(rule, KeepsState):
+        restorer = Restorer(parts, source, saved)
+        for window in windows_of(parts):
+            unit, span = parts.table.units[window.key[0]], Span(window.key[2], window.key[2] + window.master.numel())
+            overlaps = list(unit.layout.overlaps(span))
+            slots = {slot: torch.zeros_like(window.master) for slot in restorer.slots_of(overlaps)}
+            fresh |= _fill_slots(source, whole, unit, span, slots, stored)
+            restorer.give(window, overlaps, slots)
+    else:
+        for unit in parts.table.units:
+            for slot, holder in optimization.states.tensors(unit).items():
+                values = holder.get()  # was cleared: nothing is read from a swap file
+                fresh |= _fill_slots(source, whole, unit, parts.params.span(unit), {slot: values}, stored)
+                holder.put(values)
+    _refuse_still(parts, source, saved, fresh)
+    if fresh:
+        log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
+
+
+def _refuse_still(parts: Parts, source: Checkpoint, saved: dict[str, Any], fresh: set[str]) -> None:
+    """Refuse parameters without a variance that a 1-bit optimizer has frozen: they would never move.
+
+    Raises:
+        CheckpointError: there are such parameters.
+    """
+    optimization = parts.optimization
+    rule = optimization.rule if optimization else None
+    if optimization is None or not isinstance(rule, Exchanges) or not set(rule.state_names) <= set(saved["slots"]):
+        return
+    step = max((source.info(name).step for name in source.names()), default=0) + 1
+    places = {name: parts.table.by_name(name) for name in fresh}
+    groups = {name: optimization.groups[place.entry.group] for name, place in places.items() if place is not None}
+    still = sorted(name for name, group in groups.items() if rule.exchanges(step, group) is not Exchange.GRADIENT)
+    if still:
+        msg = (
+            f"optimizer state of {', '.join(still[:NAMES_SHOWN])} is not in {source.path}, and the warm-up of "
+            f"{rule.name} is over: without a variance they would never move. Load with load_optimizer_states=False to "
+            'begin a warm-up, or give them a group with "non_freeze": true (OneBitAdam)'
+        )
+        raise CheckpointError(msg)
+
+
+def _fill_slots(
+    source: Checkpoint, whole: GlobalLayout, unit: Unit, span: Span, slots: Mapping[str, torch.Tensor], stored: set[str]
+) -> set[str]:
+    """Read every slot over the range `span` of a unit; return the parameters that lack a slot in the file."""
+    fresh: set[str] = set()
+    for slot, tensor in slots.items():
+        for entry, common in unit.layout.overlaps(span):
+            if entry.name in stored and slot in source.slots(entry.name):
+                out = tensor[common.shifted(-span.start).slice]
+                whole.read(source, entry.name, slot, common.start - entry.offset, out)
+            else:
+                fresh.add(entry.name)
+    return fresh
+
+
+def _take_counters(parts: Parts, state: dict[str, Any]) -> None:
+    saved, counters = state["engine"], parts.counters
+    counters.global_steps = saved["global_steps"]
+    counters.global_samples = saved["global_samples"]
+    counters.skipped_steps = saved["skipped_steps"]
+    counters.micro_steps = counters.boundary_micro_steps = counters.pending_backwards = 0
+    counters.updates_before_state = 0
+    parts.scaler.load_state_dict(saved["loss_scaler"])
+    if parts.optimization is not None:
+        parts.optimization.grads.clear()

@@ -1,0 +1,362 @@
+"""The model's weights as an ordinary state dict: gathered unit by unit, written to a file, loaded."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base.errors import CheckpointError, UsageError
+from mpispeed.base.units import format_list
+from mpispeed.ckpt.format import bits
+from mpispeed.mesh.collectives.together import Failures
+from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch import nn
+    from typing_extensions import Self
+
+    from mpispeed.engine.build.parts import Parts
+    from mpispeed.mesh.comm import Comm
+    from mpispeed.store.table import Unit
+
+log = logging.getLogger(__name__)
+
+NAMES_SHOWN = 20
+
+
+class Weights:
+    """Engine methods for the model's weights."""
+
+    parts: Parts
+    training: bool
+    _is_closed: bool
+
+    def train(self, mode: bool = True) -> Self:
+        """As `torch.nn.Module.train`. Local.
+
+        Between synchronisations of 0/1 Adam, data ranks train local parameters and evaluate the common ones.
+
+        Raises:
+            UsageError: this has to switch between them, and states that it needs are offloaded.
+        """
+        super().train(mode)  # type: ignore[misc]
+        if not self._is_closed:
+            self.parts.show(is_training=mode)
+        return self
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The module's state dict in compute dtype.
+
+        For a pipeline it has this rank's stage only, for sliced layers this rank's slices.
+        Where parameters are sharded, data rank 0 gets full copies and the others {}. Units are gathered one at a time:
+        no rank holds more than one full unit, beside the copies on rank 0. With local updates of 0/1 Adam it has copies
+        of the common parameters.
+
+        Collective over: the data axis.
+        """
+        if not self.parts.plan.states.param.is_replicated:
+            return gather_state(self.parts, exclude_frozen=exclude_frozen_parameters)
+        left_out = _frozen_names(self.parts) if exclude_frozen_parameters else ()
+        state: dict[str, Any] = self.parts.module.state_dict()
+        state = {name: value for name, value in state.items() if name not in left_out}
+        if self.parts.is_apart:
+            with self.parts.common():
+                state = copy.deepcopy(state)  # keeps tied tensors tied
+        return state
+
+    _zero3_consolidated_16bit_state_dict = module_state_dict
+
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+    ) -> None:
+        """Load weights and buffers from a state dict: parameters and, in full precision, masters.
+
+        The values of data rank 0 count; the others may pass {}. Optimizer state stays. With `custom_load_fn` all ranks
+        pass the same values: it is called as `custom_load_fn(src=state_dict, dst=module)` while every rank holds the
+        full model. Local updates of 0/1 Adam are dropped: parameters not given return to the common values.
+
+        Collective over: the data axis.
+
+        Raises:
+            CheckpointError: (a RuntimeError) on every rank, if names or shapes do not fit.
+        """
+        if custom_load_fn is None:
+            take_state(self.parts, state_dict, strict=strict)
+        else:
+            load_by(self.parts, custom_load_fn, state_dict, self.parts.mesh["data"])
+        if self.parts.optimization is not None and self.parts.optimization.onebit is not None:
+            self.parts.optimization.onebit.drop_drift()
+        self.parts.params.refresh()
+        self.parts.show(is_training=self.training, is_refreshed=True)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's weights in compute dtype as one torch file (rank 0).
+
+        Where parameters are sharded this needs "stage3_gather_16bit_weights_on_model_save": true; without it nothing is
+        written and False is returned.
+
+        Collective over: all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if the file cannot be written, or ranks have only parts of the model.
+        """
+        return save_weights(self.parts, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+
+# -- out -----------------------------------------------------------------------------------------------------------
+
+
+def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
+    """A copy of the module's full state dict on data rank 0; {} on the others. Tied names share one copy.
+
+    Collective over: the axes over which parameters are sharded, and the data axis.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 has no memory for the copies.
+    """
+    left_out = _frozen_names(parts) if exclude_frozen else ()
+    # With keep_vars no data are read, so parameters may be sharded.
+    state = {k: v for k, v in parts.module.state_dict(keep_vars=True).items() if k not in left_out}
+    copies: dict[int, torch.Tensor] = {}
+    is_taker, failures = parts.mesh.index("data") == 0, Failures()
+    wanted = {id(value) for value in state.values()}
+    for unit in parts.table.all_units:
+        # A failure is kept until all gathers are done: the others take part in them.
+        full = parts.params.rest(unit) if parts.params.is_resident(unit) else parts.params.collected(unit)
+        if is_taker and failures.first is None:
+            with failures.kept():
+                _copy_unit(unit, full, wanted, copies)
+        del full
+    others = [value for value in state.values() if isinstance(value, torch.Tensor) and not _is_managed(parts, value)]
+    plain, doing = (RuntimeError, MemoryError), "the state dict cannot be copied"
+    with parts.mesh["data"].together(CheckpointError, doing=doing, plain=plain):
+        failures.raise_first()
+        if is_taker:
+            _copy([(id(tensor), tensor) for tensor in others], copies)
+    if not is_taker:
+        return {}
+    return {name: copies[id(value)] if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def _copy_unit(unit: Unit, full: torch.Tensor, wanted: Collection[int], copies: dict[int, torch.Tensor]) -> None:
+    """Clone the wanted parameters of a gathered unit."""
+    pairs = zip(unit.layout.entries, unit.params, strict=True)
+    _copy([(id(p), full[e.span.slice].view(e.shape)) for e, p in pairs if id(p) in wanted], copies)
+
+
+def _copy(tensors: Sequence[tuple[int, torch.Tensor]], copies: dict[int, torch.Tensor]) -> None:
+    """Clone each tensor by its key, without the flat buffer behind it."""
+    copies.update((key, tensor.detach().clone()) for key, tensor in tensors)
+
+
+def _is_managed(parts: Parts, tensor: torch.Tensor) -> bool:
+    return parts.table.locate(tensor) is not None
+
+
+def _frozen_names(parts: Parts) -> set[str]:
+    named = parts.module.named_parameters(remove_duplicate=False)
+    return {name for name, param in named if parts.table.find(param) is None}
+
+
+def save_weights(parts: Parts, folder: str, filename: str, *, exclude_frozen: bool) -> bool:
+    """See `Weights.save_16bit_model`. Collective over: all ranks."""
+    if parts.mesh["pipe", "model"].size > 1:
+        msg = (
+            f"{filename} would hold the weights of one stage and slice only; use save_checkpoint and `mpispeed ckpt "
+            "export`, which writes whole tensors"
+        )
+        raise CheckpointError(msg)
+    is_cut = not parts.plan.states.param.is_replicated
+    if is_cut and not parts.plan.config.zero_optimization.gather_16bit_weights_on_model_save:
+        if parts.mesh.rank == 0:
+            log.warning(
+                '%s is not written: parameters are cut over ranks; set "stage3_gather_16bit_weights_on_model_save": '
+                "true in zero_optimization to have them gathered, or use save_checkpoint", filename,
+            )  # fmt: skip
+        return False
+    with parts.common():
+        state = gather_state(parts, exclude_frozen=exclude_frozen)
+    # torch reports a full disk as a RuntimeError
+    plain, doing = (OSError, RuntimeError, ValueError), f"cannot write {filename} in {folder}"
+    with parts.mesh.world.comm.together(CheckpointError, doing=doing, plain=plain):
+        if parts.mesh.rank == 0:
+            _write_whole(state, Path(folder), filename)
+    return True
+
+
+def _write_whole(state: dict[str, Any], folder: Path, filename: str) -> None:
+    """Write the file under a random temporary name and rename it, so that it appears complete or not at all."""
+    if Path(filename).name != filename:
+        msg = f"save_filename {filename!r} is no plain file name; put the folder into save_dir"
+        raise ValueError(msg)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{filename}.{secrets.token_hex(8)}.tmp"
+    with temporary.open("xb") as file:  # "x" follows no link
+        try:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(folder / filename)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+# -- in ------------------------------------------------------------------------------------------------------------
+
+
+def load_by(parts: Parts, function: Callable[..., Any], state: Mapping[str, Any], comm: Comm) -> None:
+    """Let `function(src=state, dst=module)` write into the full model, and keep its writes.
+
+    Every rank holds the full model meanwhile, in compute dtype, beside `state`. Parameters that are not written keep
+    the precision of their masters.
+
+    Collective over: the axes over which parameters are sharded, and `comm`, whose ranks fail together.
+
+    Raises:
+        CheckpointError: on every rank of `comm`, if the function fails on one, or swapped states cannot be written.
+    """
+    params, objects = parts.params, [id(param) for param in parts.module.parameters()]
+    with params.whole(parts.table.all_units), torch.no_grad():
+        before = {id(param): _trace_of(param) for param, _ in parts.table.all_places()}
+        failures = Failures()
+        with failures.kept():
+            _call(function, state, parts.module, objects)
+        for unit in parts.table.all_units if failures.first is None else ():
+            with failures.kept():
+                for param in unit.params:
+                    if before[id(param)] != _trace_of(param):
+                        params.take(param)
+            if failures.first is not None:
+                break
+            if params.is_resident(unit):  # the function may have set `.data`: make parameters views again
+                params.unshard(unit, params.rest(unit))
+    with comm.together(CheckpointError):
+        failures.raise_first()
+
+
+def _call(function: Callable[..., Any], state: Mapping[str, Any], module: nn.Module, objects: list[int]) -> None:
+    """Let the function write; `objects` are the parameters that the module has to keep."""
+    try:
+        function(src=state, dst=module)
+        if objects != [id(param) for param in module.parameters()]:
+            _refuse_new_objects()
+    except Exception as error:  # anything may go wrong in there
+        msg = f"custom_load_fn failed: {type(error).__name__}: {error}"
+        raise CheckpointError(msg) from error
+
+
+def _trace_of(param: torch.Tensor) -> tuple[int, int, bytes]:
+    """A fingerprint that changes with any write: in place, through `.data`, or by other data."""
+    values = bits.as_bytes(param.detach().contiguous().reshape(-1).cpu())
+    return param._version, param.data_ptr(), hashlib.blake2b(values, digest_size=16).digest()
+
+
+def _refuse_new_objects() -> None:
+    msg = "it put new parameter objects into the model; copy values into those that are there (without assign=True)"
+    raise UsageError(msg)
+
+
+def take_state(parts: Parts, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Load masters, frozen parameters and buffers from data rank 0, one unit at a time.
+
+    Collective over: the data axis.
+
+    Raises:
+        CheckpointError: on every rank, if names or shapes do not fit, or swapped states cannot be written.
+        UsageError: states that are changed were taken away by `engine.offload_states`.
+    """
+    parts.params.require((Kind.lp_params, Kind.hp_params), "engine.load_module_state_dict()")
+    comm = parts.mesh["data"]
+    own = dict(parts.module.state_dict(keep_vars=True))
+    with comm.together(CheckpointError):
+        if comm.rank == 0:
+            _refuse_misfit(own, state, strict=strict)
+    given = {id(own[name]): state[name] for name in state.keys() & own.keys() if isinstance(own[name], torch.Tensor)}
+    names = comm.share(sorted(state.keys() & own.keys()))
+    taken = {id(own[name]) for name in names}
+    failures = Failures()  # kept until all broadcasts are done: the others take part in them
+    for unit in parts.table.all_units:
+        _take_unit(parts, unit, given, taken, failures)
+    with comm.together(CheckpointError):
+        failures.raise_first()
+    for tensor in {id(v): v for v in own.values() if isinstance(v, torch.Tensor)}.values():
+        if id(tensor) in taken and not _is_managed(parts, tensor):
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if comm.rank == 0:
+                whole.copy_(given[id(tensor)])
+            comm.broadcast(whole)
+            tensor.data.copy_(whole)
+    extra = {name: value for name, value in state.items() if name in names and not isinstance(own[name], torch.Tensor)}
+    for name, value in comm.share(extra).items():
+        parts.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+
+
+def _take_unit(
+    parts: Parts, unit: Unit, given: Mapping[int, torch.Tensor], taken: Collection[int], failures: Failures
+) -> None:
+    """Broadcast one unit and store this rank's part. Collective over: the data axis."""
+    items = [(e, p) for e, p in zip(unit.layout.entries, unit.params, strict=True) if id(p) in taken]
+    if not items:
+        return
+    comm, params = parts.mesh["data"], parts.params
+    compute, master = params.dtypes(unit)
+    flat = torch.zeros(unit.layout.padded, dtype=master if unit.is_trainable else compute)
+    with failures.kept():
+        for entry, param in items if comm.rank == 0 else ():
+            flat[entry.span.slice].copy_(given[id(param)].detach().reshape(-1))
+    comm.broadcast(flat)
+    with failures.kept():
+        span, target = params.span(unit), params.master(unit)
+        if not unit.is_trainable:
+            span, target = params.rest_span(unit), params.rest(unit)
+        for entry, _ in items:
+            common = entry.span.intersect(span)
+            if common.numel:
+                target[common.shifted(-span.start).slice].copy_(flat[common.slice])
+        put = params.put_master if unit.is_trainable else params.put_rest
+        put(unit, target)
+
+
+def _refuse_misfit(own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool) -> None:
+    """Refuse a `state` that does not fit a model of `own`; without `strict`, other names are only logged.
+
+    Raises:
+        CheckpointError: the names or the shapes differ.
+    """
+    found = []
+    # One name of tied parameters is enough.
+    given = {id(own[name]) for name in own.keys() & state.keys()}
+    lacking = {name for name, value in own.items() if id(value) not in given}
+    for what, names in (("lacks", lacking), ("has unknown", state.keys() - own.keys())):
+        if names:
+            found.append(f"the state dict {what} {format_list(sorted(names), NAMES_SHOWN)}")
+    if found and not strict:
+        log.warning("%s", "; ".join(found))
+        found = []
+    elif found:
+        found.append("strict=False loads what fits")
+    for name in sorted(own.keys() & state.keys()):
+        ours, theirs = own[name], state[name]
+        if not isinstance(ours, torch.Tensor):
+            continue
+        if not isinstance(theirs, torch.Tensor):
+            found.append(f"{name} is a {type(theirs).__name__} in the state dict, not a tensor")
+        elif ours.shape != theirs.shape:
+            shapes = f"{tuple(ours.shape)} in the model and {tuple(theirs.shape)} in the state dict"
+            found.append(f"{name} has shape {shapes}")
+    if found:
+        raise CheckpointError("; ".join(found))

@@ -1,0 +1,1 @@
+"""Transports: MPI, one rank alone, memory shared on a node."""

@@ -1,0 +1,235 @@
+"""Primitives over MPI: buffers by address with explicit datatypes; only small objects are pickled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import torch
+from mpi4py import MPI
+
+from mpispeed.base.recorder_file import Kind
+from mpispeed.mesh.backends import shared_memory
+from mpispeed.mesh.collectives import checks
+from mpispeed.mesh.collectives.dtypes import REDUCE_NAMES, move_name
+from mpispeed.mesh.collectives.transport import Comparison, Fast, Pairs, Source
+from mpispeed.mesh.collectives.work import Poll, nap_until
+from mpispeed.mesh.comm import Comm
+from mpispeed.mesh.ending import Ending
+from mpispeed.mesh.trace import recorder as recorders
+from mpispeed.mesh.trace.comm_trace import CommTrace
+from mpispeed.mesh.trace.recorder import CallSequence
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+EXCHANGE_TAG = 32000
+"""Tag of messages inside one verb; tags of users stay below."""
+
+AWAKE_POLLS = 32
+"""How often a receive asks before it naps: a message that is there already takes the library a few rounds."""
+
+RECV_NAP_SECONDS = 200e-6
+"""Longest nap of a receive: what a message waits in vain, at worst."""
+
+_OPS = {
+    "sum": MPI.SUM,
+    "prod": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "band": MPI.BAND,
+    "bor": MPI.BOR,
+    "bxor": MPI.BXOR,
+}
+
+MOST_TAGS = 32000
+"""Tags of `of_members`; MPI grants at least 32,767 of them."""
+
+
+def _moved(x: torch.Tensor) -> list[Any]:
+    return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), getattr(MPI, move_name(x.dtype))]
+
+
+def _reduced(x: torch.Tensor) -> list[Any]:
+    # A dtype that is not in the table fails here rather than being added up as something else.
+    return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), getattr(MPI, REDUCE_NAMES[x.dtype])]
+
+
+def ending() -> Ending:
+    """The way MPI ends a job."""
+    # Set by `python -m mpi4py` for every error that passes it; without MPI to tell, the name may be missing.
+    forget = getattr(MPI, "_set_abort_status", None)
+    return Ending(abort=_abort, forgive=(lambda: forget(0)) if forget else (lambda: None))
+
+
+def _abort(code: int) -> None:
+    """End the job. The reason was written before; MPI's text about its own call would only follow it."""
+    if not os.environ.get("MPISPEED_DEBUG"):
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    MPI.COMM_WORLD.Abort(code)
+
+
+def grid_coords(handle: MPI.Comm, sizes: Sequence[int]) -> tuple[int, ...]:
+    """This rank's place on an MPI Cartesian grid without reordering. Collective over: the communicator."""
+    grid = MPI.Intracomm(handle).Create_cart(list(sizes), reorder=False)
+    coords = tuple(grid.Get_coords(grid.Get_rank()))
+    grid.Free()
+    return coords
+
+
+class MpiComm(Comm):
+    """A group of ranks on an MPI communicator of its own.
+
+    `node_ranks` are the world ranks that share this rank's memory.
+    """
+
+    def __init__(
+        self,
+        handle: MPI.Comm,
+        ranks: Sequence[int],
+        axes: tuple[str, ...],
+        reduction: str,
+        comm_trace: CommTrace,
+        node_ranks: frozenset[int] = frozenset(),
+        sequence: CallSequence | None = None,
+    ) -> None:
+        super().__init__(handle.Get_rank(), ranks, axes, reduction, comm_trace)
+        self.sequence = sequence or CallSequence.root(",".join(axes), ranks)
+        self._handle, self._node_ranks = handle, node_ranks
+        self.shares_memory = all(rank in node_ranks for rank in ranks)
+        self._has_fast = self.size > 1 and self.shares_memory
+        self._fast: Fast | None = None
+
+    def fast(self) -> Fast | None:
+        """Scratch in shared memory, opened at first use. Collective over: this group, at the first call."""
+        if self._has_fast and self._fast is None:
+            self._fast = shared_memory.open_scratch(self)
+            self._has_fast = self._fast is not None
+        return self._fast
+
+    def alltoall(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """MPI_Alltoall."""
+        self._handle.Alltoall(_moved(x), _moved(out))
+
+    def allgather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """MPI_Allgather."""
+        is_in_place = checks.is_own_cut(out, shard, self.rank)
+        self._handle.Allgather(MPI.IN_PLACE if is_in_place else _moved(shard), _moved(out))
+
+    def library_all_reduce(self, x: torch.Tensor, op: str) -> None:
+        """MPI_Allreduce."""
+        self._handle.Allreduce(MPI.IN_PLACE, _reduced(x), _OPS[op])
+
+    def library_reduce(self, x: torch.Tensor, root: int, op: str) -> None:
+        """MPI_Reduce."""
+        if self.rank == root:
+            self._handle.Reduce(MPI.IN_PLACE, _reduced(x), _OPS[op], root)
+        else:
+            self._handle.Reduce(_reduced(x), None, _OPS[op], root)
+
+    def library_reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
+        """MPI_Reduce_scatter_block."""
+        self._handle.Reduce_scatter_block(_reduced(full), _reduced(shard), _OPS[op])
+
+    def library_broadcast(self, x: torch.Tensor, root: int) -> None:
+        """MPI_Bcast."""
+        self._handle.Bcast(_moved(x), root)
+
+    def exchange_pairs(self, sends: Pairs, recvs: Pairs) -> None:
+        """MPI_Irecv and MPI_Isend of all pairs at once."""
+        requests = [self._handle.Irecv(_moved(x), src, EXCHANGE_TAG) for x, src in recvs]
+        requests += [self._handle.Isend(_moved(x), dst, EXCHANGE_TAG) for x, dst in sends]
+        MPI.Request.Waitall(requests)
+
+    def library_send(self, x: torch.Tensor, dst: int, tag: int) -> None:
+        """MPI_Send."""
+        self._handle.Send(_moved(x), dst, tag)
+
+    def library_recv(self, x: torch.Tensor, src: int, tag: int) -> None:
+        """MPI_Irecv, waited for in naps: MPI_Recv would burn a core, maybe the one its sender computes on."""
+        poll = self.post_recv(x, src, tag)
+        if not any(poll() for _ in range(AWAKE_POLLS)):
+            nap_until(poll, longest_seconds=RECV_NAP_SECONDS)
+
+    def post_send(self, x: torch.Tensor, dst: int, tag: int) -> Poll:
+        """MPI_Isend."""
+        return self._handle.Isend(_moved(x), dst, tag).Test
+
+    def post_recv(self, x: torch.Tensor, src: int, tag: int) -> Poll:
+        """MPI_Irecv."""
+        return self._handle.Irecv(_moved(x), src, tag).Test
+
+    def post_recv_any(self, x: torch.Tensor, tag: int) -> Source:
+        """MPI_Irecv of MPI_ANY_SOURCE."""
+        request, status = self._handle.Irecv(_moved(x), MPI.ANY_SOURCE, tag), MPI.Status()
+        return lambda: status.Get_source() if request.Test(status) else None
+
+    def library_barrier(self) -> None:
+        """MPI_Barrier."""
+        self._handle.Barrier()
+
+    def library_share(self, obj: Any, root: int) -> Any:
+        """MPI_Bcast of a pickle."""
+        return self._handle.bcast(obj, root)
+
+    def library_gather_objects(self, obj: Any) -> list[Any]:
+        """MPI_Allgather of pickles."""
+        return list(self._handle.allgather(obj))
+
+    def compare(self, code: int) -> Comparison:
+        """MPI_Iallreduce of the least and the greatest code: 16 bytes for any number of ranks."""
+        bounds = array("q", (code, -code))
+        test = self._handle.Iallreduce(MPI.IN_PLACE, [bounds, MPI.INT64_T], MPI.MIN).Test
+        return lambda: (bounds[0], -bounds[1]) if test() else None
+
+    def split(self, color: int, ranks: Sequence[int], axes: tuple[str, ...]) -> Self:
+        """MPI_Comm_split, ordered by rank."""
+        with self._noting("split"):
+            return self._made_of(self._handle.Split(color, self.rank), ranks, axes, color)
+
+    def of_members(self, members: Sequence[int], name: str, axes: tuple[str, ...]) -> Self:
+        """MPI_Comm_create_group."""
+        ranks, everyone = [self.ranks[member] for member in members], self._handle.Get_group()
+        chosen = everyone.Incl(list(members))
+        handle = MPI.Intracomm(self._handle).Create_group(chosen, crc32(name.encode()) % MOST_TAGS)
+        chosen.Free()
+        everyone.Free()
+        sequence = CallSequence.root(name, ranks)
+        return type(self)(handle, ranks, axes, self.reduction, self.comm_trace, self._node_ranks, sequence).inherit(
+            self
+        )
+
+    def _made_of(self, handle: MPI.Comm, ranks: Sequence[int], axes: tuple[str, ...], color: int) -> Self:
+        sequence = self.sequence.child(color, ",".join(axes), ranks) if self.sequence is not None else None
+        return type(self)(handle, ranks, axes, self.reduction, self.comm_trace, self._node_ranks, sequence).inherit(
+            self
+        )
+
+    @contextlib.contextmanager
+    def _noting(self, verb: str) -> Iterator[None]:
+        """Record the making of a group, which is collective although the trace counts no tensors."""
+        recorder = recorders.current()
+        row = recorders.NO_ROW
+        if self.sequence is not None:
+            if recorder is None:
+                recorders.skip(self.sequence, Kind.COLLECTIVE)
+            else:
+                row = recorder.begin(self.sequence, Kind.COLLECTIVE, verb)
+        try:
+            yield
+        finally:
+            if recorder is not None and row != recorders.NO_ROW:
+                recorder.end(row)
+
+    def close(self) -> None:
+        """MPI_Comm_free. Collective over: this group."""
+        if self._fast is not None:
+            self._fast.close()
+            self._fast = None
+        if self._handle not in (MPI.COMM_NULL, MPI.COMM_WORLD):
+            self._handle.Free()

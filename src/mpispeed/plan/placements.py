@@ -1,0 +1,248 @@
+"""ZeRO's stages as a table: the placement of each kind of state.
+
+Source: Rajbhandari et al., SC20, section 5 (P_os, P_os+g, P_os+g+p); Zhang et al., MiCS (arXiv 2205.00119); Wang et
+al., ZeRO++ (arXiv 2306.10209).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.mesh.topology import Factor, Topology
+from mpispeed.store.placement import REPLICATED, Placement, Tier
+
+if TYPE_CHECKING:
+    from mpispeed.config.zero import ZeroOptimization
+    from mpispeed.mesh.world import World
+
+DATA = Placement(("data",))
+INNER, OUTER = "data.inner", "data.outer"
+LOCAL, ACROSS = "data.local", "data.across"
+RANKS_PER_NODE = "MPISPEED_RANKS_PER_NODE"
+_Z = "zero_optimization"
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Placement of each kind of model state. Gradients are reduced into the masters' placement.
+
+    `second` is the placement of a second copy of parameters, from which gathers read until the next update.
+    """
+
+    param: Placement
+    grad: Placement
+    master: Placement
+    second: Placement | None = None
+
+
+STATES_BY_STAGE: dict[int, States] = {
+    0: States(param=REPLICATED, grad=REPLICATED, master=REPLICATED),
+    1: States(param=REPLICATED, grad=REPLICATED, master=DATA),
+    2: States(param=REPLICATED, grad=DATA, master=DATA),
+    3: States(param=DATA, grad=DATA, master=DATA),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Placements of states, and the factors of the data axis that they need.
+
+    `hops`: axes inside and between nodes of a quantized or 1-bit reduction, or None. `sums_late` is True if gradients
+    are replicated only because they are reduced once for all micro-batches.
+    """
+
+    states: States
+    factors: tuple[Factor, ...] = ()
+    hops: tuple[str, str] | None = None
+    sums_late: bool = False
+
+    def topology(self, axes: Mapping[str, int]) -> Topology:
+        """`axes` with the data axis divided into its factors; its name and theirs become aliases."""
+        topology = Topology.factored(axes, {"data": self.factors})
+        if not (topology.has(LOCAL) and topology.has(INNER)):
+            return topology
+        local = topology.resolve(LOCAL)
+        across = [name for name in topology.resolve(INNER) if name not in local]
+        sizes = dict(zip(topology.names, topology.sizes, strict=True))
+        return Topology(sizes, {**dict(topology.aliases), ACROSS: across})
+
+
+def place(
+    zero: ZeroOptimization,
+    data: int,
+    ranks_per_node: int,
+    *,
+    sums_late: bool = False,
+    codes: bool = False,
+    replicates: bool = False,
+) -> Placing:
+    """Placements for the settings.
+
+    Args:
+        zero: the section of the config.
+        data: size of the data axis.
+        ranks_per_node: ranks that share a node, equal on all nodes; 0 if they differ. Used only by settings that
+            distinguish nodes.
+        sums_late: gradients are replicated until the last micro-batch at every stage: a pipeline then reduces them once
+            in a step, and not for each micro-batch.
+        codes: a 1-bit optimizer; the data axis is divided into nodes.
+        replicates: the optimizer needs full states on every rank: stage 1 replicates them.
+
+    Raises:
+        ConfigError: sizes do not divide each other, or settings exclude each other.
+    """
+    shard, second = zero.mics_shard_size, zero.zero_hpz_partition_size
+    if zero.stage != 3 and (shard > 0 or second > 1):
+        key, value = ("mics_shard_size", shard) if shard > 0 else ("zero_hpz_partition_size", second)
+        msg = f"{_Z}.{key} {value} divides cut parameters and needs {_Z}.stage 3, found {zero.stage}; remove the key"
+        raise ConfigError(msg)
+    if codes and zero.stage <= 1:
+        return _on_tiers(_place_coded(0 if replicates else zero.stage, data, ranks_per_node), zero, sums_late=False)
+    if shard > 0:
+        return _on_tiers(_place_in_groups(zero, data, ranks_per_node), zero, sums_late=sums_late)
+    if zero.mics_hierarchical_params_gather:
+        msg = (
+            f"{_Z}.mics_hierarchical_params_gather needs {_Z}.mics_shard_size, found {shard}; set that to the ranks of "
+            "a shard group, or remove the key"
+        )
+        raise ConfigError(msg)
+    return _on_tiers(_place_over_all(zero, data, ranks_per_node), zero, sums_late=sums_late)
+
+
+def _on_tiers(placing: Placing, zero: ZeroOptimization, *, sums_late: bool) -> Placing:
+    """The same placements on the tiers of `offload_param` and `offload_optimizer`.
+
+    Gradients go to the optimizer's tier unless they are replicated: then every backward pass adds to all of them.
+    Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
+    """
+    states = replace(placing.states, grad=REPLICATED) if sums_late else placing.states
+    param = _TIERS[zero.offload_param.device] if zero.offload_param is not None else Tier.DEVICE
+    master = _TIERS[zero.offload_optimizer.device] if zero.offload_optimizer is not None else Tier.DEVICE
+    grad = Tier.DEVICE if states.grad.is_replicated else master
+    moved = replace(
+        states,
+        param=replace(states.param, tier=param),
+        grad=replace(states.grad, tier=grad),
+        master=replace(states.master, tier=master),
+    )
+    return replace(placing, states=moved, sums_late=sums_late and not placing.states.grad.is_replicated)
+
+
+def _place_coded(stage: int, data: int, ranks_per_node: int) -> Placing:
+    """Placements of 1-bit optimizers: states by the stage; the data axis divided into nodes, if they are full."""
+    states = STATES_BY_STAGE[stage]
+    if ranks_per_node < 2 or data <= ranks_per_node or data % ranks_per_node:
+        return Placing(states)
+    return Placing(states, (Factor(INNER, ranks_per_node, "ranks per node", rest=OUTER),), (INNER, OUTER))
+
+
+def _place_in_groups(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:
+    """MiCS placements: all states are sharded inside groups of neighbouring ranks and replicated between groups."""
+    shard = zero.mics_shard_size
+    if zero.zero_hpz_partition_size > 1:
+        msg = (
+            f"{_Z}.mics_shard_size {shard} and {_Z}.zero_hpz_partition_size {zero.zero_hpz_partition_size} exclude "
+            "each other: both keep gathers inside groups of ranks; remove one of them"
+        )
+        raise ConfigError(msg)
+    if zero.zero_quantized_gradients:
+        msg = (
+            f"{_Z}.zero_quantized_gradients does not work with {_Z}.mics_shard_size {shard}: sums inside a shard group "
+            "stay on few nodes; remove one of them"
+        )
+        raise ConfigError(msg)
+    _check_divides("mics_shard_size", shard, data)
+    factors, cut = [Factor(INNER, shard, f"{_Z}.mics_shard_size", rest=OUTER)], Placement((INNER,))
+    if zero.mics_hierarchical_params_gather:
+        node = _node_of("mics_hierarchical_params_gather", ranks_per_node)
+        if shard <= node or shard % node:
+            msg = (
+                f"{_Z}.mics_hierarchical_params_gather needs shard groups that fill two or more nodes: "
+                f"{_Z}.mics_shard_size is {shard}, a node has {node} ranks; use a multiple of {node} from {2 * node} "
+                f"on, or set the key to false"
+            )
+            raise ConfigError(msg)
+        factors.append(Factor(LOCAL, node, "ranks per node"))
+        # Gathers go from the last axis to the first: small messages between nodes, then larger ones inside.
+        cut = Placement((LOCAL, ACROSS))
+    return Placing(States(param=cut, grad=cut, master=cut), tuple(factors))
+
+
+def _place_over_all(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:
+    """Sharding over all data ranks; the order of axes serves second copies and quantized reductions."""
+    states, second = STATES_BY_STAGE[zero.stage], zero.zero_hpz_partition_size
+    if zero.zero_quantized_gradients and states.master.is_replicated:
+        msg = (
+            f"{_Z}.zero_quantized_gradients needs cut gradients: {_Z}.stage 1 to 3, found {zero.stage}; set it to false"
+        )
+        raise ConfigError(msg)
+    if second > 1:
+        _check_divides("zero_hpz_partition_size", second, data)
+        factor = Factor(INNER, second, f"{_Z}.zero_hpz_partition_size", rest=OUTER)
+    elif zero.zero_quantized_gradients:
+        node = _node_of("zero_quantized_gradients", ranks_per_node)
+        if data <= node:
+            return Placing(states)
+        if data % node:
+            msg = (
+                f"{_Z}.zero_quantized_gradients needs full nodes: {data} ranks are no multiple of {node} ranks per "
+                "node; start a multiple, or set it to false"
+            )
+            raise ConfigError(msg)
+        factor = Factor(INNER, node, "ranks per node", rest=OUTER)
+    else:
+        return Placing(states)
+    nested = Placement((INNER, OUTER))
+    moved = {name: nested for name in ("param", "grad", "master") if not getattr(states, name).is_replicated}
+    states = replace(states, second=Placement((INNER,)) if second > 1 else None, **moved)
+    hops = (INNER, OUTER) if zero.zero_quantized_gradients and factor.size < data else None
+    return Placing(states, (factor,), hops)
+
+
+def _check_divides(key: str, size: int, data: int) -> None:
+    if data % size:
+        sizes = ", ".join(str(n) for n in range(1, data + 1) if data % n == 0)
+        msg = f"{_Z}.{key} {size} does not divide the {data} data-parallel ranks; use one of {sizes}"
+        raise ConfigError(msg)
+
+
+def _node_of(key: str, ranks_per_node: int) -> int:
+    if ranks_per_node < 1:
+        msg = (
+            f"{_Z}.{key} needs nodes of equally many ranks that are numbered node by node; start the job so (mpirun "
+            f"--map-by core, srun --distribution=block), or say how many ranks form a node with {RANKS_PER_NODE}"
+        )
+        raise ConfigError(msg)
+    return ranks_per_node
+
+
+def ranks_per_node(world: World) -> int:
+    """Number of neighbouring ranks on a node; 0 if nodes differ or their ranks are not numbered node by node.
+
+    The environment variable MPISPEED_RANKS_PER_NODE, the same on all ranks, overrides what MPI says.
+
+    Collective over: all ranks.
+
+    Raises:
+        ConfigError: on every rank, if the variable is not a number of ranks or differs between ranks.
+    """
+    given = os.environ.get(RANKS_PER_NODE, "")
+    members = list(world.node.ranks)
+    first, size = members[0], len(members)
+    is_block = members == list(range(first, first + size)) and first % size == 0
+    found = world.comm.gather_objects((given, size if is_block else 0))
+    values = {text for text, _ in found}
+    if values == {""}:
+        sizes = {count for _, count in found}
+        return sizes.pop() if len(sizes) == 1 else 0
+    text = found[0][0]
+    if len(values) > 1 or not text.isdecimal() or int(text) < 1:
+        shown = ", ".join(repr(value) for value in sorted(values)[:4])
+        msg = f"{RANKS_PER_NODE} is {shown}; give all ranks the same number of at least 1, or unset it"
+        raise ConfigError(msg)
+    return int(text)

@@ -1,0 +1,254 @@
+"""The plan: config and world size with every "auto" and default resolved, equal on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base.device import HOST
+from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
+from mpispeed.config.derive import batch_sizes, overlaps_communication
+from mpispeed.plan.placements import Placing, States, place
+from mpispeed.precision.policy import Policy, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mpispeed.config.root import Config
+    from mpispeed.mesh.topology import Topology
+
+UNIT_ELEMENTS_MAX = 2**31 - 1
+
+CODED = ("onebitadam", "zerooneadam", "onebitlamb")
+"""Optimizers with 1-bit exchange."""
+
+_CURE = "leave it out, or set MPISPEED_DEVICE=cpu"
+
+REPLICATED = ("zerooneadam", "onebitlamb")
+"""Optimizers that need full tensors on every rank: with ZeRO stage 1 their states are replicated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch triangle: `train_batch_size == micro_batch_size * gradient_accumulation_steps * ranks`."""
+
+    train_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    ranks: int
+
+    @property
+    def triple(self) -> tuple[int, int, int]:
+        """(train_batch_size, micro_batch_size, gradient_accumulation_steps)."""
+        return self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps
+
+    def with_train_batch_size(self, size: int) -> Batch:
+        """A batch of `size` samples with the same micro-batch size."""
+        unit = self.micro_batch_size * self.ranks
+        if size <= 0 or size % unit:
+            msg = (
+                f"train_batch_size {size} is no multiple of micro-batch size {self.micro_batch_size} times "
+                f"{self.ranks} data-parallel ranks; choose a multiple of {unit}"
+            )
+            raise ConfigError(msg)
+        return dataclasses.replace(self, train_batch_size=size, gradient_accumulation_steps=size // unit)
+
+    def with_micro_batch_size(self, size: int) -> Batch:
+        """A batch with the same number of micro-batches, of another size."""
+        if size <= 0:
+            msg = f"the micro-batch size must be positive, not {size}"
+            raise ConfigError(msg)
+        total = size * self.gradient_accumulation_steps * self.ranks
+        return dataclasses.replace(self, train_batch_size=total, micro_batch_size=size)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The resolved settings of a run. `config` is kept for observers and queries; components get plain values."""
+
+    config: Config
+    world_size: int
+    axes: dict[str, int]
+    batch: Batch
+    stage: int
+    placing: Placing
+    policy: Policy
+    gradient_clipping: float
+    is_prescaled: bool
+    predivide: float
+    is_overlapped: bool
+    bucket_elements: int
+    reduction: str
+    casts_inputs: bool
+    optimizer_name: str | None
+    optimizer_params: dict[str, Any]
+    scheduler_name: str | None
+    scheduler_params: dict[str, Any]
+    steps_per_print: int | None
+    device: torch.device
+
+    @property
+    def states(self) -> States:
+        """Placement of each kind of model state."""
+        return self.placing.states
+
+    @property
+    def gathers_once(self) -> bool:
+        """True if sharded parameters stay gathered during a step, as in pipelines."""
+        is_asked = self.axes["pipe"] > 1 and not self.config.pipeline.per_micro_batch
+        return is_asked and not self.states.param.is_replicated
+
+    @property
+    def cast_by(self) -> str:
+        """The config section by which the model is cast to 16 bits, "fp16", "bf16" or ""."""
+        return next((name for name in ("fp16", "bf16") if getattr(self.config, name).enabled), "")
+
+    @property
+    def outlasts_overflows(self) -> bool:
+        """True if a run goes on when gradients overflow at the minimum loss scale."""
+        return self.stage == 0
+
+    def topology(self) -> Topology:
+        """`axes`, divided as the placements need."""
+        return self.placing.topology(self.axes)
+
+    def _divided(self) -> str:
+        names = [factor.name for factor in self.placing.factors]
+        sizes = [f"{name} {self.topology().group_size(name)}" for name in names]
+        return f" ({', '.join(sizes)})" if sizes else ""
+
+    def _replicated(self) -> str:
+        is_one = self.stage == 1 and self.states.master.is_replicated
+        return f", with whole states on every rank: {self.optimizer_name} needs them" if is_one else ""
+
+    def with_batch(self, batch: Batch) -> Plan:
+        """The same plan with another batch."""
+        return dataclasses.replace(self, batch=batch)
+
+    def digest(self) -> str:
+        """A short hash of everything that must be equal on all ranks, except the policy, which may differ by stage."""
+        text = self.config.model_dump_json() + repr((self.axes, self.batch, self.placing))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Rows (name, value) for the log at the start."""
+        b, policy = self.batch, self.policy
+        dtypes = ("compute", "accumulate", "master")
+        names = {name: str(getattr(policy, name)).removeprefix("torch.") for name in dtypes}
+        return [
+            ("ranks", " x ".join(f"{axis} {size}" for axis, size in self.axes.items()) + self._divided()),
+            ("batch", f"{b.train_batch_size} = {b.micro_batch_size} x {b.gradient_accumulation_steps} x {b.ranks}"),
+            ("stage", f"{self.stage}" + self._replicated()),
+            ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
+            ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.reduction}"),
+            ("optimizer", self.optimizer_name or "given in code"),
+            *([("device", str(self.device))] if self.device.type != "cpu" else []),
+        ]
+
+
+def make_plan(
+    config: Config,
+    world_size: int,
+    model_dtype: torch.dtype,
+    *,
+    ranks_per_node: int | None = None,
+    axes: Mapping[str, int] | None = None,
+    device: torch.device = HOST,
+) -> Plan:
+    """Resolve `config` for `world_size` ranks; `ranks_per_node` None: all are on one node.
+
+    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
+    is the device that this rank computes on.
+
+    Raises:
+        ConfigError: settings contradict each other, or do not work on the device; with keys, values and the cure.
+        TopologyError: axis sizes do not multiply to the number of ranks.
+    """
+    axes = dict(axes) if axes is not None else {"pipe": 1, "data": world_size, "model": 1}
+    data = _data_size(config, axes)
+    triple = batch_sizes(config, data, math.prod(axes.values()))
+    zero = config.zero_optimization
+    policy = resolve(
+        fp16_enabled=config.fp16.enabled,
+        bf16_enabled=config.bf16.enabled,
+        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        communication_data_type=config.communication_data_type,
+        model_dtype=model_dtype,
+    )
+    optimizer, scheduler = config.optimizer, config.scheduler
+    name = _check_device(config, device)
+    return Plan(
+        config=config,
+        world_size=world_size,
+        axes=axes,
+        batch=Batch(*triple, data),
+        stage=zero.stage,
+        placing=place(
+            zero,
+            data,
+            _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node),
+            sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
+            codes=name in CODED,
+            replicates=name in REPLICATED,
+        ),
+        policy=policy,
+        gradient_clipping=config.gradient_clipping,
+        is_prescaled=config.prescale_gradients,
+        predivide=config.gradient_predivide_factor,
+        is_overlapped=overlaps_communication(config),
+        bucket_elements=min(max(zero.reduce_bucket_size, 1), UNIT_ELEMENTS_MAX),
+        reduction=config.reduction,
+        casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
+        optimizer_name=optimizer.type if optimizer else None,
+        optimizer_params=dict(optimizer.params) if optimizer else {},
+        scheduler_name=scheduler.type if scheduler else None,
+        scheduler_params=dict(scheduler.params) if scheduler else {},
+        steps_per_print=config.steps_per_print,
+        device=device,
+    )
+
+
+def _check_device(config: Config, device: torch.device) -> str:
+    """Refuse settings that work in host memory only; return the optimizer's name in lower case, or "".
+
+    Raises:
+        UnsupportedOption: a setting is on that does not work on a device.
+    """
+    name = (config.optimizer.type if config.optimizer and config.optimizer.type else "").lower()
+    offload = config.zero_optimization.offload_optimizer
+    is_apart = offload is not None and offload.device != "none"
+    refused = {
+        f"optimizer {name} with zero_optimization.offload_optimizer": name in CODED and is_apart,
+        "sparse_gradients": config.sparse_gradients,
+    }
+    for what, is_on in refused.items():
+        if is_on and device.type != "cpu":
+            msg = f"{what} works on host memory only, and this rank computes on {device}; {_CURE}"
+            raise UnsupportedOption(msg)
+    return name
+
+
+def _data_size(config: Config, axes: Mapping[str, int]) -> int:
+    wanted, data, world = config.data_parallel_size, axes["data"], math.prod(axes.values())
+    if wanted is not None and wanted != data:
+        cut = f" at {axes['pipe']} pipeline stages x {axes['model']} slices" if data != world else ""
+        msg = (
+            f"data_parallel_size {wanted} does not fit {world} ranks{cut}; start {world // data * wanted} ranks "
+            "or remove the key, the size then follows the ranks"
+        )
+        raise TopologyError(msg)
+    return data
+
+
+def _data_per_node(axes: Mapping[str, int], ranks_per_node: int) -> int:
+    """Number of neighbours on the data axis that share a node; 0 if it differs between nodes."""
+    names = list(axes)
+    inner = math.prod(axes[name] for name in names[names.index("data") + 1 :])
+    if ranks_per_node % inner:
+        return 0
+    return min(ranks_per_node // inner, axes["data"])

@@ -1,0 +1,134 @@
+"""Momenta of units for 1-bit optimizers: full on every rank, and 0 where one bit must not say otherwise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.store.placement import REPLICATED
+from mpispeed.store.transfers import all_gather_into
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.sharding.params import ParamStore
+    from mpispeed.sharding.update_windows import StateStore
+    from mpispeed.store.layout import Entry
+    from mpispeed.store.table import Unit
+
+MASK = "exp_avg_mask"
+"""Key of a parameter group: 0 where the momentum has to stay 0, 1 elsewhere."""
+
+
+class Momenta:
+    """The slot `exp_avg`: itself where masters are replicated, else with a full copy beside the sharded slot.
+
+    Attributes:
+        masks: True where a group's mask says 0, by unit; None where no group of it has one.
+    """
+
+    def __init__(self, mesh: Mesh, params: ParamStore, states: StateStore, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises ConfigError where a mask does not fit its group."""
+        self._mesh, self._params, self._states = mesh, params, states
+        found = {unit.index: _mask(unit, groups) for unit in params.table.units}
+        self.masks = {i: None if mask is None else mask.to(params.tiers.device) for i, mask in found.items()}
+        self._whole: dict[int, torch.Tensor] = {}
+        self._silent: dict[int, torch.Tensor | None] = {}
+        self._edits = states.edits
+
+    def forget(self) -> None:
+        """Drop copies, because states are replaced."""
+        self._whole.clear()
+        self._silent.clear()
+        self._edits = self._states.edits
+
+    def look(self) -> None:
+        """Drop copies if states were set from outside."""
+        if self._edits != self._states.edits:
+            self.forget()
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the data needed from other ranks are here."""
+        return len(self._silent) == len(self._params.table.units) and self._edits == self._states.edits
+
+    def of(self, unit: Unit) -> torch.Tensor:
+        """The full momentum of a unit. Shapes: [padded].
+
+        Collective over: the data axis, the first time and after states were set, where masters are sharded.
+        """
+        stored = self._states.tensors(unit)["exp_avg"]
+        if self._params.placement.is_replicated:
+            return stored.get()
+        if unit.index not in self._whole:
+            whole = torch.zeros(unit.layout.padded, device=self._params.tiers.device)
+            all_gather_into(self._mesh, whole, stored.get(), self._params.placement, REPLICATED, unit.layout.padded)
+            self._whole[unit.index] = whole
+        whole = self._whole[unit.index]
+        whole[self._params.span(unit).slice].copy_(stored.get())  # groups in full precision change theirs in the update
+        return whole
+
+    def keep(self, unit: Unit, momentum: torch.Tensor) -> None:
+        """Store a momentum returned by `of` where the update looks for it."""
+        stored = self._states.tensors(unit)["exp_avg"]
+        if self._params.placement.is_replicated:
+            stored.put(momentum)
+        else:
+            own = stored.get()
+            own.copy_(momentum[self._params.span(unit).slice])
+            stored.put(own)
+
+    def silence(self, unit: Unit) -> torch.Tensor | None:
+        """Mask of elements whose momentum has to be 0: by a group's mask or a zero frozen variance; None: none.
+
+        Collective over: the data axis, the first time, where masters are sharded.
+        Shapes: [padded].
+        """
+        if unit.index not in self._silent:
+            dead = (self._states.tensors(unit)["exp_avg_sq"].get() == 0.0).to(torch.uint8)
+            if not self._params.placement.is_replicated:
+                whole = torch.zeros(unit.layout.padded, dtype=torch.uint8, device=dead.device)
+                all_gather_into(self._mesh, whole, dead, self._params.placement, REPLICATED, unit.layout.padded)
+                dead = whole
+            silent, mask = dead.bool(), self.masks[unit.index]
+            for hole in unit.layout.holes():
+                silent[hole.slice] = False
+            if mask is not None:
+                silent |= mask
+            self._silent[unit.index] = silent if bool(silent.any()) else None
+        return self._silent[unit.index]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank beside the slot."""
+        silent = [x for x in self._silent.values() if x is not None]
+        return sum(x.nbytes for x in (*self._whole.values(), *silent))
+
+
+def _mask(unit: Unit, groups: Sequence[dict[str, Any]]) -> torch.Tensor | None:
+    """True where a group's mask says 0; None if no group of the unit has one. Shapes: [padded].
+
+    Raises:
+        ConfigError: a mask is of another shape than a parameter of its group.
+    """
+    entries = [entry for entry in unit.layout.entries if groups[entry.group].get(MASK) is not None]
+    if not entries:
+        return None
+    found = torch.zeros(unit.layout.padded, dtype=torch.bool)
+    for entry in entries:
+        found[entry.span.slice] = _fitting(entry, groups[entry.group][MASK]) == 0
+    return found
+
+
+def _fitting(entry: Entry, mask: Any) -> torch.Tensor:
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) not in (entry.shape, (entry.numel,)):
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        msg = (
+            f"{MASK} of parameter group {entry.group} is {shape} and parameter {entry.name!r} in it has shape "
+            f"{entry.shape}; give a tensor of zeros and ones of the parameter's shape, and each such parameter a group"
+        )
+        raise ConfigError(msg)
+    return mask.detach().reshape(-1).cpu()

@@ -1,0 +1,327 @@
+"""Unsharding of units on use, ahead of time where the order is known, and resharding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpispeed.base.errors import StoreError
+from mpispeed.sharding.order import Order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+
+    from mpispeed.mesh.collectives.work import Wait, Work
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.sharding.divergent_fetch import DivergentFetch
+    from mpispeed.sharding.params import ParamStore
+    from mpispeed.store.arena import Arena
+    from mpispeed.store.table import Unit
+
+LOOK_AHEAD_USES = 16
+"""How far prefetch looks along the expected order; a bound on the time one look takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets of a `Prefetcher`. Units: elements."""
+
+    ahead: int = 5 * 10**7  # fetched before they are needed
+    live: int = 10**9  # whole at once, beside what one module needs
+    reuse: int = 10**9  # a unit stays if fewer elements of others are used before it is used again
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of fetches since the start."""
+
+    fetches: int = 0
+    ahead: int = 0  # of these, started before they were needed
+    unused: int = 0  # of these, let go without having been used
+    served: int = 0  # gathers for other ranks only
+    kept_elsewhere: int = 0  # buffers that somebody still looked at when they were let go
+    live_elements: int = 0
+    peak_elements: int = 0
+
+
+class Prefetcher:
+    """Decides when sharded units are unsharded. Equal calls on all ranks start equal gathers in equal order.
+
+    Collective over: the axes over which parameters are sharded at rest, for `use` and everything that calls it.
+    """
+
+    def __init__(
+        self,
+        params: ParamStore,
+        channel: Mesh,
+        arena: Arena,
+        limits: Limits,
+        *,
+        wait: Wait,
+        rounds: DivergentFetch | None = None,
+    ) -> None:
+        """Start with nothing unsharded.
+
+        Args:
+            params: the parameters of units.
+            channel: carries the gathers.
+            arena: gives the full buffers.
+            limits: budgets.
+            wait: waits for a started gather; its second argument is the reason, for messages.
+            rounds: agreement on the union of wanted units before each fetch; None: all ranks do the same.
+        """
+        self.rounds = rounds
+        self.params, self.limits, self.tally = params, limits, Tally()
+        self._channel, self._arena, self._wait = channel, arena, wait
+        self._units = params.table.all_units
+        self.order = Order([unit.layout.padded for unit in self._units])
+        self._full: dict[int, torch.Tensor] = {}
+        self._owners: dict[int, int] = {}  # address of a buffer -> index of the unit in it
+        self._works: dict[int, Work] = {}
+        self._users: dict[int, int] = {}  # storage use counts of buffers that nobody looks at
+        self._holds: Counter[int] = Counter()
+        self._ahead: set[int] = set()
+        self._recent: list[int] = []
+        self._bound: dict[int, set[int]] = {}
+        self._largest = max((u.layout.padded for u in self._units if not params.is_resident(u)), default=0)
+
+    # -- use ---------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, kind: Hashable) -> None:
+        """Begin a pass of the outermost module; passes of one kind are expected to be alike."""
+        self.order.begin(kind)
+        self.reshard_idle()
+
+    def unshard(self, units: Sequence[Unit], *, is_backward: bool, reader: Callable[[], str]) -> None:
+        """Return when all of `units` are unsharded and their parameters readable; start what comes next.
+
+        Raises:
+            StoreError: more has to be unsharded at once than the limit allows.
+        """
+        for unit in units:
+            self.order.note(unit.index, is_backward=is_backward)
+        needed = {unit.index for unit in units}
+        near = needed.union(*(self._bound.get(index, ()) for index in needed)) if is_backward else needed
+        self._start_missing(units, near, reader)
+        if self.rounds is None:
+            self._look_ahead(reader)
+        for unit in units:
+            self._arrive(unit, reader)
+        if is_backward:
+            recent, self._recent = self._recent, []
+            self._recent.extend(index for index in recent if index in near and index not in needed)
+            self.reshard_unused(index for index in recent if index not in near)
+        self._recent.extend(needed)
+
+    def bind(self, units: Sequence[Unit]) -> None:
+        """Note that one module uses `units` in turns: the use of one in backward does not end that of the others."""
+        indices = {unit.index for unit in units}
+        for index in indices if len(indices) > 1 else ():
+            self._bound.setdefault(index, set()).update(indices)
+
+    def open(self, units: Sequence[Unit], reader: Callable[[], str] = lambda: "GatheredParameters") -> None:
+        """Hold `units` unsharded for a caller that is no part of a pass."""
+        self._start_missing(units, {unit.index for unit in units}, reader, is_strict=False)
+        for unit in units:
+            self._arrive(unit, reader)
+        self.hold(units)
+
+    def close(self, units: Sequence[Unit]) -> None:
+        """End of `open`."""
+        self.unhold(units, reshards=True)
+
+    def hold(self, units: Iterable[Unit]) -> None:
+        """Keep `units` whole until `unhold`."""
+        self._holds.update(unit.index for unit in units)
+
+    def unhold(self, units: Iterable[Unit], *, reshards: bool) -> None:
+        """Release `units`; those that nobody else holds and nobody will need soon are resharded if `reshards`."""
+        indices = [unit.index for unit in units]
+        self._holds.subtract(indices)
+        if reshards:
+            self.reshard_unused(indices)
+
+    def reshard_unused(self, indices: Iterable[int]) -> None:
+        """Reshard units that are not held and not expected within the reuse limit."""
+        for index in list(indices):
+            if index in self._full and not self._holds[index] and index not in self._ahead and not self._is_soon(index):
+                self._release(index)
+
+    def reshard_idle(self) -> None:
+        """Reshard everything that is not held and not expected soon, also units prefetched in vain."""
+        self._recent.clear()
+        for index in sorted(self._ahead):
+            if self.order.distance(index) is None:
+                self._release(index)
+        self.reshard_unused(sorted(self._full))
+
+    def reshard_all(self) -> None:
+        """Reshard everything: parameters are about to change, or the model is given back.
+
+        Raises:
+            StoreError: a unit is held; parameters cannot change inside of a module's forward.
+        """
+        held = [self._units[index].name for index, count in self._holds.items() if count > 0]
+        if held:
+            msg = (
+                f"parameters of {', '.join(sorted(held)[:5])} are in use: step, load and empty_partition_cache belong "
+                "outside of forward and of GatheredParameters"
+            )
+            raise StoreError(msg)
+        for index in sorted(self._full):
+            self._release(index)
+        self._recent.clear()
+
+    def abandon(self) -> None:
+        """Drop everything for good, even if held and even if its gathers have failed."""
+        self._holds.clear()
+        for work in self._works.values():
+            work.settle()
+        for index in sorted(self._full):
+            self.params.reshard(self._units[index])
+        self._works.clear()
+        self._full.clear()
+        self._owners.clear()
+        self._ahead.clear()
+        self._recent.clear()
+        self.tally.live_elements = 0
+
+    def owner(self, tensor: torch.Tensor) -> int | None:
+        """Index of the unit whose buffer `tensor` is a view of."""
+        return self._owners.get(tensor.untyped_storage().data_ptr())
+
+    def full(self, unit: Unit) -> torch.Tensor | None:
+        """The unit's full buffer while it is there. Shapes: [padded]."""
+        return None if unit.index in self._works else self._full.get(unit.index)
+
+    def settled(self, unit: Unit) -> torch.Tensor | None:
+        """The unit's full buffer, once a pending gather has arrived; None if nobody has fetched it."""
+        self._arrive(unit, lambda: "a change of its parameters")
+        return self._full.get(unit.index)
+
+    def reshard(self, units: Iterable[Unit]) -> None:
+        """Reshard `units` unless somebody holds them: the next use gathers the shards again."""
+        for unit in units:
+            if unit.index in self._full and not self._holds[unit.index]:
+                self._release(unit.index)
+
+    def meet(self, reader: Callable[[], str]) -> None:
+        """Where ranks may diverge, take part in fetches of the others until all have come here."""
+        if self.rounds is not None:
+            self.rounds.finish(self._serve, reader)
+
+    def _start_missing(
+        self, units: Sequence[Unit], near: set[int], reader: Callable[[], str], *, is_strict: bool = True
+    ) -> None:
+        """Start gathers of the missing ones of `units`; room is made without resharding `near`."""
+        wanted = {unit.index: unit for unit in units if unit.index not in self._full}
+        if not wanted:
+            return
+        self._make_room(sum(unit.layout.padded for unit in wanted.values()), near, reader, is_strict=is_strict)
+        for index in sorted(wanted) if self.rounds is None else self.rounds.ask(sorted(wanted), reader):
+            if index in wanted:
+                self._start(wanted[index], reader)
+            else:
+                self._serve(index)
+
+    def _serve(self, index: int) -> None:
+        """Take part in a gather whose result only other ranks need."""
+        unit = self._units[index]
+        scratch = self._arena.take(unit.layout.padded, self.params.dtypes(unit)[0])
+        work = self.params.start_gather(self._channel, unit, scratch, lambda: "other ranks")
+        self._wait(work, lambda: f"parameters {unit.name!r}, which another rank needs")
+        self._arena.give(scratch)
+        self.tally.served += 1
+
+    # -- one unit --------------------------------------------------------------------------------------------
+
+    def _start(self, unit: Unit, reader: Callable[[], str]) -> None:
+        full = self._arena.take(unit.layout.padded, self.params.dtypes(unit)[0])
+        self._full[unit.index] = full
+        self._users[unit.index] = _looking_at(full)
+        self._owners[full.untyped_storage().data_ptr()] = unit.index
+        self.tally.fetches += 1
+        self.tally.live_elements += unit.layout.padded
+        self.tally.peak_elements = max(self.tally.peak_elements, self.tally.live_elements)
+        self._works[unit.index] = self.params.start_gather(self._channel, unit, full, reader)
+
+    def _arrive(self, unit: Unit, reader: Callable[[], str]) -> None:
+        self._ahead.discard(unit.index)
+        work = self._works.pop(unit.index, None)
+        if work is not None:
+            self._wait(work, lambda: f"parameters {unit.name!r} for {reader()}")
+            self.params.unshard(unit, self._full[unit.index])
+
+    def _release(self, index: int) -> None:
+        unit = self._units[index]
+        work = self._works.pop(index, None)
+        if work is not None:
+            self._wait(work, lambda: f"parameters {unit.name!r}, which are not needed any more")
+        else:
+            self.params.reshard(unit)
+        if index in self._ahead:
+            self._ahead.discard(index)
+            self.tally.unused += 1
+        full = self._full.pop(index)
+        self._owners.pop(full.untyped_storage().data_ptr())
+        self.tally.live_elements -= unit.layout.padded
+        # A view that somebody kept stays valid: its memory is not used again.
+        if _looking_at(full) > self._users.pop(index):
+            self.tally.kept_elsewhere += 1
+            self._arena.lose(full)
+        else:
+            self._arena.give(full)
+
+    # -- policy ------------------------------------------------------------------------------------------------
+
+    def _is_soon(self, index: int) -> bool:
+        if self.order.is_unfinished(index):
+            return True
+        distance = self.order.distance(index)
+        return distance is not None and distance < self.limits.reuse
+
+    def _make_room(self, elements: int, needed: set[int], reader: Callable[[], str], *, is_strict: bool = True) -> None:
+        """Reshard units that are needed last until `elements` more fit under the limit."""
+        limit = self.limits.live
+        if self.tally.live_elements + elements <= limit:
+            return
+        free = [index for index in self._full if not self._holds[index] and index not in needed]
+        far = {index: self.order.distance(index) for index in free}
+        for index in sorted(free, key=lambda i: (far[i] is None, far[i] or 0, i), reverse=True):
+            self._release(index)
+            if self.tally.live_elements + elements <= limit:
+                return
+        present = sum(self._units[index].layout.padded for index in needed if index in self._full)
+        most = limit + max(self._largest, elements + present)
+        if is_strict and self.tally.live_elements + elements > most:
+            held = ", ".join(self._units[i].name for i in sorted(self._full))
+            msg = (
+                f"{reader()} needs {elements} elements whole beside {self.tally.live_elements} of {held}, which are in "
+                f"use: more than max_live_parameters {limit} and one module ({most} in all); raise it to at "
+                f"least {self.tally.live_elements + elements}"
+            )
+            raise StoreError(msg)
+
+    def _look_ahead(self, reader: Callable[[], str]) -> None:
+        """Start gathers of the units expected next, within both budgets."""
+        ahead = sum(self._units[index].layout.padded for index in self._ahead)
+        if ahead >= self.limits.ahead or not self.order.is_known:
+            return
+        for index in self.order.upcoming(LOOK_AHEAD_USES):
+            if index in self._full:
+                continue
+            unit = self._units[index]
+            size = unit.layout.padded
+            if ahead >= self.limits.ahead or self.tally.live_elements + size > self.limits.live:
+                return
+            self._ahead.add(index)
+            self._start(unit, lambda: f"a module expected after {reader()}")
+            self.tally.ahead += 1
+            ahead += size
+
+
+def _looking_at(buffer: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))

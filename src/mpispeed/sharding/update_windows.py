@@ -1,0 +1,284 @@
+"""Masters, gradients and optimizer state of one engine, and windows over them, as an update rule sees them."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpispeed.base import device as devices
+from mpispeed.base.errors import StoreError
+from mpispeed.optim.rule import Layerwise, Rule, Window
+from mpispeed.sharding.grads import GradStore
+from mpispeed.sharding.params import ParamStore
+from mpispeed.store.layout import Span
+from mpispeed.store.tiers import IN_MEMORY, Tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping, Sequence
+
+    from mpispeed.store.stored_tensor import Lease, StoredTensor
+    from mpispeed.store.table import Table, Unit
+
+
+class StateStore:
+    """Optimizer state of this rank: one flat tensor per slot and unit, with the placement of masters."""
+
+    def __init__(self, table: Table, params: ParamStore, slots: Sequence[str], tiers: Tiers = IN_MEMORY) -> None:
+        """Start with zeros. Args: `tiers` says which slots are in swap files."""
+        self.slots = tuple(slots)
+        self.edits = 0  # how often slots were set by something else than an update
+        self._tensors = [
+            {
+                slot: tiers.zeros(slot, unit.index, params.span(unit).numel, params.dtypes(unit)[1])
+                for slot in self.slots
+            }
+            for unit in table.units
+        ]
+
+    def tensors(self, unit: Unit) -> Mapping[str, StoredTensor]:
+        """Slot name -> stored tensor."""
+        return self._tensors[unit.index]
+
+    def of(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Slot name -> flat tensor over the unit's master span: itself if it is in memory, else a copy."""
+        return {slot: stored.get() for slot, stored in self._tensors[unit.index].items()}
+
+    def put(self, unit: Unit, values: Mapping[str, torch.Tensor]) -> None:
+        """Set slots; copies nothing of what `of` returned from memory."""
+        self.edits += 1
+        for slot, tensor in values.items():
+            self._tensors[unit.index][slot].put(tensor)
+
+    def clear(self) -> None:
+        """Set everything to zero."""
+        for tensors in self._tensors:
+            for stored in tensors.values():
+                stored.clear()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all slots in this rank's memory."""
+        return sum(stored.memory_bytes for tensors in self._tensors for stored in tensors.values())
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes of all slots in this rank's swap files."""
+        return sum(stored.file_bytes for tensors in self._tensors for stored in tensors.values())
+
+
+@dataclass(slots=True)
+class _Borrowed:
+    """Leases of one chunk of a unit: masters, gradients, states."""
+
+    unit: Unit
+    chunk: Span
+    master: Lease
+    grad: Lease
+    state: dict[str, Lease]
+    out: Lease | None
+
+    def leases(self) -> list[Lease]:
+        """All leases of the chunk."""
+        out = [] if self.out is None else [self.out]
+        return [self.master, *self.state.values(), *out, self.grad]
+
+    def give_back(self, *, changed: bool) -> None:
+        """Give back all leases, even if one cannot be written; gradients are never changed."""
+        failure: StoreError | None = None
+        for lease in self.leases():
+            try:
+                lease.give_back(changed=changed and lease is not self.grad)
+            except StoreError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+class UpdateWindows:
+    """Yields the windows of one update, in unit order.
+
+    A window is done when the next one is asked for. States in swap files are read one chunk ahead and written behind,
+    as the tiers plan it; windows end at chunk boundaries.
+
+    Source: ZeRO-Infinity (arXiv 2104.07857), infinity offload engine: the overlap of disk and update.
+    """
+
+    def __init__(self, params: ParamStore, grads: GradStore, state: StateStore, rule: Rule) -> None:
+        """Args: `rule` decides whether windows are whole parameters, or parts of one, or of many at once."""
+        self._params, self._grads, self._state = params, grads, state
+        self._per_parameter = rule.wants_whole and (params.placement.is_replicated or isinstance(rule, Layerwise))
+        self._plan = params.tiers.plan
+        counts = [len(unit.layout.entries) for unit in params.table.units]
+        self._first_entry = [0, *itertools.accumulate(counts)]
+
+    @property
+    def is_swapping(self) -> bool:
+        """True if any rank may have states in swap files."""
+        return self._params.tiers.is_swapping
+
+    @property
+    def entries(self) -> int:
+        """Number of parameters that `Window.entry` counts: those of all units, on every rank of the data axis."""
+        return self._first_entry[-1]
+
+    def windows(
+        self, groups: Sequence[dict[str, Any]], step: int, *, has_out: bool = True
+    ) -> Generator[Window, None, None]:
+        """All windows of this rank for update number `step`.
+
+        Args:
+            groups: hyper-parameters of the parameter groups.
+            step: number of the update, from 1.
+            has_out: False for windows without `out`.
+
+        Raises:
+            StoreError: a swap file cannot be read or written.
+        """
+        yield from self._walk(self._params.table.units, groups, step, has_out=has_out)
+
+    def windows_of(self, unit: Unit, groups: Sequence[dict[str, Any]], step: int) -> Iterator[Window]:
+        """The windows of one unit."""
+        yield from self._walk((unit,), groups, step)
+
+    def _walk(
+        self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], step: int, *, has_out: bool = True
+    ) -> Iterator[Window]:
+        waiting: deque[_Borrowed] = deque()
+        try:
+            for unit, chunk in self._chunks(units):
+                waiting.append(self._borrow(unit, chunk, has_out=has_out))
+                if len(waiting) > self._plan.reads_ahead:
+                    yield from self._serve(waiting, groups, step)
+            while waiting:
+                yield from self._serve(waiting, groups, step)
+        finally:
+            for borrowed in waiting:
+                borrowed.give_back(changed=False)
+        self._params.tiers.settle()
+
+    def _serve(self, waiting: deque[_Borrowed], groups: Sequence[dict[str, Any]], step: int) -> Iterator[Window]:
+        borrowed, changed = waiting[0], False
+        try:
+            for lease in borrowed.leases():
+                lease.wait()
+            for group, span, entry in self._ranges(borrowed.unit):
+                common = span.intersect(borrowed.chunk)
+                if common.numel:
+                    window, far = self._window(borrowed, group, common, groups[group], step)
+                    if entry is not None:
+                        window.entry = self._first_entry[borrowed.unit.index] + entry
+                        window.shape = borrowed.unit.layout.entries[entry].shape if common == span else None
+                    yield window
+                    if far is not None:
+                        self._bring(far, window)
+            changed = True
+        finally:
+            waiting.popleft()
+            borrowed.give_back(changed=changed)
+        if not self._plan.writes_behind:
+            self._params.tiers.settle()
+
+    def _chunks(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, Span]]:
+        for unit in units:
+            own = self._params.span(unit)
+            tensors = [
+                self._params.stored_master(unit),
+                self._grads.stored(unit)[0],
+                *self._state.tensors(unit).values(),
+            ]
+            low = self._params.low_precision(unit)
+            length = own.numel
+            if any(stored.is_swapped for stored in tensors) or (low is not None and low[0].is_swapped):
+                length = min(length, self._plan.window_elements)
+            for start in range(0, own.numel, max(length, 1)):
+                yield unit, Span(own.start + start, own.start + min(start + length, own.numel))
+
+    def _borrow(self, unit: Unit, chunk: Span, *, has_out: bool) -> _Borrowed:
+        local = chunk.shifted(-self._params.span(unit).start)
+        low, (grad, at) = self._params.low_precision(unit) if has_out else None, self._grads.stored(unit)
+        state = {slot: stored.lend(local.start, local.stop) for slot, stored in self._state.tensors(unit).items()}
+        out = None if low is None else low[0].lend(low[1] + local.start, low[1] + local.stop, reads=False)
+        master = self._params.stored_master(unit).lend(local.start, local.stop)
+        return _Borrowed(unit, chunk, master, grad.lend(at + local.start, at + local.stop), state, out)
+
+    def _ranges(self, unit: Unit) -> Iterator[tuple[int, Span, int | None]]:
+        if self._per_parameter:
+            for index, entry in enumerate(unit.layout.entries):
+                yield entry.group, entry.span, index
+        else:
+            for group, span in unit.layout.group_spans():
+                yield group, span, None
+
+    def _window(
+        self, borrowed: _Borrowed, index: int, span: Span, group: dict[str, Any], step: int
+    ) -> tuple[Window, torch.Tensor | None]:
+        """A window, and the copy to be made after it if `out` is in other memory than the master."""
+        local = span.shifted(-borrowed.chunk.start).slice
+        master, far = borrowed.master.wait()[local], None
+        out = None if borrowed.out is None else borrowed.out.wait()[local]
+        if out is not None and out.device != master.device:
+            # Rounded by the update, so that only the rounded values are copied.
+            far, out = out, _room_beside(master, out) if out.dtype != master.dtype else None
+        window = Window(
+            master=master,
+            grad=borrowed.grad.wait()[local].to(master.device),
+            state={slot: lease.wait()[local] for slot, lease in borrowed.state.items()},
+            group=group,
+            step=step,
+            out=out,
+            key=(borrowed.unit.index, index, span.start),
+        )
+        return window, far
+
+    def _bring(self, far: torch.Tensor, window: Window) -> None:
+        """Copy the rounded values of an update to other memory.
+
+        Asynchronous to a device, unless the source is a buffer that will be read into again; synchronous to the host.
+        """
+        is_kept = window.out is not None or not self.is_swapping
+        source = window.master if window.out is None else window.out
+        far.copy_(source, non_blocking=is_kept and devices.is_on_device(far))
+
+
+def _room_beside(master: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Empty tensor with the length and dtype of `out`, in the memory of `master`."""
+    if devices.is_on_device(master):
+        return torch.empty(out.numel(), dtype=out.dtype, device=master.device)
+    return devices.pinned(out.numel(), out.dtype)
+
+
+# Weak on both sides: a store that lives on after its engine must not keep gradients and states.
+_STATES: weakref.WeakKeyDictionary[ParamStore, weakref.ref[ZeroState]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class ZeroState:
+    """All state that an update reads and writes; made last, and found as long as somebody holds it.
+
+    Attributes:
+        params: parameters and masters.
+        grads: their gradients.
+        states: slots of the optimizer.
+        rule: the update rule.
+        groups: hyper-parameters of the parameter groups.
+    """
+
+    params: ParamStore
+    grads: GradStore
+    states: StateStore
+    rule: Rule
+    groups: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        _STATES[self.params] = weakref.ref(self)
+
+
+def state_of(params: ParamStore) -> ZeroState | None:
+    """The state trained with `params`; None without an optimizer."""
+    known = _STATES.get(params)
+    return None if known is None else known()

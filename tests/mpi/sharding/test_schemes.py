@@ -1,0 +1,205 @@
+"""MiCS, second copies, coded messages: the bits of stage 0 where nothing is coded, and the traffic of theory."""
+
+import pytest
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.mesh.compressed.quantized import gather_bytes, reduce_scatter_bytes
+from mpispeed.native.block_quant import default_block
+from mpispeed.sharding.reducers import BLOCK
+from tests.zoo import same_bits
+from tests.zoo.models import TinyLM, batches
+from tests.zoo.training import WARM, config, start, train_averaged, weights
+
+BATCH, STEPS = 36, 10
+CUT = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+SCHEMES = {
+    "stage 1": {"stage": 1, "stage3_param_persistence_threshold": 0},
+    "stage 2": {"stage": 2, "stage3_param_persistence_threshold": 0},
+    "stage 3": CUT,
+    "mics 1": {**CUT, "mics_shard_size": 1},
+    "mics 2": {**CUT, "mics_shard_size": 2},
+    "mics 4": {**CUT, "mics_shard_size": 4},
+    "mics 4 over nodes": {**CUT, "mics_shard_size": 4, "mics_hierarchical_params_gather": True},
+    "hpz 2": {**CUT, "zero_hpz_partition_size": 2},
+    "hpz 4": {**CUT, "zero_hpz_partition_size": 4},
+}
+EMBED = 1  # index of the embedding's unit
+CODED = {
+    "qwZ": {"zero_quantized_weights": True},
+    "qgZ": {"zero_quantized_gradients": True},
+    "qgZ with feedback": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
+    "qwZ, hpZ": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2},
+    "qwZ, hpZ, qgZ": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _nodes_of_two(monkeypatch):
+    monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", "2")
+
+
+def ranks() -> int:
+    engine = start(config(0, BATCH, 1, **WARM), TinyLM())
+    size = engine.mesh.size
+    engine.destroy()
+    return size
+
+
+def run(zero, *, steps=STEPS, accumulation=1, **model):
+    """Losses, norm and weights after `steps` with sums in rank order."""
+    settings = config(0, BATCH, accumulation, **WARM, reduction="ordered")
+    settings["zero_optimization"] = dict(zero)
+    engine = start(settings, TinyLM(**model))
+    losses = train_averaged(engine, batches(steps, BATCH))
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return losses, norm, weights(engine)
+
+
+def fits(name: str, size: int) -> bool:
+    group = next((int(word) for word in name.split() if word.isdigit()), 1)
+    return name.startswith("stage") or (size % group == 0 and not ("nodes" in name and size < 4))
+
+
+@pytest.mark.mpi(min_size=1)
+def test_every_placement_gives_the_bits_of_stage_0():
+    size = ranks()
+    plain = run({"stage": 0, "stage3_param_persistence_threshold": 0})
+    tried = []
+    for name, zero in SCHEMES.items():
+        if not fits(name, size):
+            continue
+        losses, norm, found = run(zero)
+        assert losses == plain[0], name
+        assert norm == plain[1], name
+        same_bits(found, plain[2], name)
+        tried.append(name)
+    assert len(tried) >= {1: 4, 2: 6, 3: 4, 4: 9}.get(size, 4)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_cut_gradients_are_equal_to_the_bit_with_accumulation():
+    second = run(SCHEMES["stage 2"], accumulation=3)
+    third = run(CUT, accumulation=3)
+    assert (second[0], second[1]) == (third[0], third[1])
+    same_bits(second[2], third[2])
+
+
+@pytest.mark.mpi(min_size=3)
+def test_groups_that_do_not_divide_the_ranks_are_refused():
+    size = ranks()
+    bad = size + 1
+    for key in ("mics_shard_size", "zero_hpz_partition_size"):
+        with pytest.raises(ConfigError, match=key):
+            run({**CUT, key: bad})
+    with pytest.raises(ConfigError, match="mics"):
+        run({**CUT, "mics_shard_size": size, "zero_hpz_partition_size": size})
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", sorted(CODED))
+def test_coded_messages_stay_near_the_plain_run(name):
+    """Bounds: 8 bits keep weights within 1/254 of a block's largest; 4 bits keep gradients within 1/14 of it.
+
+    A loss follows its weights within a few percent over so short a run; the long comparison is in benchmarks.
+    """
+    size = ranks()
+    if size % 2 and name != "qwZ":
+        with pytest.raises(ConfigError, match=r"zero_hpz_partition_size|full nodes"):
+            run({**CUT, **CODED[name]}, steps=1)
+        return
+    plain = run(CUT)[0]
+    losses = run({**CUT, **CODED[name]})[0]
+    assert max(abs(a - b) / b for a, b in zip(losses, plain, strict=True)) < 0.03
+    if "qwZ" in name or size == 4:
+        assert losses != plain
+
+
+def traffic(zero, steps=2, **model):
+    """Sent bytes by verb and axes without what the norm and the test itself exchange; and the padded unit sizes.
+
+    The backward of an embedding reads no weights: its unit is fetched in forward only.
+    """
+    settings = config(0, BATCH, 1, **WARM)
+    settings["zero_optimization"] = dict(zero)
+    engine = start(settings, TinyLM(is_tied=False, depth=3, **model))
+    data = batches(steps + 1, BATCH)
+    train_averaged(engine, data[:1])
+    engine.mesh.comm_trace.reset()
+    train_averaged(engine, data[1:])
+    found = {key: entry.bytes / steps for key, entry in engine.mesh.comm_trace.entries().items() if entry.bytes}
+    assert engine.parts.table.units[EMBED].layout.entries[0].name == "embed.weight"
+    size, units = engine.mesh.size, [unit.layout.padded for unit in engine.parts.table.units]
+    found["all_gather", ("data",)] = found.get(("all_gather", ("data",)), 0) - 64 * 8 * (size - 1)
+    found["all_reduce", ("data",)] = found.get(("all_reduce", ("data",)), 0) - 2 * 8 * (size - 1) // size
+    engine.destroy()
+    return {key: value for key, value in found.items() if value}, units, size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_traffic_of_plain_schemes():
+    sent, units, size = traffic(CUT)
+    psi, back = 4 * sum(units), 4 * (sum(units) - units[EMBED])
+    assert sent == {
+        ("all_gather", ("data",)): (psi + back) * (size - 1) // size,  # forward and backward
+        ("reduce_scatter", ("data",)): psi * (size - 1) // size,
+    }
+    if size != 4:
+        return
+    inner, outer = ("data.inner",), ("data.outer",)
+    sent, units, _ = traffic({**CUT, "mics_shard_size": 2})
+    psi, back = 4 * sum(units), 4 * (sum(units) - units[EMBED])
+    assert sent == {
+        ("all_gather", inner): (psi + back) // 2,
+        ("reduce_scatter", inner): psi // 2,
+        ("all_reduce", outer): 2 * (psi // 2) // 2,
+    }
+    sent, units, _ = traffic({**CUT, "zero_hpz_partition_size": 2})
+    psi, back = 4 * sum(units), 4 * (sum(units) - units[EMBED])
+    assert sent == {
+        ("all_gather", outer): (psi // 2) // 2,  # forward only
+        ("all_gather", inner): (psi + back) // 2,
+        ("reduce_scatter", inner): psi // 2,
+        ("reduce_scatter", outer): (psi // 2) // 2,
+    }
+    sent, units, _ = traffic(SCHEMES["mics 4 over nodes"])
+    psi, back = 4 * sum(units), 4 * (sum(units) - units[EMBED])
+    local, across = ("data.local",), ("data.across",)
+    assert sent == {
+        ("all_gather", across): ((psi + back) // 2) // 2,
+        ("all_gather", local): (psi + back) // 2,
+        ("reduce_scatter", local): psi // 2,
+        ("reduce_scatter", across): (psi // 2) // 2,
+    }
+
+
+@pytest.mark.mpi(min_size=2)
+def test_traffic_of_coded_gathers():
+    sent, units, size = traffic({**CUT, "zero_quantized_weights": True})
+    shards = [padded // size for padded in units]
+    coded = [gather_bytes(count, [size], default_block(count))[0] for count in shards]
+    assert sent["all_gather", ("data",)] == 2 * sum(coded) - coded[EMBED]
+
+
+@pytest.mark.mpi(min_size=4)
+def test_traffic_of_all_of_zero_plus_plus():
+    zero = {**CUT, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
+    settings = config(0, BATCH, 1, **WARM)
+    settings["zero_optimization"] = zero
+    engine = start(settings, TinyLM(is_tied=False, depth=3))
+    flat = [all(len(e.shape) < 2 for e in unit.layout.entries) for unit in engine.parts.table.units]
+    engine.destroy()
+    sent, units, _ = traffic(zero)
+    inner, outer = ("data.inner",), ("data.outer",)
+    hops = [gather_bytes(padded // 4, [2, 2], default_block(padded // 4)) for padded in units]
+    assert sent["all_gather", outer] == sum(hop[0] for hop in hops)
+    # forward over codes, backward from the second copy in fp32
+    assert sent["all_gather", inner] == sum(hop[1] for hop in hops) + 4 * (sum(units) - units[EMBED]) // 2
+    coded = [padded for padded, is_flat in zip(units, flat, strict=True) if not is_flat]
+    plain = [padded for padded, is_flat in zip(units, flat, strict=True) if is_flat]
+    reduced = [reduce_scatter_bytes(padded // 4, 2, 2, BLOCK) for padded in coded]
+    assert sent["all_to_all", inner] == sum(first for first, _ in reduced)
+    assert sent["all_to_all", outer] == sum(second for _, second in reduced)
+    assert sent.get(("reduce_scatter", inner), 0) == 4 * sum(plain) // 2
+    # a quarter of the bytes of plain sums, and less
+    assert sum(sent["all_to_all", axes] for axes in (inner, outer)) < 4 * sum(coded) * 3 // 4 / 4

@@ -1,0 +1,32 @@
+"""DistributedDataParallel over our group, compared with gloo."""
+
+import os
+
+import pytest
+
+from tests.helpers import torch_clients
+from tests.helpers.torch_groups import check_bits, check_same, run_all
+
+RANKS = (1, 2, 3, 4) if os.environ.get("MPISPEED_MATRIX") == "full" else (2, 3)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(*RANKS)]
+
+
+@pytest.fixture(scope="module")
+def ours(world):
+    return run_all(world, "mpi4py", torch_clients.DDP)
+
+
+@pytest.fixture(scope="module")
+def theirs(world):
+    return run_all(world, "gloo", torch_clients.DDP)
+
+
+@pytest.mark.parametrize("name", torch_clients.DDP)
+def test_as_with_gloo(world, ours, theirs, name):
+    # Sums of 16 bits are rounded once here, and by gloo after each rank.
+    check_same(ours[name], theirs[name], world.size, tolerance=2e-3 if "fp16" in name else 1e-5)
+
+
+@pytest.mark.ranks(3)
+def test_twice_the_same_bits(world, ours):
+    check_bits(ours, run_all(world, "mpi4py", torch_clients.DDP))

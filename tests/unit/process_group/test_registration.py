@@ -1,0 +1,49 @@
+"""Whose processes meet at env://: the ranks of MPI, or those of another launcher."""
+
+import os
+
+import pytest
+
+from mpispeed.process_group import registration
+
+NAMES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "RANK", "WORLD_SIZE", "MASTER_ADDR",
+         "MASTER_PORT", "TORCHELASTIC_RUN_ID")  # fmt: skip
+PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TORCH = {**PLACE, "RANK": "0", "WORLD_SIZE": "4"}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(registration, "current", lambda: None)
+    monkeypatch.setitem(registration._STATE, "pid", os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("environment", "url", "wanted"),
+    [
+        ({}, "env://", True),
+        ({"PMI_SIZE": "4"}, "env://", True),
+        (PLACE, "env://", True),  # one rank in a batch script that exports an address
+        ({"PMI_SIZE": "1", **PLACE}, "env://", True),
+        ({"PMI_SIZE": "4", **TORCH}, "env://", True),  # mpispeed run --torch-env
+        ({"PMI_SIZE": "4", **PLACE}, "env://?rank=1&world_size=4", True),
+        ({"PMI_SIZE": "4", **PLACE}, "env://?rank=1&world_size=2", False),  # children of a rank
+        ({"PMI_SIZE": "4"}, "env://?rank=1&world_size=2", True),  # where it is refused
+        (PLACE, "env://?rank=1&world_size=2", False),  # torch.multiprocessing
+        (TORCH, "env://", False),  # accelerate launch
+        ({**TORCH, "TORCHELASTIC_RUN_ID": "x"}, "env://", False),
+        ({"PMI_SIZE": "4", **TORCH, "TORCHELASTIC_RUN_ID": "x"}, "env://", False),
+    ],
+)
+def test_whose_processes_meet(monkeypatch, environment, url, wanted):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert registration.is_ours(url) is wanted
+
+
+def test_a_child_by_fork_is_no_rank(monkeypatch):
+    monkeypatch.setitem(registration._STATE, "pid", os.getpid() + 1)
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert not registration.is_ours("env://")

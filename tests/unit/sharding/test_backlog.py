@@ -1,0 +1,20 @@
+"""How many sums are under way."""
+
+from mpispeed.sharding.reducers import LEAST_ELEMENTS, Backlog, limit_of
+
+
+def test_the_oldest_are_settled_to_make_room():
+    settled = []
+    backlog = Backlog(10)
+    for name, elements in (("a", 4), ("b", 4), ("c", 4), ("d", 10), ("e", 20)):
+        backlog.add(elements, lambda name=name: settled.append(name))
+        if name == "c":
+            assert settled == ["a"]
+    assert settled == ["a", "b", "c", "d"]
+    backlog.clear()
+    assert settled == ["a", "b", "c", "d", "e"]
+
+
+def test_two_of_the_largest_units_may_be_under_way():
+    assert limit_of([3, 2 * LEAST_ELEMENTS]) == 4 * LEAST_ELEMENTS
+    assert limit_of([3, 4]) == limit_of([]) == LEAST_ELEMENTS
