@@ -6,6 +6,7 @@ Library modules use `logging.getLogger(__name__)` and add no handlers; `setup` i
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 
@@ -49,3 +50,14 @@ def once(logger: logging.Logger, level: int, message: str) -> None:
     if key not in _seen:
         _seen.add(key)
         logger.log(level, message)
+
+
+def keep_lines_whole() -> None:
+    """Write each line of stdout and stderr at once.
+
+    Ranks run with PYTHONUNBUFFERED, so that nothing is late; then each argument of `print` is a write of its own, and
+    the launcher mixes the lines of ranks.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from mpispeed.launch.torch_env import HOST_RANKS, host_variables
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 _PR_SET_PDEATHSIG = 1
+#: until the launcher has ended by an interrupt of its own
+_REPEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +234,18 @@ def run_launch(
     if on_start is not None:
         on_start(process)
 
+    delayed: list[threading.Timer] = []
+
     def forward(number: int, _frame: FrameType | None) -> None:
         if on_signal is not None:
             on_signal(number)
-        if number not in _OF_TERMINAL or not _terminal_sends_interrupts():
+        if number not in _OF_TERMINAL:
             process.send_signal(number)
+        elif not _terminal_sends_interrupts():
+            # Whoever sent it may have sent it to the launcher too, which takes a second one for an order to drop all.
+            timer = threading.Timer(_REPEAT_SECONDS, process.send_signal, [number])
+            delayed.append(timer)
+            timer.start()
 
     # An ignored signal stays ignored: that is what nohup, and a shell in the background, ask for.
     before = {
@@ -244,6 +254,8 @@ def run_launch(
     try:
         code = process.wait()
     finally:
+        for timer in delayed:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code

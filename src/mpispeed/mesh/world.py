@@ -14,6 +14,7 @@ import torch
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.launched import launched_rank
+from mpispeed.base.log import keep_lines_whole
 from mpispeed.mesh import exits, launcher
 from mpispeed.mesh.backends.solo import SoloComm
 from mpispeed.mesh.collectives.progress import Progress
@@ -193,6 +194,8 @@ def start(reduction: str = "mpi", *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -
         exits.install(alone, alone, Ending(), is_silent=launched_rank() != 0)
         raise
     _PROCESS["world"] = world
+    if world.size > 1:
+        keep_lines_whole()
     _export(world)
     _share_cores(world)
     exits.install(world.comm, world.node, world.ending, world.close)
