@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.version import VERSION as __version__
+from mpispeed.compat import modules as _deepspeed_modules
 
 if TYPE_CHECKING:
     from mpispeed import (
@@ -103,12 +104,14 @@ def __getattr__(name: str) -> Any:
         for inner in PUBLIC_MODULES:
             if inner.startswith(f"{name}."):
                 importlib.import_module(f"{__name__}.{inner}")
-    else:
-        msg = f"module 'mpispeed' has no attribute {name!r}; its public names are {', '.join(sorted(__all__))}"
-        raise AttributeError(msg)
+    else:  # one of DeepSpeed's names, or an error that says what is known of it
+        found = _deepspeed_modules.lookup(__name__, "", name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_deepspeed_modules.install()

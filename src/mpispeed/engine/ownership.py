@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from mpispeed.engine.engine import Engine
     from mpispeed.mesh.comm import Comm
+    from mpispeed.mesh.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,12 @@ _NUMBERS = itertools.count()
 def register(engine: Engine) -> None:
     """Add an engine, for as long as it lives."""
     _ENGINES[next(_NUMBERS)] = engine
+
+
+def newest_mesh() -> Mesh | None:
+    """The mesh of the engine that was made last and is open; None without one."""
+    open_ones = [number for number, engine in _ENGINES.items() if not engine._is_closed]
+    return _ENGINES[max(open_ones)].mesh if open_ones else None
 
 
 def release(model: nn.Module, comm: Comm) -> None:

@@ -1,0 +1,216 @@
+"""DeepSpeed's modules and names, and where each is here.
+
+`deepspeed.*` and the modules of the same paths below `mpispeed` are made from these tables; nothing else is in them.
+A module is a path below either package. Sources: DeepSpeed's API reference (0.14 to 0.19) and what transformers,
+accelerate, peft, trl and lightning take from it.
+"""
+
+from __future__ import annotations
+
+#: what `deepspeed.__version__` and the metadata of that name say; libraries compare it
+VERSION = "0.19.8+mpispeed"
+
+_SAFE = (
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+    "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
+)
+_LEAVES = "get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+_SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR VALID_LR_SCHEDULES add_tuning_arguments"
+_TOPOLOGY = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
+_RECOVERY = (
+    "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
+    "load_state_dict_from_zero_checkpoint"
+)
+_LAYER = {"mpispeed.nn.block": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"}
+_ENGINE = {"mpispeed.engine": "Engine=DeepSpeedEngine"}
+_LOGGER = {"mpispeed.compat.logger": "logger log_dist LoggerFactory"}
+_INIT = {
+    "mpispeed.zero": "Init GatheredParameters register_external_parameter unregister_external_parameter",
+    "mpispeed.compat.constructors": "ZeroParamStatus ZeroParamType zero_wrapper_for_fp_tensor_constructor "
+    "_orig_torch_arange get_accelerator",
+}
+
+#: module -> home of some of its names -> those names; "ours=theirs" where they differ, "*" for all of that home
+SERVED: dict[str, dict[str, str]] = {
+    "": {
+        "mpispeed": "*",
+        **_ENGINE,
+        "mpispeed.engine.pipeline": "PipelineEngine",
+        "mpispeed.optim": "add_tuning_arguments",
+        "mpispeed.pipe": "PipelineModule",
+        "mpispeed.comm": "=dist",
+        **_LOGGER,
+        "mpispeed.compat.accelerator": "get_accelerator",
+        "mpispeed.compat.names": "VERSION=__version__ GIT=__git_hash__ GIT=__git_branch__",
+    },
+    "accelerator": {"mpispeed.compat.accelerator": "get_accelerator set_accelerator DeepSpeedAccelerator"},
+    "accelerator.real_accelerator": {"mpispeed.compat.accelerator": "get_accelerator set_accelerator"},
+    "accelerator.abstract_accelerator": {"mpispeed.compat.accelerator": "DeepSpeedAccelerator"},
+    "checkpoint": {"mpispeed.compat.fp32": "clone_tensors_for_torch_save"},
+    "checkpoint.utils": {"mpispeed.compat.fp32": "clone_tensors_for_torch_save"},
+    "checkpointing": {"mpispeed.checkpointing": "*"},
+    "comm": {"mpispeed.comm": "*"},
+    "comm.comm": {"mpispeed.comm": "*"},
+    "elasticity": {"mpispeed.elasticity": "*"},
+    "elasticity.elasticity": {"mpispeed.elasticity": "*"},
+    "elasticity.config": {
+        "mpispeed.elasticity": "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
+    },
+    "git_version_info": {"mpispeed.compat.names": "VERSION=version GIT=git_hash GIT=git_branch"},
+    "launcher.runner": {"mpispeed.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
+    "monitor": {"mpispeed.monitor": "*"},
+    "monitor.config": {
+        "mpispeed.config.monitor": "Tensorboard=TensorBoardConfig Wandb=WandbConfig CsvMonitor=CSVConfig "
+        "Comet=CometConfig",
+    },
+    "ops.adagrad": {"mpispeed.optim": "CPUAdagrad=DeepSpeedCPUAdagrad"},
+    "ops.adagrad.cpu_adagrad": {"mpispeed.optim": "CPUAdagrad=DeepSpeedCPUAdagrad"},
+    "ops.adam": {"mpispeed.optim": "CPUAdam=DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {"mpispeed.optim": "CPUAdam=DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {"mpispeed.optim": "FusedAdam"},
+    "ops.aio": {"mpispeed.aio": "aio_handle aio_read aio_write"},
+    "ops.lamb": {"mpispeed.optim": "FusedLamb"},
+    "ops.lamb.fused_lamb": {"mpispeed.optim": "FusedLamb"},
+    "ops.lion": {"mpispeed.optim": "CPULion=DeepSpeedCPULion FusedLion"},
+    "ops.lion.cpu_lion": {"mpispeed.optim": "CPULion=DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {"mpispeed.optim": "FusedLion"},
+    "ops.transformer": _LAYER,
+    "ops.transformer.transformer": _LAYER,
+    "pipe": {"mpispeed.pipe": "*"},
+    "runtime.activation_checkpointing.checkpointing": {"mpispeed.checkpointing": "*"},
+    "runtime.base_optimizer": {"mpispeed.engine.facade": "EngineOptimizer=DeepSpeedOptimizer"},
+    "runtime.config": {
+        "mpispeed.config.root": "Config=DeepSpeedConfig",
+        "mpispeed.base.errors": "ConfigError=DeepSpeedConfigError",
+    },
+    "runtime.dataloader": {"mpispeed.data": "RepeatingLoader ShardedLoader=DeepSpeedDataLoader"},
+    "runtime.engine": {**_ENGINE, "mpispeed.engine.pipeline": "PipelineEngine"},
+    "runtime.fp16.onebit": {"mpispeed.optim": "OnebitAdam OnebitLamb ZeroOneAdam"},
+    "runtime.fp16.onebit.adam": {"mpispeed.optim": "OnebitAdam"},
+    "runtime.fp16.onebit.lamb": {"mpispeed.optim": "OnebitLamb"},
+    "runtime.fp16.onebit.zoadam": {"mpispeed.optim": "ZeroOneAdam"},
+    "runtime.lr_schedules": {
+        "mpispeed.optim": f"{_SCHEDULES} parse_arguments override_params get_config_from_args get_lr_from_config"
+    },
+    "runtime.pipe": {"mpispeed.pipe": f"PipelineModule LayerSpec TiedLayerSpec {_TOPOLOGY}"},
+    "runtime.pipe.engine": {"mpispeed.engine.pipeline": "PipelineEngine"},
+    "runtime.pipe.module": {"mpispeed.pipe": "PipelineModule LayerSpec TiedLayerSpec", "mpispeed.base.errors": "PipelineError"},
+    "runtime.pipe.schedule": {"mpispeed.pipe.schedule": "*"},
+    "runtime.pipe.topology": {"mpispeed.pipe": _TOPOLOGY},
+    "runtime.utils": {
+        "mpispeed.compat.runtime_utils": "see_memory_usage set_random_seed clip_grad_norm_ get_global_norm "
+        "get_global_norm_of_tensors empty_cache",
+        "mpispeed.pipe": "partition_balanced partition_uniform",
+    },
+    "runtime.zero": {"mpispeed.zero": "*"},
+    "runtime.zero.config": {
+        "mpispeed.config.zero": "ZeroOptimization=DeepSpeedZeroConfig",
+        "mpispeed.config.offload": "OffloadParam=DeepSpeedZeroOffloadParamConfig "
+        "OffloadOptimizer=DeepSpeedZeroOffloadOptimizerConfig",
+    },
+    "runtime.zero.offload_config": {
+        "mpispeed.config.offload": "OffloadParam=DeepSpeedZeroOffloadParamConfig "
+        "OffloadOptimizer=DeepSpeedZeroOffloadOptimizerConfig",
+        "mpispeed.zero": "OffloadStateTypeEnum",
+    },
+    "runtime.zero.partition_parameters": _INIT,
+    "runtime.zero.stage3": {
+        "mpispeed.zero": "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
+        "estimate_zero3_model_states_mem_needs_all_live",
+        "mpispeed.engine.facade": "EngineOptimizer=DeepSpeedZeroOptimizer_Stage3",
+    },
+    "runtime.zero.stage_1_and_2": {
+        "mpispeed.zero": "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
+        "estimate_zero2_model_states_mem_needs_all_live",
+        "mpispeed.engine.facade": "EngineOptimizer=DeepSpeedZeroOptimizer",
+    },
+    "runtime.zero.tiling": {"mpispeed.zero": "TiledLinear TiledLinearReturnBias"},
+    "utils": {
+        "mpispeed.zero": f"{_SAFE} {_LEAVES}",
+        "mpispeed.data": "RepeatingLoader",
+        "mpispeed.comm": "is_initialized",
+        **_LOGGER,
+    },
+    "utils.groups": {"mpispeed.compat.groups": "*"},
+    "utils.logging": _LOGGER,
+    "utils.tensor_fragment": {"mpispeed.zero": _SAFE},
+    "utils.z3_leaf_module": {"mpispeed.zero": _LEAVES},
+    "utils.zero_to_fp32": {"mpispeed.compat.fp32": _RECOVERY},
+    "zero": {"mpispeed.zero": "*"},
+}
+
+#: git's names of this build: packages are built from release files, which carry none
+GIT = "[none]"
+
+#: feature that is not there yet -> module -> its names
+LATER: dict[str, dict[str, str]] = {
+    "mixture of experts": {
+        "moe": "",
+        "moe.layer": "MoE",
+        "moe.experts": "Experts",
+        "moe.sharded_moe": "MOELayer TopKGate top1gating top2gating",
+        "moe.utils": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer",
+        "runtime.config": "DeepSpeedMoEConfig",
+    },
+    "inference": {
+        "": "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config "
+        "DeepSpeedHybridEngine replace_transformer_layer revert_transformer_layer",
+        "inference": "",
+        "inference.config": "DeepSpeedInferenceConfig DeepSpeedMoEConfig DeepSpeedTPConfig InferenceCheckpointConfig "
+        "QuantizationConfig WeightQuantConfig ActivationQuantConfig QKVQuantConfig DtypeEnum",
+        "inference.engine": "InferenceEngine",
+        "module_inject": "replace_transformer_layer revert_transformer_layer",
+        "module_inject.containers": "",
+        "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
+        "runtime.hybrid_engine": "DeepSpeedHybridEngine",
+    },
+    "the flops profiler": {
+        "profiling": "",
+        "profiling.config": "DeepSpeedFlopsProfilerConfig",
+        "profiling.flops_profiler": "FlopsProfiler get_model_profile",
+        "profiling.flops_profiler.profiler": "FlopsProfiler get_model_profile",
+    },
+    "autotuning": {"autotuning": "Autotuner", "autotuning.autotuner": "Autotuner"},
+    "compression": {
+        "compression": "",
+        "compression.compress": "init_compression redundancy_clean student_initialization",
+        "compression.scheduler": "compression_scheduler",
+        "runtime.quantize": "Quantizer",
+        "runtime.eigenvalue": "Eigenvalue",
+    },
+    "curriculum learning and data efficiency": {
+        "runtime.data_pipeline": "",
+        "runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
+        "runtime.data_pipeline.data_routing": "",
+        "runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
+        "runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd save_without_random_ltd",
+        "runtime.data_pipeline.data_sampling": "",
+        "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
+        "runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
+        "runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
+        "runtime.progressive_layer_drop": "ProgressiveLayerDrop",
+    },
+    "sparse attention": {
+        "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "
+        "DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
+        "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig",
+    },
+    "sequence parallelism": {
+        "sequence": "",
+        "sequence.layer": "DistributedAttention",
+        "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
+        "runtime.sequence_parallel": "",
+        "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    },
+    "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},
+    "the monitors Weights & Biases and Comet": {"monitor.wandb": "WandbMonitor", "monitor.comet": "CometMonitor"},
+}
+
+#: why a name has no counterpart -> module -> its names
+NEVER: dict[str, dict[str, str]] = {
+    "checkpoints here are HDF5 files and hold no pickles; open them with mpispeed.checkpoints.open_checkpoint": {
+        "utils.zero_to_fp32": "get_model_state_file get_optim_files get_checkpoint_files",
+    },
+    'a layer is sliced by initialize: set "tensor_parallel" in the config': {"": "tp_model_init"},
+}
