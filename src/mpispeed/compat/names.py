@@ -25,6 +25,7 @@ _RECOVERY = (
 _LAYER = {"mpispeed.nn.block": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"}
 _ENGINE = {"mpispeed.engine": "Engine=DeepSpeedEngine"}
 _LOGGER = {"mpispeed.compat.logger": "logger log_dist LoggerFactory"}
+_COMM = {"mpispeed.compat.accelerate_state": "init_distributed is_initialized", "mpispeed.comm": "*"}
 _INIT = {
     "mpispeed.zero": "Init GatheredParameters register_external_parameter unregister_external_parameter",
     "mpispeed.compat.constructors": "ZeroParamStatus ZeroParamType zero_wrapper_for_fp_tensor_constructor "
@@ -50,8 +51,8 @@ SERVED: dict[str, dict[str, str]] = {
     "checkpoint": {"mpispeed.compat.fp32": "clone_tensors_for_torch_save"},
     "checkpoint.utils": {"mpispeed.compat.fp32": "clone_tensors_for_torch_save"},
     "checkpointing": {"mpispeed.checkpointing": "*"},
-    "comm": {"mpispeed.comm": "*"},
-    "comm.comm": {"mpispeed.comm": "*"},
+    "comm": _COMM,
+    "comm.comm": _COMM,
     "elasticity": {"mpispeed.elasticity": "*"},
     "elasticity.elasticity": {"mpispeed.elasticity": "*"},
     "elasticity.config": {
