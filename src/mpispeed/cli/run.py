@@ -42,6 +42,7 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
     from mpispeed.launch import plan_launch, run_launch
     from mpispeed.watchdog.report import INTERRUPTED, WATCHING, wait_for_watchers  # not needed for --help
 
+    chosen["torch_env"] = chosen["torch_env"] or chosen["as_deepspeed"]
     program = program_of(chosen, script, arguments)
     wishes = wishes_of(chosen, os.environ)
     ranks = None if wishes.hosts else chosen["ranks"]

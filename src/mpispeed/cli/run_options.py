@@ -91,6 +91,8 @@ _RANKS = (
     click.option("--inject", help="A fault to drill, as in kill:rank=1@step=5."),
     click.option("--torch-env", "--torch_env", is_flag=True,
                  help="Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank."),
+    click.option("--as-deepspeed", "--as_deepspeed", is_flag=True,
+                 help="`import deepspeed` finds the names of mpispeed, in SCRIPT and in libraries; with --torch-env."),
 )  # fmt: skip
 _ELASTIC = (
     click.option("--elastic", "--elastic_training", is_flag=True,
@@ -161,7 +163,24 @@ def variables_of(chosen: Mapping[str, Any], environ: Mapping[str, str], hosts: S
             found["PYTHONPATH"] = os.pathsep.join(word for word in (here, environ.get("PYTHONPATH", "")) if word)
         else:
             found["MPISPEED_IMPORT_FOLDER"] = here
+    if chosen["as_deepspeed"]:
+        found["PYTHONPATH"] = _with_deepspeed(found.get("PYTHONPATH") or environ.get("PYTHONPATH", ""))
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _with_deepspeed(python_path: str) -> str:
+    """PYTHONPATH of ranks whose `import deepspeed` finds the names of mpispeed.
+
+    Raises:
+        ConfigError: DeepSpeed itself is installed.
+    """
+    from mpispeed.compat.as_deepspeed import find_real, with_folder
+
+    real = find_real()
+    if real:
+        msg = f"--as-deepspeed: DeepSpeed itself is installed ({real}); uninstall it, or leave the option out"
+        raise ConfigError(msg)
+    return with_folder(python_path)
 
 
 def _check_texts(inject: str | None, walltime: str | None) -> None:

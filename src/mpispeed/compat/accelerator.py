@@ -9,7 +9,6 @@ import torch
 from mpispeed.base.device import HOST, module_of, used
 
 
-
 class DeepSpeedAccelerator:
     """Answers for the device that the process computes on, which is chosen at `initialize`; the host without one.
 

@@ -42,7 +42,9 @@ class Finder:
     """Finds the modules of the table, and tells which feature a missing one belongs to."""
 
     @staticmethod
-    def find_spec(fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return the specification of a module of the table; None for any other name.
 
         Raises:

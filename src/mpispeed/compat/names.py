@@ -96,7 +96,10 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "runtime.pipe": {"mpispeed.pipe": f"PipelineModule LayerSpec TiedLayerSpec {_TOPOLOGY}"},
     "runtime.pipe.engine": {"mpispeed.engine.pipeline": "PipelineEngine"},
-    "runtime.pipe.module": {"mpispeed.pipe": "PipelineModule LayerSpec TiedLayerSpec", "mpispeed.base.errors": "PipelineError"},
+    "runtime.pipe.module": {
+        "mpispeed.pipe": "PipelineModule LayerSpec TiedLayerSpec",
+        "mpispeed.base.errors": "PipelineError",
+    },
     "runtime.pipe.schedule": {"mpispeed.pipe.schedule": "*"},
     "runtime.pipe.topology": {"mpispeed.pipe": _TOPOLOGY},
     "runtime.utils": {

@@ -76,7 +76,10 @@ def get_global_norm_of_tensors(
 
 
 def clip_grad_norm_(
-    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float, norm_type: float = 2, mpu: Any = None
+    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter,
+    max_norm: float,
+    norm_type: float = 2,
+    mpu: Any = None,
 ) -> torch.Tensor:
     """Scale the gradients of plain parameters so that their norm is at most `max_norm`; return the norm before.
 
