@@ -1,4 +1,4 @@
-"""The package `deepspeed` of the table, made importable: by its folder, which worker processes inherit, or by a wheel."""
+"""The package `deepspeed` of the table, made importable: by its folder, which children inherit, or by a wheel."""
 
 from __future__ import annotations
 

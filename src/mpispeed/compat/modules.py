@@ -27,6 +27,8 @@ class NamesModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         package, path = _split(self.__name__)
+        if name == "__all__":
+            return sorted(served(path))
         if package is None or (name.startswith("__") and name not in rows(path)):
             msg = f"module {self.__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
@@ -162,11 +164,10 @@ def missing(path: str) -> Mapping[str, str]:
 
 def served(path: str) -> Iterator[str]:
     """Names that one module of DeepSpeed has here."""
-    yield from rows(path)
-    for home in _whole(path):
-        yield from getattr(importlib.import_module(home), "__all__", ())
     start = f"{path}." if path else ""
-    yield from (inner[len(start) :] for inner in paths() if inner.startswith(start) and "." not in inner[len(start) :])
+    inner = {other[len(start) :] for other in paths() if other.startswith(start)}
+    whole = (name for home in _whole(path) for name in getattr(importlib.import_module(home), "__all__", ()))
+    yield from {*rows(path), *whole, *(name for name in inner if "." not in name)}
 
 
 def _whole(path: str) -> Iterator[str]:

@@ -135,8 +135,9 @@ def _check_arguments(world: World, rank: int, world_size: int, timeout: object) 
 
 
 def _name_unused(dist_backend: str | None, init_method: str | None) -> None:
-    for name, given, own in (("dist_backend", dist_backend, "mpi"), ("init_method", init_method, "env://")):
-        if given is not None and str(given).lower() != own:
+    wanted = (("dist_backend", dist_backend, ("mpi", "mpi4py")), ("init_method", init_method, ("env://",)))
+    for name, given, own in wanted:
+        if given is not None and str(given).lower() not in own:
             log.warning("init_distributed(%s=%r) has no effect: ranks are connected by MPI; leave it out", name, given)
 
 
