@@ -74,6 +74,8 @@ class ShardedParam:
             return _contiguous_stride(args[0].shape, *args[1:], **kwargs)
         if _changes_nothing(func, args, kwargs):
             return args[0]
+        if getattr(func, "__name__", "") == "detach" and not _can_open(args[0]):
+            return _alias(args[0])
         with opened(_sharded_in((args, kwargs)), _spoken(func)):
             return func(*args, **kwargs)
 
@@ -166,6 +168,45 @@ def _sharded_class(cls: type) -> type:
     if cls not in _SHARDED_CLASSES:
         _SHARDED_CLASSES[cls] = type(f"Sharded{cls.__name__}", (ShardedParam, cls), {"__module__": __name__})
     return _SHARDED_CLASSES[cls]
+
+
+class _AliasOwner:
+    """Owner of a detached parameter whose data stay elsewhere."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self._param = param
+
+    def describe(self, param: torch.Tensor) -> str:
+        """Name and state of the parameter that was detached."""
+        owner = owner_of(self._param)
+        return "whose engine is gone" if owner is None else str(owner.describe(self._param))
+
+    def open(self, params: Sequence[torch.Tensor], reader: str) -> bool:
+        """False: there are no data."""
+        return False
+
+    def close(self, params: Sequence[torch.Tensor]) -> None:
+        """Nothing was opened."""
+
+    def left(self, param: torch.Tensor) -> None:
+        """Nothing is kept."""
+
+
+def _can_open(param: torch.Tensor) -> bool:
+    owner = owner_of(param)
+    if owner is None or not owner.open([param], "detach"):
+        return False
+    owner.close([param])
+    return True
+
+
+def _alias(param: torch.Tensor) -> torch.Tensor:
+    """`param.detach()` without data, as `state_dict` takes it: who reads it is told the same as of the parameter."""
+    alias = _stand_in(param.dtype, param.device).expand(param.shape).as_subclass(_sharded_class(torch.Tensor))
+    owner = _AliasOwner(param)
+    alias._alias_owner = owner  # type: ignore[attr-defined]  # the registry holds a weak reference
+    _OWNERS[alias] = weakref.ref(owner)
+    return alias
 
 
 # -- reading -----------------------------------------------------------------------------------------------------
