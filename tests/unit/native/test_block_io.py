@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import math
 import os
 import resource
 import signal
@@ -217,14 +216,12 @@ def test_requests_are_in_flight_together(folder, backend):
     file, _ = filled(folder)
     block_io.inject_latency(0.05)
     times = {}
-    for depth, tries in ((1, 1), (8, 5)):
+    for depth, tries in ((1, 1), (8, 4)):
         with BlockIO(Options(block_size=SIZE // 8, queue_depth=depth, backend=backend)) as io:
             for _ in range(tries):  # a busy machine makes each slower, and none faster
                 began = time.perf_counter()
                 io.read(file, aligned(SIZE)).wait()
-                times[depth] = min(times.get(depth, math.inf), time.perf_counter() - began)
-                if times[depth] < 4 * 0.05:
-                    break
+                times[depth] = min(times.get(depth, 60.0), time.perf_counter() - began)
     file.close()
     if backend != "threads" and not probe(folder).is_direct:
         return
