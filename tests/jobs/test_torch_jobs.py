@@ -81,6 +81,12 @@ def test_an_operation_that_nobody_else_comes_to_does_not_keep_a_job(job):
     assert done.returncode == 0, done.stderr
 
 
+def test_processes_that_ranks_start_meet_by_themselves(job):
+    done = job(2, WORKER, "spawns", "them", limit_seconds=300)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"child .*", done.stdout)) == ["child 0 of 2: 2"] * 2 + ["child 1 of 2: 2"] * 2
+
+
 def test_the_same_script_runs_on_two_hosts(tmp_path, of_two_ranks):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("h1 slots=1\nh2 slots=1\n")

@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.base.launched import launched_rank
+from mpispeed.base.launched import RANK_PID, launched_rank
 from mpispeed.base.log import keep_lines_whole
 from mpispeed.mesh import exits, launcher
 from mpispeed.mesh.backends.solo import SoloComm
@@ -241,7 +241,8 @@ def _join(reduction: str, timeout_seconds: float) -> World:
 
 
 def _export(world: World) -> None:
-    """Set the variables DeepSpeed scripts read. Collective over: all ranks."""
+    """Set the variables DeepSpeed scripts read, and our own. Collective over: all ranks."""
+    os.environ[RANK_PID] = str(os.getpid())
     facts = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
     stale = {name: os.environ[name] for name, value in facts.items() if os.environ.get(name, value) != value}
     os.environ.update(facts)
