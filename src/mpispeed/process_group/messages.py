@@ -44,14 +44,14 @@ class Messages(Carrier):
 
         work = self.comm.await_posted("recv", x, Posted([has_come], flat), recorders.NO_ROW)
         if flat.data_ptr() != x.data_ptr():
-            work.after(lambda: x.detach().copy_(flat))
+            _then(work, lambda: x.detach().copy_(flat))
         return TorchWork([x], work, lambda: found[0])
 
 
 def _then(work: Work, copy: Callable[[], object]) -> None:
-    """Copy a message once it has arrived: where it is brought from host memory, after that."""
+    """Copy a message once it has arrived, if it does: where it is brought from host memory, after that."""
     bring = work.bring
     if bring is None:
-        work.after(copy)
+        work.after(lambda: copy() if work.error is None else None)
     else:
         work.bring = lambda: (bring(), copy())
