@@ -84,19 +84,7 @@ class Progress:
             AgreementError: ranks came with different operations; from here only without a thread, else from `wait`.
         """
         task = Task(group, body, Work(verb, buffers), label, describe, ready)
-        if not self.is_watch:
-            task.note(self.number)
-        if not self.is_threaded or self.is_own_thread():
-            self._submit_now(task)
-            return task.work
-        with self._wake:
-            if self._broken is not None:
-                task.work.finish(again(self._broken))
-                return task.work
-            self._tasks.append(task)
-            self._last = task.work
-            self._ensure_thread()
-            self._wake.notify()
+        self._enter(task)
         return task.work
 
     def carry(
@@ -110,25 +98,42 @@ class Progress:
             AgreementError: as from `submit`.
         """
         task = Task(group, body, Work(verb, buffers), label, None)
+        try:
+            self._enter(task, carries=True)
+            if task.is_carried:
+                self._carry_here(task)
+        finally:
+            self._hand_over(task)
+        task.work.settle()
+        return task.work
+
+    def _enter(self, task: Task, *, carries: bool = False) -> None:
+        """Queue a task, or end it where nothing is queued; this thread `carries` it if the queue is empty."""
         if not self.is_watch:
             task.note(self.number)
         if not self.is_threaded or self.is_own_thread():
             self._submit_now(task)
-            return task.work
+            return
         with self._wake:
             if self._broken is not None:
                 task.work.finish(again(self._broken))
-                return task.work
-            self._ensure_thread()
-            task.is_carried = not self._tasks
-            self._carrier = threading.current_thread() if task.is_carried else self._carrier
+                return
+            self._ensure_thread()  # first: what is queued without a thread would never end
+            if carries and not self._tasks:
+                task.is_carried, self._carrier = True, threading.current_thread()
             self._tasks.append(task)
             self._last = task.work
             self._wake.notify()
-        if task.is_carried:
-            self._carry_here(task)
-        task.work.settle()
-        return task.work
+
+    def _hand_over(self, task: Task) -> None:
+        """Let the thread of the channel end what is left of a task that this thread has carried."""
+        if not task.is_carried:
+            return
+        with self._wake:
+            task.is_carried, self._carrier = False, None
+            if task.work.is_done() and self._tasks and self._tasks[0] is task:
+                self._tasks.popleft()
+            self._wake.notify()
 
     def _carry_here(self, task: Task) -> None:
         recorder = recorders.current() if task.work.row != recorders.NO_ROW else None
@@ -140,14 +145,9 @@ class Progress:
                 pass
             if not is_over:
                 nap_until(lambda: self._broken is not None or self._step(task))
-        finally:  # the thread of the channel ends what is left of it
+        finally:
             if recorder is not None:
                 recorder.waits_for(recorders.NO_ROW)
-            with self._wake:
-                task.is_carried, self._carrier = False, None
-                if task.work.is_done() and self._tasks and self._tasks[0] is task:
-                    self._tasks.popleft()
-                self._wake.notify()
 
     def _head(self) -> Task | None:
         """The next operation of the thread."""
@@ -160,8 +160,12 @@ class Progress:
             work.finish()
             return work
         with self._wake:
+            try:
+                self._ensure_thread()
+            except BaseException:
+                _ABANDONED.append((poll, buffers))
+                raise
             self._watched.append((poll, work))
-            self._ensure_thread()
             self._wake.notify()
         return work
 
@@ -248,8 +252,9 @@ class Progress:
             raise CommError(msg)
         if self._thread is None:
             # A daemon, so that a rank that fails can leave while peers never answer.
-            self._thread = threading.Thread(target=self._run, name=f"mpispeed-{self.name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"mpispeed-{self.name}", daemon=True)
+            thread.start()
+            self._thread = thread  # only now: a thread that could not be started is none
 
     def _run(self) -> None:
         recorders.adopt_thread(self.number)
