@@ -144,6 +144,11 @@ class Task:
         self._comparison: Comparison | None = None
         self._deadline = float("inf")
 
+    @property
+    def gate(self) -> Comparison | None:
+        """The gate that this operation has posted; MPI writes to it until all ranks have come."""
+        return self._comparison
+
     def text(self) -> str:
         """The operation in words."""
         plain = f"{self.work.verb} {self.label}".strip()

@@ -237,9 +237,11 @@ class Progress:
             recorder.waits_for(task.work.row)
         try:
             task.pass_now(self._groups)
-        except Exception as error:
-            self._broken = error
-            task.work.finish(error)
+        except BaseException as error:
+            _ABANDONED.append(task.gate)
+            if isinstance(error, Exception):
+                self._broken = error
+                task.work.finish(error)
             raise
         finally:
             if recorder is not None:
@@ -299,6 +301,8 @@ class Progress:
             # All ranks raise what they agree on; one of them is enough to log it.
             is_told = getattr(error, "is_collective", False) and task.group.rank > 0
             log.log(logging.DEBUG if is_told else logging.WARNING, "channel %r is broken: %s", self.name, error)
+            if not getattr(error, "is_collective", False):  # then the gate may still be open
+                _ABANDONED.append(task.gate)
             with self._wake:
                 self._broken = error
             task.work.finish(error)
@@ -320,8 +324,9 @@ class Progress:
         for key, furthest in owed.items():
             while self._groups.posted[key] < furthest:
                 gates.append(self._farewell(key))
-        for gate in gates:
+        for number, gate in enumerate(gates):
             if not gate.settle(LAST_GATES_SECONDS):
+                _ABANDONED.extend(left.gate for left in gates[number:])
                 log.warning("channel %r: peers did not come to its last gates; the transport keeps them", self.name)
                 break
         for task in tasks:
@@ -345,7 +350,7 @@ class Progress:
 
 
 _ABANDONED: list[object] = []
-"""Buffers and requests that the transport may still use, though nobody waits for them any more."""
+"""Buffers, requests and gates that the transport may still use, though nobody waits for them any more."""
 
 
 def _abandon(tasks: deque[Task], watched: list[tuple[Poll, Work]], error: CommError) -> None:
