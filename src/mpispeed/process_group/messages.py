@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mpispeed.mesh.collectives.work import Posted, Work
+from mpispeed.mesh.collectives.work import Posted, Work, in_this_mode
 from mpispeed.mesh.trace import recorder as recorders
 from mpispeed.process_group import layouts
 from mpispeed.process_group.carrier import Carrier, Tensors, one
@@ -50,7 +50,7 @@ class Messages(Carrier):
 
 def _then(work: Work, copy: Callable[[], object]) -> None:
     """Copy a message once it has arrived, if it does: where it is brought from host memory, after that."""
-    bring = work.bring
+    bring, copy = work.bring, in_this_mode(copy)
     if bring is None:
         work.after(lambda: copy() if work.error is None else None)
     else:

@@ -376,8 +376,8 @@ def _has_ended(poll: Poll, work: Work) -> bool:
 def _carry_out(task: Task) -> None:
     recorders.started_here(task.site)
     try:
-        # Autograd's switch is per thread, and communication is never part of a graph.
-        with torch.no_grad():
+        # Autograd's switches are per thread, and communication is never part of a graph.
+        with torch.inference_mode(task.is_inference), torch.no_grad():
             task.body()
     except BaseException as error:
         log.warning("started %s over %s failed and is raised by its wait(): %s", task.work.verb, task.group, error)

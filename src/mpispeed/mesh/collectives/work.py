@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from mpispeed.base.errors import CommError
 from mpispeed.mesh.trace import recorder as recorders
 
@@ -27,6 +29,18 @@ def nap_until(poll: Poll, limit_seconds: float = float("inf"), longest_seconds: 
         time.sleep(nap)
         nap = min(nap * 1.5, longest_seconds)
     return True
+
+
+def in_this_mode(fn: Callable[[], object]) -> Callable[[], object]:
+    """`fn`, to be called later as if now: outside of inference mode nothing may write to tensors that were made there."""
+    if not torch.is_inference_mode_enabled():
+        return fn
+
+    def call() -> object:
+        with torch.inference_mode():
+            return fn()
+
+    return call
 
 
 class Posted(NamedTuple):
