@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import mpispeed.torch_backend  # noqa: F401
+import mpispeed.comm
+import mpispeed.torch_backend
 
 LISTENS = "0A"
 
@@ -88,6 +89,7 @@ def forgets() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(3), async_op=True)
         dist.irecv(torch.ones(3), 1)
+        mpispeed.comm.irecv(torch.ones(3), 1)
 
 
 def meets(number: int) -> None:

@@ -92,8 +92,10 @@ class Carrier(_Base):
             self._world.close_group(self._comm)
 
     def abort(self) -> None:
-        """Let go of the group without waiting for other ranks."""
-        self._is_open = False
+        """Let go of the group without waiting for other ranks; what was started on it fails."""
+        if self._is_open:
+            self._is_open = False
+            self._world.forget_group(self._comm)
 
     def run(self, verb: str, opts: Any, outputs: Tensors, body: Callable[[Comm], object], label: str = "") -> TorchWork:
         """Carry `body` out, now or in its turn. Collective over: this group."""

@@ -92,3 +92,42 @@ def test_gates_of_a_channel_that_is_broken_off_keep_their_buffers(channel, monke
         work.wait(60)
     assert len(group.gates) == 2
     assert all(gate in module._ABANDONED for gate in group.gates)
+
+
+def test_a_channel_that_is_given_up_lets_its_callers_go():
+    channel, group = Progress("given up"), Deserted()
+    group.timeout_seconds = None
+    started, failures = channel.submit(Deserted(), lambda: None, "barrier"), []
+    lone = Progress("given up too")
+
+    def carry():
+        try:
+            lone.carry(group, lambda: None, "barrier").wait()
+        except CommError as error:
+            failures.append(str(error))
+
+    caller = threading.Thread(target=carry)
+    caller.start()
+    while not group.gates:
+        pass
+    for each in (channel, lone):
+        each.abandon()
+    caller.join(60)
+    with pytest.raises(CommError, match="'given up' was given up"):
+        started.wait(60)
+    assert failures == ["channel 'given up too' was given up"]
+    for each in (channel, lone):
+        each._thread.join(60)
+        assert not each._thread.is_alive()
+    with pytest.raises(CommError, match="was given up"):
+        channel.submit(group, lambda: None, "barrier").wait(60)
+
+
+def test_messages_that_nobody_answers_are_given_up():
+    channel = Progress("asked")
+    work = channel.watch(lambda: False, "recv")
+    assert channel.forget_messages(0.0) == 1
+    assert channel.forget_messages(0.0) == 0
+    with pytest.raises(CommError, match="nobody has answered"):
+        work.wait(60)
+    channel.close()

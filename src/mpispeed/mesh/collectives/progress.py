@@ -203,6 +203,22 @@ class Progress:
         self._thread = None
         self._groups.clear()
 
+    def forget_messages(self, limit_seconds: float) -> int:
+        """Wait so long for messages under way; those that have not ended fail. How many these are."""
+        nap_until(lambda: not self._watched, limit_seconds)
+        with self._wake:
+            count = len(self._watched)
+            _abandon(deque(), self._watched, CommError(f"channel {self.name!r} is closed, and nobody has answered"))
+        return count
+
+    def abandon(self) -> None:
+        """Let everything fail that has not ended, also later, and the thread end by itself. Not blocking."""
+        error = CommError(f"channel {self.name!r} was given up")
+        with self._wake:
+            self._is_closing, self._broken = True, self._broken or error
+            _abandon(self._tasks, self._watched, error)
+            self._wake.notify()
+
     def state(self, work: Work | None = None) -> tuple[ChannelState, bool]:
         """The position of the channel, and whether `work` is still in its queue."""
         with self._wake:
