@@ -20,7 +20,8 @@ from mpispeed.process_group.group import BACKEND, MpiProcessGroup
 from mpispeed.process_group.options import Options
 from mpispeed.process_group.store import MpiStore
 
-DEVICES = ["cpu", "cuda", "xpu", "hpu", "npu", "mps"]
+DEVICES = ["cpu", "cuda"]
+"""Devices whose tensors the verbs take. Torch makes this backend the default one of a device that has no other yet."""
 
 _STATE: dict[str, Any] = {}
 """What joins MPI where nothing has yet, the job's store, and the options of the default group."""
