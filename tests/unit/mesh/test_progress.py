@@ -24,7 +24,7 @@ def test_nothing_is_queued_without_a_thread(channel, monkeypatch):
             pass
 
         def start(self):
-            raise RuntimeError("can't start new thread")
+            raise RuntimeError
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "threading", SimpleNamespace(Thread=NoThread, current_thread=threading.current_thread))
@@ -33,7 +33,7 @@ def test_nothing_is_queued_without_a_thread(channel, monkeypatch):
             lambda: channel.carry(SoloComm(), lambda: None, "first"),
             lambda: channel.watch(lambda: False, "recv"),
         ):
-            with pytest.raises(RuntimeError, match="new thread"):
+            with pytest.raises(RuntimeError):
                 attempt()
     assert not channel._tasks
     assert not channel._watched

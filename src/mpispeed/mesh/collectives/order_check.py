@@ -127,8 +127,8 @@ class Task:
     """
 
     __slots__ = (
-        "_comparison", "_deadline", "_problem", "body", "code", "describe", "group", "is_carried", "is_inference", "label",
-        "number", "ready", "site", "work",
+        "_comparison", "_deadline", "_problem", "body", "code", "describe", "group", "is_carried", "is_inference",
+        "label", "number", "ready", "site", "work",
     )  # fmt: skip
 
     def __init__(

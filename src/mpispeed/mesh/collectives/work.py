@@ -32,7 +32,7 @@ def nap_until(poll: Poll, limit_seconds: float = float("inf"), longest_seconds: 
 
 
 def in_this_mode(fn: Callable[[], object]) -> Callable[[], object]:
-    """`fn`, to be called later as if now: outside of inference mode nothing may write to tensors that were made there."""
+    """`fn`, to be called later as if now: only in inference mode may anything write to tensors that were made there."""
     if not torch.is_inference_mode_enabled():
         return fn
 
