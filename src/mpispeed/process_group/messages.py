@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from mpispeed.mesh.collectives import checks
 from mpispeed.mesh.collectives.work import Posted, Work, in_this_mode
 from mpispeed.mesh.trace import recorder as recorders
 from mpispeed.process_group import layouts
@@ -34,6 +35,7 @@ class Messages(Carrier):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive a tensor from whichever rank sends one first."""
         x = one(tensors)
+        checks.tag(self.comm, tag, "recv")
         flat = x.detach() if layouts.is_plain(x) and x.is_cpu else torch.empty(x.shape, dtype=x.dtype)
         poll, found = self.comm.started.post_recv_any(flat.view(-1), tag), []
 
