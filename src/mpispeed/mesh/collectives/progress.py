@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -136,18 +137,12 @@ class Progress:
             self._wake.notify()
 
     def _carry_here(self, task: Task) -> None:
-        recorder = recorders.current() if task.work.row != recorders.NO_ROW else None
-        if recorder is not None:
-            recorder.waits_for(task.work.row)
-        try:
+        with _noting_wait(task):
             end = time.perf_counter() + SPIN_SECONDS
             while not (is_over := self._broken is not None or self._step(task)) and time.perf_counter() < end:
                 pass
             if not is_over:
                 nap_until(lambda: self._broken is not None or self._step(task))
-        finally:
-            if recorder is not None:
-                recorder.waits_for(recorders.NO_ROW)
 
     def _head(self) -> Task | None:
         """The next operation of the thread."""
@@ -248,20 +243,15 @@ class Progress:
     def _submit_now(self, task: Task) -> None:
         if self._broken is not None:
             raise again(self._broken)
-        recorder = recorders.current() if task.work.row != recorders.NO_ROW else None
-        if recorder is not None:
-            recorder.waits_for(task.work.row)
         try:
-            task.pass_now(self._groups)
+            with _noting_wait(task):
+                task.pass_now(self._groups)
         except BaseException as error:
             _ABANDONED.append(task.gate)
             if isinstance(error, Exception):
                 self._broken = error
                 task.work.finish(error)
             raise
-        finally:
-            if recorder is not None:
-                recorder.waits_for(recorders.NO_ROW)
         _carry_out(task)
 
     def _ensure_thread(self) -> None:
@@ -270,18 +260,11 @@ class Progress:
             raise CommError(msg)
         if self._thread is None:
             # A daemon, so that a rank that fails can leave while peers never answer.
-            thread = threading.Thread(target=self._run, name=f"mpispeed-{self.name}", daemon=True)
+            thread = threading.Thread(target=_run, args=(self,), name=f"mpispeed-{self.name}", daemon=True)
             thread.start()
             self._thread = thread  # only now: a thread that could not be started is none
 
-    def _run(self) -> None:
-        recorders.adopt_thread(self.number)
-        try:
-            self._carry_on()
-        finally:
-            recorders.leave_thread()
-
-    def _carry_on(self) -> None:
+    def carry_on(self) -> None:
         """Carry out queued operations until the channel is closed."""
         nap = SHORTEST_NAP_SECONDS
         while True:
@@ -340,11 +323,7 @@ class Progress:
         for key, furthest in owed.items():
             while self._groups.posted[key] < furthest:
                 gates.append(self._farewell(key))
-        for number, gate in enumerate(gates):
-            if not gate.settle(LAST_GATES_SECONDS):
-                _ABANDONED.extend(left.gate for left in gates[number:])
-                log.warning("channel %r: peers did not come to its last gates; the transport keeps them", self.name)
-                break
+        _settle(gates, self.name)
         for task in tasks:
             task.work.finish(again(error) if error is not None else None)
         return bool(tasks or owed)
@@ -367,6 +346,36 @@ class Progress:
 
 _ABANDONED: list[object] = []
 """Buffers, requests and gates that the transport may still use, though nobody waits for them any more."""
+
+
+def _run(channel: Progress) -> None:
+    recorders.adopt_thread(channel.number)
+    try:
+        channel.carry_on()
+    finally:
+        recorders.leave_thread()
+
+
+@contextmanager
+def _noting_wait(task: Task) -> Iterator[None]:
+    """Record that this thread waits for the task."""
+    recorder = recorders.current() if task.work.row != recorders.NO_ROW else None
+    if recorder is not None:
+        recorder.waits_for(task.work.row)
+    try:
+        yield
+    finally:
+        if recorder is not None:
+            recorder.waits_for(recorders.NO_ROW)
+
+
+def _settle(gates: Sequence[Task], name: str) -> None:
+    """Wait for the last gates of a channel; those that stay open keep their buffers."""
+    for number, gate in enumerate(gates):
+        if not gate.settle(LAST_GATES_SECONDS):
+            _ABANDONED.extend(left.gate for left in gates[number:])
+            log.warning("channel %r: peers did not come to its last gates; the transport keeps them", name)
+            break
 
 
 def _abandon(tasks: deque[Task], watched: list[tuple[Poll, Work]], error: CommError) -> None:
