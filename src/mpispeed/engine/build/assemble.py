@@ -12,13 +12,13 @@ import torch
 from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus
-from mpispeed.data.loader import ShardedLoader
 from mpispeed.engine import step
 from mpispeed.plan.onebit_plan import require_whole
 from mpispeed.engine.backward import Counters
 from mpispeed.engine.facade import EngineOptimizer, make_handle
 from mpispeed.engine.estimate.host_budget import require_host_budget
 from mpispeed.engine.layerwise import LayerwiseUpdate
+from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.parts import Optimization, Parts
 from mpispeed.engine.build.recomputing import configure_recomputation
 from mpispeed.engine.build.stores import choose_reducer
@@ -426,20 +426,3 @@ def _make_update(mesh: Mesh, params: ParamStore, optimization: Optimization, upd
     if isinstance(rule, Layerwise) and has_parts:
         return LayerwiseUpdate(mesh, rule, update_windows, groups, optimizer, params)
     return step.Update(mesh, rule, update_windows, groups, optimizer)
-
-
-def make_loader(plan: Plan, mesh: Mesh, dataset: Any, collate_fn: Any, *, shuffles: bool) -> ShardedLoader:
-    """This data rank's loader over `dataset`; `shuffles` is the default where the config does not say."""
-    chosen = plan.config.dataloader_shuffle
-    return ShardedLoader(
-        dataset,
-        micro_batch=plan.batch.micro_batch_size,
-        rank=mesh.index("data"),
-        size=mesh["data"].size,
-        collate_fn=collate_fn,
-        drop_last=plan.config.dataloader_drop_last,
-        seed=plan.config.seed,
-        shuffle=shuffles if chosen is None else chosen,
-        step_samples=plan.batch.train_batch_size,
-        device=plan.device,
-    )

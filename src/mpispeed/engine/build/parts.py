@@ -81,6 +81,7 @@ class Parts:
     loader: Any | None
     step_parts: Sequence[StepPart]
     sharing: Sharing
+    is_compiled: bool = False  # by `engine.compile`
     buffers: Buffers = field(init=False)
 
     def __post_init__(self) -> None:
