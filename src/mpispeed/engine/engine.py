@@ -22,7 +22,7 @@ from mpispeed.engine.settings import Settings
 from mpispeed.engine.state.api import Checkpoints
 from mpispeed.engine.state.offload_states import Absence, OffloadStates
 from mpispeed.engine.state.weights import Weights
-from mpispeed.engine.step import StepContext
+from mpispeed.engine.step import StepContext, with_scheduler
 from mpispeed.nn.sync_norm import release_norms
 from mpispeed.precision.cast import cast_inputs, naming_dtype
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
@@ -57,6 +57,8 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
         self._absence: Absence | None = None
         self._tried_roots: set[str] = set()
         self.client_state: dict[str, Any] = {}
+        if parts.optimization is not None:
+            parts.optimization.link.attach(self._update_now)
         self._listen()
 
     # -- components ------------------------------------------------------------------------------------------
@@ -83,8 +85,14 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
 
     @property
     def lr_scheduler(self) -> Any | None:
-        """The learning-rate scheduler, or None."""
+        """The learning-rate scheduler, or None; another may be put in its place, which steps from then on."""
         return self.parts.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any | None) -> None:
+        if self.parts.optimization is not None:
+            self.parts.step_parts = with_scheduler(self.parts.step_parts, scheduler)
+        self.parts.scheduler = scheduler
 
     @property
     def training_dataloader(self) -> Any | None:
@@ -177,6 +185,15 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
             self._run_step(lr_kwargs or {})
         self.counters.micro_steps += 1
         self._end_step()
+
+    def _update_now(self) -> None:
+        """`step` at a boundary, wherever the micro-batches are; `optimizer.step()` calls it."""
+        accumulation = self._accumulation
+        before, accumulation.override = accumulation.override, True
+        try:
+            self.step()
+        finally:
+            accumulation.override = before
 
     def _run_step(self, lr_kwargs: dict[str, Any]) -> None:
         counters = self.counters

@@ -74,7 +74,9 @@ class Weights:
                 state = copy.deepcopy(state)  # keeps tied tensors tied
         return state
 
+    # Names that other libraries call.
     _zero3_consolidated_16bit_state_dict = module_state_dict
+    _consolidated_16bit_state_dict = module_state_dict
 
     def load_module_state_dict(
         self,
