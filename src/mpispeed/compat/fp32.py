@@ -127,8 +127,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Args:
         checkpoint_dir: the folder that has the tag's folder.
-        output_file: a path ending in .bin, .pt, .pth or .safetensors is one file; any other is a folder, which gets shards
-            and an index where one shard is not enough. Files of earlier calls are replaced.
+        output_file: a path ending in .bin, .pt, .pth or .safetensors is one file; any other is a folder, which gets
+            shards and an index where one shard is not enough. Files of earlier calls are replaced.
         tag: name of the checkpoint; None for the one that `latest` names.
         exclude_frozen_parameters: leave out what was not trained.
         max_shard_size: elements of a file in a folder, as bytes or text such as "5GB"; None for one file.

@@ -1,9 +1,14 @@
 """Engine methods and attributes that DeepSpeed scripts and other libraries use beside the training step."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from mpispeed.base.errors import UsageError
+from mpispeed.zero import safe_get_full_grad, safe_get_full_optimizer_state
 from tests.zoo import same_bits
 from tests.zoo.models import BATCH, Net, samples
 from tests.zoo.training import ADAM, config, own_part, start, train, weights
@@ -59,11 +64,74 @@ def test_sharded_gradients_cannot_stay_local(stage):
     engine.destroy()
 
 
+# -- optimizer.step() ------------------------------------------------------------------------------------------------
+
+
+@STAGES
+@pytest.mark.parametrize("optimizer", ["config", "client", "inner"])
+def test_the_optimizer_makes_steps(stage, optimizer, comm):
+    """The snippet of DeepSpeed's page on debugging, with accumulation that the script does itself."""
+    settings = config(stage, **({} if optimizer == "client" else ADAM), gradient_accumulation_steps=1 + (comm.size < 3))
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}}
+    settings["scheduler"] = schedule
+
+    def make():
+        model = Net()
+        own = torch.optim.Adam(model.parameters(), lr=1e-2) if optimizer == "client" else None
+        return start(settings, model, optimizer=own)
+
+    one, other = make(), make()
+    for batch in samples(3):
+        train(one, [batch])
+        for micro in range(other.gradient_accumulation_steps()):
+            other.backward(other(*own_part(other, batch, micro)))
+        for param in other.module.parameters():
+            assert safe_get_full_grad(param).shape == param.shape
+        held = other.optimizer if optimizer != "inner" else other.optimizer.optimizer
+        assert held.step() is None
+        assert other.was_step_applied()
+        for param, twin in zip(other.module.parameters(), one.module.parameters(), strict=True):
+            torch.testing.assert_close(
+                safe_get_full_optimizer_state(param, "exp_avg"),
+                safe_get_full_optimizer_state(twin, "exp_avg"),
+            )
+    same_bits(weights(other), weights(one))
+    assert other.get_lr() == one.get_lr()
+    assert (other.global_steps, other.global_samples) == (one.global_steps, one.global_samples)
+    with pytest.raises(UsageError, match="without any backward pass"):
+        other.optimizer.step()
+    with pytest.raises(UsageError, match="closure"):
+        other.optimizer.step(lambda: 1.0)
+    one.destroy()
+    other.destroy()
+
+
+@STAGES
+@pytest.mark.parametrize("name", ["Adam", "RMSprop"])
+def test_the_optimizer_of_the_config_shows_its_states(stage, name):
+    section = {"optimizer": {"type": name, "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True}
+    engine = start(config(stage, **section))
+    inner, key = engine.optimizer.optimizer, {"Adam": "exp_avg_sq", "RMSprop": "square_avg"}[name]
+    assert inner is engine.basic_optimizer
+    assert inner.param_groups is engine.optimizer.param_groups
+    assert len(inner.state) == 0
+    train(engine, samples(2))
+    assert list(inner.state) == list(engine.module.parameters())
+    for param, state in inner.state.items():
+        assert int(state["step"]) == 2
+        full = safe_get_full_optimizer_state(param, key)
+        if stage == 0:
+            assert torch.equal(state[key], full)
+        assert float(state[key].sum()) <= float(full.sum()) * 1.0001
+    assert sorted(inner.state_dict()["state"]) == list(range(6))
+    engine.destroy()
+
+
 # -- compilation -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 2])  # at 3 `Net` reads a dtype of a cut weight, which the compiler cannot follow
 def test_compile(stage):
     graphs = []
 
@@ -129,3 +197,31 @@ def test_batches_pass_through_a_function():
         other.set_data_post_process_func(print)
     engine.destroy()
     other.destroy()
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_script_beside_latest_recovers_weights(mpi_tmp_path, comm):
+    engine = start(config(2, **ADAM))
+    train(engine, samples(1))
+    script, expected = mpi_tmp_path / "zero_to_fp32.py", weights(engine)
+    engine.save_checkpoint(str(mpi_tmp_path), tag="one")
+    if comm.rank == 0:
+        assert len(script.read_text().splitlines()) == 5
+        arguments = [sys.executable, str(script), str(mpi_tmp_path), str(mpi_tmp_path / "out.pt"), "--tag", "one"]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=without_mpi())
+        assert done.returncode == 0, done.stderr
+        same_bits(torch.load(mpi_tmp_path / "out.pt"), expected)
+        script.write_text("raise SystemExit('this must not run')")
+    comm.barrier()
+    engine.save_checkpoint(str(mpi_tmp_path), tag="two")  # a file that is there is left alone, and never run
+    engine.load_checkpoint(str(mpi_tmp_path))
+    assert "must not run" in script.read_text()
+    same_bits(weights(engine), expected)
+    engine.destroy()
+
+
+def without_mpi():
+    """The environment of a process that is no rank."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}

@@ -338,7 +338,7 @@ def test_an_iterator_that_ends_ends_the_loops_of_all_ranks(engine):
     with pytest.raises(StopIteration), torch.no_grad():
         engine.eval_batch(iter([]) if loads else None)
     with pytest.raises(RuntimeError, match="generator raised StopIteration"):
-        list(engine.train_batch(data) for _ in range(3))  # noqa: C400 # never a shorter list
+        list(engine.train_batch(data) for _ in range(3))  # never a shorter list
     with pytest.raises(UsageError, match="ended after 0"):  # by the name of other mistakes too
         engine.train_batch(data)
     assert train(engine, [2])
