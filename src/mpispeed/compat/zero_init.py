@@ -90,13 +90,8 @@ class Init(init.Init):
             return
         _refuse_unavailable(remote_device, param_swapper)
         _require_own_rank(type(self))
-        decided = {
-            "pin_memory": pin_memory,
-            "zero_param_parallel_group": zero_param_parallel_group is not None,
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
-        }
-        _tell_ineffective([name for name, is_given in decided.items() if is_given])
+        group_of_copies = zero_param_parallel_group is not None
+        _tell_ineffective(pin_memory, group_of_copies, zero_quantized_weights, zero_quantized_nontrainable_weights)
         settings = _settings(config_dict_or_path, config)
         dtype = _checked(dtype if dtype is not None else settings.dtype)
         device = remote_device if remote_device is not None else settings.device
@@ -191,7 +186,16 @@ def _require_own_rank(cls: type) -> None:
         raise UsageError(msg)
 
 
-def _tell_ineffective(names: list[str]) -> None:
+_DECIDED_LATER = (
+    "pin_memory",
+    "zero_param_parallel_group",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+)
+
+
+def _tell_ineffective(*is_given: bool) -> None:
+    names = [name for name, is_here in zip(_DECIDED_LATER, is_given, strict=True) if is_here]
     if names:
         text = (
             f"zero.Init: {', '.join(names)} without effect; between zero.Init and initialize shards are plain, and the "

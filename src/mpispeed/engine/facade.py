@@ -29,7 +29,7 @@ _OF_THE_SCALE = ("cur_iter", "scale_factor", "scale_window", "min_loss_scale", "
 
 
 class StepLink:
-    """What `step()` of an optimizer calls: a method of the engine that uses it, which is held weakly."""
+    """Call from `step()` of an optimizer to the engine that uses it, which is held weakly."""
 
     def __init__(self) -> None:
         self._method: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -75,7 +75,7 @@ class LocalStates(Mapping[nn.Parameter, dict[str, Any]]):
 
 
 class InnerOptimizer(torch.optim.Optimizer):
-    """What `engine.optimizer.optimizer` is where the optimizer was named in the config.
+    """`engine.optimizer.optimizer` of an optimizer that was named in the config.
 
     `param_groups` are the engine's own dicts, `state` shows this rank's part of the states, flat where it is a part.
     """

@@ -1,4 +1,4 @@
-"""What scripts use of a run's monitors themselves: points of their own series, and the average throughput."""
+"""Monitors as scripts use them: points of series of their own, and the average throughput."""
 
 from __future__ import annotations
 

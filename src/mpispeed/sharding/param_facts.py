@@ -1,4 +1,4 @@
-"""What libraries for DeepSpeed ask of a sharded parameter: its number, size, status and shard."""
+"""Attributes of a sharded parameter that libraries for DeepSpeed read: its number, size, status and shard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ZeroParamStatus(Enum):
-    """Where the data of a parameter are. Source: DeepSpeed's `runtime.zero.partition_parameters`."""
+    """Place of the data of a parameter. Source: DeepSpeed's `runtime.zero.partition_parameters`."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

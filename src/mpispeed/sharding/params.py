@@ -25,7 +25,6 @@ from mpispeed.store.transfers import all_gather_into
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait, Work
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.store.layout import Span
     from mpispeed.store.table import Table
 
 
@@ -355,22 +354,6 @@ class ParamStore(ParamShards):
 
     def left(self, param: nn.Parameter) -> None:
         """Do nothing: the new owner has all of `param`."""
-
-    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
-        """A copy of this rank's shard at rest. Local."""
-        self.require((Kind.lp_params,), "param.ds_tensor")
-        unit, common = self._shard(param)
-        return self.rest(unit)[common.shifted(-self.rest_span(unit).start).slice].clone()
-
-    def shard_numel(self, param: nn.Parameter) -> int:
-        """Elements of this rank's shard at rest. Local."""
-        return self._shard(param)[1].numel
-
-    def _shard(self, param: nn.Parameter) -> tuple[Unit, Span]:
-        place = self.table.locate(param)
-        if place is None:
-            sharded_param.refuse(param, "param.ds_tensor")
-        return place.unit, place.entry.span.intersect(self.rest_span(place.unit))
 
 
 def find_edited(params: ParamStore, unit: Unit) -> str:
