@@ -32,6 +32,10 @@ class UsageError(MpispeedError, RuntimeError, AssertionError):
     """The API was called in an order or with arguments that cannot work."""
 
 
+class DataEnded(UsageError, StopIteration):
+    """The iterator of a pipeline's data ended. Inside of a generator Python makes a plain RuntimeError of it."""
+
+
 class ScheduleError(UsageError):
     """A pipeline schedule does not hold; the message names stage, step and instruction.
 

@@ -6,6 +6,7 @@ about shape, type or gradient are answered; for anything else the owner unshards
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpispeed.base.errors import UsageError
+from mpispeed.sharding.param_facts import ParamFacts
 
 _QUESTIONS_TEXT = (
     "shape size numel nelement dim ndim ndimension dtype device layout requires_grad requires_grad_ is_leaf grad "
@@ -50,15 +52,26 @@ class Owner(Protocol):
     def left(self, param: nn.Parameter) -> None:
         """Note that `param` has another owner from now on, or none."""
 
+    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of this rank's shard of `param`, flat and without padding."""
+
+    def shard_numel(self, param: nn.Parameter) -> int:
+        """Elements of this rank's shard of `param`."""
+
 
 _OWNERS = WeakIdKeyDictionary()
 """Parameter -> weak reference to its keeper. By the parameter and not by its `id`, which a new one may get again."""
+
+_NUMBERS = WeakIdKeyDictionary()
+"""Parameter -> its number, in the order in which parameters came to an owner; ranks shard in the same order."""
+
+_COUNTER = itertools.count()
 
 _STAND_INS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 _SHARDED_CLASSES: dict[type, type] = {}
 
 
-class ShardedParam:
+class ShardedParam(ParamFacts):
     """Mixed into the class of a parameter while its data are elsewhere."""
 
     @classmethod
@@ -82,6 +95,15 @@ class ShardedParam:
     def is_contiguous(self, **_: Any) -> bool:
         """True, as for the full parameter."""
         return True
+
+    def _asked(self, reader: str) -> Owner:
+        owner: Owner | None = owner_of(self)  # type: ignore[arg-type]
+        if owner is None:
+            refuse(self, reader)  # type: ignore[arg-type]
+        return owner
+
+    def _number(self) -> int:
+        return int(_NUMBERS[self])
 
     def __repr__(self) -> str:
         return f"Parameter {tell(self)}"  # type: ignore[arg-type]
@@ -110,7 +132,7 @@ def to_sharded(param: nn.Parameter, owner: Owner, dtype: torch.dtype, device: to
     """
     cls, shape, device = type(param), param.shape, device or param.device
     if issubclass(cls, ShardedParam) and (param.dtype != dtype or param.device != device):
-        param.__class__ = cls = cls.__mro__[2]
+        param.__class__ = cls = cls.__bases__[1]
     if not issubclass(cls, ShardedParam):
         param.data = _stand_in(dtype, device).expand(shape)
         param.__class__ = _sharded_class(cls)
@@ -121,7 +143,7 @@ def to_unsharded(param: nn.Parameter, data: torch.Tensor) -> None:
     """Give `param` its data, of the same shape."""
     cls = type(param)
     if issubclass(cls, ShardedParam):
-        param.__class__ = cls.__mro__[2]
+        param.__class__ = cls.__bases__[1]
     param.data = data
 
 
@@ -136,6 +158,8 @@ def watch(param: nn.Parameter, owner: Owner) -> None:
     if known is not owner:
         forget(param)
         _OWNERS[param] = weakref.ref(owner)
+        if param not in _NUMBERS:
+            _NUMBERS[param] = next(_COUNTER)
 
 
 def owner_of(param: torch.Tensor) -> Any | None:
