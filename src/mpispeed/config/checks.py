@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from mpispeed.base.unused_params import find_ineffective as unused
 from mpispeed.config import optimizer as known
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from mpispeed.config.ineffective import find_ineffective
@@ -289,6 +290,10 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
         found.append("zero_optimization.elastic_checkpoint is ignored: every checkpoint loads at any number of ranks")
     if config.vocabulary_size is not None and config.vocabulary_size % 8:
         found.append(f"vocabulary_size {config.vocabulary_size} is no multiple of 8; matrix products may be slower")
+    optimizer = config.optimizer
+    if optimizer is not None and (optimizer.type or "").lower() in known.ONEBIT:
+        spelled = (f"optimizer.params.{key} has no effect here: {why}" for key, why in unused(optimizer.params).items())
+        found.extend(spelled)
     schedule = config.scheduler
     if schedule is not None and schedule.type in known.SCHEDULE_PARAMS:
         shape = schedule.params.get("warmup_type")

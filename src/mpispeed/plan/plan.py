@@ -124,7 +124,9 @@ class Plan:
 
     def _replicated(self) -> str:
         is_one = self.stage == 1 and self.states.master.is_replicated
-        return f", with whole states on every rank: {self.optimizer_name} needs them" if is_one else ""
+        return (
+            f", with whole states on every rank: {self.optimizer_name or 'the optimizer'} needs them" if is_one else ""
+        )
 
     def with_batch(self, batch: Batch) -> Plan:
         """The same plan with another batch."""
@@ -159,11 +161,13 @@ def make_plan(
     ranks_per_node: int | None = None,
     axes: Mapping[str, int] | None = None,
     device: torch.device = HOST,
+    optimizer_kind: str | None = None,
 ) -> Plan:
     """Resolve `config` for `world_size` ranks; `ranks_per_node` None: all are on one node.
 
     `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
-    is the device that this rank computes on.
+    is the device that this rank computes on. `optimizer_kind` is the JSON name, in lower case, of an
+    optimizer that is given in code, "" for one that has none; None: the config's counts.
 
     Raises:
         ConfigError: settings contradict each other, or do not work on the device; with keys, values and the cure.
@@ -181,7 +185,7 @@ def make_plan(
         model_dtype=model_dtype,
     )
     optimizer, scheduler = config.optimizer, config.scheduler
-    name = _check_device(config, device)
+    name = _check_device(config, device, optimizer_kind)
     return Plan(
         config=config,
         world_size=world_size,
@@ -213,13 +217,16 @@ def make_plan(
     )
 
 
-def _check_device(config: Config, device: torch.device) -> str:
+def _check_device(config: Config, device: torch.device, kind: str | None = None) -> str:
     """Refuse settings that work in host memory only; return the optimizer's name in lower case, or "".
+
+    `kind` is that of an optimizer that is given in code.
 
     Raises:
         UnsupportedOption: a setting is on that does not work on a device.
     """
-    name = (config.optimizer.type if config.optimizer and config.optimizer.type else "").lower()
+    own = config.optimizer.type if config.optimizer and config.optimizer.type else ""
+    name = own.lower() if kind is None else kind
     offload = config.zero_optimization.offload_optimizer
     is_apart = offload is not None and offload.device != "none"
     refused = {
