@@ -30,7 +30,7 @@ OPTIONS = (
     click.option("--node-rank", "--node_rank", type=click.IntRange(min=0),
                  help="Accepted; the launcher numbers the hosts."),
     click.option("--save-pid", "--save_pid", is_flag=True,
-                 help="Keep the number of this process in PID.deepspeed, in the folder of temporary files, during the job."),
+                 help="Keep the number of this process in PID.deepspeed, in /tmp or TMPDIR, during the job."),
     click.option("--force-multi", "--force_multi", is_flag=True,
                  help="Accepted; one host and several are started in the same way."),
     click.option("--no-local-rank", "--no_local_rank", is_flag=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +36,7 @@ from mpispeed.plan.plan import Plan, make_plan
 from mpispeed.watchdog import start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from torch import nn
@@ -184,12 +184,24 @@ def _resolve(
     return loaded, plan
 
 
-def _together(world: World) -> AbstractContextManager[None]:
+@contextmanager
+def _together(world: World) -> Iterator[None]:
     """Context of a step of this rank that raises ConfigError on all ranks if it fails on one.
+
+    A rank that failed by an error derived from it raises that, which scripts may catch.
 
     Collective over: all ranks, at the end of the step.
     """
-    return together(agree_by_texts(world.comm.gather_objects), ConfigError)
+    try:
+        with together(agree_by_texts(world.comm.gather_objects), ConfigError):
+            yield
+    except ConfigError as told:
+        own = type(told.__cause__)
+        if not issubclass(own, ConfigError):
+            raise
+        error = own(str(told))
+        error.is_collective = told.is_collective
+        raise error from told.__cause__
 
 
 def _floating_dtype(model: torch.nn.Module) -> torch.dtype:

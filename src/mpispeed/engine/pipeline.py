@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import ConfigError, PipelineError, ScheduleError, UsageError
+from mpispeed.base.errors import ConfigError, PipelineError, ScheduleError, UnimplementedUse, UsageError
 from mpispeed.base.split_grads import split
 from mpispeed.data.loader import RepeatingLoader
 from mpispeed.engine.build.recomputing import configure_recomputation
@@ -200,11 +200,12 @@ class PipelineEngine(Engine):
         Collective over: all ranks.
 
         Raises:
-            UsageError: another value of `reduce_output`, or the iterator ends within the batch.
+            UsageError: another value of `reduce_output` (also a NotImplementedError), or the iterator ends within the
+                batch.
         """
         if reduce_output not in ("avg", None):
             msg = f'engine.eval_batch(reduce_output={reduce_output!r}): "avg" and None are known'
-            raise UsageError(msg)
+            raise UnimplementedUse(msg)
         self._require("eval_batch")
         self.heed_requests()
         was_training, duties, place = self.training, self._duties, self._executor.place

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, ElasticityConfigError
 from mpispeed.config import load, require_available
 from mpispeed.config.root import Config
 from mpispeed.config.section import walk
 from mpispeed.config.unavailable import UNAVAILABLE
 
+ELASTIC = {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2]}
 SNIP = {"enabled": True, "method": "snip_momentum", "schedule_offset": 10, "schedule_offset_end": 5}
 
 
@@ -394,3 +395,22 @@ def test_a_time_that_is_none_is_one_mistake(limit):
     with pytest.raises(ConfigError) as caught:
         load({"walltime": {"limit": limit}})
     assert str(caught.value).startswith("configuration: walltime.limit: Input should be seconds, or a time such as ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"elasticity": ELASTIC, "train_batch_size": 4}, ElasticityConfigError),
+        ({"elasticity": {**ELASTIC, "micro_batch_sizes": []}}, ElasticityConfigError),
+        ({"elasticity": {**ELASTIC, "version": "new"}, "gradient_clipping": -1}, ElasticityConfigError),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError),
+        ({"amp": {"enabled": True}, "fp16": {"enabled": True}}, NotImplementedError),
+    ],
+)
+def test_errors_that_scripts_catch_by_type(settings, error):
+    with pytest.raises(error) as caught:
+        load(settings)
+    assert isinstance(caught.value, ConfigError)
+    with pytest.raises(ConfigError) as plain:
+        load({"gradient_clipping": -1})
+    assert type(plain.value) is ConfigError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base import rng
-from mpispeed.base.errors import CheckpointError
+from mpispeed.base.errors import CheckpointError, ZeRORuntimeException
 from mpispeed.base.events import Event
 from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import objects, schema
@@ -373,7 +373,7 @@ def _matched(
             f"checkpoint {source.path} has {len(stored)} parameter groups and the optimizer "
             f"{len(groups)}; group the parameters alike, or load with load_optimizer_states=False"
         )
-        raise CheckpointError(msg)
+        raise ZeRORuntimeException(msg)
     if parts.mesh.rank == 0:
         log.warning("parameter groups have other parameters than those in %s; they are matched by order", source.path)
     yield from zip(groups, stored, strict=True)
