@@ -153,7 +153,8 @@ def _check_flat(config: Config) -> Iterator[Problem]:
     is_torch = kind in ("adam", "adamw") and section.params.get("torch_adam") is True
     if kind in known.FLAT and not is_torch:
         return
-    what = f"{show(section.type)}{' with torch_adam' if is_torch else ''} cannot keep its states in files"
+    how = " with torch_adam and amsgrad or maximize" if is_torch else ""
+    what = f"{show(section.type)}{how} cannot keep its states in files"
     own = ", ".join(known.FLAT.values())
     cure = f"use one of {own}, or set {_ZERO}.offload_optimizer.device to cpu"
     yield Problem("optimizer.params.torch_adam" if is_torch else "optimizer.type", what, cure)
