@@ -165,9 +165,8 @@ def make_plan(
 ) -> Plan:
     """Resolve `config` for `world_size` ranks; `ranks_per_node` None: all are on one node.
 
-    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
-    is the device that this rank computes on. `optimizer_kind` is the JSON name, in lower case, of an
-    optimizer that is given in code, "" for one that has none; None: the config's counts.
+    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device` is
+    that of this rank. `optimizer_kind`: JSON name in lower case of an optimizer given in code, or ""; None: the config's.
 
     Raises:
         ConfigError: settings contradict each other, or do not work on the device; with keys, values and the cure.
@@ -175,7 +174,6 @@ def make_plan(
     """
     axes = dict(axes) if axes is not None else {"pipe": 1, "data": world_size, "model": 1}
     data = _data_size(config, axes)
-    triple = batch_sizes(config, data, math.prod(axes.values()))
     zero = config.zero_optimization
     policy = resolve(
         fp16_enabled=config.fp16.enabled,
@@ -190,7 +188,7 @@ def make_plan(
         config=config,
         world_size=world_size,
         axes=axes,
-        batch=Batch(*triple, data),
+        batch=Batch(*batch_sizes(config, data, math.prod(axes.values())), data),
         stage=zero.stage,
         placing=place(
             zero,
