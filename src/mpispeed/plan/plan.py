@@ -165,8 +165,8 @@ def make_plan(
 ) -> Plan:
     """Resolve `config` for `world_size` ranks; `ranks_per_node` None: all are on one node.
 
-    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device` is
-    that of this rank. `optimizer_kind`: JSON name in lower case of an optimizer given in code, or ""; None: the config's.
+    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
+    is that of this rank. `optimizer_kind`: JSON name, in lower case, of an optimizer given in code; None: the config's.
 
     Raises:
         ConfigError: settings contradict each other, or do not work on the device; with keys, values and the cure.
