@@ -1,5 +1,6 @@
 """Sharded model states: construction, reading and changes, with DeepSpeed's names."""
 
+from mpispeed.base.errors import ZeRORuntimeException
 from mpispeed.compat.estimate import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -48,6 +49,7 @@ __all__ = [
     "OffloadStateTypeEnum",
     "TiledLinear",
     "TiledLinearReturnBias",
+    "ZeRORuntimeException",
     "ZeroParamStatus",
     "empty_partition_cache",
     "estimate_zero2_model_states_mem_needs",

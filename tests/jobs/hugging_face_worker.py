@@ -4,8 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import mpispeed.as_deepspeed  # noqa: F401 - first: transformers looks for deepspeed when it is imported
-
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
@@ -13,8 +11,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import mpispeed
+import mpispeed.as_deepspeed
 import mpispeed.config.section as _S
-_S.Section.get = lambda self,k,d=None: getattr(self,k,d)
+
+_S.Section.get = lambda self, k, d=None: getattr(self, k, d)
 
 BATCH, TOKENS, WORDS, STEPS = 6, 12, 64, 4
 ZERO = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import ConfigError, DataEnded, PipelineError, ScheduleError, UsageError
+from mpispeed.base.errors import ConfigError, DataEnded, PipelineError, ScheduleError, UnimplementedUse, UsageError
 from mpispeed.base.split_grads import split
 from mpispeed.data.loader import RepeatingLoader
 from mpispeed.engine.build.recomputing import configure_recomputation
@@ -201,12 +201,12 @@ class PipelineEngine(Engine):
         Collective over: all ranks.
 
         Raises:
-            UsageError: another value of `reduce_output`.
+            UsageError: another value of `reduce_output` (also a NotImplementedError).
             DataEnded: (a StopIteration) as for `train_batch`.
         """
         if reduce_output not in ("avg", None):
             msg = f'engine.eval_batch(reduce_output={reduce_output!r}): "avg" and None are known'
-            raise UsageError(msg)
+            raise UnimplementedUse(msg)
         self._require("eval_batch")
         self.heed_requests()
         was_training, duties, place = self.training, self._duties, self._executor.place

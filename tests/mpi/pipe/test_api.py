@@ -177,7 +177,7 @@ def test_interleaved_stages_evaluate_too(world):
 
 
 def test_eval_batch_knows_no_other_reduction(engine):
-    with pytest.raises(UsageError, match=r"reduce_output='max'\): \"avg\" and None are known"):
+    with pytest.raises(NotImplementedError, match=r"reduce_output='max'\): \"avg\" and None are known"):
         engine.eval_batch(feed(engine, 0), reduce_output="max")
 
 
