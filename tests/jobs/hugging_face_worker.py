@@ -1,4 +1,4 @@
-"""Runs of Hugging Face's Trainer, accelerate and peft on ZeRO and, for comparison, on torch's DDP; started on n ranks."""
+"""Runs of the Trainer, accelerate and peft on ZeRO and, for comparison, on the DDP of torch; started on n ranks."""
 
 import json
 import sys
@@ -12,9 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 import mpispeed
 import mpispeed.as_deepspeed
-import mpispeed.config.section as _S
 
-_S.Section.get = lambda self, k, d=None: getattr(self, k, d)
 
 BATCH, TOKENS, WORDS, STEPS = 6, 12, 64, 4
 ZERO = {

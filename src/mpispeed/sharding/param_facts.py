@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 if TYPE_CHECKING:
     import torch
@@ -18,11 +21,7 @@ class ZeroParamStatus(Enum):
 
 
 class ParamFacts:
-    """Attributes of a parameter while its data are elsewhere; nothing of it is stored on the parameter.
-
-    A parameter that has its data, between gathers too, is an ordinary one without these attributes: what stays whole at
-    stage 3, and everything at stages 0 to 2.
-    """
+    """Attributes of a parameter while its data are elsewhere; nothing of it is stored on the parameter."""
 
     if TYPE_CHECKING:
         shape: torch.Size
@@ -52,12 +51,12 @@ class ParamFacts:
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """NOT_AVAILABLE: a parameter with its data has no such attribute."""
+        """NOT_AVAILABLE: the data are elsewhere."""
         return ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_persist(self) -> bool:
-        """False: a parameter that is never sharded has no such attribute."""
+        """False: it is sharded."""
         return False
 
     @property
@@ -78,3 +77,34 @@ class ParamFacts:
             UsageError: its engine is gone.
         """
         return int(self._asked("partition_numel()").shard_numel(self))
+
+
+def serve_whole_params(asked: Callable[[nn.Parameter], Any], number: Callable[[nn.Parameter], int]) -> None:
+    """Let parameters that have their data answer too, while an engine shards them: gathered ones, and those that stay.
+
+    Libraries ask every parameter of a ZeRO-3 model. The attributes are properties of `torch.nn.Parameter`, since a
+    class of its own would slow down whatever torch does with a parameter; for all other parameters they raise
+    AttributeError, as if they were not there.
+
+    Args:
+        asked: the owner of a parameter that is sharded at rest; None for other parameters.
+        number: the parameter's number.
+    """
+
+    def serve(name: str, answer: Callable[[Any, nn.Parameter], Any]) -> None:
+        def read(param: nn.Parameter) -> Any:
+            owner = asked(param)
+            if owner is None:
+                msg = f"{type(param).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(msg)
+            return answer(owner, param)
+
+        setattr(nn.Parameter, name, property(read, doc=f"`{name}` of a parameter that ZeRO-3 shards at rest."))
+
+    serve("ds_id", lambda _, param: number(param))
+    serve("ds_shape", lambda _, param: param.shape)
+    serve("ds_numel", lambda _, param: param.numel())
+    serve("ds_status", lambda *_: ZeroParamStatus.AVAILABLE)
+    serve("ds_persist", lambda owner, param: owner.shard_numel(param) == param.numel())
+    serve("ds_tensor", lambda owner, param: owner.shard_of(param))
+    serve("partition_numel", lambda owner, param: lambda: owner.shard_numel(param))

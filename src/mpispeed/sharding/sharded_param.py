@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpispeed.base.errors import UsageError
-from mpispeed.sharding.param_facts import ParamFacts
+from mpispeed.sharding.param_facts import ParamFacts, serve_whole_params
 
 _QUESTIONS_TEXT = (
     "shape size numel nelement dim ndim ndimension dtype device layout requires_grad requires_grad_ is_leaf grad "
@@ -38,7 +38,13 @@ _SETTABLE = frozenset(("grad", "requires_grad", "_backward_hooks", "_post_accumu
 
 
 class Owner(Protocol):
-    """Object that has the data of sharded parameters and answers for them."""
+    """Object that has the data of sharded parameters and answers for them.
+
+    Attributes:
+        rests_cut: True if parameters are sharded while nobody needs them, as at stage 3.
+    """
+
+    rests_cut: bool
 
     def describe(self, param: nn.Parameter) -> str:
         """Name and state of `param`, for messages and `repr`."""
@@ -160,12 +166,19 @@ def watch(param: nn.Parameter, owner: Owner) -> None:
         _OWNERS[param] = weakref.ref(owner)
         if param not in _NUMBERS:
             _NUMBERS[param] = next(_COUNTER)
+        if owner.rests_cut and not hasattr(nn.Parameter, "ds_id"):
+            serve_whole_params(_cutter_of, lambda param: int(_NUMBERS[param]))
 
 
 def owner_of(param: torch.Tensor) -> Any | None:
     """The owner of `param`; None for an ordinary parameter."""
     found = _OWNERS.get(param)
     return None if found is None else found()
+
+
+def _cutter_of(param: nn.Parameter) -> Owner | None:
+    owner = owner_of(param)
+    return owner if owner is not None and owner.rests_cut else None
 
 
 def forget(param: nn.Parameter) -> None:
@@ -197,6 +210,8 @@ def _sharded_class(cls: type) -> type:
 class _AliasOwner:
     """Owner of a detached parameter whose data stay elsewhere."""
 
+    rests_cut = True
+
     def __init__(self, param: torch.Tensor) -> None:
         self._param = param
 
@@ -215,6 +230,14 @@ class _AliasOwner:
     def left(self, param: torch.Tensor) -> None:
         """Nothing is kept."""
 
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor:
+        """A copy of this rank's shard of the parameter that was detached."""
+        return self._param.ds_tensor  # type: ignore[attr-defined,no-any-return]
+
+    def shard_numel(self, param: torch.Tensor) -> int:
+        """Elements of this rank's shard."""
+        return self._param.partition_numel()  # type: ignore[attr-defined,no-any-return]
+
 
 def _can_open(param: torch.Tensor) -> bool:
     owner = owner_of(param)
@@ -230,6 +253,7 @@ def _alias(param: torch.Tensor) -> torch.Tensor:
     owner = _AliasOwner(param)
     alias._alias_owner = owner  # type: ignore[attr-defined]  # the registry holds a weak reference
     _OWNERS[alias] = weakref.ref(owner)
+    _NUMBERS[alias] = _NUMBERS[param]
     return alias
 
 
