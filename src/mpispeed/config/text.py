@@ -82,7 +82,9 @@ def _of_hjson(text: str) -> Any:
         return None
     try:
         return importlib.import_module("hjson").loads(text, object_pairs_hook=_Pairs)
-    except ValueError:
+    except RecursionError:
+        raise
+    except Exception:  # its reader fails in many ways, as by an IndexError for a comment without an end
         return None
 
 

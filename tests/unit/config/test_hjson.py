@@ -49,3 +49,10 @@ def test_without_hjson_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(ConfigError, match=r'if this is HJSON: pip install "mpispeed\[hjson\]"'):
         parse(HJSON, "f")
+
+
+@pytest.mark.parametrize("text", ["/*", "{seed: 1 /*", "{a", "word", "{seed: [1"])
+def test_what_is_neither_is_refused_as_json(text):
+    pytest.importorskip("hjson")
+    with pytest.raises(ConfigError, match="this is no JSON"):
+        parse(text, "f")
