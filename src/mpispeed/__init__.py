@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
     )
+    from mpispeed.compat.on_device import OnDevice as OnDevice
     from mpispeed.data.loader import RepeatingLoader as RepeatingLoader
     from mpispeed.engine import (
         Engine as Engine,
@@ -59,6 +60,7 @@ PUBLIC_NAMES = {
     "mpispeed.data.loader": ("RepeatingLoader",),
     "mpispeed.optim": ("CPUAdam", "FusedAdam", "FusedLamb"),
     "mpispeed.nn.block": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
+    "mpispeed.compat.on_device": ("OnDevice",),
     "mpispeed.compat.fp32": (
         "clone_tensors_for_torch_save",
         "convert_zero_checkpoint_to_fp32_state_dict",

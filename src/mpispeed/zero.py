@@ -1,5 +1,6 @@
 """Sharded model states: construction, reading and changes, with DeepSpeed's names."""
 
+from mpispeed.base.errors import ZeRORuntimeException
 from mpispeed.compat.estimate import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -9,7 +10,7 @@ from mpispeed.compat.estimate import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from mpispeed.compat.tiling import TiledLinear, TiledLinearReturnBias
-from mpispeed.compat.zero_init import Init
+from mpispeed.compat.zero_init import Init, MiCS_Init
 from mpispeed.sharding.access import (
     get_full_fp32_params,
     get_full_grads,
@@ -29,6 +30,7 @@ from mpispeed.sharding.access import (
 )
 from mpispeed.sharding.external import register_external_parameter, unregister_external_parameter
 from mpispeed.sharding.gathered import GatheredParameters, empty_partition_cache, unwrap_model_for_generation
+from mpispeed.sharding.grad_updates import safe_update_full_grad_vectorized
 from mpispeed.sharding.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_modules,
@@ -37,14 +39,18 @@ from mpispeed.sharding.leaf import (
     z3_leaf_parameter,
 )
 from mpispeed.sharding.module_hooks import uneven_forwards
+from mpispeed.sharding.param_facts import ZeroParamStatus
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "OffloadStateTypeEnum",
     "TiledLinear",
     "TiledLinearReturnBias",
+    "ZeRORuntimeException",
+    "ZeroParamStatus",
     "empty_partition_cache",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
@@ -69,6 +75,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "set_z3_leaf_modules",
     "uneven_forwards",
     "unregister_external_parameter",

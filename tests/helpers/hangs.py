@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def problems(way: str, code: int, errors: str, folder: Path, watch_seconds: floa
     wanted = _wanted(way)
     found += [f"the report does not say {part!r}" for part in wanted if part not in text]
     found += [f"stderr does not say {part!r}" for part in wanted if part not in errors]
-    messages = errors.count("mpispeed: ")
+    # A watchdog that is behind its rank on a busy machine may be missed first, which is told and no second message.
+    early = re.findall(r"mpispeed: notice: .*nothing is heard of the watchdog", errors)
+    messages = errors.count("mpispeed: ") - len(early)
     if messages != 1 and not (way == "size" and messages == 2):  # there MPI finds an error of its own in one rank
         found.append(f"{messages} messages instead of one")
     if report["kind"] != {"kill": "death: killed", "size": "mismatch", "dtype": "mismatch", "missing": "mismatch"}.get(

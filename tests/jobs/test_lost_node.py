@@ -1,5 +1,6 @@
 """Two hosts: their watchdogs compare ranks; when the cable is taken out, all ranks end and each side says why."""
 
+import contextlib
 import json
 import os
 import signal
@@ -64,9 +65,14 @@ def ranks_on(net, host, script, *, whole=True):
 
 def has_connection(pid):
     """True if the process has a TCP connection that stands."""
-    own = {f.readlink().name for f in Path(f"/proc/{pid}/fd").iterdir() if f.is_symlink()}
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    return any(row[3] == "01" and f"socket:[{row[9]}]" in own for row in rows)
+    own = set()
+    with contextlib.suppress(OSError):  # it opens and closes files, and may end
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                own.add(file.readlink().name)
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        return any(row[3] == "01" and f"socket:[{row[9]}]" in own for row in rows)
+    return False
 
 
 def wait_for_watchdogs(net, hosts):

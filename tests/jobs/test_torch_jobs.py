@@ -79,6 +79,13 @@ def test_an_error_of_one_rank_is_shown_once_and_ends_the_job(job, tmp_path, rank
 def test_an_operation_that_nobody_else_comes_to_does_not_keep_a_job(job):
     done = job(2, WORKER, "forgets", "it", limit_seconds=200)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("rank 0 ends with 1 started messages that no other rank has answered") == 1, done.stderr
+
+
+def test_processes_that_ranks_start_meet_by_themselves(job):
+    done = job(2, WORKER, "spawns", "them", limit_seconds=300)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"child .*", done.stdout)) == ["child 0 of 2: 2"] * 2 + ["child 1 of 2: 2"] * 2
 
 
 def test_the_same_script_runs_on_two_hosts(tmp_path, of_two_ranks):

@@ -46,11 +46,16 @@ if comm.rank == 0:
     print(comm.size, "ranks, restart", restarts)
 """
 
-# No MPI in it: the last rank fails, and the launcher has to end the others.
+# No MPI in it: the last rank fails when the others are there, and the launcher has to end them.
 PLAIN = """
 import os, sys, time
+from pathlib import Path
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 os.write(1, (" ".join(os.environ[name] for name in names) + "\\n").encode())
+folder = Path(sys.argv[1])
+(folder / os.environ["RANK"]).touch()
+while os.environ["RANK"] == "2" and not all((folder / rank).exists() for rank in "01"):
+    time.sleep(0.05)
 time.sleep(2 if os.environ["RANK"] == "2" else 300)
 sys.exit(3)
 """
@@ -136,7 +141,7 @@ def test_variables_of_torch_over_hosts(net, hostfile, tmp_path, mpi):
     site, environ = open_mpi() if mpi == "Open MPI" else ([], ENVIRON)
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
-    words = [*RUN, *site, "--torch-env", "--hostfile", hostfile, "--ssh", net.shell, script]
+    words = [*RUN, *site, "--torch-env", "--hostfile", hostfile, "--ssh", net.shell, script, tmp_path]
     code, out, err = net.run("head", words, env=environ)
     assert code == 3, out + err
     lines = sorted(line for line in out.splitlines() if " h1 " in line)
@@ -149,14 +154,17 @@ def start_elastic(net, hostfile, folder, *words):
     command = [*RUN, "--hostfile", hostfile, "--ssh", net.shell, "--elastic", "--restart-pause", "0.2", *words]
     process = net.start("head", command, env=ENVIRON)
     ends = time.monotonic() + 300
-    while not (folder / "victim").exists() and process.poll() is None and time.monotonic() < ends:
+
+    def victim():
+        return (folder / "victim").read_text() if (folder / "victim").exists() else ""
+
+    while not victim() and process.poll() is None and time.monotonic() < ends:
         time.sleep(0.05)
-    if process.poll() is not None or not (folder / "victim").exists():
+    if process.poll() is not None or not victim():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         pytest.fail("the job did not reach its pause\n" + "\n".join(process.communicate()))
-    time.sleep(0.2)  # the file is there before its words
-    return process, int((folder / "victim").read_text())
+    return process, int(victim())
 
 
 def end_of(process):
@@ -207,4 +215,7 @@ def test_a_host_without_power_is_noticed(net, hostfile, tmp_path):
         net.join("h2")
     assert "lost: h2 (no answer from h2); ending the job" in err
     assert out.splitlines()[-1] == "2 ranks, restart 1"
-    assert not net.pids("h1")  # nothing is left of the first start
+    ends = time.monotonic() + 60
+    while net.pids("h1") and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not net.pids("h1")  # nothing is left of the first start, whose ranks would wait for ever

@@ -1,11 +1,13 @@
 """Plain torch under mpirun: `ports` counts listening sockets, `late` sleeps in a script of DDP, `fails` ends in one.
 
-`forgets` leaves with an operation under way.
+`forgets` leaves with an operation under way, `spawns` starts processes that meet by themselves.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import mpispeed.torch_backend  # noqa: F401
+import mpispeed.comm
+import mpispeed.torch_backend
 
 LISTENS = "0A"
 
@@ -86,6 +89,28 @@ def forgets() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(3), async_op=True)
         dist.irecv(torch.ones(3), 1)
+        mpispeed.comm.irecv(torch.ones(3), 1)
+
+
+def meets(number: int) -> None:
+    """A process of `spawns`: its rank and their number come in the environment, as its place does."""
+    os.environ["RANK"] = str(number)
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    os.write(1, f"child {dist.get_rank()} of {dist.get_world_size()}: {x.item():g}\n".encode())
+    dist.destroy_process_group()
+
+
+def spawns() -> None:
+    """Each rank starts as many processes as there are ranks, which inherit the variables of its launcher."""
+    dist.init_process_group("mpi4py")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.multiprocessing.spawn(meets, nprocs=dist.get_world_size())
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -94,7 +119,7 @@ if __name__ == "__main__":
         ports(Path(argument))
     elif way == "late":
         late(float(argument))
-    elif way == "forgets":
-        forgets()
+    elif way in ("forgets", "spawns"):
+        {"forgets": forgets, "spawns": spawns}[way]()
     else:
         fails(int(argument))

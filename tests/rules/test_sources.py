@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 HOMELESS = {"utils", "util", "helpers", "common", "misc"}
 # Words that promise instead of do, signatures, and paths of one machine: this checkout's, and anybody's home.
 FORBIDDEN = re.compile(
-    r"\b(TODO|FIXME|XXX|HACK|NotImplementedError|Co-[Aa]uthored-[Bb]y)\b|/(root|home/\w+|Users/\w+)/|"
+    r"\b(TODO|FIXME|XXX|HACK|raise NotImplementedError|Co-[Aa]uthored-[Bb]y)\b|/(root|home/\w+|Users/\w+)/|"
     + re.escape(f"{ROOT}/")
 )
 WRITTEN = {".py", ".pyi", ".pyx", ".pxd", ".h", ".cu", ".cuh", ".md", ".sbatch", ".toml", ".json", ""}

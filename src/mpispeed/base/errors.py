@@ -28,8 +28,20 @@ class UnsupportedOption(ConfigError, RuntimeError):
     """A parameter DeepSpeed knows but refuses at this value. Also the RuntimeError it raises."""
 
 
+class UnimplementedOption(ConfigError, NotImplementedError):
+    """A combination that DeepSpeed knows and does not offer. Also the NotImplementedError it raises."""
+
+
 class UsageError(MpispeedError, RuntimeError, AssertionError):
     """The API was called in an order or with arguments that cannot work."""
+
+
+class DataEnded(UsageError, StopIteration):
+    """The iterator of a pipeline's data ended. Inside of a generator Python makes a plain RuntimeError of it."""
+
+
+class UnimplementedUse(UsageError, NotImplementedError):
+    """A value that a method does not offer. Also the NotImplementedError that DeepSpeed raises."""
 
 
 class ScheduleError(UsageError):
@@ -75,6 +87,10 @@ class PrecisionError(MpispeedError, RuntimeError):
 
 class CheckpointError(MpispeedError, RuntimeError):
     """A checkpoint cannot be written, found, trusted or matched."""
+
+
+class ZeRORuntimeException(CheckpointError):
+    """Stored optimizer states do not fit the optimizer that is to take them. The name is DeepSpeed's."""
 
 
 class NativeMissing(MpispeedError, ImportError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 SIZES = {
     "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
@@ -28,6 +29,12 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What processes of torch.distributed need to find each other; one or two of them alone are left-overs."""
+
+RANK_PID = "MPISPEED_RANK_PID"
+"""Set by a rank of MPI to its own process id; what it starts inherits it, together with the launcher's variables."""
+
+LAUNCHERS = ("mpirun", "mpiexec", "hydra_", "prte", "orte", "srun", "slurmstepd")
+"""How the names of processes begin that start ranks."""
 
 _OTHER_LAUNCHERS = ("HYDI_CONTROL_FD", "PMI_FD", "PMIX_RANK", "OMPI_MCA_ess_base_jobid", "PRTE_LAUNCHED")
 
@@ -57,3 +64,31 @@ def launched_rank(env: Mapping[str, str] = os.environ) -> int:
     name, _ = launched_size(env)
     text = env.get(RANKS.get(name, ""), "")
     return int(text) if text.isdigit() else 0
+
+
+def is_child_of_rank(env: Mapping[str, str] = os.environ) -> bool:
+    """True if a rank of MPI started this process, or a parent of it, and no launcher stands between them.
+
+    A job that a rank starts inherits the variable too; its launcher shows that its processes are ranks themselves.
+    """
+    text = env.get(RANK_PID, "")
+    if not text.isdigit() or int(text) == os.getpid():
+        return False
+    pid = os.getppid()
+    while pid > 0:
+        name, parent = _name_and_parent(pid)
+        if name.startswith(LAUNCHERS):  # before the number is compared: it may come from another machine
+            return False
+        if pid == int(text):
+            return True
+        pid = parent
+    return False
+
+
+def _name_and_parent(pid: int) -> tuple[str, int]:
+    """Name of a process and the id of its parent; ("", 0) where the system does not tell."""
+    try:
+        before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+        return before.partition("(")[2], int(after.split()[1])
+    except (OSError, ValueError, IndexError):
+        return "", 0

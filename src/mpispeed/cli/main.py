@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -28,13 +29,31 @@ COMMANDS = {
 }
 
 
+_OWN_OPTIONS = ("-h", "--help", "--version")
+
+
+class _RunsScripts(LazyGroup):
+    """The commands; `run` may be left out before its options and before a script, as with DeepSpeed's launcher."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words, with `run` before them where it is meant."""
+        return super().parse_args(ctx, ["run", *args] if _is_start(args) else args)
+
+
+def _is_start(args: list[str]) -> bool:
+    first = args[0] if args else ""
+    if first.startswith("-"):
+        return first not in _OWN_OPTIONS
+    return first not in COMMANDS and first.endswith(".py") and Path(first).is_file()
+
+
 def _show_version(ctx: click.Context, _parameter: click.Parameter, is_asked: bool) -> None:
     if is_asked and not ctx.resilient_parsing:
         click.echo(f"mpispeed {VERSION}")
         ctx.exit()
 
 
-@click.group(cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_RunsScripts, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
@@ -49,6 +68,19 @@ def main(arguments: list[str] | None = None) -> Any:
     except MpispeedError as error:
         click.echo(f"mpispeed: {error}", err=True)
         sys.exit(2)
+
+
+def deepspeed_main(arguments: list[str] | None = None) -> Any:
+    """Entry point for an executable called deepspeed: its words are those of `mpispeed run`.
+
+    No such executable is installed with this package, since another package of that name may be there.
+
+    Args:
+        arguments: the words; None takes those of the process.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    asks_version = words[:1] in (["-v"], ["-V"], ["--version"])
+    return main(["--version"] if asks_version else ["run", *words])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import click
 
 from mpispeed.base.errors import UsageError
 from mpispeed.base.units import format_bytes
+from mpispeed.cli.deepspeed_options import saved_pid
 from mpispeed.cli.run_options import program_of, runner, wishes_of, with_options
 
 __all__ = ["run", "runner"]
@@ -58,7 +59,7 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
         return
     if "MPISPEED_RUN_DIR" in wishes.variables:
         _make_folder(Path(wishes.variables["MPISPEED_RUN_DIR"]))
-    with tempfile.TemporaryDirectory(prefix="mpispeed-run-") as folder:
+    with saved_pid(chosen["save_pid"]), tempfile.TemporaryDirectory(prefix="mpispeed-run-") as folder:
         said = Path(folder) / "said"  # made by a watcher that has explained the end of the job
         (Path(folder) / WATCHING).touch()
         os.environ["MPISPEED_SAID"] = str(said)

@@ -15,6 +15,7 @@ import click
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.units import parse_duration
+from mpispeed.cli import deepspeed_options
 from mpispeed.drill.faults import parse_faults
 from mpispeed.launch import hosts as hosts_of
 from mpispeed.launch.hosts import Choice, Host
@@ -110,19 +111,19 @@ _ELASTIC = (
 
 def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add all options, in the order in which help shows them."""
-    for option in reversed((*_PLACES, *_LAUNCHER, *_RANKS, *_ELASTIC)):
+    for option in reversed((*_PLACES, *_LAUNCHER, *deepspeed_options.OPTIONS, *_RANKS, *_ELASTIC)):
         command = option(command)
     return command
 
 
 def chosen_hosts(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts and slots of the options; empty for all there are.
+    """The hosts and slots of the options; empty for all there are. A host file that is not there is a notice.
 
     Raises:
         ConfigError: they do not fit together, or not the host file.
     """
     choice = Choice(chosen["include"], chosen["exclude"], chosen["num_nodes"], chosen["num_gpus"])
-    path: Path | None = chosen["hostfile"]
+    path = deepspeed_options.existing(chosen["hostfile"])
     if path is not None:
         return hosts_of.fill(choice.of(hosts_of.read_hostfile(path), str(path)), chosen["ranks"], str(path))
     # An mpirun is told the nodes: MPIs differ in their use of a batch system's numbers.
@@ -208,10 +209,11 @@ def wishes_of(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> Wishes:
         msg = f"--bind_cores_to_rank and --bind {chosen['bind']} exclude each other; give one of them"
         raise ConfigError(msg)
     hosts = chosen_hosts(chosen, environ)
+    deepspeed_options.check(chosen, environ, hosts)
     return Wishes(
         hosts=hosts,
         launcher=chosen["launcher"],
-        agent=tuple(shlex.split(chosen["ssh"])),
+        agent=deepspeed_options.agent_of(chosen, shlex.split(chosen["ssh"])),
         binding=parse_binding("cores" if chosen["bind_cores_to_rank"] else chosen["bind"], chosen["bind_core_list"]),
         extra=tuple(shlex.split(chosen["launcher_args"])),
         variables=variables_of(chosen, environ, hosts),

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "_deepspeed"
 
 _INFO = f"deepspeed-{VERSION}.dist-info"
 _WHEEL_TEXT = "Wheel-Version: 1.0\nGenerator: mpispeed\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-_COMMANDS = "[console_scripts]\ndeepspeed = mpispeed.compat.launcher:main\n"
+_COMMANDS = "[console_scripts]\ndeepspeed = mpispeed.cli.main:deepspeed_main\n"
 
 
 def find_real() -> str:

@@ -20,8 +20,8 @@ import torch
 from mpispeed.base.errors import CommError
 from mpispeed.compat.comm_groups import group_of, position
 from mpispeed.mesh import comms_log
-from mpispeed.mesh.collectives import chunking, roll_call, verbs
-from mpispeed.mesh.collectives.work import Poll, Work, nap_until
+from mpispeed.mesh.collectives import checks, chunking, roll_call, verbs
+from mpispeed.mesh.collectives.work import Poll, Work, in_this_mode, nap_until
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.world import DEFAULT_TIMEOUT_SECONDS
 from mpispeed.process_group import collectives, layouts
@@ -375,7 +375,7 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: Comm | ProcessGro
         work = comm.start_recv(flat, position(group, src), tag)
     if flat is not target:
         bring = work.bring
-        work.bring = lambda: (bring is not None and bring(), target.copy_(flat))
+        work.bring = in_this_mode(lambda: (bring is not None and bring(), target.copy_(flat)))
     return work
 
 
@@ -454,6 +454,7 @@ def _moved(tensors: Tensors) -> str:
 
 def _post_recv_any(comm: Comm, flat: torch.Tensor, tag: int) -> tuple[Poll, list[int]]:
     """Post a receive from any rank; a poll, and where the position of that rank will be."""
+    checks.tag(comm, tag, "recv")
     group, found, polls = comm.started, list[int](), list[Poll]()
     # The first piece tells the rank, from which the others come.
     first, *rest = chunking.pieces(flat.view(-1), group.chunk_bytes)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpispeed.compat.accelerator import get_accelerator
+from mpispeed.sharding.param_facts import ZeroParamStatus
 
 __all__ = [
     "ZeroParamStatus",
@@ -19,14 +20,6 @@ __all__ = [
 ]
 
 _orig_torch_arange = torch.arange
-
-
-class ZeroParamStatus(Enum):
-    """State of a sharded parameter: whole on this rank, a shard of it, or on its way. `param.ds_status` is one."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 class ZeroParamType(Enum):

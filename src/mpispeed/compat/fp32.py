@@ -117,7 +117,7 @@ def load_state_dict_from_zero_checkpoint(
 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    output_file: str | os.PathLike[str],
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     max_shard_size: str | int | None = "5GB",
@@ -127,8 +127,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Args:
         checkpoint_dir: the folder that has the tag's folder.
-        output: a path ending in .bin, .pt, .pth or .safetensors is one file; any other is a folder, which gets shards
-            and an index where one shard is not enough. Files of earlier calls are replaced.
+        output_file: a path ending in .bin, .pt, .pth or .safetensors is one file; any other is a folder, which gets
+            shards and an index where one shard is not enough. Files of earlier calls are replaced.
         tag: name of the checkpoint; None for the one that `latest` names.
         exclude_frozen_parameters: leave out what was not trained.
         max_shard_size: elements of a file in a folder, as bytes or text such as "5GB"; None for one file.
@@ -138,7 +138,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         ValueError, FileNotFoundError, CheckpointError: as `get_fp32_state_dict_from_zero_checkpoint`, or nothing could
             be written.
     """
-    path = Path(output)
+    path = Path(output_file)
     to = "safetensors" if safe_serialization else "torch"
     if exporting.is_one_file(path) and not safe_serialization:
         to = exporting.format_of(path)

@@ -113,6 +113,7 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.config.offload": "OffloadParam=DeepSpeedZeroOffloadParamConfig "
         "OffloadOptimizer=DeepSpeedZeroOffloadOptimizerConfig",
     },
+    "runtime.zero.mics": {"mpispeed.zero": "MiCS_Init"},
     "runtime.zero.offload_config": {
         "mpispeed.config.offload": "OffloadParam=DeepSpeedZeroOffloadParamConfig "
         "OffloadOptimizer=DeepSpeedZeroOffloadOptimizerConfig",
@@ -130,12 +131,15 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.engine.facade": "EngineOptimizer=DeepSpeedZeroOptimizer",
     },
     "runtime.zero.tiling": {"mpispeed.zero": "TiledLinear TiledLinearReturnBias"},
+    "runtime.zero.utils": {"mpispeed.zero": "ZeRORuntimeException"},
     "utils": {
-        "mpispeed.zero": f"{_SAFE} {_LEAVES}",
+        "mpispeed.zero": f"{_SAFE} {_LEAVES} safe_update_full_grad_vectorized",
         "mpispeed.data": "RepeatingLoader",
         "mpispeed.comm": "is_initialized",
+        "mpispeed": "OnDevice",
         **_LOGGER,
     },
+    "utils.init_on_device": {"mpispeed": "OnDevice"},
     "utils.groups": {"mpispeed.compat.groups": "*"},
     "utils.logging": _LOGGER,
     "utils.tensor_fragment": {"mpispeed.zero": _SAFE},

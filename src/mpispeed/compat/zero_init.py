@@ -65,16 +65,16 @@ class Init(init.Init):
             remote_device: tier of shards until `initialize`. "cpu" or "none": memory. "nvme": swap files below
                 `zero_optimization.offload_param.nvme_path` of the config. None: as `offload_param.device` of the
                 config says; memory without one.
-            pin_memory: accepted; no effect.
+            pin_memory: no effect, with a warning: shards are copied once, by `initialize`.
             config_dict_or_path: as for `initialize`; gives the dtype and `override_module_apply`.
             config: the older name of `config_dict_or_path`.
             enabled: False: the context has no effect.
             dtype: dtype of floating-point parameters except fp64; by default that of the config, and without a config
                 (or with neither fp16 nor bf16 in it) each keeps its own.
             mpu: its `get_data_parallel_group()` is used if no group is given.
-            zero_param_parallel_group: accepted; the engine's config decides about second copies.
-            zero_quantized_weights: accepted; the engine's config decides.
-            zero_quantized_nontrainable_weights: accepted; the engine's config decides.
+            zero_param_parallel_group: no effect, with a warning: the engine's config decides about second copies.
+            zero_quantized_weights: as `zero_param_parallel_group`, about codes.
+            zero_quantized_nontrainable_weights: as `zero_quantized_weights`.
             sequence_data_parallel_group: the older name of `data_parallel_group`.
             param_swapper: must be None.
 
@@ -89,11 +89,119 @@ class Init(init.Init):
             super().__init__(enabled=False)
             return
         _refuse_unavailable(remote_device, param_swapper)
+        _require_own_rank(type(self))
+        group_of_copies = zero_param_parallel_group is not None
+        _tell_ineffective(pin_memory, group_of_copies, zero_quantized_weights, zero_quantized_nontrainable_weights)
         settings = _settings(config_dict_or_path, config)
         dtype = _checked(dtype if dtype is not None else settings.dtype)
         device = remote_device if remote_device is not None else settings.device
         group = _group(data_parallel_group, sequence_data_parallel_group, mpu)
         super().__init__(module, group, dataclasses.replace(settings, dtype=dtype, device=device))
+
+    def get_partition_rank(self) -> int:
+        """This rank's number in the group over which parameters are sharded.
+
+        Raises:
+            UsageError: the context is not enabled.
+        """
+        return self._comm("get_partition_rank").rank
+
+    def get_dp_process_group(self) -> Comm:
+        """The group over which parameters are sharded.
+
+        Raises:
+            UsageError: the context is not enabled.
+        """
+        return self._comm("get_dp_process_group")
+
+    def _comm(self, reader: str) -> Comm:
+        if not self.enabled:
+            msg = f"zero.Init(enabled=False).{reader}(): nothing is sharded, so there is no group; leave enabled out"
+            raise UsageError(msg)
+        return self.sharded_init.comm
+
+
+class MiCS_Init(Init):  # DeepSpeed's name
+    """`Init` for a config with `zero_optimization.mics_shard_size`.
+
+    Until `initialize` parameters are sharded over all ranks of the group, then over those of a MiCS group.
+
+    Collective over: the group, whenever a module is constructed or a finished parameter is read.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Comm | None = None,
+        sequence_data_parallel_group: Comm | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: str | Path | Mapping[str, Any] | None = None,
+        config: str | Path | Mapping[str, Any] | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+    ) -> None:
+        """As `Init`, whose arguments these are.
+
+        Collective over: the group, if `module` is given or shards are in swap files.
+
+        Raises:
+            ConfigError: (a ValueError) as for `Init`; or there is no config, or no `mics_shard_size` in it.
+            UsageError: as for `Init`.
+        """
+        if enabled:
+            _require_mics(config_dict_or_path if config_dict_or_path is not None else config)
+        super().__init__(
+            module,
+            data_parallel_group,
+            mem_efficient_linear,
+            remote_device,
+            pin_memory,
+            config_dict_or_path,
+            config,
+            enabled,
+            dtype,
+            mpu,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+        )
+
+
+def _require_mics(source: Any) -> None:
+    if source is None or load(source).config.zero_optimization.mics_shard_size <= 0:
+        msg = (
+            "zero.MiCS_Init: needs a config (config_dict_or_path) with zero_optimization.mics_shard_size above 0, the "
+            "ranks that share one copy of the model; set it, or use zero.Init"
+        )
+        raise ConfigError(msg)
+
+
+def _require_own_rank(cls: type) -> None:
+    if getattr(cls, "get_partition_rank") is not Init.get_partition_rank:  # noqa: B009 # of any subclass
+        msg = (
+            f"zero.Init: {cls.__name__}.get_partition_rank() is overridden, and shards follow the ranks of the group; "
+            "pass data_parallel_group with the ranks in the order that is wanted"
+        )
+        raise UsageError(msg)
+
+
+_DECIDED_LATER = (
+    "pin_memory",
+    "zero_param_parallel_group",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+)
+
+
+def _tell_ineffective(*is_given: bool) -> None:
+    names = [name for name, is_here in zip(_DECIDED_LATER, is_given, strict=True) if is_here]
+    if names:
+        text = (
+            f"zero.Init: {', '.join(names)} without effect; between zero.Init and initialize shards are plain, and the "
+            "config given to initialize decides the rest"
+        )
+        logs.once(log, logging.WARNING, text)
 
 
 def _refuse_unavailable(device: Any, swapper: Any) -> None:

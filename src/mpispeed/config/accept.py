@@ -69,7 +69,7 @@ def _check_ranks(config: Config, ranks: int, sharing: int) -> Iterator[Problem]:
     try:
         batch_sizes(config, ranks // sharing, ranks)
     except ConfigError as error:
-        yield Problem("", str(error))
+        yield Problem("", str(error), error=type(error))
 
 
 def _near(number: int, unit: int) -> list[int]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from mpispeed.base.errors import ElasticityConfigError, UnimplementedOption
+from mpispeed.base.unused_params import find_ineffective as unused
 from mpispeed.config import optimizer as known
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from mpispeed.config.ineffective import find_ineffective
@@ -51,7 +53,7 @@ def _check_precision(config: Config) -> Iterator[Problem]:
     if amp.enabled and zero.stage:
         yield Problem("amp.enabled", f"amp does not work with {_ZERO}.stage {zero.stage}", "use fp16 or bf16")
     if amp.enabled and (fp16.enabled or bf16.enabled):
-        yield Problem("amp.enabled", "amp and fp16 or bf16 are both enabled", "choose one of them")
+        yield Problem("amp.enabled", "amp and fp16 or bf16 are both enabled", "choose one of them", UnimplementedOption)
     if fp16.fp16_master_weights_and_grads:
         offload = zero.offload_optimizer
         if zero.stage != 2 or offload is None or offload.device != "cpu":
@@ -73,7 +75,7 @@ def _check_accumulation(config: Config) -> Iterator[Problem]:
     allowed = {"fp32": ("fp32",), "fp16": ("fp16",), "bf16": ("fp32", "bf16") if is_staged else ("fp32",)}[model]
     if dtype not in allowed:
         what = f"a {model} model without ZeRO accumulates in {' or '.join(allowed)}, found {show(dtype)}"
-        yield Problem(path, what, f"leave the key out, or set {_ZERO}.stage to 1")
+        yield Problem(path, what, f"leave the key out, or set {_ZERO}.stage to 1", UnimplementedOption)
 
 
 def _check_zero(config: Config) -> Iterator[Problem]:
@@ -151,7 +153,8 @@ def _check_flat(config: Config) -> Iterator[Problem]:
     is_torch = kind in ("adam", "adamw") and section.params.get("torch_adam") is True
     if kind in known.FLAT and not is_torch:
         return
-    what = f"{show(section.type)}{' with torch_adam' if is_torch else ''} cannot keep its states in files"
+    how = " with torch_adam and amsgrad or maximize" if is_torch else ""
+    what = f"{show(section.type)}{how} cannot keep its states in files"
     own = ", ".join(known.FLAT.values())
     cure = f"use one of {own}, or set {_ZERO}.offload_optimizer.device to cpu"
     yield Problem("optimizer.params.torch_adam" if is_torch else "optimizer.type", what, cure)
@@ -190,7 +193,7 @@ def _check_elasticity(config: Config) -> Iterator[Problem]:
     for key in (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION):
         if getattr(config, key) is not None:
             cure = "remove it, or set elasticity.ignore_non_elastic_batch_info to true"
-            yield Problem(key, "elasticity chooses the batch sizes", cure)
+            yield Problem(key, "elasticity chooses the batch sizes", cure, ElasticityConfigError)
 
 
 def _check_elastic_models(config: Config) -> Iterator[Problem]:
@@ -289,6 +292,10 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
         found.append("zero_optimization.elastic_checkpoint is ignored: every checkpoint loads at any number of ranks")
     if config.vocabulary_size is not None and config.vocabulary_size % 8:
         found.append(f"vocabulary_size {config.vocabulary_size} is no multiple of 8; matrix products may be slower")
+    optimizer = config.optimizer
+    if optimizer is not None and (optimizer.type or "").lower() in known.ONEBIT:
+        spelled = (f"optimizer.params.{key} has no effect here: {why}" for key, why in unused(optimizer.params).items())
+        found.extend(spelled)
     schedule = config.scheduler
     if schedule is not None and schedule.type in known.SCHEDULE_PARAMS:
         shape = schedule.params.get("warmup_type")

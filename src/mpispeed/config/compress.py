@@ -79,7 +79,7 @@ class ActivationShared(Section):
 
     enabled: bool = Field(False, description="Quantize activations.")
     quantization_type: QuantizationType = Field("symmetric", description="Range of the integers.")
-    range_calibration: Literal["static", "dynamic"] = Field("dynamic", description="How ranges are found.")
+    range_calibration: Literal["static", "dynamic"] = Field("static", description="How ranges are found.")
     schedule_offset: Natural = Field(1000, description="First step.")
 
 

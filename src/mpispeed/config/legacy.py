@@ -98,10 +98,6 @@ def _false_is_null(value: Any) -> Any:
     return None if value is False else value
 
 
-def _null_is_empty(value: Any) -> Any:
-    return "" if value is None else value
-
-
 def _null_is_no_params(value: Any) -> Any:
     return {} if value is None else value
 
@@ -126,11 +122,44 @@ NORMAL_FORMS: dict[str, Callable[[Any], Any]] = {
     "autotuning.metric": _lower,
     f"{_ZERO}.offload_param": _false_is_null,
     f"{_ZERO}.offload_optimizer": _false_is_null,
-    "tensorboard.output_path": _null_is_empty,
-    "csv_monitor.output_path": _null_is_empty,
     "optimizer.params": _null_is_no_params,
     "scheduler.params": _null_is_no_params,
 }
+
+
+def in_section(section: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of one section in the models' spelling, and sentences about what is deprecated.
+
+    For sections that are made in code; files are translated as a whole.
+
+    Args:
+        section: its path.
+        given: its entries, in any spelling.
+
+    Raises:
+        ValueError: an entry is given in two spellings, or cannot be translated.
+    """
+    settings, said = dict(given), []
+    for path, sentence in IGNORED.items():
+        parent, _, key = path.rpartition(".")
+        if parent == section and key in settings:
+            del settings[key]
+            said.append(f"{path} {sentence}")
+    for alias in ALIASES:
+        parent, _, key = alias.old.rpartition(".")
+        if parent != section or key not in settings:
+            continue
+        new, value = alias.new.rpartition(".")[2], settings.pop(key)
+        if new in settings:
+            msg = f"{key} and {new} are the same setting; keep only the latter"
+            raise ValueError(msg)
+        settings[new] = value if alias.convert is None else alias.convert(value)
+        said += [f"{alias.old} is deprecated; use {alias.new}"] if alias.is_deprecated else []
+    for path, convert in NORMAL_FORMS.items():
+        parent, _, key = path.rpartition(".")
+        if parent == section and key in settings:
+            settings[key] = convert(settings[key])
+    return settings, said
 
 
 @dataclass(slots=True)

@@ -145,7 +145,7 @@ class Verdict:
         """Add mistakes of settings that are legal one by one, except those that only follow from others."""
         told = {problem.path.partition("[")[0] for problem in self.problems}
         for problem in problems:
-            spelled = Problem(self.done.as_spelled(problem.path), problem.what, problem.cure)
+            spelled = problem._replace(path=self.done.as_spelled(problem.path))
             if told.isdisjoint({spelled.path, *_PATH.findall(spelled.what)}):
                 self.problems.append(spelled)
 

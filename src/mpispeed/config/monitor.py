@@ -13,7 +13,7 @@ class Tensorboard(Section):
     """TensorBoard event files."""
 
     enabled: bool = Field(False, description="Write TensorBoard event files.")
-    output_path: str = Field("", description="Folder; empty is the default folder.")
+    output_path: str | None = Field(None, description="Folder; null or empty is the working folder.")
     job_name: str = Field("DeepSpeedJobName", description="Sub-folder of the run.")
 
 
@@ -21,7 +21,7 @@ class CsvMonitor(Section):
     """One CSV file per series."""
 
     enabled: bool = Field(False, description="Write CSV files.")
-    output_path: str = Field("", description="Folder; empty is the default folder.")
+    output_path: str | None = Field(None, description="Folder; null or empty is the working folder.")
     job_name: str = Field("DeepSpeedJobName", description="Sub-folder of the run.")
 
 
@@ -44,8 +44,8 @@ class Comet(Section):
     api_key: Secret | None = Field(None, description="Key of the account; shown and stored as (set).")
     experiment_name: str | None = Field(None, description="Name of the experiment.")
     experiment_key: str | None = Field(None, description="Key of the experiment.")
-    online: bool | None = Field(None, description="Send now, or keep for later.")
-    mode: Literal["get", "create", "get_or_create"] | None = Field(None, description="Continue or create.")
+    online: bool | None = Field(True, description="Send now, or keep for later.")
+    mode: Literal["get", "create", "get_or_create"] | None = Field("get_or_create", description="Continue or create.")
 
 
 class CommsLogger(Section):

@@ -131,6 +131,7 @@ OPTIMIZER_PARAMS: dict[str, dict[str, str]] = {
     },
 }
 OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "SGD", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+ONEBIT = ("onebitadam", "zerooneadam", "onebitlamb")
 BACKENDS = ("nccl", "mpi", "compressed", "hccl")
 LATER = frozenset({"muadam", "muadamw", "musgd"})
 """Names that DeepSpeed knows and this version does not offer."""

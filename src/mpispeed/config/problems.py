@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, ElasticityConfigError
 from mpispeed.base.plain import printable
 from mpispeed.base.registry import suggest
 
@@ -25,11 +25,12 @@ Location = tuple[str | int, ...]
 
 
 class Problem(NamedTuple):
-    """One mistake: its place in the file, the fault, and the cure."""
+    """One mistake: its place in the file, the fault, the cure, and the error that it alone would be."""
 
     path: str
     what: str
     cure: str = ""
+    error: type[ConfigError] = ConfigError
 
     def __str__(self) -> str:
         path = printable(self.path, _LONGEST_PATH)
@@ -38,15 +39,24 @@ class Problem(NamedTuple):
 
 
 def refuse(where: str, problems: Iterable[Problem]) -> ConfigError:
-    """One error for all problems, one line each, without repetitions; of very many the first ones."""
+    """One error for all problems, one line each, without repetitions; of very many the first ones.
+
+    Its type is that of the first problem with a type of its own, which DeepSpeed's scripts may catch.
+    """
     found = list(dict.fromkeys(problems))
+    error = next((kind for kind in map(_error_of, found) if kind is not ConfigError), ConfigError)
     lines = [printable(str(problem), _LONGEST_LINE) for problem in found[:_MOST_LINES]]
     where = printable(where, _LONGEST_LINE)
     if len(found) == 1:
-        return ConfigError(f"{where}: {lines[0]}")
+        return error(f"{where}: {lines[0]}")
     listed = "".join(f"\n  {line}" for line in lines)
     more = f"\n  and {len(found) - _MOST_LINES} more" if len(found) > _MOST_LINES else ""
-    return ConfigError(f"{where}: {len(found)} problems{listed}{more}")
+    return error(f"{where}: {len(found)} problems{listed}{more}")
+
+
+def _error_of(problem: Problem) -> type[ConfigError]:
+    is_elastic = problem.path.startswith("elasticity") and problem.error is ConfigError
+    return ElasticityConfigError if is_elastic else problem.error
 
 
 def show(value: Any) -> str:

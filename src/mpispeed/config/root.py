@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from mpispeed.config.checkpoint import Checkpoint, Nebula
 from mpispeed.config.compress import CompressionTraining, QuantizeTraining
@@ -102,6 +103,12 @@ class Config(Section):
     eigenvalue: Eigenvalue = subsection(Eigenvalue, "Curvature of blocks.")
     hybrid_engine: HybridEngine = subsection(HybridEngine, "Train and generate.")
     weight_quantization: WeightQuantization = subsection(WeightQuantization, "Few-bit weights for inference.")
+
+    @field_validator("steps_per_print", mode="before")
+    @classmethod
+    def take_infinity(cls, value: Any) -> Any:
+        """Infinity, which means no lines, is null."""
+        return None if isinstance(value, float) and value == math.inf else value
 
     def resolved_dict(self) -> dict[str, Any]:
         """All settings with their defaults, as plain values; a new dict at each call."""

@@ -1,7 +1,11 @@
-"""JSON text to plain values: comments and trailing commas are allowed, a key twice in one object is not."""
+"""JSON text to plain values: comments and trailing commas are allowed, a key twice in one object is not.
+
+A text that is no JSON is read as HJSON (keys and texts without quotes) where the package hjson is installed.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from typing import Any
@@ -11,6 +15,7 @@ from mpispeed.config.problems import MAX_DEPTH, Problem, join, refuse
 # Unclosed ones match to the end too, so that nothing is searched twice; they are left, and refused.
 _TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"?|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'"(?:[^"\\\n]|\\.)*"?|,(?=\s*[}\]])', re.DOTALL)
+_INSTALL = 'pip install "mpispeed[hjson]"'
 _SIGN = re.compile(r"[^\n]")
 _HINTS = (
     ("property name", "keys and texts need double quotes"),
@@ -33,6 +38,8 @@ def decode(text: str, where: str) -> tuple[dict[str, Any], list[Problem]]:
         tree = _read(text)
     except json.JSONDecodeError as error:
         hint = next((hint for word, hint in _HINTS if word in error.msg), "")
+        if not _has_hjson():
+            hint += f"{'; ' if hint else ''}if this is HJSON: {_INSTALL}"
         place = f"line {error.lineno}, column {error.colno}"
         raise refuse(where, [Problem(place, f"this is no JSON: {error.msg}", hint)]) from None
     except ValueError as error:  # a number with thousands of digits
@@ -51,7 +58,34 @@ def _read(text: str) -> Any:
     try:
         return _parse(text)
     except json.JSONDecodeError:
+        pass
+    try:
         return _parse(_blank(_blank(text, _TOKEN), _TRAILING_COMMA))
+    except json.JSONDecodeError:
+        found = _of_hjson(text)
+        if not isinstance(found, _Pairs):
+            raise
+        return found
+
+
+def _has_hjson() -> bool:
+    try:
+        importlib.import_module("hjson")
+    except ImportError:
+        return False
+    return True
+
+
+def _of_hjson(text: str) -> Any:
+    """The value of an HJSON text; None if it is none or cannot be read here. One word is a text in HJSON, no object."""
+    if not _has_hjson():
+        return None
+    try:
+        return importlib.import_module("hjson").loads(text, object_pairs_hook=_Pairs)
+    except RecursionError:
+        raise
+    except Exception:  # its reader fails in many ways, as by an IndexError for a comment without an end
+        return None
 
 
 def _parse(text: str) -> Any:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from mpispeed.base.log import once
+from mpispeed.config import legacy
 from mpispeed.config.offload import OffloadOptimizer, OffloadParam
 from mpispeed.config.section import Integer, Natural, Positive, Real, Section, Stage
+
+log = logging.getLogger(__name__)
 
 
 class LocoParam(Section):
@@ -18,7 +23,10 @@ class LocoParam(Section):
 
 
 class ZeroOptimization(Section):
-    """States sharded over data-parallel ranks: 1 masters and optimizer states, 2 also gradients, 3 also parameters."""
+    """States sharded over data-parallel ranks: 1 masters and optimizer states, 2 also gradients, 3 also parameters.
+
+    Made in code, it takes the old spellings too: stage3_*, cpu_offload and the others that files may have.
+    """
 
     stage: Stage = Field(0, description="0 nothing, 1 masters and optimizer states, 2 and gradients, 3 and parameters.")
     contiguous_gradients: bool = Field(True, description="Copy gradients into one buffer as they appear.")
@@ -98,3 +106,14 @@ class ZeroOptimization(Section):
     log_trace_cache_warnings: bool = Field(
         False, description="Stage 3: warn on rank 0 when modules are used in another order than before."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_old_spellings(cls, given: Any) -> Any:
+        """Translate old spellings; a file has none left here."""
+        if not isinstance(given, dict):
+            return given
+        settings, said = legacy.in_section("zero_optimization", given)
+        for sentence in said:
+            once(log, logging.WARNING, sentence)
+        return settings

@@ -99,6 +99,7 @@ class ShardedLoader:
         self.dataset, self.micro_batch, self.rank, self.size = dataset, micro_batch, rank, size
         self.drop_last, self.workers, self.pin_memory, self.collate_fn = drop_last, workers, pin_memory, collate_fn
         self.device = device  # of the batches' tensors
+        self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None  # (batch, state) -> batch
         self._is_stream = isinstance(dataset, IterableDataset)
         self._unit = step_samples or micro_batch * size
         self._epoch = self._offset = self._loads = 0
@@ -148,7 +149,7 @@ class ShardedLoader:
             for batch in self._open():
                 self._offset += self.micro_batch * self.size
                 is_empty = False
-                yield batch if self.device.type == "cpu" else move(batch, self.device, is_own=True)
+                yield self._handed_out(batch)
                 if loads != self._loads:
                     break  # a state was loaded meanwhile; go on from there
             else:
@@ -156,6 +157,11 @@ class ShardedLoader:
                 # A state saved right at the end of an epoch leaves nothing of it; begin the next one.
                 if not (is_empty and first):
                     return
+
+    def _handed_out(self, batch: Any) -> Any:
+        if self.device.type != "cpu":
+            batch = move(batch, self.device, is_own=True)
+        return batch if self.post_process_func is None else self.post_process_func(batch, self.state_dict())
 
     def state_dict(self, *, unused_batches: int = 0) -> dict[str, Any]:
         """State for `load_state_dict`; the same on every rank of the data axis.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from mpispeed.engine.pipeline import PipelineEngine
 from mpispeed.mesh.collectives.together import agree_by_texts, together
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.nn.tensor.tensor_cut import forget_own_cuts
+from mpispeed.optim.choice import kind_of
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.agreement import fingerprint, require_equal
 from mpispeed.plan.axes import choose_axes
@@ -34,8 +36,7 @@ from mpispeed.plan.plan import Plan, make_plan
 from mpispeed.watchdog import start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from torch import nn
@@ -104,7 +105,7 @@ def initialize(
     world = init_distributed(distributed_port=distributed_port)
     release(model, world.comm)
     source = _shared_source(world, args, config if config is not None else config_params)
-    loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model))
+    loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
     fit_layers(plan, mesh, model, has_mpu=mpu is not None)
@@ -157,7 +158,7 @@ def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -
 
 
 def _resolve(
-    world: World, source: tuple[Any, str], model: nn.Module, mpu: Any, device: torch.device
+    world: World, source: tuple[Any, str], model: nn.Module, mpu: Any, device: torch.device, optimizer: Any
 ) -> tuple[LoadedConfig, Plan]:
     """Validate and plan; every rank comes to the same plan, or all raise.
 
@@ -171,7 +172,10 @@ def _resolve(
     with _together(world):  # an mpu is read by all ranks or by none
         axes = choose_axes(loaded.config, world, model, mpu)
         dtype = _floating_dtype(model)
-        plan = make_plan(loaded.config, world.size, dtype, ranks_per_node=node, axes=axes, device=device)
+        kind = kind_of(optimizer, loaded.config.optimizer.type if loaded.config.optimizer else None)
+        plan = make_plan(
+            loaded.config, world.size, dtype, ranks_per_node=node, axes=axes, device=device, optimizer_kind=kind
+        )
         if loaded.config.elasticity.enabled:
             section = loaded.config.elasticity
             loaded.warnings.extend([*find_run_warnings(section, world.size), *check_schedule(section, os.environ)])
@@ -180,12 +184,24 @@ def _resolve(
     return loaded, plan
 
 
-def _together(world: World) -> AbstractContextManager[None]:
+@contextmanager
+def _together(world: World) -> Iterator[None]:
     """Context of a step of this rank that raises ConfigError on all ranks if it fails on one.
+
+    A rank that failed by an error derived from it raises that, which scripts may catch.
 
     Collective over: all ranks, at the end of the step.
     """
-    return together(agree_by_texts(world.comm.gather_objects), ConfigError)
+    try:
+        with together(agree_by_texts(world.comm.gather_objects), ConfigError):
+            yield
+    except ConfigError as told:
+        own = type(told.__cause__)
+        if not issubclass(own, ConfigError):
+            raise
+        error = own(str(told))
+        error.is_collective = told.is_collective
+        raise error from told.__cause__
 
 
 def _floating_dtype(model: torch.nn.Module) -> torch.dtype:

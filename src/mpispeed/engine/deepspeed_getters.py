@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from mpispeed.base.errors import UsageError
+from mpispeed.engine.config_getters import PATHS, REFUSED, read
+from mpispeed.engine.config_view import ConfigView
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.sharding.gathered import empty_partition_cache
 from mpispeed.store.placement import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from mpispeed.engine.build.parts import Optimization, Parts
 
@@ -49,6 +55,9 @@ METHODS: dict[str, Callable[[Parts], Any]] = {
     "zero_cpu_offload": lambda p: p.plan.states.master.tier is Tier.HOST,
     "zero_use_cpu_optimizer": lambda p: p.plan.states.master.tier is not Tier.DEVICE,
     "zero_partial_offload": lambda p: _ratio(p),
+    "zero_nvme_offload_optimizer": lambda p: p.plan.states.master.tier is Tier.NVME,
+    "checkpoint_tag_validation_enabled": lambda p: p.plan.config.checkpoint.tag_validation != "Ignore",
+    "checkpoint_tag_validation_fail": lambda p: p.plan.config.checkpoint.tag_validation == "Fail",
     "empty_partition_cache": lambda p: empty_partition_cache(p.module),
     "aio_config": lambda p: p.plan.config.aio.model_dump(),
 }
@@ -68,9 +77,11 @@ PROPERTIES: dict[str, Callable[[Parts], Any]] = {
     "seq_data_parallel_group": lambda p: p.mesh["data"],
     "seq_dp_world_size": lambda p: p.mesh["data"].size,
     "device": lambda p: p.plan.device,
-    "basic_optimizer": lambda p: p.optimization.basic if p.optimization else None,
+    "basic_optimizer": lambda p: _inner_optimizer(p),
     "communication_data_type": lambda p: p.plan.policy.communicate,
-    "config": lambda p: p.plan.config,
+    "config": lambda p: ConfigView(p.plan.config),
+    "monitor": lambda p: p.monitors,
+    "tput_timer": lambda p: p.throughput,
 }
 
 
@@ -81,10 +92,26 @@ def find(parts: Parts | None, name: str) -> tuple[bool, Any]:
             return True, PROPERTIES[name](parts)
         if name in METHODS:
             return True, lambda: METHODS[name](parts)
-        section, key = parts.plan.config.zero_optimization, name.removeprefix("zero_")
-        if key != name and key in type(section).model_fields:
-            return True, lambda: getattr(section, key)
+        if name in PATHS:
+            return True, lambda: read(parts.plan.config, PATHS[name])
+        if name in REFUSED:
+            return True, lambda *_, **__: _refuse(name)
+        section = parts.plan.config.zero_optimization
+        for key in (name.removeprefix("zero_"), name) if name.startswith("zero_") else ():
+            if key in type(section).model_fields:
+                return True, partial(getattr, section, key)
     return False, None
+
+
+def _refuse(name: str) -> NoReturn:
+    msg = f"engine.{name}(): {REFUSED[name]} not available; leave the call out"
+    raise UsageError(msg)
+
+
+def _inner_optimizer(parts: Parts) -> torch.optim.Optimizer | None:
+    """The client's optimizer, or what shows groups and states of that of the config."""
+    basic = parts.optimization.basic if parts.optimization else None
+    return basic.optimizer if isinstance(basic, EngineOptimizer) else basic
 
 
 def _optimizer_name(parts: Parts) -> str | None:

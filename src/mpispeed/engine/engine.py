@@ -15,12 +15,14 @@ from mpispeed.base.events import Event
 from mpispeed.base.tensor_tree import move
 from mpispeed.engine import deepspeed_getters
 from mpispeed.engine.backward import Accumulation, backward_scaled, divided, require_scalar, scale_loss
+from mpispeed.engine.deepspeed_calls import DeepSpeedCalls
 from mpispeed.engine.direct import DirectBackward, DirectPass
 from mpispeed.engine.preemption import EndsInTime
+from mpispeed.engine.settings import Settings
 from mpispeed.engine.state.api import Checkpoints
 from mpispeed.engine.state.offload_states import Absence, OffloadStates
 from mpispeed.engine.state.weights import Weights
-from mpispeed.engine.step import StepContext
+from mpispeed.engine.step import StepContext, with_scheduler
 from mpispeed.nn.sync_norm import release_norms
 from mpispeed.precision.cast import cast_inputs, naming_dtype
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
 
 
-class Engine(DirectBackward, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Module):
+class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Module):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
     Other names are looked up among the settings (`engine.gradient_clipping()`) and then on the model.
@@ -55,6 +57,8 @@ class Engine(DirectBackward, Weights, OffloadStates, Checkpoints, EndsInTime, nn
         self._absence: Absence | None = None
         self._tried_roots: set[str] = set()
         self.client_state: dict[str, Any] = {}
+        if parts.optimization is not None:
+            parts.optimization.link.attach(self._update_now)
         self._listen()
 
     # -- components ------------------------------------------------------------------------------------------
@@ -81,8 +85,14 @@ class Engine(DirectBackward, Weights, OffloadStates, Checkpoints, EndsInTime, nn
 
     @property
     def lr_scheduler(self) -> Any | None:
-        """The learning-rate scheduler, or None."""
+        """The learning-rate scheduler, or None; another may be put in its place, which steps from then on."""
         return self.parts.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any | None) -> None:
+        if self.parts.optimization is not None:
+            self.parts.step_parts = with_scheduler(self.parts.step_parts, scheduler)
+        self.parts.scheduler = scheduler
 
     @property
     def training_dataloader(self) -> Any | None:
@@ -107,24 +117,42 @@ class Engine(DirectBackward, Weights, OffloadStates, Checkpoints, EndsInTime, nn
         self.bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
         return output
 
-    def backward(self, loss: Any, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+    def backward(
+        self,
+        loss: Any,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> Any:
         """Compute gradients of `loss`; at an accumulation boundary their reduction over ranks starts.
 
         Returns the loss divided by the accumulation steps (not inside `no_sync`, where the caller scales).
 
+        Args:
+            loss: a scalar.
+            allreduce_gradients: False leaves gradients local until `allreduce_gradients()` or `step()` at a boundary.
+            release_loss: no effect: the engine keeps the value of the loss, not the tensor.
+            retain_graph: keep the graph for another pass.
+            scale_wrt_gas: divide the loss by the accumulation steps.
+
         Collective over: the data axis, at boundaries (every time where gradients are sharded).
 
         Raises:
-            UsageError: there is no optimizer, or the loss is not a scalar.
+            UsageError: there is no optimizer, the loss is not a scalar, or `allreduce_gradients` is False where
+                gradients are sharded over ranks.
         """
         self._require("backward", (Kind.lp_params, Kind.lp_grads))
         grads, start = self._optimization("backward").grads, time.perf_counter()
         self._settle_direct()
+        if not allreduce_gradients:
+            self._require_whole_grads("engine.backward(allreduce_gradients=False)")
         divides = scale_wrt_gas and not self._accumulation.is_local
         steps = self.plan.batch.gradient_accumulation_steps if divides else 1
         loss = scale_loss(loss, steps)
         require_scalar(loss, "engine.backward", "sum or average it first")
-        grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and not self._accumulation.is_local)
+        is_due = self.is_gradient_accumulation_boundary() and allreduce_gradients
+        grads.begin_backward(reduces=is_due and not self._accumulation.is_local)
         named = naming_dtype(self.plan.policy.compute, self.plan.cast_by)
         with self.parts.sharding.unwinding(), divided(steps), named:
             backward_scaled(loss, self.parts.scaler.scale, retain_graph=retain_graph)
@@ -157,6 +185,15 @@ class Engine(DirectBackward, Weights, OffloadStates, Checkpoints, EndsInTime, nn
             self._run_step(lr_kwargs or {})
         self.counters.micro_steps += 1
         self._end_step()
+
+    def _update_now(self) -> None:
+        """`step` at a boundary, wherever the micro-batches are; `optimizer.step()` calls it."""
+        accumulation = self._accumulation
+        before, accumulation.override = accumulation.override, True
+        try:
+            self.step()
+        finally:
+            accumulation.override = before
 
     def _run_step(self, lr_kwargs: dict[str, Any]) -> None:
         counters = self.counters
@@ -221,12 +258,7 @@ class Engine(DirectBackward, Weights, OffloadStates, Checkpoints, EndsInTime, nn
         Raises:
             UsageError: gradients are sharded over ranks, or the context is entered twice.
         """
-        if self.parts.optimization and not self.parts.optimization.grads.rest.is_replicated:
-            msg = (
-                "no_sync context manager is incompatible with gradients that are partitioned over ranks "
-                f"(zero_optimization.stage {self.plan.stage}); use stage 0 or 1, or gradient_accumulation_steps"
-            )
-            raise UsageError(msg)
+        self._require_whole_grads("no_sync context manager")
         with self._accumulation.local():
             yield
 
@@ -236,44 +268,7 @@ class Engine(DirectBackward, Weights, OffloadStates, Checkpoints, EndsInTime, nn
         if self.parts.optimization:
             self.parts.optimization.grads.clear()
 
-    # -- batch sizes ----------------------------------------------------------------------------------------
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing the accumulation steps only.
-
-        Raises:
-            ConfigError: it is not a multiple of micro-batch size times data-parallel ranks.
-        """
-        self._set_batch(self.plan.batch.with_train_batch_size(train_batch_size))
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size and with it the global batch; the accumulation steps stay.
-
-        For the caller's own loaders: `training_dataloader` keeps the micro-batch size it was made with.
-        """
-        self._set_batch(self.plan.batch.with_micro_batch_size(micro_batch_size))
-
-    def _set_batch(self, batch: Any) -> None:
-        self.plan = self.parts.plan = self.plan.with_batch(batch)
-        self._accumulation.steps = batch.gradient_accumulation_steps
-
-    # -- getters -----------------------------------------------------------------------------------------------
-
-    def was_step_applied(self) -> bool:
-        """True if the last `step()` changed parameters."""
-        return self._was_step_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the gradients at the last applied step, before clipping, unscaled; None before the first."""
-        return self._norm
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group; empty without an optimizer."""
-        return deepspeed_getters.group_values(self.parts.optimization, "lr", 0.0)
-
-    def get_mom(self) -> list[Any]:
-        """Momentum or betas of each parameter group."""
-        return deepspeed_getters.momenta(self.parts.optimization)
+    # -- other names ---------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:

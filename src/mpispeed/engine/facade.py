@@ -1,20 +1,25 @@
-"""The optimizer object that users hold: parameter groups and loss scale; the engine does the updates."""
+"""The optimizer objects that users hold: parameter groups, loss scale and states; the engine does the updates."""
 
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mpispeed.base.errors import UsageError
 from mpispeed.optim.foreign import Foreign, guard
+from mpispeed.sharding.local_states import local_states
 from mpispeed.sharding.momenta import MASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mpispeed.engine.backward import Counters
     from mpispeed.optim.rule import Rule
     from mpispeed.precision.scaler import LossScale
 
@@ -23,11 +28,106 @@ log = logging.getLogger(__name__)
 _OF_THE_SCALE = ("cur_iter", "scale_factor", "scale_window", "min_loss_scale", "last_overflow_iter")
 
 
+class StepLink:
+    """Call from `step()` of an optimizer to the engine that uses it, which is held weakly."""
+
+    def __init__(self) -> None:
+        self._method: weakref.WeakMethod[Callable[[], None]] | None = None
+
+    def attach(self, method: Callable[[], None]) -> None:
+        """Call `method` from now on."""
+        self._method = weakref.WeakMethod(method)
+
+    def step(self, closure: Any = None) -> None:
+        """Update, as `engine.step()` at a boundary.
+
+        Collective over: the data axis.
+
+        Raises:
+            UsageError: a closure is given, or the engine is gone.
+        """
+        method = None if self._method is None else self._method()
+        if closure is not None:
+            msg = "optimizer.step(closure): the engine runs backward passes, no closure can; call step() without it"
+            raise UsageError(msg)
+        if method is None:
+            msg = "optimizer.step(): the engine that made the updates is gone; keep what mpispeed.initialize returns"
+            raise UsageError(msg)
+        method()
+
+
+class LocalStates(Mapping[nn.Parameter, dict[str, Any]]):
+    """Parameter -> its optimizer states on this rank, as `optimizer.state`; to change them there is `safe_set_*`."""
+
+    def __init__(self, groups: list[dict[str, Any]], counters: Counters) -> None:
+        self._groups, self._counters = groups, counters
+
+    def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
+        if not self._counters.update_count or param not in set(self):
+            raise KeyError(param)
+        return {"step": self._counters.update_count, **local_states(param)}
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (param for group in self._groups for param in group["params"] if self._counters.update_count)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class InnerOptimizer(torch.optim.Optimizer):
+    """`engine.optimizer.optimizer` of an optimizer that was named in the config.
+
+    `param_groups` are the engine's own dicts, `state` shows this rank's part of the states, flat where it is a part.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], counters: Counters, link: StepLink, clear: Callable[[], None]
+    ) -> None:
+        super().__init__([dict(group) for group in groups], {})
+        self.param_groups, self._link, self._clear = groups, link, clear
+        self.defaults = {k: v for k, v in groups[0].items() if k != "params"} if groups else {}
+        self._states = LocalStates(groups, counters)
+
+    @property  # type: ignore[override]
+    def state(self) -> LocalStates:
+        """States of the parameters; empty before the first update."""
+        return self._states
+
+    @state.setter
+    def state(self, states: Mapping[Any, Any]) -> None:
+        if states:
+            msg = "states of this optimizer are written with mpispeed.zero.safe_set_full_optimizer_state(param, ...)"
+            raise UsageError(msg)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update, as `engine.step()` at a boundary.
+
+        Collective over: the data axis.
+        """
+        self._link.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        self._clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise UsageError after construction: flat buffers are laid out for the groups given to `initialize`."""
+        _add_group(self, param_group, is_made=hasattr(self, "_link"))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load hyper-parameters of the groups; optimizer states are loaded by `engine.load_checkpoint`.
+
+        Raises:
+            UsageError: another number of groups.
+        """
+        _load_groups(self.param_groups, state_dict)
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` for schedulers and user code; `param_groups` are the engine's own dicts.
 
-    Updates are made by `engine.step()`, which also reduces and clips; `step` here raises. State of the loss scale can
-    be read under DeepSpeed's names. `optimizer` is the client's own optimizer, if there is one.
+    Updates are made by the engine, which also reduces and clips; `step` is `engine.step()` at a boundary. State of the
+    loss scale can be read under DeepSpeed's names. `optimizer` is the client's own optimizer, or an `InnerOptimizer`.
     """
 
     def __init__(
@@ -36,7 +136,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         scaler: LossScale,
         clear: Callable[[], None],
         name: str,
-        optimizer: torch.optim.Optimizer | None = None,
+        link: StepLink,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         super().__init__([dict(group) for group in groups], {})
         self.param_groups = groups
@@ -45,7 +146,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.loss_scaler = scaler
         self.overflow = False
         self.name = name
-        self._clear = clear
+        self._link, self._clear = link, clear
 
     @property
     def loss_scale(self) -> float:
@@ -75,19 +176,19 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Drop all gradients."""
         self._clear()
 
-    def step(self, closure: Any = None) -> Any:
-        """Raise UsageError: updates are made by `engine.step()`."""
-        msg = "optimizer.step() does nothing by itself here: call engine.step(), which reduces, clips and updates"
-        raise UsageError(msg)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update, as `engine.step()` at a boundary, from the gradients of all backward passes since the last update.
+
+        Collective over: the data axis.
+
+        Raises:
+            UsageError: a closure is given, the engine is gone, or as for `engine.step()`.
+        """
+        self._link.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UsageError after construction: flat buffers are laid out for the groups given to `initialize`."""
-        if hasattr(self, "loss_scaler"):
-            msg = "parameter groups cannot be added to a running engine; pass all of them to mpispeed.initialize"
-            raise UsageError(msg)
-        # Torch's decorator imports its whole compiler, which takes seconds, only to keep it away from this function.
-        inherited = torch.optim.Optimizer.add_param_group
-        getattr(inherited, "__wrapped__", inherited)(self, param_group)
+        _add_group(self, param_group, is_made=hasattr(self, "loss_scaler"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load hyper-parameters of the groups; optimizer states are loaded by `engine.load_checkpoint`.
@@ -104,6 +205,15 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise AttributeError(msg)
 
 
+def _add_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, is_made: bool) -> None:
+    if is_made:
+        msg = "parameter groups cannot be added to a running engine; pass all of them to mpispeed.initialize"
+        raise UsageError(msg)
+    # Torch's decorator imports its whole compiler, which takes seconds, only to keep it away from this function.
+    inherited = torch.optim.Optimizer.add_param_group
+    getattr(inherited, "__wrapped__", inherited)(optimizer, group)
+
+
 def _load_groups(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
@@ -115,15 +225,17 @@ def _load_groups(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> No
         group.update({key: value for key, value in values.items() if key not in ("params", MASK)})
 
 
-def make_handle(client: torch.optim.Optimizer, rule: Rule, clear: Callable[[], None]) -> Callable[[], None]:
+def make_handle(
+    client: torch.optim.Optimizer, rule: Rule, clear: Callable[[], None], link: StepLink
+) -> Callable[[], None]:
     """Reduce a client's optimizer to its parameter groups and guard its methods; return a function that undoes this."""
     if isinstance(rule, Foreign):
         rule.take_step()
-        return guard(client, clear)
+        return guard(client, clear, link.step)
     if any(client.state.values()):
         log.warning("the optimizer %s comes with state of earlier steps, which is dropped", type(client).__name__)
         client.state.clear()
-    undo = guard(client, clear)
+    undo = guard(client, clear, link.step)
     # Torch's own replaces the group dicts, which the engine would not see.
     vars(client)["load_state_dict"] = partial(_load_groups, client.param_groups)
 

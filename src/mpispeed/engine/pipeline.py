@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import ConfigError, PipelineError, ScheduleError, UsageError
+from mpispeed.base.errors import ConfigError, DataEnded, PipelineError, ScheduleError, UnimplementedUse, UsageError
 from mpispeed.base.split_grads import split
 from mpispeed.data.loader import RepeatingLoader
 from mpispeed.engine.build.recomputing import configure_recomputation
 from mpispeed.engine.engine import Engine
 from mpispeed.engine.observe.reports import describe_pipeline
-from mpispeed.engine.pipeline_callbacks import StageDuties
+from mpispeed.engine.pipeline_callbacks import FeedEnded, StageDuties
 from mpispeed.nn import activation_checkpointing
 from mpispeed.nn.cut_marks import is_cut, mark_cut
 from mpispeed.pipe import instructions as do
@@ -149,7 +149,9 @@ class PipelineEngine(Engine):
         Collective over: all ranks.
 
         Raises:
-            UsageError: (a RuntimeError) gradients are switched off, or the iterator ends within the batch.
+            UsageError: (a RuntimeError) gradients are switched off.
+            DataEnded: (a StopIteration) on every rank, if the iterator of one is at its end; on that rank only, if it
+                ends within the batch.
             RunEnded: (a SystemExit) on all ranks: the run was saved because its job ends or it was asked to stop.
         """
         if not torch.is_grad_enabled():
@@ -163,8 +165,7 @@ class PipelineEngine(Engine):
         self.train()
         duties, steps = self._duties, self.plan.batch.gradient_accumulation_steps
         duties.begin_training(self._feed(data_iter), steps)
-        with duties.gathered(is_held=self.plan.gathers_once):
-            self._executor.run(self._schedule(steps), is_training=True)
+        self._run(self._schedule(steps), is_training=True)
         loss = torch.tensor(duties.mean_loss)
         self._end_step()
         return loss
@@ -200,11 +201,12 @@ class PipelineEngine(Engine):
         Collective over: all ranks.
 
         Raises:
-            UsageError: another value of `reduce_output`, or the iterator ends within the batch.
+            UsageError: another value of `reduce_output` (also a NotImplementedError).
+            DataEnded: (a StopIteration) as for `train_batch`.
         """
         if reduce_output not in ("avg", None):
             msg = f'engine.eval_batch(reduce_output={reduce_output!r}): "avg" and None are known'
-            raise UsageError(msg)
+            raise UnimplementedUse(msg)
         self._require("eval_batch")
         self.heed_requests()
         was_training, duties, place = self.training, self._duties, self._executor.place
@@ -214,8 +216,8 @@ class PipelineEngine(Engine):
         self.eval()
         try:
             duties.begin_evaluation(data_iter, computes_loss=compute_loss)
-            with torch.no_grad(), duties.gathered(is_held=self.plan.gathers_once):
-                self._executor.run(schedule, is_training=False)
+            with torch.no_grad():
+                self._run(schedule, is_training=False)
             result = duties.evaluated(self._executor.losses, reduce_output, is_shared=bcast_loss and compute_loss)
         finally:
             duties.data = kept
@@ -250,6 +252,29 @@ class PipelineEngine(Engine):
         """Send shapes again. Shapes may change at any time; this is here for DeepSpeed scripts."""
         self._executor.exchange.forget_shapes()
 
+    def load_module_state_dict(
+        self,
+        checkpoint: Any,
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """As `Engine.load_module_state_dict`, for the layers of this stage.
+
+        Collective over: the data axis.
+
+        Raises:
+            UsageError: a path is given, or None: layers have no files of their own.
+            CheckpointError: (a RuntimeError) on every rank, if names or shapes do not fit.
+        """
+        if not isinstance(checkpoint, Mapping):
+            msg = (
+                f"engine.load_module_state_dict({checkpoint!r}): layers of a pipeline have no files of their own here; "
+                "call engine.load_checkpoint(load_dir, tag, load_module_only=True), or pass a state dict of this stage"
+            )
+            raise UsageError(msg)
+        super().load_module_state_dict(checkpoint, strict, custom_load_fn, fetch_z3_params)
+
     # -- refused methods ---------------------------------------------------------------------------------------------
 
     scale = _refused("scale")
@@ -275,6 +300,23 @@ class PipelineEngine(Engine):
         if has_passes and self._unsplit is None:
             self._unsplit = split(self.module)
         return schedule
+
+    def _run(self, schedule: PipeSchedule, *, is_training: bool) -> None:
+        """Run one global batch.
+
+        Collective over: all ranks.
+
+        Raises:
+            DataEnded: as for `train_batch`.
+        """
+        loads = any(isinstance(one, do.LoadMicroBatch) for step in schedule.steps() for one in step)
+        problem = self._duties.look_ahead() if loads else ""
+        self.mesh.world.comm.agree(not problem, problem, DataEnded)
+        try:
+            with self._duties.gathered(is_held=self.plan.gathers_once):
+                self._executor.run(schedule, is_training=is_training)
+        except FeedEnded as failure:
+            raise DataEnded(str(failure)) from None
 
     def _feed(self, data_iter: Iterator[Any] | None) -> Iterator[Any] | None:
         if data_iter is not None:

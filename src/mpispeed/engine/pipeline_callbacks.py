@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from mpispeed.engine.build.parts import Parts
 
 
+class FeedEnded(UsageError):
+    """A stage has no batch to load. A StopIteration would not get through the generators between here and the user."""
+
+
 class StageDuties:
     """Callbacks of one stage in training and evaluation. See `pipe.run.Duties`.
 
@@ -42,6 +46,7 @@ class StageDuties:
         self.mean_loss, self.extra_losses, self.last_outputs = 0.0, dict[str, float](), None
         self.is_at_boundary = False
         self._feed: Iterator[Any] | None = None
+        self._first: list[Any] = []  # a batch that was taken by `look_ahead`
         self._is_training = self._computes_loss = True
         self._micro_batches, self._taken = 1, 0
         self._losses: list[torch.Tensor] = []
@@ -53,12 +58,14 @@ class StageDuties:
     def begin_training(self, feed: Iterator[Any] | None, micro_batches: int) -> None:
         """Prepare for one global batch."""
         self._feed, self._micro_batches, self._taken = feed, micro_batches, 0
+        self._first.clear()
         self._is_training = self._computes_loss = True
         self._losses, self._extras = [], {}
 
     def begin_evaluation(self, feed: Iterator[Any], *, computes_loss: bool) -> None:
         """Prepare for one global batch without gradients."""
         self._feed, self._taken = feed, 0
+        self._first.clear()
         self._is_training, self._computes_loss = False, computes_loss
         self.last_outputs = None
 
@@ -80,14 +87,7 @@ class StageDuties:
         if self._feed is None:
             msg = "this stage loads micro-batches and got no data iterator; pass one on first and last stages"
             raise UsageError(msg)
-        try:
-            batch = next(self._feed)
-        except StopIteration:
-            msg = (
-                f"the data iterator ended after {self._taken} micro-batches of a global batch; wrap the loader in "
-                "mpispeed.data.RepeatingLoader, or give as many micro-batches as gradient_accumulation_steps"
-            )
-            raise UsageError(msg) from None
+        batch = self._next()
         self._taken += 1
         if self.batch_fn is not None:
             batch = self.batch_fn(batch)
@@ -101,6 +101,28 @@ class StageDuties:
         if self._parts.plan.casts_inputs:
             inputs = cast_inputs((inputs,), self._parts.plan.policy.compute)[0]
         return inputs, labels
+
+    def look_ahead(self) -> str:
+        """Take the first batch of a global batch, for `load`; "" or, where there is none, what to tell the user."""
+        if self._feed is None:
+            return ""
+        try:
+            self._first.append(self._next())
+        except FeedEnded as failure:
+            return str(failure)
+        return ""
+
+    def _next(self) -> Any:
+        if self._first:
+            return self._first.pop()
+        try:
+            return next(self._feed)  # type: ignore[arg-type]
+        except StopIteration:
+            msg = (
+                f"the data iterator ended after {self._taken} micro-batches of a global batch; wrap the loader in "
+                "mpispeed.data.RepeatingLoader, or give as many micro-batches as gradient_accumulation_steps"
+            )
+            raise FeedEnded(msg) from None
 
     def forward(self, chunk: int, inputs: Any) -> Any:
         """Run the layers of a chunk."""

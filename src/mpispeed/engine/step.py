@@ -339,3 +339,12 @@ class CheckLrKwargs:
     def __call__(self, ctx: StepContext) -> None:
         """Local."""
         self._advance.check(ctx.lr_kwargs)
+
+
+def with_scheduler(parts: Sequence[StepPart], scheduler: Any | None) -> list[StepPart]:
+    """The parts of a step with `scheduler` in place of the one that they had; None: without one."""
+    kept = [part for part in parts if not isinstance(part, CheckLrKwargs | AdvanceLr)]
+    if scheduler is None:
+        return kept
+    advance = AdvanceLr(scheduler)
+    return [CheckLrKwargs(advance), *kept, advance]

@@ -220,6 +220,44 @@ def _tie_to_parent() -> Callable[[], None] | None:
     return tie
 
 
+class _Forwarder:
+    """Handler that passes signals on to the launcher; those that come before it is there, as soon as it is."""
+
+    def __init__(self, on_signal: Callable[[int], None] | None) -> None:
+        self._on_signal = on_signal
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._delayed: list[threading.Timer] = []
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if self._on_signal is not None:
+            self._on_signal(number)
+        if self._process is None:
+            self._early.append(number)
+        else:
+            self._pass_on(self._process, number)
+
+    def begin(self, process: subprocess.Popen[bytes]) -> None:
+        """From now on there is somebody to pass them on to."""
+        self._process = process
+        for number in self._early:
+            self._pass_on(process, number)
+
+    def end(self) -> None:
+        """Drop what was not passed on yet."""
+        for timer in self._delayed:
+            timer.cancel()
+
+    def _pass_on(self, process: subprocess.Popen[bytes], number: int) -> None:
+        if number not in _OF_TERMINAL:
+            process.send_signal(number)
+        elif not _terminal_sends_interrupts():
+            # Whoever sent it may have sent it to the launcher too, which takes a second one for an order to drop all.
+            timer = threading.Timer(_REPEAT_SECONDS, process.send_signal, [number])
+            self._delayed.append(timer)
+            timer.start()
+
+
 def run_launch(
     launch: Launch,
     *,
@@ -230,32 +268,37 @@ def run_launch(
 
     `on_start` is called with the process of the launcher, `on_signal` with the number of each signal that came.
     """
-    process = subprocess.Popen(launch.argv, env={**os.environ, **launch.added}, preexec_fn=_tie_to_parent())
-    if on_start is not None:
-        on_start(process)
-
-    delayed: list[threading.Timer] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        if on_signal is not None:
-            on_signal(number)
-        if number not in _OF_TERMINAL:
-            process.send_signal(number)
-        elif not _terminal_sends_interrupts():
-            # Whoever sent it may have sent it to the launcher too, which takes a second one for an order to drop all.
-            timer = threading.Timer(_REPEAT_SECONDS, process.send_signal, [number])
-            delayed.append(timer)
-            timer.start()
-
+    forward = _Forwarder(on_signal)
     # An ignored signal stays ignored: that is what nohup, and a shell in the background, ask for.
     before = {
         number: signal.signal(number, forward) for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
+        process = _start(launch, list(before))
+        if on_start is not None:
+            on_start(process)
+        forward.begin(process)
         code = process.wait()
     finally:
-        for timer in delayed:
-            timer.cancel()
+        forward.end()
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
+
+
+def _start(launch: Launch, handled: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start the job, tied to us. A signal that comes to it before it runs ends it, as one that comes later."""
+    tie = _tie_to_parent()
+    as_before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+
+    def begin() -> None:
+        if tie is not None:
+            tie()
+        for number in handled:  # our handlers, which a child of a fork has as well, would swallow it
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, as_before)
+
+    try:
+        return subprocess.Popen(launch.argv, env={**os.environ, **launch.added}, preexec_fn=begin)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, as_before)

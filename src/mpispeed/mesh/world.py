@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from zlib import crc32
 import torch
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.base.launched import launched_rank
+from mpispeed.base.launched import RANK_PID, launched_rank
 from mpispeed.base.log import keep_lines_whole
 from mpispeed.mesh import exits, launcher
 from mpispeed.mesh.backends.solo import SoloComm
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 LAST_SECONDS = 10.0
-"""How long the end of a group of members waits for what was started on it: nobody else may ever come to that."""
+"""How long an end waits for what was started on groups of members, and for messages: nobody may ever come to that."""
 
 FIRST_OWN, OWN_COUNT = 1000, 60000
 """Numbers of channels of groups of members: above those that all ranks have, below the 2^16 of the recorder."""
@@ -147,11 +148,24 @@ class World:
                 group.started.close()
             group.close()
 
+    def forget_group(self, group: Comm) -> None:
+        """Let go of a group of `group_of_members`: what was started on it fails. Not blocking, and not collective."""
+        _, channel = self._own.pop(id(group), (None, None))
+        if channel is not None:
+            channel.abandon()
+
     def close(self) -> None:
-        """Finish started operations and end the progress threads."""
+        """Finish started operations and end the progress threads; messages that nobody answers are given up."""
+        end = time.monotonic() + LAST_SECONDS
         for _, channel in self._own.values():
-            channel.close(LAST_SECONDS)
+            channel.close(max(0.0, end - time.monotonic()))
         self._own.clear()
+        count = sum(channel.forget_messages(max(0.0, end - time.monotonic())) for channel in self._channels)
+        if count:
+            log.warning(
+                "rank %d ends with %d started messages that no other rank has answered within %g s",
+                self.rank, count, LAST_SECONDS,
+            )  # fmt: skip
         for channel in self._channels:
             channel.close()
 
@@ -241,7 +255,8 @@ def _join(reduction: str, timeout_seconds: float) -> World:
 
 
 def _export(world: World) -> None:
-    """Set the variables DeepSpeed scripts read. Collective over: all ranks."""
+    """Set the variables DeepSpeed scripts read, and our own. Collective over: all ranks."""
+    os.environ[RANK_PID] = str(os.getpid())
     facts = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
     stale = {name: os.environ[name] for name, value in facts.items() if os.environ.get(name, value) != value}
     os.environ.update(facts)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion
 from mpispeed.optim.fused import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
+from mpispeed.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from mpispeed.optim.schedule import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from mpispeed.optim.tuning_args import (
     VALID_LR_SCHEDULES,
@@ -35,9 +36,12 @@ __all__ = [
     "FusedLion",
     "LRRangeTest",
     "OneCycle",
+    "OnebitAdam",
+    "OnebitLamb",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "ZeroOneAdam",
     "add_tuning_arguments",
     "get_config_from_args",
     "get_lr_from_config",

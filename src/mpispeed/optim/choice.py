@@ -13,6 +13,7 @@ from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.fused import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
 from mpispeed.optim.host_optimizer import HostOptimizer
+from mpispeed.optim.onebit import OnebitAdam, OnebitLamb, OneBitOptimizer, ZeroOneAdam
 from mpispeed.optim.rule import RULES, Rule, drop_auto
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ _RULE_MODULES = (adagrad, adam, lamb, lion, onebit_adam, onebit_lamb, sgd, zero_
 """Imported because each registers its rules in `RULES`."""
 
 _OWN = (CPUAdagrad, CPUAdam, CPULamb, CPULion, FusedAdagrad, FusedAdam, FusedLamb, FusedLion)
+_OWN_ONEBIT = (OnebitAdam, OnebitLamb, ZeroOneAdam)
 """Optimizers that stand for a rule."""
 
 
@@ -37,7 +39,25 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     clips = any(group.get("max_grad_norm") for group in optimizer.param_groups)  # FusedLamb, group by group
     if isinstance(optimizer, HostOptimizer) and type(optimizer) in _OWN and not clips:
         return optimizer.rule
+    if isinstance(optimizer, OneBitOptimizer):
+        if type(optimizer) in _OWN_ONEBIT:
+            return optimizer.rule
+        msg = (
+            f"the optimizer {type(optimizer).__name__} is derived from {type(optimizer).__mro__[1].__name__}, whose "
+            "update is the engine's and would not be the derived one's; pass an object of the class itself"
+        )
+        raise ConfigError(msg)
     return Foreign(optimizer)
+
+
+def kind_of(optimizer: Any, configured: str | None) -> str:
+    """The name in a JSON file of an optimizer that was passed in, in lower case; else that of the config, or "".
+
+    An optimizer of another kind, or one that a callable will make, gives "".
+    """
+    if optimizer is None:
+        return (configured or "").lower()
+    return optimizer.type_name.lower() if isinstance(optimizer, OneBitOptimizer) else ""
 
 
 def build(type_name: str, params: Mapping[str, Any] | None = None) -> tuple[Rule, dict[str, Any]]:

@@ -6,17 +6,19 @@ The names and arguments are those of DeepSpeed's CPU optimizers; the rules are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpispeed.optim.adagrad import Adagrad
 from mpispeed.optim.adam import Adam
-from mpispeed.optim.host_optimizer import HostOptimizer
+from mpispeed.optim.host_optimizer import Factor, HostOptimizer
 from mpispeed.optim.host_rule import check_coefficients
 from mpispeed.optim.lamb import Lamb
 from mpispeed.optim.lion import Lion
+from mpispeed.optim.sparse_rows import has_rows, update_rows
 
 
 class CPUAdam(HostOptimizer):
@@ -81,6 +83,33 @@ class CPUAdagrad(HostOptimizer):
     def _begin(self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         super()._begin(param, state, group)
         state["sum"].fill_(float(group["initial_accumulator_value"]))
+
+    def _update(self, live: list[Tensor], grads: list[Tensor], outs: list[Tensor], factors: Sequence[Factor]) -> None:
+        """As every optimizer here, and by rows where a gradient has only those; with decay all rows change."""
+        groups = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
+        is_short = [
+            has_rows(grad) and not self.param_groups[groups[id(param)]]["weight_decay"]
+            for param, grad in zip(live, grads, strict=True)
+        ]
+        for place, (param, grad) in enumerate(zip(live, grads, strict=True)):
+            if is_short[place]:
+                self._update_rows(param, grad, groups[id(param)], factors)
+                if outs:
+                    outs[place].view(-1).copy_(param.view(-1))
+        rest = [place for place, is_done in enumerate(is_short) if not is_done]
+        if rest:
+            dense = [grads[place].to_dense() if has_rows(grads[place]) else grads[place] for place in rest]
+            super()._update([live[place] for place in rest], dense, [outs[place] for place in rest if outs], factors)
+
+    def _update_rows(self, param: Tensor, grad: Tensor, index: int, factors: Sequence[Factor]) -> None:
+        self._check_tensor("a parameter of", param)
+        state, group = self.state[param], self.param_groups[index]
+        if not state:
+            self._begin(param, state, group)
+        state["step"] = int(state["step"]) + 1
+        terms = self._rule.terms({**self._rule.defaults, **group}, state["step"], float(factors[index]))
+        threads = self.threads or torch.get_num_threads()
+        update_rows(param, state, self._rule.state_names, grad, terms, self._make_table, threads)
 
 
 class CPULion(HostOptimizer):

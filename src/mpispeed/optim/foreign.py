@@ -72,14 +72,27 @@ def split_state(state: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Tenso
     return slots, scalars
 
 
-def guard(optimizer: torch.optim.Optimizer, clear: Callable[[], None]) -> Callable[[], None]:
-    """Redirect `step` and `zero_grad` of an object that the user still holds.
+def guard(
+    optimizer: torch.optim.Optimizer, clear: Callable[[], None], step: Callable[[Any], None]
+) -> Callable[[], None]:
+    """Redirect `step` and `zero_grad` of an object that the user still holds, because the gradients are elsewhere.
 
-    `step` is refused, since the gradients are elsewhere; `zero_grad` calls `clear`. Returns a function that undoes it.
+    Args:
+        optimizer: the object, which is changed.
+        clear: what `zero_grad` calls.
+        step: what `step` calls, with its closure.
+
+    Returns:
+        A function that undoes it.
     """
+
+    def redirected(_: torch.optim.Optimizer, closure: Any = None) -> None:
+        step(closure)
+
+    redirected._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     before: dict[str, Any] = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
     # A method, with torch's mark, so that schedulers neither wrap it nor take it for an override of their own.
-    vars(optimizer).update(step=MethodType(_refuse_step, optimizer), zero_grad=lambda set_to_none=True: clear())
+    vars(optimizer).update(step=MethodType(redirected, optimizer), zero_grad=lambda set_to_none=True: clear())
 
     def undo() -> None:
         for name in ("step", "zero_grad"):
@@ -278,17 +291,6 @@ def _make(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> torch.opt
     optimizer.param_groups.clear()
     optimizer.state.clear()
     return optimizer
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
-    msg = (
-        f"{type(optimizer).__name__}.step() does nothing by itself here: call engine.step(), which reduces, clips and "
-        "updates"
-    )
-    raise UsageError(msg)
-
-
-_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def _refuse_unusable(cls: type[torch.optim.Optimizer]) -> None:

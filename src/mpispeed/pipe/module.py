@@ -17,6 +17,7 @@ from mpispeed.base.errors import StageError, TopologyError, UsageError
 from mpispeed.mesh.world import start
 from mpispeed.pipe.chunk import Chunk, recompute
 from mpispeed.pipe.grid import PipelineParallelGrid
+from mpispeed.pipe.layer_files import LayerFiles
 from mpispeed.pipe.layers import Layer, LayerSpec, first_uses, made, read_layers
 from mpispeed.pipe.partition import check_shared, describe, partition
 from mpispeed.pipe.process_topology import PipeDataParallelTopology
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(LayerFiles, nn.Module):
     """Layers partitioned into stages; this rank builds and has those of its own stage.
 
     Parameters are named by the global index of their layer, as `3.weight`, and tied ones `tied_modules.<key>.<name>`:
@@ -172,7 +173,7 @@ class PipelineModule(nn.Module):
             raise UsageError(msg)
         return self._chunks[index]
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, forward_input: Any) -> Any:
         """Run this rank's layers: the full model with one stage, else the part from this stage's input.
 
         Raises:
@@ -181,7 +182,7 @@ class PipelineModule(nn.Module):
         if self.num_chunks > 1:
             msg = f"the {self.num_chunks} chunks of a stage cannot run in one go; run chunk(index) for each"
             raise UsageError(msg)
-        return self._chunks[0](x)
+        return self._chunks[0](forward_input)
 
     def set_activation_checkpointing(self, interval: int, function: Callable[..., Any]) -> Callable[[], None]:
         """Recompute blocks of `interval` layers by `function`; 0 is off. Returns a function that undoes it."""

@@ -73,4 +73,6 @@ def require_whole(plan: Plan, rule: Any, name: str) -> None:
             f"optimizer {name} lets gradients stay local after its warm-up, and zero_optimization.stage {plan.stage} "
             "cuts them or what is updated from them over ranks; use stage 0 or 1"
         )
+        if plan.stage == 1:  # the object is there when the plan is made, what a callable makes is not
+            msg = msg.removesuffix("use stage 0 or 1") + "pass the optimizer itself, not a callable, or use stage 0"
         raise ConfigError(msg)

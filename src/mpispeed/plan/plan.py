@@ -124,7 +124,9 @@ class Plan:
 
     def _replicated(self) -> str:
         is_one = self.stage == 1 and self.states.master.is_replicated
-        return f", with whole states on every rank: {self.optimizer_name} needs them" if is_one else ""
+        return (
+            f", with whole states on every rank: {self.optimizer_name or 'the optimizer'} needs them" if is_one else ""
+        )
 
     def with_batch(self, batch: Batch) -> Plan:
         """The same plan with another batch."""
@@ -159,11 +161,12 @@ def make_plan(
     ranks_per_node: int | None = None,
     axes: Mapping[str, int] | None = None,
     device: torch.device = HOST,
+    optimizer_kind: str | None = None,
 ) -> Plan:
     """Resolve `config` for `world_size` ranks; `ranks_per_node` None: all are on one node.
 
     `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
-    is the device that this rank computes on.
+    is that of this rank. `optimizer_kind`: JSON name, in lower case, of an optimizer given in code; None: the config's.
 
     Raises:
         ConfigError: settings contradict each other, or do not work on the device; with keys, values and the cure.
@@ -171,7 +174,6 @@ def make_plan(
     """
     axes = dict(axes) if axes is not None else {"pipe": 1, "data": world_size, "model": 1}
     data = _data_size(config, axes)
-    triple = batch_sizes(config, data, math.prod(axes.values()))
     zero = config.zero_optimization
     policy = resolve(
         fp16_enabled=config.fp16.enabled,
@@ -181,12 +183,12 @@ def make_plan(
         model_dtype=model_dtype,
     )
     optimizer, scheduler = config.optimizer, config.scheduler
-    name = _check_device(config, device)
+    name = _check_device(config, device, optimizer_kind)
     return Plan(
         config=config,
         world_size=world_size,
         axes=axes,
-        batch=Batch(*triple, data),
+        batch=Batch(*batch_sizes(config, data, math.prod(axes.values())), data),
         stage=zero.stage,
         placing=place(
             zero,
@@ -213,13 +215,16 @@ def make_plan(
     )
 
 
-def _check_device(config: Config, device: torch.device) -> str:
+def _check_device(config: Config, device: torch.device, kind: str | None = None) -> str:
     """Refuse settings that work in host memory only; return the optimizer's name in lower case, or "".
+
+    `kind` is that of an optimizer that is given in code.
 
     Raises:
         UnsupportedOption: a setting is on that does not work on a device.
     """
-    name = (config.optimizer.type if config.optimizer and config.optimizer.type else "").lower()
+    own = config.optimizer.type if config.optimizer and config.optimizer.type else ""
+    name = own.lower() if kind is None else kind
     offload = config.zero_optimization.offload_optimizer
     is_apart = offload is not None and offload.device != "none"
     refused = {

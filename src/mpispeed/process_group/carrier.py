@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpispeed.base import device as devices
 from mpispeed.base.errors import CommError
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.world import World
@@ -92,11 +93,14 @@ class Carrier(_Base):
             self._world.close_group(self._comm)
 
     def abort(self) -> None:
-        """Let go of the group without waiting for other ranks."""
-        self._is_open = False
+        """Let go of the group without waiting for other ranks; what was started on it fails."""
+        if self._is_open:
+            self._is_open = False
+            self._world.forget_group(self._comm)
 
     def run(self, verb: str, opts: Any, outputs: Tensors, body: Callable[[Comm], object], label: str = "") -> TorchWork:
         """Carry `body` out, now or in its turn. Collective over: this group."""
+        notice(outputs)
         if getattr(opts, "asyncOp", True):
             return TorchWork(outputs, self.comm.start(body, verb, outputs, label))
         # In the same turn as others: a call of one rank may meet an asynchronous one of another, as in torch's Join.
@@ -105,10 +109,19 @@ class Carrier(_Base):
         return done
 
 
+def notice(tensors: Tensors) -> None:
+    """Note the device of tensors before anything is started with them, which then keeps to the order of its streams."""
+    for x in tensors:
+        if devices.is_on_device(x):
+            devices.notice(x.device)
+
+
 def one(tensors: Tensors | torch.Tensor) -> torch.Tensor:
-    """The only tensor of a list, or the tensor that was given in its place."""
+    """The only tensor of a list, or the tensor that was given in its place; its device is noted."""
     if isinstance(tensors, torch.Tensor):
+        notice([tensors])
         return tensors
+    notice(tensors)
     if len(tensors) != 1:
         msg = f"{len(tensors)} tensors in one call of a process group; a rank has one device, so give one"
         raise CommError(msg)

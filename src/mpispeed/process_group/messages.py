@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mpispeed.mesh.collectives.work import Posted, Work
+from mpispeed.mesh.collectives import checks
+from mpispeed.mesh.collectives.work import Posted, Work, in_this_mode
 from mpispeed.mesh.trace import recorder as recorders
 from mpispeed.process_group import layouts
 from mpispeed.process_group.carrier import Carrier, Tensors, one
@@ -34,6 +35,7 @@ class Messages(Carrier):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive a tensor from whichever rank sends one first."""
         x = one(tensors)
+        checks.tag(self.comm, tag, "recv")
         flat = x.detach() if layouts.is_plain(x) and x.is_cpu else torch.empty(x.shape, dtype=x.dtype)
         poll, found = self.comm.started.post_recv_any(flat.view(-1), tag), []
 
@@ -44,14 +46,14 @@ class Messages(Carrier):
 
         work = self.comm.await_posted("recv", x, Posted([has_come], flat), recorders.NO_ROW)
         if flat.data_ptr() != x.data_ptr():
-            work.after(lambda: x.detach().copy_(flat))
+            _then(work, lambda: x.detach().copy_(flat))
         return TorchWork([x], work, lambda: found[0])
 
 
 def _then(work: Work, copy: Callable[[], object]) -> None:
-    """Copy a message once it has arrived: where it is brought from host memory, after that."""
-    bring = work.bring
+    """Copy a message once it has arrived, if it does: where it is brought from host memory, after that."""
+    bring, copy = work.bring, in_this_mode(copy)
     if bring is None:
-        work.after(copy)
+        work.after(lambda: copy() if work.error is None else None)
     else:
         work.bring = lambda: (bring(), copy())

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.base.launched import launched_size
+from mpispeed.base.launched import is_child_of_rank, launched_size
 from mpispeed.mesh.world import World, current
 from mpispeed.process_group.device_group import MixedProcessGroup
 from mpispeed.process_group.group import BACKEND, MpiProcessGroup
 from mpispeed.process_group.options import Options
 from mpispeed.process_group.store import MpiStore
 
-DEVICES = ["cpu", "cuda", "xpu", "hpu", "npu", "mps"]
+DEVICES = ["cpu", "cuda"]
+"""Devices whose tensors the verbs take. Torch makes this backend the default one of a device that has no other yet."""
 
 _STATE: dict[str, Any] = {}
 """What joins MPI where nothing has yet, the job's store, and the options of the default group."""
@@ -59,7 +60,9 @@ def is_ours(url: str) -> bool:
         return False
     asked = _asked(url, "world_size")
     is_told = asked != -1 or all(os.environ.get(each) for each in ("RANK", "WORLD_SIZE"))
-    return not (os.environ.get("MASTER_ADDR") and is_told) or (size > 1 and asked in (-1, size))
+    if not (os.environ.get("MASTER_ADDR") and is_told):
+        return True
+    return size > 1 and asked in (-1, size) and not is_child_of_rank()
 
 
 def _asked(url: str, name: str) -> int:

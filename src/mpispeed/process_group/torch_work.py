@@ -16,8 +16,11 @@ _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _IS_KEPT_BY_TORCH = _VERSION >= (2, 9)
 """False where C++ code of torch, such as DistributedDataParallel's, may hold no reference to a handle in Python."""
 
-_KEPT: set[TorchWork] = set()
-"""Handles that nobody has waited for yet, where torch does not keep them."""
+_KEPT: dict[TorchWork, None] = {}
+"""Handles that nobody has waited for yet, where torch does not keep them; the oldest first."""
+
+MOST_KEPT = 1000
+"""After so many handles, those of the older half whose operations have ended are dropped: nobody will wait for them."""
 
 
 class TorchWork(dist.Work):
@@ -34,7 +37,7 @@ class TorchWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
         self._is_told = False  # its future is complete, or about to be: callbacks of it may ask this handle
         if not _IS_KEPT_BY_TORCH:
-            _KEPT.add(self)
+            _keep(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is done; True, or its error is raised.
@@ -42,7 +45,7 @@ class TorchWork(dist.Work):
         Raises:
             CommError: `timeout` passed first; the zero that torch passes for "none" is none.
         """
-        _KEPT.discard(self)
+        _KEPT.pop(self, None)
         work = self._work
         if work is not None and self._is_told and work.bring is None and work.join is None:
             if work.error is not None:
@@ -84,7 +87,7 @@ class TorchWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future with the tensors of the operation, completed by the thread that ends it."""
-        _KEPT.discard(self)
+        _KEPT.pop(self, None)
         if self._future is None:
             future: torch.futures.Future[Any] = torch.futures.Future()
             self._future = future
@@ -97,6 +100,14 @@ class TorchWork(dist.Work):
                 if recorder is not None and not self._work.is_done():
                     recorder.may_wait_for(self._work.row)
         return self._future
+
+
+def _keep(work: TorchWork) -> None:
+    if len(_KEPT) >= MOST_KEPT:
+        for old in list(_KEPT)[: MOST_KEPT // 2]:
+            if old.is_completed():
+                _KEPT.pop(old, None)
+    _KEPT[work] = None
 
 
 def _complete(future: torch.futures.Future[Any], work: TorchWork) -> None:

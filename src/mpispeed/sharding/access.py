@@ -91,7 +91,7 @@ def get_full_fp32_params(params: Iterable[nn.Parameter]) -> list[torch.Tensor | 
     Raises:
         UsageError: no engine has one of the parameters.
     """
-    return _collect([_find(param) for param in params], ParamStore.master)
+    return _collect([find_place(param) for param in params], ParamStore.master)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor, *, refresh: bool = False) -> None:
@@ -106,7 +106,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor, *, refres
         UsageError: no engine has the parameter, or `value` is no tensor of as many elements.
         StoreError: only on the rank whose swap files cannot be read or written.
     """
-    found = _find(param)
+    found = find_place(param)
     if found is None:
         return
     store, unit, entry = found.store, found.place.unit, found.place.entry
@@ -189,7 +189,7 @@ def get_full_grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
         NoGradient: (a ValueError) it is not between backward and step.
         UsageError: no engine has one of the parameters.
     """
-    found = [_find(param) for param in params]
+    found = [find_place(param) for param in params]
     for store in _stores(found):
         _finished(store)
     return _collect(found, lambda store, unit: _grads(store).reduced(unit), are_grads=True)
@@ -209,7 +209,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
             compressed.
         StoreError: only on the rank whose swap files cannot be read or written.
     """
-    found = _find(param)
+    found = find_place(param)
     if found is not None:
         _refuse_coded(found)
         flat, entry, grads = _flat(found, value, found.place.entry.numel), found.place.entry, _finished(found.store)
@@ -310,11 +310,11 @@ def get_full_optimizer_states(params: Iterable[nn.Parameter], optim_state_key: s
         UnknownState: (a ValueError) the optimizer has no such state, or none before its first step.
         UsageError: no engine has one of the parameters.
     """
-    found = [_find(param) for param in params]
+    found = [find_place(param) for param in params]
     for item in found:
         if item is not None:
             _check_key(item, optim_state_key)
-    return _collect(found, lambda store, unit: _state_of(store, unit, optim_state_key))
+    return _collect(found, lambda store, unit: state_held(store, unit, optim_state_key))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -327,7 +327,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
         UsageError: no engine has the parameter, or `value` is no tensor of as many elements.
         StoreError: only on the rank whose swap files cannot be read or written.
     """
-    found = _find(param)
+    found = find_place(param)
     if found is not None:
         flat = _flat(found, value, found.place.entry.numel)
         _put_state(found, found.own_of(flat), optim_state_key)
@@ -347,7 +347,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     if found is None:
         return None
     _check_key(found, optim_state_key)
-    return found.own(_state_of(found.store, found.place.unit, optim_state_key)).clone()
+    return found.own(state_held(found.store, found.place.unit, optim_state_key)).clone()
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -370,7 +370,7 @@ def _check_key(found: _Found, key: str) -> None:
     state, unit = state_of(found.store), found.place.unit
     known: set[str] = set(state.states.slots) if state is not None else set()
     if state is not None and isinstance(state.rule, KeepsState):
-        own = {slot for window in _windows(state, unit) for slot in state.rule.slots(window.key)}
+        own = {slot for window in windows_of(state, unit) for slot in state.rule.slots(window.key)}
         known = known.union(*found.store.mesh["data"].gather_objects(own))
     if key not in known:
         name = state.rule.name if state is not None else "none"
@@ -379,12 +379,13 @@ def _check_key(found: _Found, key: str) -> None:
         raise UnknownState(msg)
 
 
-def _windows(state: ZeroState, unit: Unit) -> list[Window]:
+def windows_of(state: ZeroState, unit: Unit) -> list[Window]:
+    """The windows of a unit on this rank."""
     update_windows = UpdateWindows(state.params, state.grads, state.states, state.rule)
     return list(update_windows.windows_of(unit, state.groups, 0))
 
 
-def _state_of(store: ParamStore, unit: Unit, key: str) -> torch.Tensor:
+def state_held(store: ParamStore, unit: Unit, key: str) -> torch.Tensor:
     """One optimizer state over the range of the unit's masters on this rank."""
     state = state_of(store)
     if state is not None and key in state.states.slots:
@@ -392,7 +393,7 @@ def _state_of(store: ParamStore, unit: Unit, key: str) -> torch.Tensor:
     master, start = store.master(unit), store.span(unit).start
     held = torch.zeros_like(master)
     if state is not None and isinstance(state.rule, KeepsState):
-        for window in _windows(state, unit):
+        for window in windows_of(state, unit):
             slots = state.rule.slots(window.key)
             if key in slots:
                 place = window.key[2] - start
@@ -403,13 +404,13 @@ def _state_of(store: ParamStore, unit: Unit, key: str) -> torch.Tensor:
 def _put_state(found: _Found, own: torch.Tensor, key: str) -> None:
     _check_key(found, key)
     store, unit, state = found.store, found.place.unit, state_of(found.store)
-    held = _state_of(store, unit, key)
+    held = state_held(store, unit, key)
     found.own(held).copy_(own)
     if state is not None and key in state.states.slots:
         state.states.put(unit, {key: held})
     if state is not None and isinstance(state.rule, KeepsState):
         start = store.span(unit).start
-        for window in _windows(state, unit):
+        for window in windows_of(state, unit):
             span = Span(window.key[2], window.key[2] + window.master.numel())
             if span.intersect(found.common).numel:
                 state.rule.restore(window, {key: held[span.shifted(-start).slice]}, {})
@@ -418,7 +419,7 @@ def _put_state(found: _Found, own: torch.Tensor, key: str) -> None:
 # -- common ------------------------------------------------------------------------------------------------------
 
 
-def _find(param: nn.Parameter) -> _Found | None:
+def find_place(param: nn.Parameter) -> _Found | None:
     """The place of `param` in its unit; None if it is frozen."""
     if not isinstance(param, nn.Parameter):
         msg = f"a parameter of the model is needed (torch.nn.Parameter), found a {type(param).__name__}"
@@ -438,7 +439,7 @@ def _find(param: nn.Parameter) -> _Found | None:
 
 
 def _find_cut(param: nn.Parameter, caller: str) -> _Found | None:
-    found = _find(param)
+    found = find_place(param)
     if found is not None and not found.store.rests_cut:
         msg = (
             f"{caller}: parameters of this engine are not cut, so that there is no local part; use "

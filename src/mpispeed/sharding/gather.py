@@ -89,7 +89,8 @@ class UnitGatherer:
         if unit.index in self._copies:
             self._copies[unit.index].copy_(part)
         else:
-            self._copies[unit.index] = part.clone()
+            with torch.inference_mode(False):  # later gathers write to it outside of that mode
+                self._copies[unit.index] = part.clone()
         self._fresh.add(unit.index)
 
     def forget(self, unit: Unit) -> None:

@@ -49,7 +49,8 @@ class GatheredParameters:
         """Nothing is gathered yet.
 
         Args:
-            params: one parameter, or any iterable of them; duplicates count once.
+            params: one parameter, or any iterable of them; duplicates count once, None (a bias that is not there)
+                does not.
             modifier_rank: position in the data axis of the rank whose values are kept.
             fwd_module: register the parameters as external ones of this module too.
             enabled: False makes the context do nothing.
@@ -242,7 +243,7 @@ def empty_partition_cache(model: nn.Module) -> None:
 def _listed(params: nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The distinct parameters, in the order given."""
     try:
-        items: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+        items: list[Any] = [params] if isinstance(params, torch.Tensor) else [p for p in params if p is not None]
     except TypeError:
         items = [params]
     for item in items:

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import UsageError
+from mpispeed.sharding import sharded_param
 from mpispeed.store.layout import Span
 from mpispeed.store.transfers import own_span
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from torch import nn
+
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.sharding.gather import UnitGatherer
     from mpispeed.store.placement import Placement
     from mpispeed.store.stored_tensor import StoredTensor
-    from mpispeed.store.table import Unit
+    from mpispeed.store.table import Table, Unit
 
 
 class OffloadStateTypeEnum(str, Enum):
@@ -46,6 +49,7 @@ class ParamShards:
     """Parameters and masters that a `ParamStore` holds on this rank, and their bytes."""
 
     mesh: Mesh
+    table: Table
     compute: torch.dtype | None
     master_dtype: torch.dtype
     placement: Placement  # of masters
@@ -82,6 +86,22 @@ class ParamShards:
     def stored_shard(self, unit: Unit) -> StoredTensor:
         """The stored tensor of the parameters that this rank holds between uses."""
         return self._rest[unit.index]
+
+    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of this rank's shard at rest. Local."""
+        self.require((OffloadStateTypeEnum.lp_params,), "param.ds_tensor")
+        unit, common = self._shard(param)
+        return self.rest(unit)[common.shifted(-self.rest_span(unit).start).slice].clone()
+
+    def shard_numel(self, param: nn.Parameter) -> int:
+        """Elements of this rank's shard at rest. Local."""
+        return self._shard(param)[1].numel
+
+    def _shard(self, param: nn.Parameter) -> tuple[Unit, Span]:
+        place = self.table.locate(param)
+        if place is None:
+            sharded_param.refuse(param, "param.ds_tensor")
+        return place.unit, place.entry.span.intersect(self.rest_span(place.unit))
 
     def drop_second(self) -> None:
         """Drop second copies; the next gather takes new ones. Equal on all ranks."""

@@ -59,6 +59,8 @@ class ShardedInit:
     Collective over: its group, for every method that shards or unshards.
     """
 
+    rests_cut = True
+
     def __init__(self, comm: Comm, dtype: torch.dtype | None, home: InMemory | OnDisk | None = None) -> None:
         """Nothing is sharded yet.
 
@@ -242,6 +244,16 @@ class ShardedInit:
                 del self._holds[id(param)]
                 if id(param) not in self._lingering:
                     self._seal(param)
+
+    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of this rank's shard. Local."""
+        return _INIT_SHARD[param].shard[: self.shard_numel(param)].clone()
+
+    def shard_numel(self, param: nn.Parameter) -> int:
+        """Elements of this rank's shard, without padding. Local."""
+        numel = param.numel()
+        part = -(-numel // self.comm.size)
+        return max(0, min(part, numel - self.comm.rank * part))
 
     def left(self, param: nn.Parameter) -> None:
         """Forget `param`, which has another owner now."""

@@ -6,6 +6,7 @@ about shape, type or gradient are answered; for anything else the owner unshards
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpispeed.base.errors import UsageError
+from mpispeed.sharding.param_facts import ParamFacts, serve_whole_params
 
 _QUESTIONS_TEXT = (
     "shape size numel nelement dim ndim ndimension dtype device layout requires_grad requires_grad_ is_leaf grad "
@@ -36,7 +38,13 @@ _SETTABLE = frozenset(("grad", "requires_grad", "_backward_hooks", "_post_accumu
 
 
 class Owner(Protocol):
-    """Object that has the data of sharded parameters and answers for them."""
+    """Object that has the data of sharded parameters and answers for them.
+
+    Attributes:
+        rests_cut: True if parameters are sharded while nobody needs them, as at stage 3.
+    """
+
+    rests_cut: bool
 
     def describe(self, param: nn.Parameter) -> str:
         """Name and state of `param`, for messages and `repr`."""
@@ -50,15 +58,26 @@ class Owner(Protocol):
     def left(self, param: nn.Parameter) -> None:
         """Note that `param` has another owner from now on, or none."""
 
+    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of this rank's shard of `param`, flat and without padding."""
+
+    def shard_numel(self, param: nn.Parameter) -> int:
+        """Elements of this rank's shard of `param`."""
+
 
 _OWNERS = WeakIdKeyDictionary()
 """Parameter -> weak reference to its keeper. By the parameter and not by its `id`, which a new one may get again."""
+
+_NUMBERS = WeakIdKeyDictionary()
+"""Parameter -> its number, in the order in which parameters came to an owner; ranks shard in the same order."""
+
+_COUNTER = itertools.count()
 
 _STAND_INS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 _SHARDED_CLASSES: dict[type, type] = {}
 
 
-class ShardedParam:
+class ShardedParam(ParamFacts):
     """Mixed into the class of a parameter while its data are elsewhere."""
 
     @classmethod
@@ -74,12 +93,23 @@ class ShardedParam:
             return _contiguous_stride(args[0].shape, *args[1:], **kwargs)
         if _changes_nothing(func, args, kwargs):
             return args[0]
+        if getattr(func, "__name__", "") == "detach" and not _can_open(args[0]):
+            return _alias(args[0])
         with opened(_sharded_in((args, kwargs)), _spoken(func)):
             return func(*args, **kwargs)
 
     def is_contiguous(self, **_: Any) -> bool:
         """True, as for the full parameter."""
         return True
+
+    def _asked(self, reader: str) -> Owner:
+        owner: Owner | None = owner_of(self)  # type: ignore[arg-type]
+        if owner is None:
+            refuse(self, reader)  # type: ignore[arg-type]
+        return owner
+
+    def _number(self) -> int:
+        return int(_NUMBERS[self])
 
     def __repr__(self) -> str:
         return f"Parameter {tell(self)}"  # type: ignore[arg-type]
@@ -108,7 +138,7 @@ def to_sharded(param: nn.Parameter, owner: Owner, dtype: torch.dtype, device: to
     """
     cls, shape, device = type(param), param.shape, device or param.device
     if issubclass(cls, ShardedParam) and (param.dtype != dtype or param.device != device):
-        param.__class__ = cls = cls.__mro__[2]
+        param.__class__ = cls = cls.__bases__[1]
     if not issubclass(cls, ShardedParam):
         param.data = _stand_in(dtype, device).expand(shape)
         param.__class__ = _sharded_class(cls)
@@ -119,7 +149,7 @@ def to_unsharded(param: nn.Parameter, data: torch.Tensor) -> None:
     """Give `param` its data, of the same shape."""
     cls = type(param)
     if issubclass(cls, ShardedParam):
-        param.__class__ = cls.__mro__[2]
+        param.__class__ = cls.__bases__[1]
     param.data = data
 
 
@@ -134,12 +164,21 @@ def watch(param: nn.Parameter, owner: Owner) -> None:
     if known is not owner:
         forget(param)
         _OWNERS[param] = weakref.ref(owner)
+        if param not in _NUMBERS:
+            _NUMBERS[param] = next(_COUNTER)
+        if owner.rests_cut and not hasattr(nn.Parameter, "ds_id"):
+            serve_whole_params(_cutter_of, lambda param: int(_NUMBERS[param]))
 
 
 def owner_of(param: torch.Tensor) -> Any | None:
     """The owner of `param`; None for an ordinary parameter."""
     found = _OWNERS.get(param)
     return None if found is None else found()
+
+
+def _cutter_of(param: nn.Parameter) -> Owner | None:
+    owner = owner_of(param)
+    return owner if owner is not None and owner.rests_cut else None
 
 
 def forget(param: nn.Parameter) -> None:
@@ -166,6 +205,56 @@ def _sharded_class(cls: type) -> type:
     if cls not in _SHARDED_CLASSES:
         _SHARDED_CLASSES[cls] = type(f"Sharded{cls.__name__}", (ShardedParam, cls), {"__module__": __name__})
     return _SHARDED_CLASSES[cls]
+
+
+class _AliasOwner:
+    """Owner of a detached parameter whose data stay elsewhere."""
+
+    rests_cut = True
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self._param = param
+
+    def describe(self, param: torch.Tensor) -> str:
+        """Name and state of the parameter that was detached."""
+        owner = owner_of(self._param)
+        return "whose engine is gone" if owner is None else str(owner.describe(self._param))
+
+    def open(self, params: Sequence[torch.Tensor], reader: str) -> bool:
+        """False: there are no data."""
+        return False
+
+    def close(self, params: Sequence[torch.Tensor]) -> None:
+        """Nothing was opened."""
+
+    def left(self, param: torch.Tensor) -> None:
+        """Nothing is kept."""
+
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor:
+        """A copy of this rank's shard of the parameter that was detached."""
+        return self._param.ds_tensor  # type: ignore[attr-defined,no-any-return]
+
+    def shard_numel(self, param: torch.Tensor) -> int:
+        """Elements of this rank's shard."""
+        return self._param.partition_numel()  # type: ignore[attr-defined,no-any-return]
+
+
+def _can_open(param: torch.Tensor) -> bool:
+    owner = owner_of(param)
+    if owner is None or not owner.open([param], "detach"):
+        return False
+    owner.close([param])
+    return True
+
+
+def _alias(param: torch.Tensor) -> torch.Tensor:
+    """`param.detach()` without data, as `state_dict` takes it: who reads it is told the same as of the parameter."""
+    alias = _stand_in(param.dtype, param.device).expand(param.shape).as_subclass(_sharded_class(torch.Tensor))
+    owner = _AliasOwner(param)
+    alias._alias_owner = owner  # type: ignore[attr-defined]  # the registry holds a weak reference
+    _OWNERS[alias] = weakref.ref(owner)
+    _NUMBERS[alias] = _NUMBERS[param]
+    return alias
 
 
 # -- reading -----------------------------------------------------------------------------------------------------

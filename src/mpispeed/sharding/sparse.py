@@ -1,8 +1,8 @@
 """Sparse gradients of embeddings: the rows that were used are sent, not full tables.
 
 Every rank sends the number of its rows, then their indices and values, padded to the largest number. A dense gradient
-(of a table that also serves a dense layer) is sent by its nonzero rows. A table with so many used rows that the full
-one is smaller is sent in full.
+(of a table without `sparse=True`, or one that also serves a dense layer) is sent by its nonzero rows. A table with so
+many used rows that the full one is smaller is sent in full.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ INDEX = torch.int32
 """How row numbers travel: a table of 2^31 rows would not fit the flat buffer of a unit."""
 
 
-def find_sparse_tables(model: nn.Module) -> set[int]:
-    """Ids of the weights of `nn.Embedding` and `nn.EmbeddingBag` that were made with `sparse=True`."""
+def find_tables(model: nn.Module) -> set[int]:
+    """Ids of the weights of `nn.Embedding` and `nn.EmbeddingBag`, whether or not they were made with `sparse=True`."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {id(module.weight) for module in model.modules() if isinstance(module, kinds) and module.sparse}
+    return {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
 
 
 class RowReducer(Listener):

@@ -1,5 +1,10 @@
 """Flags and messages of save_checkpoint, load_checkpoint and save_16bit_model."""
 
+import argparse
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -132,6 +137,16 @@ def test_tied_weights_stay_tied(stage, mpi_tmp_path):
     second.destroy()
 
 
+class Why(enum.Enum):
+    LOSS = "loss"
+
+
+@dataclass
+class Stop:
+    why: Why
+    step: int
+
+
 def test_client_state_comes_back_with_its_types(mpi_tmp_path):
     client = {
         "text": "ein Wort",
@@ -139,10 +154,14 @@ def test_client_state_comes_back_with_its_types(mpi_tmp_path):
         "nested": {"flag": True, "nothing": None, "deep": {"x": 1}},
         "tensor": torch.arange(4).view(2, 2),
         "empty": {},
+        "args": argparse.Namespace(path=Path("a"), dtype=torch.int8),
+        "stop": Stop(Why.LOSS, 3),
     }
     saved(mpi_tmp_path, tag="mine", client_state=client).destroy()
     second = start(config(1, **ADAM))
-    _, found = second.load_checkpoint(str(mpi_tmp_path), tag="mine")
+    _, plain = second.load_checkpoint(str(mpi_tmp_path), tag="mine")
+    assert plain["stop"] == argparse.Namespace(why="loss", step=3)
+    _, found = second.load_checkpoint(str(mpi_tmp_path), tag="mine", client_types=[Stop, Why])
     assert torch.equal(found.pop("tensor"), client.pop("tensor"))
     assert list(found.pop("numbers")) == client.pop("numbers")
     assert found == client

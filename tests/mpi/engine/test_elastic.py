@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mpispeed.base.errors import ConfigError
 from mpispeed.config.elastic_batch import SCHEDULED
+from mpispeed.elasticity import ElasticityConfigError, ElasticityIncompatibleWorldSize
 from tests.zoo.models import TinyLM, batches
 from tests.zoo.training import WARM, config, start, train_averaged, train_warm
 
@@ -34,7 +34,7 @@ def test_losses_are_those_of_the_batch_on_any_number_of_ranks():
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.ranks(3)
 def test_numbers_of_ranks_that_do_not_divide_the_batch_are_refused_everywhere():
-    with pytest.raises(ConfigError, match=r"3 ranks do not divide .* start 2 or 4 ranks"):
+    with pytest.raises(ElasticityIncompatibleWorldSize, match=r"3 ranks do not divide .* start 2 or 4 ranks"):
         start(elastic(version=0.1, max_train_batch_size=8), TinyLM())
 
 
@@ -42,5 +42,5 @@ def test_numbers_of_ranks_that_do_not_divide_the_batch_are_refused_everywhere():
 @pytest.mark.ranks(3)
 def test_a_schedule_for_other_settings_is_refused_everywhere(monkeypatch, mpi_tmp_path):
     monkeypatch.setenv(SCHEDULED, json.dumps({**SECTION, "max_train_batch_size": 24}))
-    with pytest.raises(ConfigError, match="max_train_batch_size is 12, and the scheduler chose"):
+    with pytest.raises(ElasticityConfigError, match="max_train_batch_size is 12, and the scheduler chose"):
         start(elastic(), TinyLM())

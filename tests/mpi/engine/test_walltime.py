@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import signal
-import time
+import threading
 from itertools import count
 
 import pytest
@@ -166,16 +166,17 @@ def test_a_save_that_is_asked_for_and_fails_does_not_end_training(mpi_tmp_path, 
 
 def test_a_save_in_the_background_is_complete_before_the_end(mpi_tmp_path, comm, monkeypatch):
     engine = make(mpi_tmp_path, checkpoint={"async_save": True})
-    real, waits = payload.write_run, [0.3]
+    real, gate = payload.write_run, threading.Event()
 
     def slow(*arguments):
-        time.sleep(waits.pop() if waits else 0)
+        gate.wait(60)
         yield from real(*arguments)
 
     monkeypatch.setattr(payload, "write_run", slow)
     train_averaged(engine, DATA[:1])
     engine.save_checkpoint(str(mpi_tmp_path), tag="mine")
     assert engine.is_saving
+    threading.Timer(0.3, gate.set).start()  # while the run ends
     os.kill(os.getpid(), signal.SIGUSR2)
     ended, _ = ends(engine, DATA[1:])
     assert not engine.is_saving

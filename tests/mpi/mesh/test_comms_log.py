@@ -11,7 +11,8 @@ from mpispeed.mesh import comms_log
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3)]
 
-LATE_SECONDS = 0.05
+LATE_SECONDS = 0.2
+"""More than other ranks come late by themselves, on a machine with fewer cores than ranks."""
 CALLS = 4
 
 

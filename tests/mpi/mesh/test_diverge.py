@@ -22,6 +22,6 @@ def test_divergence(scenario, world):
     scenario(world)
 
 
-def test_slow_rank(world, caplog):
-    seen = world.comm.gather_objects(diverge.slow_rank(world, caplog))
+def test_slow_rank(world, caplog, monkeypatch):
+    seen = world.comm.gather_objects(diverge.slow_rank(world, caplog, monkeypatch))
     assert sum(map(len, seen)) == world.node_count

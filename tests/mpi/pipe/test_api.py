@@ -177,7 +177,7 @@ def test_interleaved_stages_evaluate_too(world):
 
 
 def test_eval_batch_knows_no_other_reduction(engine):
-    with pytest.raises(UsageError, match=r"reduce_output='max'\): \"avg\" and None are known"):
+    with pytest.raises(NotImplementedError, match=r"reduce_output='max'\): \"avg\" and None are known"):
         engine.eval_batch(feed(engine, 0), reduce_output="max")
 
 
@@ -322,9 +322,36 @@ def test_a_batch_without_data(engine):
 
 @pytest.mark.ranks(1)
 def test_an_iterator_that_ends_within_a_batch(engine):
-    with pytest.raises(UsageError, match=r"ended after 1 micro-batches of a global batch; wrap the loader"):
+    with pytest.raises(StopIteration, match=r"ended after 1 micro-batches of a global batch; wrap the loader"):
         engine.train_batch(iter(micro_batches(engine, 0)[:1]))
     assert train(engine, [0]) == pytest.approx([PlainRun().step(*batch(0))[0]], rel=1e-5)
+
+
+def test_an_iterator_that_ends_ends_the_loops_of_all_ranks(engine):
+    loads = engine.is_first_stage() or engine.is_last_stage()
+    data = iter([pair for seed in range(2) for pair in micro_batches(engine, seed)]) if loads else None
+    losses = []
+    with pytest.raises(StopIteration, match="ended after 0 micro-batches"):
+        while True:
+            losses.append(float(engine.train_batch(data)))
+    assert len(losses) == 2
+    with pytest.raises(StopIteration), torch.no_grad():
+        engine.eval_batch(iter([]) if loads else None)
+    with pytest.raises(RuntimeError, match="generator raised StopIteration"):
+        list(engine.train_batch(data) for _ in range(3))  # never a shorter list
+    with pytest.raises(UsageError, match="ended after 0"):  # by the name of other mistakes too
+        engine.train_batch(data)
+    assert train(engine, [2])
+    assert engine.global_steps == 3
+
+
+def test_weights_of_a_stage_are_loaded(engine):
+    state = {name: torch.full_like(value, 0.25) for name, value in engine.module_state_dict().items()}
+    engine.load_module_state_dict({"module": state}, strict=True, custom_load_fn=None, fetch_z3_params=True)
+    assert all((value == 0.25).all() for value in engine.module_state_dict().values())
+    for path in ("folder", None):
+        with pytest.raises(UsageError, match="load_checkpoint"):
+            engine.load_module_state_dict(path)
 
 
 @pytest.mark.ranks(1)

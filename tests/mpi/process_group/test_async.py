@@ -1,7 +1,6 @@
 """Operations that are started and waited for later: handles, futures, time-outs, functional collectives."""
 
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from mpispeed.base.errors import CommError
+from mpispeed.process_group.options import Options
 from tests.helpers.torch_verbs import single
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
@@ -34,10 +34,11 @@ def test_handles_say_when_they_are_done(both):
     gate = both["world"]
     x = torch.ones(3)
     if gate.me > 0:
-        time.sleep(0.3)
+        gate.gloo.barrier().wait()  # rank 0 has looked
     work = dist.all_reduce(x, async_op=True)
-    if gate.me == 0 and len(gate.ranks) > 1:
-        assert not work.is_completed()
+    if gate.me == 0:
+        assert len(gate.ranks) == 1 or not work.is_completed()
+        gate.gloo.barrier().wait()
     assert work.wait()
     assert work.is_completed()
     assert work.is_success()
@@ -86,6 +87,35 @@ def test_results_are_no_part_of_a_graph(both):
     assert x.tolist() == y.tolist() == [float(len(both["world"].ranks))] * 2
     assert x.requires_grad
     assert x.grad_fn is None
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("is_large", (False, True))  # from some size on memory is shared
+def test_inference_mode(both, is_large):
+    """Tensors that were made there are written to there, also by calls that are carried out on another thread."""
+    size, me = len(both["world"].ranks), both["world"].me
+    count, ordered = (1 << 19 if is_large else 5), dist.new_group(pg_options=Options(reduction="ordered"))
+    with torch.inference_mode():
+        x, out = torch.full((count,), float(me)), [torch.zeros(count) for _ in range(size)]
+        works = [dist.all_gather(out, x, async_op=True), dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True)]
+        works.append(dist.all_reduce(y := torch.ones(count), group=ordered, async_op=True))
+        z = torch.zeros(2, 300).t()
+        works.append(dist.irecv(z, (me - 1) % size))
+        dist.send(torch.ones(300, 2), (me + 1) % size)
+        dist.all_reduce(out[0], dist.ReduceOp.AVG)
+    for work in works:
+        work.wait()
+    assert x.is_inference()
+    assert x.eq((size - 1) / 2).all()
+    assert y.eq(size).all()
+    assert z.eq(1).all()
+    assert all(found.eq(rank).all() for rank, found in enumerate(out))
+    plain = torch.ones(count)  # scratch that was made in that mode serves outside of it
+    for group in (None, ordered):
+        dist.all_reduce(plain, dist.ReduceOp.AVG, group=group)
+        dist.all_reduce(plain, dist.ReduceOp.AVG, group=group, async_op=True).wait()
+    assert plain.eq(1).all()
+    dist.destroy_process_group(ordered)
 
 
 @pytest.mark.ranks(2, 3)

@@ -70,6 +70,23 @@ def test_a_destroyed_group_says_so(torch_world):
         dist.destroy_process_group(group)
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_a_group_that_is_aborted_is_let_go(torch_world):
+    group, count = dist.new_group(), len(torch_world._own)
+    if torch_world.rank == 0 and torch_world.size > 1:
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        message = dist.irecv(torch.ones(1), 1, group=group)
+    group.abort()
+    assert len(torch_world._own) == count - 1
+    if torch_world.rank == 0 and torch_world.size > 1:
+        for left in (work, message):
+            with pytest.raises(CommError, match="was given up"):
+                left.wait()
+    with pytest.raises(CommError, match="was destroyed; make a new one"):
+        group.allreduce([torch.ones(1)])
+    dist.destroy_process_group(group)
+
+
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 

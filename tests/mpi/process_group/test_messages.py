@@ -4,6 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mpispeed.comm
+from mpispeed.base.errors import CommError
+
 pytestmark = pytest.mark.mpi(min_size=1)
 several = pytest.mark.ranks(2, 3, 4)
 
@@ -43,6 +46,22 @@ def test_tags_tell_messages_apart(both):
     for work in (*sent, *got):
         work.wait()
     assert [x.tolist() for x in found] == [[before, tag] for tag in range(20)]
+
+
+@several
+@pytest.mark.parametrize("tag", (32000, 32767))
+def test_tags_of_verbs_themselves_are_refused(both, tag):
+    after, before = ring(len(both["world"].ranks), both["world"].me)
+    x = torch.ones(1)
+    for call in (
+        lambda: dist.isend(x, after, tag=tag),
+        lambda: dist.irecv(x, before, tag=tag),
+        lambda: dist.irecv(x, tag=tag),
+        lambda: mpispeed.comm.send(x, after, tag=tag),
+        lambda: mpispeed.comm.recv(x, tag=tag),
+    ):
+        with pytest.raises(CommError, match=f"with tag {tag}, which other verbs use"):
+            call()
 
 
 @several

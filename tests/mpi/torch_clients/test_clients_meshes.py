@@ -7,21 +7,12 @@ import pytest
 from tests.helpers import torch_meshes
 from tests.helpers.torch_groups import check_bits, check_same, run_all
 
+CLIENTS = torch_meshes.MESHES
 RANKS = (1, 2, 3, 4) if os.environ.get("MPISPEED_MATRIX") == "full" else (2, 4)
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(*RANKS)]
 
 
-@pytest.fixture(scope="module")
-def ours(world):
-    return run_all(world, "mpi4py", torch_meshes.MESHES)
-
-
-@pytest.fixture(scope="module")
-def theirs(world):
-    return run_all(world, "gloo", torch_meshes.MESHES)
-
-
-@pytest.mark.parametrize("name", torch_meshes.MESHES)
+@pytest.mark.parametrize("name", CLIENTS)
 def test_as_with_gloo(world, ours, theirs, name):
     # Sums of 16 bits are rounded once here, and by gloo after each rank.
     check_same(ours[name], theirs[name], world.size, tolerance=2e-3 if "half" in name else 1e-5)
@@ -29,4 +20,4 @@ def test_as_with_gloo(world, ours, theirs, name):
 
 @pytest.mark.ranks(4)
 def test_twice_the_same_bits(world, ours):
-    check_bits(ours, run_all(world, "mpi4py", torch_meshes.MESHES))
+    check_bits(ours, run_all(world, "mpi4py", CLIENTS))

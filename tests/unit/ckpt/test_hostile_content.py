@@ -237,10 +237,11 @@ def sequence(kind, length, **values):
     return client(change)
 
 
-def deep(group):
+def deep(group, kind="dict"):
     for _ in range(1100):
         made = group.create_group("leak")
         make_dict(made, ["leak"])
+        fixed(made, "%kind", kind)
         group = made
     group.attrs["leak"] = 1
 
@@ -252,6 +253,19 @@ def laughs(group):
         make_dict(made, ["leak", "leak"])
         group = made
     group.attrs["leak"] = 1
+
+
+def parts(kind, *keys, **values):
+    """A group of a kind with named parts."""
+
+    def change(group):
+        made = group.create_group("leak")
+        make_dict(made, list(keys))
+        fixed(made, "%kind", kind)
+        for name, value in values.items():
+            made.attrs[name[1:]] = np.bytes_(value) if isinstance(value, str) else value
+
+    return client(change)
 
 
 def tensor(dtype, **how):
@@ -283,6 +297,16 @@ STATES = {
     "compound": dataset("array", data=np.zeros(3, COMPOUND)),
     "gzip": dataset("bytes", data=np.zeros(3000, np.uint8), compression="gzip"),
     "complex of many": dataset("complex", data=np.zeros(3, "<c16")),
+    "record of nothing": parts("record"),
+    "record without class": parts("record", "fields", _fields=1),
+    "fields no dict": parts("record", "class", "fields", _class="a.B", _fields=1),
+    "class no text": parts("member", "class", "name", "value", _class=1, _name="x", _value=1),
+    "member of more": parts("member", "class", "name", "value", "x", _class="a.B", _name="x", _value=1, _x=1),
+    "member with a number for a name": parts("member", "class", "name", "value", _class="a.B", _name=1, _value=1),
+    "namespaces deep": client(lambda group: deep(group, "namespace")),
+    "dtype of another name": dataset("dtype", data=np.frombuffer(b"torch.nn", np.uint8)),
+    "dtype elsewhere": dataset("dtype", data=np.frombuffer(b"os.system", np.uint8)),
+    "path no text": dataset("path", data=np.array([255], np.uint8)),
     "number no number": dataset("int", data=np.frombuffer(b"xyz", np.uint8)),
     "text no text": dataset("text", data=np.array([255], np.uint8)),
     "tensor of nothing": tensor("object", data=np.zeros(3, np.uint8)),

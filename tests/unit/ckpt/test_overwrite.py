@@ -23,13 +23,15 @@ def save(folder, number):
     saved(folder, "only", tensors=tensors, state=state, options=SaveOptions(overwrite=True))
 
 
-def look(folder, is_over, answers):
-    """Open the tag again and again; every time it has to be there, whole."""
-    seen, problem = [], ""
+def look(folder, has_looked, is_over, answers):
+    """Open the tag again and again, before, while and after it is saved; every time it has to be there, whole."""
+    seen, problem, is_last = [], "", False
     try:
-        while not is_over.is_set():
+        while not is_last:
+            is_last = is_over.is_set()
             with open_checkpoint(folder, "only") as checkpoint:
                 seen.append(checkpoint.global_step)
+            has_looked.set()
     except Exception as failure:  # whatever it is, the test tells
         problem = f"{type(failure).__name__}: {failure}"
     answers.put((seen, problem))
@@ -41,10 +43,11 @@ def test_a_tag_can_be_opened_at_every_moment_of_its_overwriting(tmp_path, monkey
         monkeypatch.setattr(tags, "exchange", lambda *_: False)
     save(tmp_path, 0)
     context = multiprocessing.get_context("fork")
-    is_over, answers = context.Event(), context.Queue()
-    reader = context.Process(target=look, args=(tmp_path, is_over, answers))
+    has_looked, is_over, answers = context.Event(), context.Event(), context.Queue()
+    reader = context.Process(target=look, args=(tmp_path, has_looked, is_over, answers))
     reader.start()
     try:
+        has_looked.wait(60)
         for number in range(1, SAVES):
             save(tmp_path, number)
     finally:
@@ -52,7 +55,7 @@ def test_a_tag_can_be_opened_at_every_moment_of_its_overwriting(tmp_path, monkey
     seen, problem = answers.get(timeout=60)
     reader.join(60)
     assert problem == ""
-    assert len(seen) > 1
+    assert (seen[0], seen[-1]) == (0, SAVES - 1)
     assert all(one <= other for one, other in itertools.pairwise(seen))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["only"]
 

@@ -1,14 +1,18 @@
 """Options of `mpispeed run`: DeepSpeed's spelling, what they set, what they refuse."""
 
 import json
+import os
 import shlex
 import sys
+import tempfile
 
 import pytest
 from click.testing import CliRunner
 
+from mpispeed.base.errors import UsageError
 from mpispeed.cli import run_options
-from mpispeed.cli.main import cli, main
+from mpispeed.cli.deepspeed_options import saved_pid
+from mpispeed.cli.main import cli, deepspeed_main, main
 from mpispeed.cli.run import _with_signals, runner
 
 
@@ -103,7 +107,10 @@ def test_programs_of_other_kinds(here):
     ("words", "why"),
     [
         (["--module", "--no_python", "x"], "--module and --no_python exclude each other"),
-        (["-H", "no.hosts", "train.py"], "no.hosts cannot be read"),
+        (["-H", ".", "train.py"], "the host file . cannot be read"),
+        (["-H", "no.hosts", "--num_nodes", "2", "train.py"], "give --hostfile FILE"),
+        (["-H", "hosts", "--no_ssh", "train.py"], "has to reach far-a, far-b; start inside a SLURM job"),
+        (["--autotuning", "run", "train.py"], "--autotuning run is not available"),
         (["-H", "hosts", "--num_gpus", "1", "--exclude", "far-a", "train.py"], "--num_gpus 1 cannot be combined"),
         (["-H", "hosts", "-i", "far-a", "-e", "far-b", "train.py"], "exclude each other"),
         (["--num_nodes", "2", "train.py"], "give --hostfile FILE"),
@@ -119,7 +126,7 @@ def test_programs_of_other_kinds(here):
 def test_what_is_refused(here, capsys, words, why):
     error = refused(capsys, *words)
     assert why in error
-    assert error.count("\n") == 1
+    assert sum("notice:" not in line for line in error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,6 +140,72 @@ def test_an_unknown_launcher_is_refused(here):
     done = CliRunner().invoke(cli, ["run", "--launcher", "jsrun", "train.py"])
     assert done.exit_code == 2
     assert "'jsrun' is none of auto, mpirun, srun" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--force_multi"], "--force_multi is not needed"),
+        (["--no_local_rank"], "--no_local_rank is not needed"),
+        (["--node_rank", "0"], "--node_rank is not needed"),
+        (["--deepspeed"], "--deepspeed before the script is not needed"),
+        (["--no_ssh"], ""),
+        (["--hostfile=no.hosts"], "there is no host file no.hosts"),
+    ],
+)
+def test_options_of_deepspeed_that_need_no_effect(here, capsys, words, said):
+    _, plain = shown("train.py")
+    done = CliRunner().invoke(cli, ["run", "--dry-run", *words, "train.py", "--deepspeed"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert shlex.split(done.stdout)[-len(plain) - 1 :] == [*plain, "--deepspeed"]
+    assert said in done.stderr
+    assert bool(said) == bool(done.stderr)
+
+
+def test_a_port_of_ssh(here):
+    variables, argv = shown("-H", "hosts", "--ssh_port", "2222", "train.py")
+    assert "-p 2222" in " ".join([*variables.values(), *argv])
+    variables, argv = shown("-H", "hosts", "--ssh", "mysh -q", "--ssh_port", "2222", "train.py")
+    assert "-q -p 2222" in " ".join([*variables.values(), *argv])
+
+
+def test_the_word_run_may_be_left_out(here):
+    expected = CliRunner().invoke(cli, ["run", "--hostfile=hosts", "--dry-run", "train.py", "--lr", "1"]).stdout
+    assert "far-a" in expected
+    for words in (
+        ["--hostfile=hosts", "--dry-run", "train.py", "--lr", "1"],
+        ["-H", "hosts", "--dry-run", "train.py", "--lr", "1"],
+    ):
+        assert CliRunner().invoke(cli, words).stdout == expected
+    assert "Commands" in CliRunner().invoke(cli, ["--help"]).stdout
+    assert CliRunner().invoke(cli, ["trian.py"]).exit_code == 2
+    assert CliRunner().invoke(cli, []).exit_code in (0, 2)
+
+
+def test_an_executable_called_deepspeed(here, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["deepspeed", "--hostfile=hosts", "--dry-run", "train.py", "--lr", "1"])
+    with pytest.raises(SystemExit) as leaving:
+        deepspeed_main()
+    assert not leaving.value.code
+    first = capsys.readouterr().out
+    assert first == CliRunner().invoke(cli, ["run", "--hostfile=hosts", "--dry-run", "train.py", "--lr", "1"]).stdout
+    with pytest.raises(SystemExit):
+        deepspeed_main(["--version"])
+    assert capsys.readouterr().out.startswith("mpispeed ")
+
+
+def test_the_pid_is_kept_while_the_job_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / f"{os.getpid()}.deepspeed"
+    with saved_pid(True):
+        assert path.read_text() == str(os.getpid())
+    assert not path.exists()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="--save_pid"), saved_pid(True):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+    with saved_pid(False):
+        pass
 
 
 def test_words_for_the_launcher(here):

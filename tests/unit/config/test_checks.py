@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, ElasticityConfigError
 from mpispeed.config import load, require_available
 from mpispeed.config.root import Config
 from mpispeed.config.section import walk
 from mpispeed.config.unavailable import UNAVAILABLE
+from mpispeed.config.zero import ZeroOptimization
 
+ELASTIC = {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2]}
 SNIP = {"enabled": True, "method": "snip_momentum", "schedule_offset": 10, "schedule_offset_end": 5}
 
 
@@ -47,7 +49,8 @@ CONFLICTS = {
     "zero_optimization.zero_hpz_partition_size": in_files(offload_param={}, zero_hpz_partition_size=2),
     "zero_optimization.mics_shard_size": in_files(offload_param={}, mics_shard_size=1),
     "optimizer.params.torch_adam": {
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, **in_files(offload_optimizer={}),
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "amsgrad": True}},
+        **in_files(offload_optimizer={}),
     },
     "zero_optimization.legacy_stage1": {"zero_optimization": {"legacy_stage1": True}},
     "fp16.fp16_master_weights_and_grads": {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
@@ -394,3 +397,61 @@ def test_a_time_that_is_none_is_one_mistake(limit):
     with pytest.raises(ConfigError) as caught:
         load({"walltime": {"limit": limit}})
     assert str(caught.value).startswith("configuration: walltime.limit: Input should be seconds, or a time such as ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"elasticity": ELASTIC, "train_batch_size": 4}, ElasticityConfigError),
+        ({"elasticity": {**ELASTIC, "micro_batch_sizes": []}}, ElasticityConfigError),
+        ({"elasticity": {**ELASTIC, "version": "new"}, "gradient_clipping": -1}, ElasticityConfigError),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError),
+        ({"amp": {"enabled": True}, "fp16": {"enabled": True}}, NotImplementedError),
+    ],
+)
+def test_errors_that_scripts_catch_by_type(settings, error):
+    with pytest.raises(error) as caught:
+        load(settings)
+    assert isinstance(caught.value, ConfigError)
+    with pytest.raises(ConfigError) as plain:
+        load({"gradient_clipping": -1})
+    assert type(plain.value) is ConfigError
+
+
+def test_torch_adam_with_states_in_files_is_the_own_adam():
+    params = {"torch_adam": True, "fused": None, "lr": 0.1, "maximize": False}
+    for kind, decay in (("Adam", {"weight_decay": 0.01}), ("AdamW", {"weight_decay": 0.01})):
+        loaded = load({"optimizer": {"type": kind, "params": params}, **in_files(offload_optimizer={})})
+        assert loaded.config.optimizer.params == {"lr": 0.1, **decay}
+        assert any("optimizer.params.torch_adam has no effect here" in text for text in loaded.warnings)
+    coupled = {"type": "Adam", "params": {**params, "adam_w_mode": False}}
+    loaded = load({"optimizer": coupled, **in_files(offload_optimizer={})})
+    assert loaded.config.optimizer.params == {"lr": 0.1, "adam_w_mode": False}
+    assert load({"optimizer": coupled}).config.optimizer.params == coupled["params"]
+
+
+def test_sections_made_in_code_take_old_spellings():
+    made = ZeroOptimization(
+        stage=3, stage3_max_live_parameters=7, cpu_offload=True, cpu_offload_use_pin_memory=True,
+        stage3_gather_fp16_weights_on_model_save=True, cpu_offload_param=True,
+    )  # fmt: skip
+    assert made.max_live_parameters == 7
+    assert made.offload_optimizer.device == made.offload_param.device == "cpu"
+    assert made.gather_16bit_weights_on_model_save
+    for given in ({"stage3_max_live_parameters": 7, "max_live_parameters": 8}, {"cpu_offload": 1}):
+        with pytest.raises(ValueError, match=r"the same setting|expected true or false"):
+            ZeroOptimization(**given)
+
+
+def test_steps_per_print_may_be_infinite():
+    assert load({"steps_per_print": float("inf")}).config.steps_per_print is None
+    assert Config(steps_per_print=float("inf")).steps_per_print is None
+
+
+def test_parameters_of_1_bit_optimizers_without_effect_warn():
+    params = {"cuda_aware": True, "comm_backend_name": "nccl", "bias_correction": True}
+    said = load({"optimizer": {"type": "OneBitAdam", "params": params}}).warnings
+    assert [text.split()[0] for text in said] == [
+        "optimizer.params.bias_correction", "optimizer.params.cuda_aware", "optimizer.params.comm_backend_name"
+    ]  # fmt: skip
+    assert not load({"optimizer": {"type": "OneBitAdam", "params": {"comm_backend_name": "mpi"}}}).warnings

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.drill import inject
 from mpispeed.drill.faults import parse_faults
 from mpispeed.drill.inject import InjectedError, Injector, damage, from_environment
 from mpispeed.mesh import sim
@@ -34,22 +35,43 @@ def test_an_exit_has_its_code():
     assert caught.value.code == 7
 
 
-def test_after_seconds_it_happens_at_the_next_step():
+class Clock:
+    """Stands for `time`: it goes on by sleeping only."""
+
+    def __init__(self):
+        self.now, self.slept = 1000.0, []
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(inject, "time", found)
+    return found
+
+
+def test_after_seconds_it_happens_at_the_next_step(clock):
     broken = injector("error@seconds=0.05")
     broken.at("update", 1)
-    time.sleep(0.06)
+    clock.now += 0.06
     with pytest.raises(InjectedError):
         broken.at("update", 2)
 
 
-def test_slow_steps_are_slow_as_often_as_they_are_asked_to_be():
+def test_slow_steps_are_slow_as_often_as_they_are_asked_to_be(clock):
     broken = injector("slow:seconds=0.05,steps=2@step=2")
-    seconds = []
+    slept = []
     for step in range(1, 5):
-        begin = time.monotonic()
+        clock.slept.clear()
         broken.at("update", step)
-        seconds.append(time.monotonic() - begin >= 0.05)
-    assert seconds == [False, True, True, False]
+        slept.append(sum(clock.slept))
+    assert slept == [0, 0.05, 0.05, 0]
 
 
 def test_a_stall_ends_when_it_is_told_to():
@@ -109,7 +131,6 @@ def test_memory_has_a_limit_and_it_is_taken_back():
 
 
 def test_memory_without_a_limit_is_not_taken(monkeypatch):
-    from mpispeed.drill import inject
     from mpispeed.watchdog.memory import MemoryFacts
 
     monkeypatch.setattr(inject, "memory_facts", lambda pid: MemoryFacts(pid))

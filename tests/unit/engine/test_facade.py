@@ -9,8 +9,11 @@ import mpispeed
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.engine import deepspeed_getters
 from mpispeed.engine.api import _config_source
-from mpispeed.engine.facade import EngineOptimizer
+from mpispeed.engine.backward import Counters
+from mpispeed.engine.config_getters import PATHS, REFUSED
+from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, StepLink
 from mpispeed.mesh import sim
+from mpispeed.monitor.by_hand import Monitors
 from mpispeed.precision.scaler import DynamicScale, StaticScale
 from tests.unit.engine.simulated import engine_on
 from tests.zoo.models import Net, samples
@@ -20,7 +23,9 @@ from tests.zoo.training import ADAM, SGD, config, train
 def make_facade(scaler=None):
     groups = [{"params": list(Net().parameters()), "lr": 0.1}, {"params": [torch.nn.Parameter(torch.ones(2))], "lr": 1}]
     cleared = []
-    return EngineOptimizer(groups, scaler or DynamicScale(8), lambda: cleared.append(True), "Adam"), groups, cleared
+    clear, link = lambda: cleared.append(True), StepLink()
+    inner = InnerOptimizer(groups, Counters(), link, clear)
+    return EngineOptimizer(groups, scaler or DynamicScale(8), clear, "Adam", link, inner), groups, cleared
 
 
 def test_groups_are_shared_not_copied():
@@ -61,12 +66,31 @@ def test_the_scale_shows_under_its_names():
             getattr(static, name)
 
 
-def test_its_own_step_and_new_groups_are_refused():
-    facade, _, _ = make_facade()
-    with pytest.raises(UsageError, match=r"engine\.step\(\)"):
-        facade.step()
-    with pytest.raises(UsageError, match="cannot be added"):
-        facade.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+def test_steps_without_an_engine_and_new_groups_are_refused():
+    facade, _, cleared = make_facade()
+    for optimizer in (facade, facade.optimizer):
+        with pytest.raises(UsageError, match="the engine that made the updates is gone"):
+            optimizer.step()
+        with pytest.raises(UsageError, match=r"step\(\) without it"):
+            optimizer.step(lambda: None)
+        with pytest.raises(UsageError, match="cannot be added"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        optimizer.zero_grad()
+    assert cleared == [True, True]
+
+
+def test_the_inner_optimizer_shows_groups_and_no_state_before_an_update():
+    facade, groups, _ = make_facade()
+    inner = facade.optimizer
+    assert inner.param_groups is groups
+    assert not hasattr(inner, "optimizer")
+    assert dict(inner.state) == inner.state_dict()["state"] == {}
+    with pytest.raises(KeyError):
+        inner.state[groups[0]["params"][0]]
+    with pytest.raises(UsageError, match="safe_set_full_optimizer_state"):
+        inner.state = {groups[0]["params"][0]: {}}
+    torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 0.5)
+    assert facade.get_lr() == [pytest.approx(0.05), pytest.approx(0.5)]
 
 
 @pytest.fixture
@@ -88,6 +112,57 @@ def test_every_name_of_the_tables_answers(engine):
         getattr(engine, name)()
     for name in deepspeed_getters.PROPERTIES:
         getattr(engine, name)
+    for name in PATHS:
+        getattr(engine, name)()
+    for name in REFUSED:
+        with pytest.raises(UsageError, match=rf"engine.{name}\(\): .* not available"):
+            getattr(engine, name)(None, step=3)
+
+
+def test_the_config_is_a_mapping(engine):
+    view = engine.config
+    assert view["fp16"]["loss_scale"] == view.get("fp16").get("loss_scale") == view.fp16.loss_scale == 2.0
+    assert view.get("nothing") is None
+    assert "zero_optimization" in view
+    assert dict(view) == engine.plan.config.resolved_dict()
+    with pytest.raises(AttributeError, match="nothing"):
+        view.nothing  # noqa: B018
+
+
+def test_monitor_and_timer(engine):
+    assert engine.monitor.enabled is False
+    engine.monitor.write_events([("Mine/series", torch.tensor(1.0), 3)])
+    assert engine.tput_timer.avg_samples_per_sec() == float("-inf")
+    train(engine, samples(4))
+    assert engine.tput_timer.global_step_count == 4
+    assert 0 < engine.tput_timer.avg_samples_per_sec() < float("inf")
+
+
+def test_points_of_a_script_reach_the_sinks():
+    class Noting:
+        def __init__(self):
+            self.calls = []
+
+        def write(self, *point):
+            self.calls.append(point)
+
+        def flush(self):
+            self.calls.append("flush")
+
+    sink = Noting()
+    Monitors([sink], enabled=True).write_events(iter([("a", torch.tensor(0.5), 1), ("b", 2, 3)]))
+    assert sink.calls == [("a", 0.5, 1), ("b", 2.0, 3), "flush"]
+
+
+def test_the_scheduler_can_be_replaced(engine):
+    assert engine.lr_scheduler is None
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+    train(engine, samples(2))
+    assert engine.get_lr() == [pytest.approx(1e-2 / 3)]
+    engine.lr_scheduler = None
+    assert engine.lr_scheduler is None
+    train(engine, samples(1))
+    assert engine.get_lr() == [pytest.approx(1e-2 / 3)]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +188,21 @@ def test_every_name_of_the_tables_answers(engine):
         ("get_data_types", (torch.float16, torch.float32)),
         ("postscale_gradients", True),
         ("get_type", [None]),
+        ("zero_gather_16bit_weights_on_model_save", False),
+        ("zero_hpz_partition_size", 1),
+        ("zero_nvme_offload_optimizer", False),
+        ("zero_allow_untested_optimizer", False),
+        ("dataloader_drop_last", False),
+        ("use_node_local_storage", False),
+        ("load_universal_checkpoint", False),
+        ("checkpoint_tag_validation_enabled", True),
+        ("pld_enabled", False),
+        ("pld_theta", None),
+        ("curriculum_enabled_legacy", False),
+        ("flops_profiler_profile_step", 1),
+        ("autotuning_metric", "throughput"),
+        ("autotuning_profile_model_info", False),
+        ("eigenvalue_max_iter", 100),
     ],
 )
 def test_getters(engine, name, value):

@@ -261,6 +261,31 @@ def test_the_job_ends_with_a_launcher_that_is_killed(parent):
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_that_comes_while_the_job_is_started_reaches_it(monkeypatch, name):
+    """Before anybody could pass it on; it neither ends the launcher nor is lost."""
+    number, lost = getattr(signal, name), []
+
+    class Started(subprocess.Popen):
+        def __init__(self, *words, **settings):
+            super().__init__(*words, **settings)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(command.subprocess, "Popen", Started)
+    before = signal.signal(number, lambda *_: lost.append(number))
+    try:
+        assert run_launch(Launch(("sleep", "60"))) == 128 + number
+    finally:
+        signal.signal(number, before)
+    assert lost == []
+
+
+def test_no_signal_is_held_back_once_the_job_is_started():
+    code = "import signal, sys; sys.exit(bool(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+    assert run_launch(Launch((sys.executable, "-c", code))) == 0
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

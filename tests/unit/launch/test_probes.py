@@ -47,9 +47,13 @@ def test_a_process_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\ntime.sleep(600)"
     )
     monkeypatch.setattr(probes, "KILL_SECONDS", 0.5)
-    assert ask(["-c", code], seconds=2) == (None, "no answer within 2 s")
-    pid = int((tmp_path / "pid").read_text())
-    for _ in range(100):
+    file = tmp_path / "pid"
+    for seconds in (2, 30):
+        assert ask(["-c", code], seconds=seconds) == (None, f"no answer within {seconds} s")
+        if file.exists() and file.read_text():
+            break  # on a busy machine it may not have come that far the first time
+    pid = int(file.read_text())
+    for _ in range(1200):
         if not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text():
             break
         time.sleep(0.05)

@@ -146,14 +146,15 @@ def test_refuses_worlds_of_one(tmp_path):
 )
 def test_only_an_interrupted_run_is_requeued(stem, state, is_requeued, tmp_path):
     template = next(path for path in TEMPLATES if path.stem == stem)
-    says = f"printf %s {shlex.quote(state)} > {tmp_path}/run/state.json"
+    # Times of files are those of the kernel's clock, which ticks each 10 ms at worst; a real run takes longer.
+    says = f"sleep 0.02; printf %s {shlex.quote(state)} > {tmp_path}/run/state.json"
     done = start(template, tmp_path, world=6, python=shlex.join(["bash", "-c", says]))
     assert done.returncode == 0, done.stderr
     assert ("scontrol requeue 7" in done.stdout) is is_requeued
 
 
 def test_cancelled_job_is_not_requeued(tmp_path):
-    says = f"""printf '{{"state": "interrupted"}}' > {tmp_path}/run/state.json"""
+    says = f"""sleep 0.02; printf '{{"state": "interrupted"}}' > {tmp_path}/run/state.json"""
     done = start(named("requeue"), tmp_path, 6, state="COMPLETING", python=shlex.join(["bash", "-c", says]))
     assert done.returncode == 0
     assert "scontrol" not in done.stdout
@@ -172,7 +173,8 @@ def test_ranks_in_containers_know_the_end_of_the_job(tmp_path):
     [(signal.SIGUSR1, ":", True), (signal.SIGTERM, "pass_on", True), (signal.SIGTERM, ":", False)],
 )
 def test_batch_shell_outlives_signals_and_passes_on_what_ranks_expect(tmp_path, number, forward, got):
-    ranks = 'trap "echo got; exit 0" USR1; touch up; for _ in {1..10}; do sleep 0.1; done; echo end'
+    waits = "for _ in {1..600}; do [ ! -e told ] || break; sleep 0.1; done"
+    ranks = f'trap "echo got; exit 0" USR1; touch up; {waits}; echo end'
     job, environ = prepare(named("single"), tmp_path, 6, forward=forward, python=shlex.join(["bash", "-c", ranks]))
     (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nexec "$@"\n')
     with subprocess.Popen(["bash", job], env=environ, stdout=subprocess.PIPE, text=True) as process:
@@ -180,7 +182,10 @@ def test_batch_shell_outlives_signals_and_passes_on_what_ranks_expect(tmp_path, 
             time.sleep(0.02)
         time.sleep(0.1)
         process.send_signal(number)
-        output = process.communicate(timeout=20)[0]
+        if not got:
+            time.sleep(0.3)  # it would come meanwhile
+            (tmp_path / "told").touch()
+        output = process.communicate(timeout=120)[0]
     assert (output, process.returncode) == ("got\n" if got else "end\n", 0)
 
 

@@ -131,14 +131,9 @@ def test_wrong_limits_are_refused(limits):
 
 
 def test_a_job_that_was_told_to_end_is_not_restarted(tmp_path):
-    code = "import os, time; time.sleep(0.5); os.kill(os.getppid(), 15); time.sleep(60)"
     jobs = Jobs(tmp_path, [])
-    jobs.supervisor.plan = lambda *_: Launch((sys.executable, "-c", code))
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # should it come before the supervisor's is there
-    try:
-        assert jobs.run() == 128 + signal.SIGTERM
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    jobs.supervisor.plan = lambda *_: Launch(("sh", "-c", "kill -TERM $PPID; exec sleep 60"))
+    assert jobs.run() == 128 + signal.SIGTERM
     assert jobs.said == []
 
 
@@ -169,18 +164,25 @@ def test_this_machine_is_not_asked_over_the_network(tmp_path):
 
 
 def test_a_job_is_left_alone_while_no_host_answers_and_given_up_at_last(tmp_path):
+    waits = 'while [ ! -e "$0" ]; do sleep 0.05; done'
     for patience, code in ((60.0, 0), (0.3, 143)):
         (tmp_path / "way").mkdir(exist_ok=True)
         limits = {"beat_seconds": 0.05, "most_restarts": 0, "wait_seconds": patience}
         jobs = Jobs(tmp_path / "way", [], limits=limits)
+        told = tmp_path / f"told {patience}"
 
-        def plan(hosts, restarts, jobs=jobs, patience=patience):
+        def say(text, jobs=jobs, patience=patience, told=told):
+            jobs.said.append(text)
+            if patience > 1:
+                told.touch()  # it has been seen, and the job may end
+
+        def plan(hosts, restarts, jobs=jobs, told=told):
             jobs.lose("a", "b", "c")
-            return Launch((sys.executable, "-c", f"import time; time.sleep({1 if patience > 1 else 60})"))
+            return Launch(("sh", "-c", waits, str(told)))
 
         for file in jobs.folder.iterdir():
             file.unlink()
-        jobs.supervisor.plan = plan
+        jobs.supervisor.plan, jobs.supervisor.say = plan, say
         assert jobs.run() == code
         assert jobs.said.count("no host of the job answers, so it may be the way to them; the job is left alone for "
                                "now") == 1  # fmt: skip

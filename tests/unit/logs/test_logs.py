@@ -20,11 +20,12 @@ from mpispeed.logs.relay import stamp as relay_stamp
 BEGIN = "import sys, os, time\nfrom mpispeed.logs import rank_logs as logs\nlogs.begin()\n"
 
 
-def start(folder, code, rank=0, **env):
+def start(folder, code, rank=0, stdin=None, **env):
     environment = {**os.environ, "MPISPEED_RUN_DIR": str(folder), "PMI_RANK": str(rank), **env}
     return subprocess.Popen(
-        [sys.executable, "-c", BEGIN + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
+        [sys.executable, "-c", BEGIN + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=stdin,
+        env=environment,
+    )  # fmt: skip
 
 
 def texts(folder, rank=0):
@@ -66,11 +67,15 @@ def test_more_than_a_pipe_takes_while_nobody_reads(tmp_path):
 
 
 def test_a_reader_that_has_gone_costs_nothing_but_its_copy(tmp_path):
-    process = start(tmp_path, "time.sleep(0.5)\nfor n in range(1000): print('line', n)")
+    process = start(tmp_path, "sys.stdin.read()\nfor n in range(1000): print('line', n)", stdin=subprocess.PIPE)
     process.stdout.close()
     process.stderr.close()
+    process.stdin.close()  # now it may begin
     assert process.wait(120) == 0
-    assert texts(tmp_path)[-1] == ("o", "line 999")
+    limit = time.monotonic() + 60
+    while texts(tmp_path)[-1:] != [("o", "line 999")] and time.monotonic() < limit:
+        time.sleep(0.01)  # the relay may end after the rank
+    assert [text for _, text in texts(tmp_path)] == [f"line {n}" for n in range(1000)]
 
 
 def test_what_a_child_of_the_rank_writes_is_there_too(tmp_path):

@@ -31,8 +31,8 @@ def test_divergence(scenario, size):
     sim.run(size, scenario, timeout_seconds=60)
 
 
-def test_slow_rank(caplog):
-    assert len(sim.run(3, lambda world: diverge.slow_rank(world, caplog), timeout_seconds=60)) == 3
+def test_slow_rank(caplog, monkeypatch):
+    assert len(sim.run(3, lambda world: diverge.slow_rank(world, caplog, monkeypatch), timeout_seconds=60)) == 3
     assert sum("has been waiting" in record.getMessage() for record in caplog.records) == 1
 
 

@@ -17,7 +17,8 @@ class Aborted(Exception):
 
 def leave(errors, monkeypatch, size=3, nodes=1):
     """Let ranks fail with the given errors; returns each rank's exit code, negative if it aborted the job."""
-    monkeypatch.setattr(exits, "GRACE_SECONDS", 0.2)
+    # Those that all fail come together, whenever; the others are waited for in vain.
+    monkeypatch.setattr(exits, "GRACE_SECONDS", 60.0 if len(errors) == size else 0.2)
     monkeypatch.setattr(exits, "SHOWN_SECONDS", 0.05)
     left = {}
 

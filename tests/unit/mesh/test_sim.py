@@ -1,6 +1,6 @@
 """Simulated ranks fail as real ones should: at once, for everyone, saying who and where."""
 
-import time
+import threading
 
 import pytest
 import torch
@@ -42,10 +42,15 @@ def test_a_rank_that_ends_early_is_named():
 
 
 def test_a_late_rank_is_named():
+    given_up = threading.Event()
+
     def fn(world):
         if world.rank == 0:
-            time.sleep(0.3)
-        world.comm.barrier()
+            given_up.wait(60)
+        try:
+            world.comm.barrier()
+        finally:
+            given_up.set()
 
     with pytest.raises(CommError, match=r"barrier of ranks \[0, 1\]: rank 0 did not come within 0\.1 s"):
         sim.run(2, fn, timeout_seconds=0.1)
@@ -88,11 +93,16 @@ def test_message_of_another_size():
 
 
 def test_a_started_verb_nobody_joins_runs_out_of_time():
+    given_up = threading.Event()
+
     def fn(world):
         if world.rank == 0:
-            world.comm.start_all_reduce(torch.ones(1)).wait()
+            try:
+                world.comm.start_all_reduce(torch.ones(1)).wait()
+            finally:
+                given_up.set()
         else:
-            time.sleep(0.3)
+            given_up.wait(60)
 
     with pytest.raises(CommError, match=r"started all_reduce .* not all ranks came within 0\.1 s"):
         sim.run(2, fn, timeout_seconds=0.1)

@@ -397,6 +397,28 @@ def test_sparse_gradients_are_refused_by_name(way: str) -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("hyper", [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}, {"weight_decay": 0.1}])
+def test_adagrad_takes_sparse_gradients(hyper) -> None:
+    """Row by row, with the bits of the dense gradient."""
+    models = []
+    for is_sparse in (False, True):
+        torch.manual_seed(3)
+        model = nn.ModuleDict({"words": nn.Embedding(50, 4, sparse=is_sparse), "out": nn.Linear(4, 1)})
+        optimizer = CPUAdagrad(model.parameters(), lr=0.1, **hyper)
+        for tokens in ([1, 2, 1], [7], [2, 49]):
+            optimizer.zero_grad()
+            model["out"](model["words"](torch.tensor(tokens))).square().sum().backward()
+            outs = [torch.empty(param.numel(), dtype=torch.bfloat16) for param in model.parameters()]
+            optimizer.step(lowp_out=outs)
+            for out, param in zip(outs, model.parameters(), strict=True):
+                assert torch.equal(out, param.detach().bfloat16().view(-1))
+        models.append((model.state_dict(), [state["sum"] for state in optimizer.state.values()]))
+        assert {state["step"] for state in optimizer.state.values()} == {3}
+    for key, value in models[0][0].items():
+        torch.testing.assert_close(models[1][0][key], value, rtol=1e-6, atol=0)  # rows that come twice are added up
+    assert len(models[0][1]) == len(models[1][1])
+
+
 @pytest.mark.parametrize(
     ("cls", "hyper"),
     [

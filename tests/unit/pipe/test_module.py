@@ -276,6 +276,29 @@ def test_layers_are_compiled_one_by_one():
     assert whole == ((), {})
 
 
+def test_files_of_layers_are_named_as_in_deepspeed(tmp_path):
+    for name in ("layer_03-model_states.pt", "layer_03-model_00-model_states.pt", "layer_13-model_states.pt"):
+        (tmp_path / name).touch()
+
+    def use(module):
+        with pytest.raises(UsageError, match=r"local_layer_idx=3: stage \d has 3 layers"):
+            module.ckpt_layer_path("here", 3)
+        for refused in (module.save_state_dict, module.load_state_dir):
+            with pytest.raises(UsageError, match="no files of their own"):
+                refused("here")
+        found = [path.rpartition("/")[2] for path in module.ckpt_layer_path_list(str(tmp_path), 0)]
+        return module.ckpt_prefix("here", "step5"), module.ckpt_layer_path("here", 1), found
+
+    assert staged(specs(6), use) == [
+        ("here/step5/module-pipe_00", "here/layer_01-model_states.pt", []),
+        (
+            "here/step5/module-pipe_01",
+            "here/layer_04-model_states.pt",
+            ["layer_03-model_00-model_states.pt", "layer_03-model_states.pt"],
+        ),
+    ]
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------
 
 

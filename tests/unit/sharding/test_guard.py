@@ -14,6 +14,8 @@ from mpispeed.sharding import sharded_param
 class Shelf:
     """Keeps the data of parameters; gives them out while it is open."""
 
+    rests_cut = True
+
     def __init__(self, *, is_open=True):
         self.data, self.is_open, self.calls = {}, is_open, []
 

@@ -7,7 +7,7 @@ from torch import nn
 from mpispeed.mesh import sim
 from mpispeed.sharding.grads import PARTIAL_AXES, Averaging
 from mpispeed.sharding.hooks import GradHooks
-from mpispeed.sharding.sparse import RowReducer, find_sparse_tables
+from mpispeed.sharding.sparse import RowReducer, find_tables
 from tests.helpers.stores import WHOLE, mesh_of, store_of, table_of
 
 ROWS, WIDTH = 300, 6
@@ -43,7 +43,7 @@ def run_steps(world, model, *, travels_as_rows, micros=2, counts=None, **more):
     """Sums of two steps, and what the last one sent."""
     mesh = mesh_of(world)
     table = table_of(model, world.size)
-    names = {place.entry.name for param, place in table.places() if id(param) in find_sparse_tables(model)}
+    names = {place.entry.name for param, place in table.places() if id(param) in find_tables(model)}
     reducer = RowReducer(PARTIAL_AXES, names) if travels_as_rows else None
     store = store_of(mesh, WHOLE, table=table, reducer=reducer, **more)
     hooks = GradHooks(table, store)
@@ -66,8 +66,10 @@ def run_steps(world, model, *, travels_as_rows, micros=2, counts=None, **more):
     return results, entries, table, names
 
 
-def compare(size, *, is_tied=False, rtol=1e-5, atol=1e-7, **more):
-    models = [(Words(is_sparse=True, is_tied=is_tied), Words(is_sparse=False, is_tied=is_tied)) for _ in range(size)]
+def compare(size, *, is_tied=False, is_sparse=True, rtol=1e-5, atol=1e-7, **more):
+    models = [
+        (Words(is_sparse=is_sparse, is_tied=is_tied), Words(is_sparse=False, is_tied=is_tied)) for _ in range(size)
+    ]
 
     def work(world):
         sparse, dense = models[world.rank]
@@ -77,7 +79,7 @@ def compare(size, *, is_tied=False, rtol=1e-5, atol=1e-7, **more):
             for a, b in zip(step, reference, strict=True):
                 assert float(b.abs().max()) > 0
                 torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-        assert names == {"table.weight", "bag.weight"}
+        assert names == {"table.weight", "bag.weight", "plain.weight"}
         return entries, table
 
     return sim.run(size, work)
@@ -104,13 +106,15 @@ def test_16_bit_rows_and_factors():
     compare(3, communicate=torch.bfloat16, averaging=averaging, rtol=2**-7, atol=2**-10)
 
 
-def test_traffic_is_that_of_the_rows():
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_traffic_is_that_of_the_rows(is_sparse):
     size, micros = 4, 1
-    for rank, (entries, table) in enumerate(compare(size, micros=micros)):
+    for rank, (entries, table) in enumerate(compare(size, micros=micros, is_sparse=is_sparse)):
         used = [tokens(r, 10, 5).unique().numel() for r in range(size)]
         gathers = entries["all_gather", ("data",)]
         per_table = size - 1, (size - 1) * max(used)
-        assert gathers.bytes == 2 * (per_table[0] * 8 + per_table[1] * (4 + 4 * WIDTH)), rank
+        of_small = (size - 1) * 8  # the number of rows of the table of 7, which travels whole
+        assert gathers.bytes == of_small + 2 * (per_table[0] * 8 + per_table[1] * (4 + 4 * WIDTH)), rank
         dense = sum(unit.layout.padded for unit in table.units) - 2 * ROWS * WIDTH
         assert entries["all_reduce", ("data",)].bytes == 2 * dense * 4 * (size - 1) // size
 
@@ -118,7 +122,7 @@ def test_traffic_is_that_of_the_rows():
 def test_a_table_of_which_most_is_used_travels_whole():
     size = 2
     for entries, table in compare(size, counts=[3000, 1], micros=1):
-        assert entries["all_gather", ("data",)].bytes == 2 * 8
+        assert entries["all_gather", ("data",)].bytes == 3 * 8
         whole = sum(unit.layout.padded for unit in table.units)
         assert entries["all_reduce", ("data",)].bytes == 2 * whole * 4 * (size - 1) // size
 

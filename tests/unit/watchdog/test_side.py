@@ -87,7 +87,7 @@ def test_an_end_in_good_order_is_told_from_a_lost_line():
         channel.close()
 
     async def finish(channel):
-        await channel.finish()
+        await channel.finish(60.0)
         channel.close()
 
     async def end_of_process(channel):

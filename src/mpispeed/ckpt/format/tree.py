@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 from h5py import h5d, h5g, h5i, h5o
 
-from mpispeed.ckpt.format import hdf5, schema
+from mpispeed.ckpt.format import hdf5, objects, schema
 from mpispeed.ckpt.format.errors import UnsupportedValue
 
 _KIND = "%kind"
@@ -59,13 +59,15 @@ def check(value: Any, path: str) -> int:
 
 def _check(value: Any, path: str, parents: set[int]) -> int:
     kind = kind_of(value, path)
-    if kind in ("dict", "items", *_SEQUENCES, "size"):
+    if kind in ("dict", "items", *_SEQUENCES, "size", *objects.GROUPS):
         if id(value) in parents:
             msg = f"{path} contains itself; a checkpoint stores trees only"
             raise UnsupportedValue(msg)
         parents = parents | {id(value)}
         if isinstance(value, Mapping):
             rows = [(f"{path}[{key!r}]", part) for key, item in value.items() for part in (key, item)]
+        elif kind in objects.GROUPS:
+            rows = [(f"{path}.{key}", item) for key, item in objects.parts(value).items()]
         else:
             rows = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
         return 64 + sum(_check(item, where, parents) for where, item in rows)
@@ -90,14 +92,25 @@ def kind_of(value: Any, path: str) -> str:
         return "dict" if all(type(key) is str for key in value) else "items"
     if type(value) in (list, tuple, set, frozenset, bytes, complex):
         return type(value).__name__
-    special = _array_kind(value, path)
+    special = _array_kind(value, path) or _object_kind(value, path)
     if special:
         return special
     msg = (
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; convert it "
-        "to dict, list, tuple, set, str, bytes, int, float, bool, None, a numpy array or a torch tensor"
+        "to dict, list, tuple, set, str, bytes, int, float, bool, None, a numpy array, a torch tensor or dtype, a "
+        "Path, a Namespace, a dataclass or an enum"
     )
     raise UnsupportedValue(msg)
+
+
+def _object_kind(value: Any, path: str) -> str:
+    kind = objects.kind_of(value)
+    if kind in objects.TEXTS:
+        _text_kind(objects.text(value), path)
+    if kind == "namespace" and not all(type(key) is str for key in vars(value)):
+        msg = f"{path} is a Namespace with attributes whose names are no text; make it a dict"
+        raise UnsupportedValue(msg)
+    return kind
 
 
 def _text_kind(value: str, path: str) -> str:
@@ -130,7 +143,10 @@ def _array_kind(value: Any, path: str) -> str:
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of a tree: containers, arrays and tensors are new."""
+    """A deep copy of a tree: containers, arrays and tensors are new; dataclasses become records."""
+    kind = objects.kind_of(value)
+    if kind in ("namespace", "record"):
+        return objects.made(kind, copied(objects.parts(value)))
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     if type(value) in (list, tuple, set, frozenset):
@@ -151,8 +167,9 @@ def write(build: hdf5.Builder, parent: h5g.GroupID, name: str, value: Any) -> No
             build.attribute(build.text(parent, name, value), _KIND, "text")
         else:
             build.attribute(parent, name, value)
-    elif kind in ("dict", "items"):
-        _write_dict(build, build.group(parent, name), kind, value)
+    elif kind in ("dict", "items", *objects.GROUPS):
+        parts = objects.parts(value) if kind in objects.GROUPS else value
+        _write_dict(build, build.group(parent, name), kind, parts)
     elif kind in _SEQUENCES or kind == "size":
         packed = _packed(value) if kind in ("list", "tuple") else None
         if packed is not None:
@@ -167,8 +184,13 @@ def write(build: hdf5.Builder, parent: h5g.GroupID, name: str, value: Any) -> No
     elif kind in ("array", "scalar", "complex"):
         _write_array(build, parent, name, kind, np.asarray(value))
     else:
-        raw = value if kind == "bytes" else (f"{value:x}" if kind == "int" else value).encode()
-        _write_array(build, parent, name, kind, np.frombuffer(raw, np.uint8))
+        _write_array(build, parent, name, kind, np.frombuffer(_raw(kind, value), np.uint8))
+
+
+def _raw(kind: str, value: Any) -> bytes:
+    if kind == "bytes":
+        return bytes(value)
+    return (f"{value:x}" if kind == "int" else objects.text(value)).encode()
 
 
 def _is_short(text: str) -> bool:
@@ -234,6 +256,8 @@ def _write_json(build: hdf5.Builder, group: h5g.GroupID, name: str, value: Any) 
 def read(parent: h5g.GroupID, name: str, make_tensor: TensorMaker | None = None) -> Any:
     """The value stored as `name` (escaped already) in `parent`, of the type it was stored with.
 
+    Dataclasses and members of enums are `objects.Record` and `objects.Member`.
+
     Args:
         parent: the group.
         name: the escaped name.
@@ -274,8 +298,8 @@ class _Walk:
     def _container(self, group: h5g.GroupID, where: str) -> Any:
         own = hdf5.attributes(group, may_be_empty=True)
         kind, length = own.text(_KIND), int(own[_LENGTH])
-        plain = self._json(group, own, _VALUES, dict)
-        if kind == "dict":
+        plain, has_keys = self._json(group, own, _VALUES, dict), kind in ("dict", *objects.GROUPS)
+        if has_keys:
             names = self._json(group, own, _KEYS, list)
             if len(set(names)) < len(names):
                 msg = f"{where} has a key twice"
@@ -283,8 +307,9 @@ class _Walk:
         else:
             names = map(str, range(length))
         values = [_checked(plain[name]) if name in plain else self.part(group, own, name) for name in names]
-        if kind == "dict":
-            return dict(zip(map(schema.unescape, names), values, strict=True))
+        if has_keys:
+            found = dict(zip(map(schema.unescape, names), values, strict=True))
+            return found if kind == "dict" else objects.made(kind, found)
         if kind == "items":
             return dict(values)
         if kind == "size":
@@ -351,10 +376,12 @@ def _read_array(child: h5d.DatasetID, where: str, make_tensor: TensorMaker) -> A
         return array[()]
     if kind == "complex":
         return complex(array[()])
-    if kind not in ("bytes", "int", "text"):
+    if kind not in ("bytes", "int", "text", *objects.TEXTS):
         msg = f"{where} is of the unknown kind {kind!r:.80}"
         raise ValueError(msg)
     raw = array.tobytes()
+    if kind in objects.TEXTS:
+        return objects.of_text(kind, raw.decode())
     return raw if kind == "bytes" else int(raw, 16) if kind == "int" else raw.decode()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpispeed.ckpt import digest
-from mpispeed.ckpt.format import numbers, schema
+from mpispeed.ckpt.format import numbers, objects, schema
 from mpispeed.ckpt.format.index import TensorEntry
 from mpispeed.ckpt.read.reader import Reader
 
@@ -248,6 +248,7 @@ def _parsed(text: str) -> Any:
 
 def _compared(path: str, mine: Any, theirs: Any) -> Iterator[tuple[str, str, str]]:
     """Leaves in which two trees differ; a leaf missing on one side is "(none)"."""
+    mine, theirs = objects.opened(mine), objects.opened(theirs)
     if isinstance(mine, dict) and isinstance(theirs, dict):
         for key in [*mine, *(key for key in theirs if key not in mine)]:
             where = f"{path}.{key}"

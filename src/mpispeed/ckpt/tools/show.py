@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.format import objects, schema
 from mpispeed.ckpt.format.index import Index
 from mpispeed.ckpt.read.reader import Reader, open_reader
 
@@ -98,6 +98,7 @@ def _describe_tensor(array: np.ndarray, dtype: str) -> str:
 
 
 def _plain(value: Any) -> Any:
+    value = objects.opened(value)
     if isinstance(value, dict):
         return {key if isinstance(key, str) else repr(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -110,4 +111,4 @@ def _plain(value: Any) -> Any:
         return f"{len(value)} bytes"
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
-    return value
+    return objects.text(value) if objects.kind_of(value) in objects.TEXTS else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ class SaveOptions:
         keep_every: tags whose step is a multiple stay in any case; 0 for none.
         node_local: the folder is on a disk of each node, which gets a whole checkpoint of its own; ranks of a node that
             pass different folders get one each.
+        scripts: name -> text of files that are put beside `latest`, unless a file of that name is there.
     """
 
     overwrite: bool = False
@@ -61,6 +62,7 @@ class SaveOptions:
     keep_last: int = 0
     keep_every: int = 0
     node_local: bool = False
+    scripts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, words in _CHOICES.items():

@@ -268,6 +268,20 @@ def _publish(comm: Comm, request: Request, ticket: Ticket) -> None:
             tags.write_latest(folder, ticket.tag, ticket.uuid)
         if ticket.is_keeper and options.keep_last:
             _retain(folder, ticket.tag, options)
+        if ticket.is_keeper:
+            _put_scripts(folder, ticket.uuid, options)
+
+
+def _put_scripts(folder: Path, uuid: str, options: SaveOptions) -> None:
+    """Write the scripts that are missing; nothing ever runs or reads them."""
+    for name, text in options.scripts.items():
+        try:
+            if not (folder / name).exists():
+                temporary = folder / f".{name}.tmp-{uuid}"
+                manifests.write_durably(temporary, text)
+                temporary.rename(folder / name)
+        except OSError as failure:  # what was to be saved is saved
+            log.warning("the script %s could not be written: %s", folder / name, failure)
 
 
 def _retain(folder: Path, tag: str, options: SaveOptions) -> None:

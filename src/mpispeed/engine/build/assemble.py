@@ -12,13 +12,13 @@ import torch
 from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus
-from mpispeed.data.loader import ShardedLoader
 from mpispeed.engine import step
 from mpispeed.plan.onebit_plan import require_whole
 from mpispeed.engine.backward import Counters
-from mpispeed.engine.facade import EngineOptimizer, make_handle
+from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, StepLink, make_handle
 from mpispeed.engine.estimate.host_budget import require_host_budget
 from mpispeed.engine.layerwise import LayerwiseUpdate
+from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.parts import Optimization, Parts
 from mpispeed.engine.build.recomputing import configure_recomputation
 from mpispeed.engine.build.stores import choose_reducer
@@ -91,11 +91,13 @@ def assemble(
     optimization, scheduler = None, None
     parts_of_step: Sequence[step.StepPart] = ()
     if rule is not None:
-        optimization, update_windows = _optimize(plan, mesh, model, sharding, scaler, rule, groups, basic)
+        optimization, update_windows = _optimize(plan, mesh, model, sharding, scaler, counters, rule, groups, basic)
         scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
-        parts_of_step = step_parts(plan, mesh, params, scaler, counters, optimization, update_windows, scheduler, sharing)
+        parts_of_step = step_parts(
+            plan, mesh, params, scaler, counters, optimization, update_windows, scheduler, sharing
+        )
         if basic is not None:
-            optimization.unguard = make_handle(basic, rule, optimization.grads.clear)
+            optimization.unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link)
     bus, loader = Bus(), None
     if training_data is not None:
         # DeepSpeed's pipelines read in order, its other engines do not.
@@ -288,6 +290,7 @@ def _optimize(
     model: nn.Module,
     sharding: Sharding,
     scaler: LossScale,
+    counters: Counters,
     rule: Rule,
     groups: list[dict[str, Any]],
     basic: torch.optim.Optimizer | None,
@@ -313,13 +316,15 @@ def _optimize(
     states = StateStore(table, params, rule.state_names, params.tiers)
     landed = sharding.module_hooks.landed if sharding.module_hooks is not None else None
     # With fp16, scripts read the loss scale off the optimizer, and a client's own object does not have it.
-    own = EngineOptimizer(groups, scaler, grads.clear, rule.name, basic)
+    link = StepLink()
+    inner = InnerOptimizer(groups, counters, link, grads.clear) if basic is None else basic
+    own = EngineOptimizer(groups, scaler, grads.clear, rule.name, link, inner)
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
     update_windows = UpdateWindows(params, grads, states, rule)
     onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
     state = ZeroState(params, grads, states, rule, groups)
-    return Optimization(state, hooks, facade, basic or own, onebit=onebit), update_windows
+    return Optimization(state, hooks, facade, basic or own, link, onebit=onebit), update_windows
 
 
 def _make_onebit(
@@ -345,7 +350,9 @@ def _make_onebit(
     channel, onebit = mesh.channel("grads") if is_early else None, None
     try:
         with mesh.world.comm.together(ConfigError):
-            onebit = OneBitExchange(mesh, sharding.params, grads, states, rule, groups, update_windows, plan.placing.hops, channel)
+            onebit = OneBitExchange(
+                mesh, sharding.params, grads, states, rule, groups, update_windows, plan.placing.hops, channel
+            )
     except ConfigError:
         sharding.remove()
         raise
@@ -414,32 +421,14 @@ def step_parts(
     if onebit is not None:
         at = next(index for index, part in enumerate(parts) if isinstance(part, step.Update))
         parts[at : at + 1] = [step.ExchangeBefore(onebit), parts[at], step.ExchangeAfter(onebit)]
-    if scheduler is not None:
-        advance = step.AdvanceLr(scheduler)
-        parts = [step.CheckLrKwargs(advance), *parts, advance]
-    return parts
+    return step.with_scheduler(parts, scheduler)
 
 
-def _make_update(mesh: Mesh, params: ParamStore, optimization: Optimization, update_windows: UpdateWindows) -> step.Update:
+def _make_update(
+    mesh: Mesh, params: ParamStore, optimization: Optimization, update_windows: UpdateWindows
+) -> step.Update:
     rule, groups, optimizer = optimization.rule, optimization.groups, optimization.facade
     has_parts = not params.placement.is_replicated or mesh["model"].size > 1
     if isinstance(rule, Layerwise) and has_parts:
         return LayerwiseUpdate(mesh, rule, update_windows, groups, optimizer, params)
     return step.Update(mesh, rule, update_windows, groups, optimizer)
-
-
-def make_loader(plan: Plan, mesh: Mesh, dataset: Any, collate_fn: Any, *, shuffles: bool) -> ShardedLoader:
-    """This data rank's loader over `dataset`; `shuffles` is the default where the config does not say."""
-    chosen = plan.config.dataloader_shuffle
-    return ShardedLoader(
-        dataset,
-        micro_batch=plan.batch.micro_batch_size,
-        rank=mesh.index("data"),
-        size=mesh["data"].size,
-        collate_fn=collate_fn,
-        drop_last=plan.config.dataloader_drop_last,
-        seed=plan.config.seed,
-        shuffle=shuffles if chosen is None else chosen,
-        step_samples=plan.batch.train_batch_size,
-        device=plan.device,
-    )

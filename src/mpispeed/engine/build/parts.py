@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.engine.buffers import Buffers
+from mpispeed.monitor.by_hand import Monitors, Throughput
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from mpispeed.engine.backward import Counters
     from mpispeed.plan.plan import Plan
     from mpispeed.engine.build.stores import Sharding
+    from mpispeed.engine.facade import StepLink
     from mpispeed.engine.replica_groups import Sharing
     from mpispeed.engine.step import StepPart
     from mpispeed.mesh.mesh import Mesh
@@ -41,6 +43,7 @@ class Optimization:
     hooks: GradHooks
     facade: torch.optim.Optimizer  # the optimizer that `initialize` returns
     basic: torch.optim.Optimizer  # the optimizer that schedulers attach to
+    link: StepLink  # what `step()` of these calls
     unguard: Callable[[], object] = field(default=lambda: None)  # gives a client's optimizer its own methods back
     onebit: OneBitExchange | None = None  # of a 1-bit optimizer
 
@@ -81,9 +84,13 @@ class Parts:
     loader: Any | None
     step_parts: Sequence[StepPart]
     sharing: Sharing
+    is_compiled: bool = False  # by `engine.compile`
+    monitors: Monitors = field(default_factory=Monitors)
+    throughput: Throughput = field(default_factory=Throughput)
     buffers: Buffers = field(init=False)
 
     def __post_init__(self) -> None:
+        self.throughput.attach(self.bus)
         self.buffers = Buffers(self.module, self.mesh["data"])
 
     @property

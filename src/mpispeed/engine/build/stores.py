@@ -27,7 +27,7 @@ from mpispeed.base import log as logs
 from mpispeed.mesh.compressed.quantized import Feedback
 from mpispeed.sharding.grads import PARTIAL_AXES
 from mpispeed.sharding.reducers import PlainReducer, QuantizedReducer
-from mpispeed.sharding.sparse import RowReducer, find_sparse_tables
+from mpispeed.sharding.sparse import RowReducer, find_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -206,11 +206,11 @@ log = logging.getLogger(__name__)
 def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer | None:
     """The reducer for `sparse_gradients` or `zero_quantized_gradients`; None: plain sums."""
     if plan.config.sparse_gradients and plan.states.master.is_replicated:
-        chosen = find_sparse_tables(model)
+        chosen = find_tables(model)
         names = {place.entry.name for param, place in table.places() if id(param) in chosen}
         if names:
             return RowReducer(PARTIAL_AXES, names)
-        text = "sparse_gradients has no effect: no nn.Embedding or nn.EmbeddingBag that is trained has sparse=True"
+        text = "sparse_gradients has no effect: no nn.Embedding or nn.EmbeddingBag is trained"
         logs.once(log, logging.WARNING, text)
         return None
     zero = plan.config.zero_optimization

@@ -16,6 +16,7 @@ from mpispeed.engine import deepspeed_getters
 from mpispeed.engine.observe.onebit_report import watch_onebit
 from mpispeed.mesh import comms_log
 from mpispeed.monitor import step_times
+from mpispeed.monitor.by_hand import Monitors
 from mpispeed.pipe.timeline import expected_bubble
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def _attach_monitors(parts: Parts) -> None:
             msg = f"a monitor of the config ({enabled}) cannot write: {error}; correct its output_path or disable it"
             raise ConfigError(msg) from error
     monitor.attach(parts.bus, sinks)
+    parts.monitors = Monitors(sinks, enabled=bool(enabled))
 
 
 def start_comms_log(parts: Parts) -> None:

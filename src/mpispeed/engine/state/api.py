@@ -18,7 +18,7 @@ from mpispeed.ckpt.write.snapshot import has_deferred
 from mpispeed.engine.state import load, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mpispeed.base.events import Bus
     from mpispeed.ckpt.write.request import Request
@@ -134,21 +134,26 @@ class Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., None] | None = None,
         load_data_state: bool = True,
+        client_types: Sequence[type] = (),
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint that was written by any number of ranks; return (path, client_state).
 
         State that is not loaded (the learning rate schedule without `load_lr_scheduler_states`; also counters and data
         position with `load_module_only`) is returned within client_state, under the names of the state tree.
 
+        Dataclasses and enums of client_state whose classes are among `client_types` come back as such; others as
+        `argparse.Namespace` and as the plain value, because no class is imported on the word of a file.
+
         Collective over: all ranks.
 
         Raises:
-            CheckpointError: on every rank, if the checkpoint is damaged or does not fit the model.
+            CheckpointError: on every rank, if the checkpoint is damaged or does not fit the model or `client_types`.
+            UsageError: one of `client_types` is neither a dataclass nor an enum.
         """
         self._require("load_checkpoint")
         self.wait_checkpoint()
         only = load_optimizer_states, load_lr_scheduler_states, load_module_only
-        settings = load.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state)
+        settings = load.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state, client_types)
         path, client_state = load.load(self.parts, load_dir, tag, settings)
         if path is not None:
             self.parts.show(is_training=self.training, is_refreshed=True)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base import rng
-from mpispeed.base.errors import CheckpointError
+from mpispeed.base.errors import CheckpointError, ZeRORuntimeException
 from mpispeed.base.events import Event
 from mpispeed.base.units import format_list
-from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.format import objects, schema
 from mpispeed.ckpt.format.errors import NoCheckpoint
 from mpispeed.ckpt.node_local.fetch import find_on_nodes
 from mpispeed.ckpt.read.load import Checkpoint
@@ -50,13 +50,14 @@ class LoadSettings:
     module_only: bool = False
     custom_load_fn: Callable[..., None] | None = None
     data_state: bool = True
+    client_types: Sequence[type] = ()
 
 
 def load(
     parts: Parts, folder: str, tag: str | None, settings: LoadSettings
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load a checkpoint at this engine's layout. Collective over: all ranks."""
-    comm = parts.mesh.world.comm
+    comm, types = parts.mesh.world.comm, objects.by_name(settings.client_types)
     parts.sharding.meet("engine.load_checkpoint()")
     if parts.optimization is not None and not settings.module_only:
         parts.optimization.grads.clear()  # reductions under way write into states
@@ -66,7 +67,7 @@ def load(
         return None, None
     with Source(opened, parts.plan.config.checkpoint.load_verify != "off") as source:
         with comm.together(CheckpointError):
-            state = source.state()
+            state = objects.restored(source.state(), types)
             takes_data = settings.data_state and not settings.module_only and "data_sampler" in state
             if takes_data and parts.loader is not None:
                 parts.loader.check_state(state["data_sampler"])
@@ -372,7 +373,7 @@ def _matched(
             f"checkpoint {source.path} has {len(stored)} parameter groups and the optimizer "
             f"{len(groups)}; group the parameters alike, or load with load_optimizer_states=False"
         )
-        raise CheckpointError(msg)
+        raise ZeRORuntimeException(msg)
     if parts.mesh.rank == 0:
         log.warning("parameter groups have other parameters than those in %s; they are matched by order", source.path)
     yield from zip(groups, stored, strict=True)

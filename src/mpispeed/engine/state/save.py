@@ -36,6 +36,17 @@ class SaveSettings:
     overwrite: bool | None = None
 
 
+RECOVERY_SCRIPT = "zero_to_fp32.py"
+"""File beside `latest`, for users who look for DeepSpeed's of that name."""
+
+_RECOVERY_TEXT = """\
+#!/usr/bin/env python
+# Writes the fp32 weights of a checkpoint: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT [--tag TAG]
+from mpispeed.compat.fp32_script import main
+
+raise SystemExit(main())
+"""
+
 RESERVED = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
@@ -81,6 +92,7 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
             keep_last=options.keep_last,
             keep_every=options.keep_every,
             node_local=options.use_node_local_storage,
+            scripts={RECOVERY_SCRIPT: _RECOVERY_TEXT},
         ),
     }
 

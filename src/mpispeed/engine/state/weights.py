@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from mpispeed.mesh.collectives.together import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import nn
     from typing_extensions import Self
@@ -73,10 +74,16 @@ class Weights:
                 state = copy.deepcopy(state)  # keeps tied tensors tied
         return state
 
+    # Names that other libraries call.
     _zero3_consolidated_16bit_state_dict = module_state_dict
+    _consolidated_16bit_state_dict = module_state_dict
 
     def load_module_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
     ) -> None:
         """Load weights and buffers from a state dict: parameters and, in full precision, masters.
 
@@ -84,11 +91,18 @@ class Weights:
         pass the same values: it is called as `custom_load_fn(src=state_dict, dst=module)` while every rank holds the
         full model. Local updates of 0/1 Adam are dropped: parameters not given return to the common values.
 
+        Args:
+            checkpoint: a state dict, or {"module": a state dict}.
+            strict: all names have to be there, and no others.
+            custom_load_fn: writes the values into the module.
+            fetch_z3_params: no effect: sharded parameters are always written.
+
         Collective over: the data axis.
 
         Raises:
             CheckpointError: (a RuntimeError) on every rank, if names or shapes do not fit.
         """
+        state_dict = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         if custom_load_fn is None:
             take_state(self.parts, state_dict, strict=strict)
         else:

@@ -27,9 +27,6 @@ from mpispeed.mesh.trace.recorder import CallSequence
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-EXCHANGE_TAG = 32000
-"""Tag of messages inside one verb; tags of users stay below."""
-
 AWAKE_POLLS = 32
 """How often a receive asks before it naps: a message that is there already takes the library a few rounds."""
 
@@ -142,8 +139,8 @@ class MpiComm(Comm):
 
     def exchange_pairs(self, sends: Pairs, recvs: Pairs) -> None:
         """MPI_Irecv and MPI_Isend of all pairs at once."""
-        requests = [self._handle.Irecv(_moved(x), src, EXCHANGE_TAG) for x, src in recvs]
-        requests += [self._handle.Isend(_moved(x), dst, EXCHANGE_TAG) for x, dst in sends]
+        requests = [self._handle.Irecv(_moved(x), src, checks.EXCHANGE_TAG) for x, src in recvs]
+        requests += [self._handle.Isend(_moved(x), dst, checks.EXCHANGE_TAG) for x, dst in sends]
         MPI.Request.Waitall(requests)
 
     def library_send(self, x: torch.Tensor, dst: int, tag: int) -> None:

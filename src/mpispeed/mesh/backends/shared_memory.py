@@ -64,7 +64,8 @@ def _create(total_bytes: int) -> str:
 
 def _map(path: str, total_bytes: int) -> torch.Tensor | None:
     try:
-        with Path(path).open("r+b") as file:
+        # Outside of inference mode, because it serves calls there too.
+        with Path(path).open("r+b") as file, torch.inference_mode(False):
             return torch.frombuffer(mmap.mmap(file.fileno(), total_bytes), dtype=torch.uint8)
     except OSError:
         return None

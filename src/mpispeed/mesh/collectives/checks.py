@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from mpispeed.mesh.collectives.transport import Group
 
 
+EXCHANGE_TAG, ROLL_CALL_TAG = 32000, 32767
+"""Tags of messages inside one verb, and of roll calls; the second is the largest that every MPI has."""
+
+
 def flat(group: Group, x: torch.Tensor, verb: str) -> torch.Tensor:
     """`x` as a flat view, or a CommError if it is not a contiguous tensor with data."""
     if not isinstance(x, torch.Tensor) or x.is_meta or x.layout != torch.strided:
@@ -37,6 +41,19 @@ def peer(group: Group, rank: int, verb: str, *, is_other: bool = False) -> None:
         hint = "a rank does not send to itself" if rank == group.rank else f"its ranks are 0..{group.size - 1}"
         msg = f"{verb} over {group} on rank {group.rank} names rank {rank}: {hint}"
         raise CommError(msg)
+
+
+def tag(group: Group, number: int, verb: str) -> None:
+    """Refuse a tag that verbs use for messages of their own, which it would meet."""
+    if number in (EXCHANGE_TAG, ROLL_CALL_TAG):
+        msg = f"{verb} over {group} with tag {number}, which other verbs use for messages of their own; choose another"
+        raise CommError(msg)
+
+
+def message(group: Group, rank: int, number: int, verb: str) -> None:
+    """Refuse a message that cannot be sent to this rank, or with this tag."""
+    peer(group, rank, verb, is_other=True)
+    tag(group, number, verb)
 
 
 def cut(group: Group, verb: str, whole: torch.Tensor, part: torch.Tensor, *, is_widened: bool = False) -> None:

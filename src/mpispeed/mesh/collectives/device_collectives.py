@@ -18,6 +18,7 @@ import torch
 from mpispeed.base import device as devices
 from mpispeed.base.device import is_on_device
 from mpispeed.mesh.collectives import chunking, host_collectives
+from mpispeed.mesh.collectives.work import in_this_mode
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.transport import Group
@@ -55,7 +56,8 @@ class _Slot:
             self._copied.synchronize()
             self._copied = None
         if self._memory.numel() < nbytes:
-            self._memory = devices.pinned(nbytes, torch.uint8)
+            with torch.inference_mode(False):  # it serves calls outside of that mode too
+                self._memory = devices.pinned(nbytes, torch.uint8)
         return self._memory[:nbytes]
 
     def busy(self, event: Any) -> None:
@@ -355,7 +357,8 @@ def post_recv(group: Group, x: torch.Tensor, src: int, tag: int) -> Posted:
         _finish(device)
         return host_collectives.post_recv(group, x, src, tag)
     host = devices.pinned(x.numel(), x.dtype)
-    return host_collectives.post_recv(group, host, src, tag)._replace(bring=lambda: _fill(x, host))
+    bring = in_this_mode(lambda: _fill(x, host))
+    return host_collectives.post_recv(group, host, src, tag)._replace(bring=bring)
 
 
 def _fetched(x: torch.Tensor) -> torch.Tensor:

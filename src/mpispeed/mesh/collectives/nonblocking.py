@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
 from mpispeed.mesh.collectives import stream_sync
 from mpispeed.mesh.collectives.order_check import Label, Ready, text_of
@@ -102,9 +103,14 @@ class Started(Group):
     def carry(
         self, fn: Callable[[Self], object], verb: str = "start", buffers: object = None, label: Label = ""
     ) -> Work:
-        """As `start`, which peers may call instead, but back when the operation has ended; without a thread's delay."""
-        if self.progress is None:
-            return self.start(fn, verb, buffers, label)
+        """As `start`, which peers may call instead, but back when the operation has ended; without a thread's delay.
+
+        Not where this process uses a device: the operation may have to follow others on the thread's stream.
+        """
+        if self.progress is None or devices.used() is not None:
+            work = self.start(fn, verb, buffers, label)
+            work.settle()
+            return work
         comm = self.started
         return self.progress.carry(comm, lambda: fn(comm), verb, buffers, label)
 

@@ -10,6 +10,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
+import torch
+
 from mpispeed.base.errors import AgreementError, CommError, MpispeedError, StoreError
 from mpispeed.base.recorder_file import Kind
 from mpispeed.base.units import format_list
@@ -120,12 +122,13 @@ class Groups:
 class Task:
     """A queued operation. `number` counts the gates of its group from 1; 0 until its own is posted.
 
-    `is_carried` while the thread that submitted it carries it out, and nobody else may touch it.
+    `is_carried` while the thread that submitted it carries it out, and nobody else may touch it. `is_inference` if it
+    was made under torch.inference_mode, outside of which nothing may be written to tensors that were made there.
     """
 
     __slots__ = (
-        "_comparison", "_deadline", "_problem", "body", "code", "describe", "group", "is_carried", "label", "number",
-        "ready", "site", "work",
+        "_comparison", "_deadline", "_problem", "body", "code", "describe", "group", "is_carried", "is_inference",
+        "label", "number", "ready", "site", "work",
     )  # fmt: skip
 
     def __init__(
@@ -140,9 +143,14 @@ class Task:
         self.group, self.body, self.work, self.label, self.describe = group, body, work, label, describe
         self.code, self.number, self.ready = code_of(work.verb, label), 0, ready
         self._problem = self.site = ""
-        self.is_carried = False
+        self.is_carried, self.is_inference = False, torch.is_inference_mode_enabled()
         self._comparison: Comparison | None = None
         self._deadline = float("inf")
+
+    @property
+    def gate(self) -> Comparison | None:
+        """The gate that this operation has posted; MPI writes to it until all ranks have come."""
+        return self._comparison
 
     def text(self) -> str:
         """The operation in words."""

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,19 +85,7 @@ class Progress:
             AgreementError: ranks came with different operations; from here only without a thread, else from `wait`.
         """
         task = Task(group, body, Work(verb, buffers), label, describe, ready)
-        if not self.is_watch:
-            task.note(self.number)
-        if not self.is_threaded or self.is_own_thread():
-            self._submit_now(task)
-            return task.work
-        with self._wake:
-            if self._broken is not None:
-                task.work.finish(again(self._broken))
-                return task.work
-            self._tasks.append(task)
-            self._last = task.work
-            self._ensure_thread()
-            self._wake.notify()
+        self._enter(task)
         return task.work
 
     def carry(
@@ -110,44 +99,50 @@ class Progress:
             AgreementError: as from `submit`.
         """
         task = Task(group, body, Work(verb, buffers), label, None)
+        try:
+            self._enter(task, carries=True)
+            if task.is_carried:
+                self._carry_here(task)
+        finally:
+            self._hand_over(task)
+        task.work.settle()
+        return task.work
+
+    def _enter(self, task: Task, *, carries: bool = False) -> None:
+        """Queue a task, or end it where nothing is queued; this thread `carries` it if the queue is empty."""
         if not self.is_watch:
             task.note(self.number)
         if not self.is_threaded or self.is_own_thread():
             self._submit_now(task)
-            return task.work
+            return
         with self._wake:
             if self._broken is not None:
                 task.work.finish(again(self._broken))
-                return task.work
-            self._ensure_thread()
-            task.is_carried = not self._tasks
-            self._carrier = threading.current_thread() if task.is_carried else self._carrier
+                return
+            self._ensure_thread()  # first: what is queued without a thread would never end
+            if carries and not self._tasks:
+                task.is_carried, self._carrier = True, threading.current_thread()
             self._tasks.append(task)
             self._last = task.work
             self._wake.notify()
-        if task.is_carried:
-            self._carry_here(task)
-        task.work.settle()
-        return task.work
+
+    def _hand_over(self, task: Task) -> None:
+        """Let the thread of the channel end what is left of a task that this thread has carried."""
+        if not task.is_carried:
+            return
+        with self._wake:
+            task.is_carried, self._carrier = False, None
+            if task.work.is_done() and self._tasks and self._tasks[0] is task:
+                self._tasks.popleft()
+            self._wake.notify()
 
     def _carry_here(self, task: Task) -> None:
-        recorder = recorders.current() if task.work.row != recorders.NO_ROW else None
-        if recorder is not None:
-            recorder.waits_for(task.work.row)
-        try:
+        with _noting_wait(task):
             end = time.perf_counter() + SPIN_SECONDS
             while not (is_over := self._broken is not None or self._step(task)) and time.perf_counter() < end:
                 pass
             if not is_over:
                 nap_until(lambda: self._broken is not None or self._step(task))
-        finally:  # the thread of the channel ends what is left of it
-            if recorder is not None:
-                recorder.waits_for(recorders.NO_ROW)
-            with self._wake:
-                task.is_carried, self._carrier = False, None
-                if task.work.is_done() and self._tasks and self._tasks[0] is task:
-                    self._tasks.popleft()
-                self._wake.notify()
 
     def _head(self) -> Task | None:
         """The next operation of the thread."""
@@ -160,8 +155,12 @@ class Progress:
             work.finish()
             return work
         with self._wake:
+            try:
+                self._ensure_thread()
+            except BaseException:
+                _ABANDONED.append((poll, buffers))
+                raise
             self._watched.append((poll, work))
-            self._ensure_thread()
             self._wake.notify()
         return work
 
@@ -199,6 +198,22 @@ class Progress:
         self._thread = None
         self._groups.clear()
 
+    def forget_messages(self, limit_seconds: float) -> int:
+        """Wait so long for messages under way; those that have not ended fail. How many these are."""
+        nap_until(lambda: not self._watched, limit_seconds)
+        with self._wake:
+            count = len(self._watched)
+            _abandon(deque(), self._watched, CommError(f"channel {self.name!r} is closed, and nobody has answered"))
+        return count
+
+    def abandon(self) -> None:
+        """Let everything fail that has not ended, also later, and the thread end by itself. Not blocking."""
+        error = CommError(f"channel {self.name!r} was given up")
+        with self._wake:
+            self._is_closing, self._broken = True, self._broken or error
+            _abandon(self._tasks, self._watched, error)
+            self._wake.notify()
+
     def state(self, work: Work | None = None) -> tuple[ChannelState, bool]:
         """The position of the channel, and whether `work` is still in its queue."""
         with self._wake:
@@ -228,18 +243,15 @@ class Progress:
     def _submit_now(self, task: Task) -> None:
         if self._broken is not None:
             raise again(self._broken)
-        recorder = recorders.current() if task.work.row != recorders.NO_ROW else None
-        if recorder is not None:
-            recorder.waits_for(task.work.row)
         try:
-            task.pass_now(self._groups)
-        except Exception as error:
-            self._broken = error
-            task.work.finish(error)
+            with _noting_wait(task):
+                task.pass_now(self._groups)
+        except BaseException as error:
+            _ABANDONED.append(task.gate)
+            if isinstance(error, Exception):
+                self._broken = error
+                task.work.finish(error)
             raise
-        finally:
-            if recorder is not None:
-                recorder.waits_for(recorders.NO_ROW)
         _carry_out(task)
 
     def _ensure_thread(self) -> None:
@@ -248,17 +260,11 @@ class Progress:
             raise CommError(msg)
         if self._thread is None:
             # A daemon, so that a rank that fails can leave while peers never answer.
-            self._thread = threading.Thread(target=self._run, name=f"mpispeed-{self.name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=(self,), name=f"mpispeed-{self.name}", daemon=True)
+            thread.start()
+            self._thread = thread  # only now: a thread that could not be started is none
 
-    def _run(self) -> None:
-        recorders.adopt_thread(self.number)
-        try:
-            self._carry_on()
-        finally:
-            recorders.leave_thread()
-
-    def _carry_on(self) -> None:
+    def carry_on(self) -> None:
         """Carry out queued operations until the channel is closed."""
         nap = SHORTEST_NAP_SECONDS
         while True:
@@ -294,6 +300,8 @@ class Progress:
             # All ranks raise what they agree on; one of them is enough to log it.
             is_told = getattr(error, "is_collective", False) and task.group.rank > 0
             log.log(logging.DEBUG if is_told else logging.WARNING, "channel %r is broken: %s", self.name, error)
+            if not getattr(error, "is_collective", False):  # then the gate may still be open
+                _ABANDONED.append(task.gate)
             with self._wake:
                 self._broken = error
             task.work.finish(error)
@@ -315,10 +323,7 @@ class Progress:
         for key, furthest in owed.items():
             while self._groups.posted[key] < furthest:
                 gates.append(self._farewell(key))
-        for gate in gates:
-            if not gate.settle(LAST_GATES_SECONDS):
-                log.warning("channel %r: peers did not come to its last gates; the transport keeps them", self.name)
-                break
+        _settle(gates, self.name)
         for task in tasks:
             task.work.finish(again(error) if error is not None else None)
         return bool(tasks or owed)
@@ -340,7 +345,37 @@ class Progress:
 
 
 _ABANDONED: list[object] = []
-"""Buffers and requests that the transport may still use, though nobody waits for them any more."""
+"""Buffers, requests and gates that the transport may still use, though nobody waits for them any more."""
+
+
+def _run(channel: Progress) -> None:
+    recorders.adopt_thread(channel.number)
+    try:
+        channel.carry_on()
+    finally:
+        recorders.leave_thread()
+
+
+@contextmanager
+def _noting_wait(task: Task) -> Iterator[None]:
+    """Record that this thread waits for the task."""
+    recorder = recorders.current() if task.work.row != recorders.NO_ROW else None
+    if recorder is not None:
+        recorder.waits_for(task.work.row)
+    try:
+        yield
+    finally:
+        if recorder is not None:
+            recorder.waits_for(recorders.NO_ROW)
+
+
+def _settle(gates: Sequence[Task], name: str) -> None:
+    """Wait for the last gates of a channel; those that stay open keep their buffers."""
+    for number, gate in enumerate(gates):
+        if not gate.settle(LAST_GATES_SECONDS):
+            _ABANDONED.extend(left.gate for left in gates[number:])
+            log.warning("channel %r: peers did not come to its last gates; the transport keeps them", name)
+            break
 
 
 def _abandon(tasks: deque[Task], watched: list[tuple[Poll, Work]], error: CommError) -> None:
@@ -366,8 +401,8 @@ def _has_ended(poll: Poll, work: Work) -> bool:
 def _carry_out(task: Task) -> None:
     recorders.started_here(task.site)
     try:
-        # Autograd's switch is per thread, and communication is never part of a graph.
-        with torch.no_grad():
+        # Autograd's switches are per thread, and communication is never part of a graph.
+        with torch.inference_mode(task.is_inference), torch.no_grad():
             task.body()
     except BaseException as error:
         log.warning("started %s over %s failed and is raised by its wait(): %s", task.work.verb, task.group, error)

@@ -10,13 +10,11 @@ import torch
 from mpispeed.base.errors import CommError
 from mpispeed.base.units import format_ranks
 from mpispeed.mesh.collectives.call import Call
+from mpispeed.mesh.collectives.checks import ROLL_CALL_TAG
 from mpispeed.mesh.collectives.work import Poll, nap_until
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.nonblocking import Started
-
-TAG = 32767
-"""Of the messages of a roll call; the largest that every MPI has."""
 
 VERDICT_SECONDS = 10.0
 """Longest way of the verdict from rank 0, beyond its own time-out."""
@@ -55,8 +53,8 @@ def _ask(comm: Started, timeout_seconds: float) -> torch.Tensor:
     """Who has come, asked by rank 0. Shapes: [size]."""
     others, group = range(1, comm.size), comm.started
     here, marks = torch.ones(1, dtype=torch.uint8), torch.zeros(comm.size, 1, dtype=torch.uint8)
-    greetings = [(group.post_send(here, rank, TAG), here) for rank in others]
-    late = {rank: group.post_recv(marks[rank], rank, TAG) for rank in others}
+    greetings = [(group.post_send(here, rank, ROLL_CALL_TAG), here) for rank in others]
+    late = {rank: group.post_recv(marks[rank], rank, ROLL_CALL_TAG) for rank in others}
 
     def all_came() -> bool:
         for rank in [rank for rank, poll in late.items() if poll()]:
@@ -66,7 +64,7 @@ def _ask(comm: Started, timeout_seconds: float) -> torch.Tensor:
     nap_until(all_came, timeout_seconds)
     has_come = torch.ones(comm.size, dtype=torch.uint8)
     has_come[list(late)] = 0
-    verdicts = [(group.post_send(has_come, rank, TAG), has_come) for rank in others]
+    verdicts = [(group.post_send(has_come, rank, ROLL_CALL_TAG), has_come) for rank in others]
     _UNDER_WAY.extend((poll, marks) for poll in late.values())
     _UNDER_WAY.extend(_open([*greetings, *verdicts], 0.0 if late else VERDICT_SECONDS))
     return has_come
@@ -76,8 +74,11 @@ def _answer(comm: Started, timeout_seconds: float) -> torch.Tensor:
     """Who has come, as rank 0 says. Shapes: [size]."""
     group, here, greeting = comm.started, torch.ones(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     has_come = torch.zeros(comm.size, dtype=torch.uint8)
-    sent = group.post_send(here, 0, TAG), here
-    messages = [(group.post_recv(greeting, 0, TAG), greeting), (group.post_recv(has_come, 0, TAG), has_come)]
+    sent = group.post_send(here, 0, ROLL_CALL_TAG), here
+    messages = [
+        (group.post_recv(greeting, 0, ROLL_CALL_TAG), greeting),
+        (group.post_recv(has_come, 0, ROLL_CALL_TAG), has_come),
+    ]
     # Rank 0 may come as late as its greeting is waited for, and takes as long again to its verdict.
     for (poll, _), seconds in zip(messages, (timeout_seconds, timeout_seconds + VERDICT_SECONDS), strict=True):
         if not nap_until(poll, seconds):

@@ -183,7 +183,8 @@ class Group(Transport):
         key = (name, threading.get_ident())
         kept = self._scratch.get(key)
         if kept is None or kept.numel() < wanted:
-            kept = self._scratch[key] = torch.empty(wanted, dtype=torch.uint8)
+            with torch.inference_mode(False):  # it serves calls outside of that mode too
+                kept = self._scratch[key] = torch.empty(wanted, dtype=torch.uint8)
         return kept[:wanted].view(dtype)
 
     def duplicate(self) -> Self:

@@ -207,7 +207,7 @@ SEND: Message[[torch.Tensor, int, int]] = Message(
     call=lambda group, x, dst, tag: Call(group, "send", x.nbytes, x, peer=dst, tag=tag, kind=Kind.SEND),
     host=host_collectives.send,
     device=device_collectives.send,
-    fits=lambda group, name, _, dst, __: checks.peer(group, dst, name, is_other=True),
+    fits=lambda group, name, _, dst, tag: checks.message(group, dst, tag, name),
     post_host=host_collectives.post_send,
     post_device=device_collectives.post_send,
 )
@@ -217,7 +217,7 @@ RECV: Message[[torch.Tensor, int, int]] = Message(
     call=lambda group, x, src, tag: Call(group, "recv", 0, x, peer=src, tag=tag, kind=Kind.RECV),
     host=host_collectives.recv,
     device=device_collectives.recv,
-    fits=lambda group, name, _, src, __: checks.peer(group, src, name, is_other=True),
+    fits=lambda group, name, _, src, tag: checks.message(group, src, tag, name),
     post_host=host_collectives.post_recv,
     post_device=device_collectives.post_recv,
 )

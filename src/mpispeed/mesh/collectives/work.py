@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from mpispeed.base.errors import CommError
 from mpispeed.mesh.trace import recorder as recorders
 
@@ -27,6 +29,18 @@ def nap_until(poll: Poll, limit_seconds: float = float("inf"), longest_seconds: 
         time.sleep(nap)
         nap = min(nap * 1.5, longest_seconds)
     return True
+
+
+def in_this_mode(fn: Callable[[], object]) -> Callable[[], object]:
+    """`fn`, to be called later as if now: only in inference mode may anything write to tensors that were made there."""
+    if not torch.is_inference_mode_enabled():
+        return fn
+
+    def call() -> object:
+        with torch.inference_mode():
+            return fn()
+
+    return call
 
 
 class Posted(NamedTuple):
@@ -59,6 +73,7 @@ class Work:
         self._buffers = buffers
         self._drive = drive
         self._done = threading.Event()
+        self._lock = threading.Lock()  # of `_after`, until `_done` is set
         self._error: BaseException | None = None
         self._after: list[Callable[[], object]] = []
 
@@ -115,10 +130,15 @@ class Work:
                 recorder.waits_for(recorders.NO_ROW)
 
     def after(self, fn: Callable[[], object]) -> None:
-        """Call `fn` once when the operation has ended, well or badly, on the thread that ends it; now if it has."""
-        self._after.append(fn)
-        if self._done.is_set():
-            self._call_after()
+        """Call `fn` once when the operation has ended, well or badly, on the thread that ends it; now if it has.
+
+        Whoever waits does so for `fn` too, unless the operation has ended before.
+        """
+        with self._lock:
+            if not self._done.is_set():
+                self._after.append(fn)
+                return
+        fn()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark as done; called by the thread that carries the operation out."""
@@ -126,19 +146,22 @@ class Work:
         recorder = recorders.current() if self.row != recorders.NO_ROW else None
         if recorder is not None:
             recorder.end(self.row)
-        try:
-            self._call_after()
-        finally:  # whoever waits must not hang because a callback failed
-            self._done.set()
-            self._call_after()  # of who asked meanwhile
-
-    def _call_after(self) -> None:
-        while True:
+        failures: list[BaseException] = []
+        while (fn := self._next_after()) is not None:
             try:
-                fn = self._after.pop(0)  # in the order in which they were given: a copy, then who wants to see it
-            except IndexError:
-                return
-            fn()
+                fn()
+            except BaseException as failure:  # whoever waits must not hang because a callback failed
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+    def _next_after(self) -> Callable[[], object] | None:
+        """What is to be called next, in the order in which it was given; where nothing is left, this is done."""
+        with self._lock:
+            if self._after:
+                return self._after.pop(0)
+            self._done.set()
+            return None
 
 
 Wait = Callable[[Work, Callable[[], str]], None]

@@ -1,0 +1,102 @@
+"""Loaders of an engine: that of the training data, and those that `engine.deepspeed_io` makes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from mpispeed.base.errors import UsageError
+from mpispeed.data.loader import ShardedLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.plan.plan import Plan
+
+ROUTES = ("train", "eval", "predict")
+"""What a loader of `engine.deepspeed_io` is for."""
+
+
+def make_loader(
+    plan: Plan,
+    mesh: Mesh,
+    dataset: Any,
+    collate_fn: Any,
+    *,
+    shuffles: bool,
+    batch_size: int | None = None,
+    workers: int = 0,
+    pin_memory: bool = False,
+) -> ShardedLoader:
+    """This data rank's loader over `dataset`.
+
+    Args:
+        shuffles: the default where the config does not say.
+        batch_size: samples of a batch of this rank, instead of the micro-batch of the plan.
+    """
+    chosen, micro_batch = plan.config.dataloader_shuffle, batch_size or plan.batch.micro_batch_size
+    is_planned = micro_batch == plan.batch.micro_batch_size
+    return ShardedLoader(
+        dataset,
+        micro_batch=micro_batch,
+        rank=mesh.index("data"),
+        size=mesh["data"].size,
+        collate_fn=collate_fn,
+        drop_last=plan.config.dataloader_drop_last,
+        seed=plan.config.seed,
+        shuffle=shuffles if chosen is None else chosen,
+        workers=workers,
+        pin_memory=pin_memory,
+        step_samples=plan.batch.train_batch_size if is_planned else None,
+        device=plan.device,
+    )
+
+
+def make_whole_loader(
+    plan: Plan,
+    dataset: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    *,
+    sampler: Iterable[int] | None,
+    batch_size: int | None,
+    workers: int,
+    pin_memory: bool,
+) -> DataLoader[Any]:
+    """A loader over all of `dataset` in its order, or over the samples that `sampler` chooses for this rank."""
+    if sampler is not None and isinstance(dataset, IterableDataset):
+        msg = "engine.deepspeed_io: a data_sampler chooses samples by index, which an IterableDataset has not; leave it out"
+        raise UsageError(msg)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size or plan.batch.micro_batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=workers,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        drop_last=plan.config.dataloader_drop_last,
+    )
+
+
+def require_loadable(dataset: Any, route: str) -> None:
+    """Check what `engine.deepspeed_io` is given.
+
+    Raises:
+        UsageError: `dataset` is no data set, or there is no such route.
+    """
+    if route not in ROUTES:
+        msg = f"engine.deepspeed_io(route={route!r}): the routes are {', '.join(map(repr, ROUTES))}"
+        raise UsageError(msg)
+    if not (is_map_style(dataset) or isinstance(dataset, IterableDataset)):
+        msg = (
+            f"engine.deepspeed_io: a {type(dataset).__name__} is no data set; give one with __getitem__ and __len__, "
+            "or a torch.utils.data.IterableDataset"
+        )
+        raise UsageError(msg)
+
+
+def is_map_style(dataset: Any) -> bool:
+    """True if samples are read by index."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
