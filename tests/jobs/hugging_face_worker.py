@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 import mpispeed
 import mpispeed.as_deepspeed
 
-
 BATCH, TOKENS, WORDS, STEPS = 6, 12, 64, 4
 ZERO = {
     "train_micro_batch_size_per_gpu": "auto",

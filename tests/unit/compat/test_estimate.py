@@ -103,6 +103,7 @@ def test_formulas(gpus, nodes):
 
 
 class Owner:
+    rests_cut = True
     """Has nothing to give."""
 
 
