@@ -104,7 +104,7 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.pipe.topology": {"mpispeed.pipe": _TOPOLOGY},
     "runtime.utils": {
         "mpispeed.compat.runtime_utils": "see_memory_usage set_random_seed clip_grad_norm_ get_global_norm "
-        "get_global_norm_of_tensors empty_cache",
+        "get_global_norm_of_tensors empty_cache move_to_device",
         "mpispeed.pipe": "partition_balanced partition_uniform",
     },
     "runtime.zero": {"mpispeed.zero": "*"},
@@ -140,7 +140,11 @@ SERVED: dict[str, dict[str, str]] = {
         **_LOGGER,
     },
     "utils.init_on_device": {"mpispeed": "OnDevice"},
-    "utils.groups": {"mpispeed.compat.groups": "*"},
+    "utils.groups": {
+        "mpispeed.compat.groups": "* _get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
+        "_get_model_parallel_group _get_model_parallel_rank _get_model_parallel_world_size "
+        "_get_sequence_parallel_rank _get_sequence_parallel_world_size",
+    },
     "utils.logging": _LOGGER,
     "utils.tensor_fragment": {"mpispeed.zero": _SAFE},
     "utils.z3_leaf_module": {"mpispeed.zero": _LEAVES},
@@ -206,6 +210,7 @@ LATER: dict[str, dict[str, str]] = {
     },
     "sequence parallelism": {
         "sequence": "",
+        "utils.groups": "_get_sequence_parallel_group",
         "sequence.layer": "DistributedAttention",
         "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
         "runtime.sequence_parallel": "",

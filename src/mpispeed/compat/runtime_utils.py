@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,19 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def move_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[torch.Tensor], bool] | None = None
+) -> Any:
+    """Move the tensors of a list, tuple or dict to a device; those alone for which `criterion_func` is true."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)([move_to_device(value, device, criterion_func) for value in item])
+    return item
 
 
 def empty_cache() -> None:
