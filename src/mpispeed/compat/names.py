@@ -16,6 +16,11 @@ _SAFE = (
     "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
 )
 _LEAVES = "get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+# DeepSpeed's own libraries call them with an underscore
+_GROUPS = (
+    " ".join(f"_get_{axis}_parallel_{what}" for axis in ("data", "model") for what in ("group", "rank", "world_size"))
+    + " _get_sequence_parallel_rank _get_sequence_parallel_world_size"
+)
 _SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR VALID_LR_SCHEDULES add_tuning_arguments"
 _TOPOLOGY = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
 _RECOVERY = (
@@ -104,7 +109,7 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.pipe.topology": {"mpispeed.pipe": _TOPOLOGY},
     "runtime.utils": {
         "mpispeed.compat.runtime_utils": "see_memory_usage set_random_seed clip_grad_norm_ get_global_norm "
-        "get_global_norm_of_tensors empty_cache",
+        "get_global_norm_of_tensors empty_cache move_to_device",
         "mpispeed.pipe": "partition_balanced partition_uniform",
     },
     "runtime.zero": {"mpispeed.zero": "*"},
@@ -140,7 +145,7 @@ SERVED: dict[str, dict[str, str]] = {
         **_LOGGER,
     },
     "utils.init_on_device": {"mpispeed": "OnDevice"},
-    "utils.groups": {"mpispeed.compat.groups": "*"},
+    "utils.groups": {"mpispeed.compat.groups": f"* {_GROUPS}"},
     "utils.logging": _LOGGER,
     "utils.tensor_fragment": {"mpispeed.zero": _SAFE},
     "utils.z3_leaf_module": {"mpispeed.zero": _LEAVES},
@@ -209,6 +214,7 @@ LATER: dict[str, dict[str, str]] = {
         "sequence.layer": "DistributedAttention",
         "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
         "runtime.sequence_parallel": "",
+        "utils.groups": "_get_sequence_parallel_group",
         "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
     "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},

@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mpispeed.base.launched import launched_rank
+from mpispeed.base.tensor_tree import map_tensors
 from mpispeed.base.units import format_bytes
 from mpispeed.compat.accelerator import get_accelerator
 from mpispeed.compat.comm_groups import group_of
@@ -52,6 +53,14 @@ def set_random_seed(seed: int) -> None:
 def empty_cache() -> None:
     """Give unused device memory back."""
     get_accelerator().empty_cache()
+
+
+def move_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[torch.Tensor], bool] | None = None
+) -> Any:
+    """The tensors of nested lists, tuples and dicts moved to `device`, or those of them that `criterion_func` names."""
+    chosen = criterion_func or (lambda _: True)
+    return map_tensors(item, lambda tensor: tensor.to(device) if chosen(tensor) else tensor)
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
