@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import mpispeed.as_deepspeed
+from mpispeed.base.errors import UsageError
 from mpispeed.compat.modules import NamesModule, missing, rows
 from mpispeed.config import legacy
 from mpispeed.config.ineffective import NO_EFFECT
@@ -35,7 +36,7 @@ from mpispeed.config.load import judge
 from mpispeed.config.root import Config
 from mpispeed.config.section import walk
 from mpispeed.config.unavailable import find_unavailable
-from mpispeed.engine import deepspeed_getters
+from mpispeed.engine import Engine, deepspeed_getters
 
 try:
     import tomllib
@@ -233,17 +234,27 @@ def try_member(cls: type, name: Name) -> tuple[str, str]:
     missing_here = object()
     found = inspect.getattr_static(cls, name.path, missing_here)
     if found is missing_here:
-        is_getter = name.path in deepspeed_getters.METHODS and not name.signature.parameters
-        if is_getter and issubclass(cls, find("mpispeed", "DeepSpeedEngine")):
-            return SAME, ""
-        getattr(cls.__new__(cls), name.path)  # an AttributeError: the sentence, if its feature is known
-        return DIFFERS, "a class without it"
+        return try_getter(name) if issubclass(cls, Engine) else (DIFFERS, "there is no such attribute")
     if name.kind == "property":
         return (SAME, "") if isinstance(found, property) else (DIFFERS, "is no property")
     if name.kind == "value":
         return SAME, ""
     wrong = compare(name.signature, getattr(cls, name.path), drops_first=not isinstance(found, staticmethod))
     return (DIFFERS, wrong) if wrong else (SAME, "")
+
+
+def try_getter(name: Name) -> tuple[str, str]:
+    """A method that engines find in their tables of getters; those of missing features raise at once."""
+    is_known, method = deepspeed_getters.find(object(), name.path)
+    if not is_known or (name.path in deepspeed_getters.METHODS and name.signature.parameters):
+        return DIFFERS, "there is no such method"
+    if name.path in deepspeed_getters.METHODS:
+        return SAME, ""
+    try:
+        method()
+    except UsageError as error:
+        return LATER, str(error)
+    return SAME, ""
 
 
 def field_fault(cls: type, name: Name) -> str:
@@ -270,8 +281,9 @@ def compare(wanted: inspect.Signature | None, found: Any, *, drops_first: bool =
         ours = inspect.signature(found)
     except (TypeError, ValueError) as error:
         return f"has no signature: {error}"
-    if drops_first and not inspect.ismethod(found):
-        ours = ours.replace(parameters=list(ours.parameters.values())[1:])
+    parameters = list(ours.parameters.values())
+    if drops_first and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        ours = ours.replace(parameters=parameters[1:])
     return positional_fault(wanted, ours) or keyword_fault(wanted, ours) or default_fault(wanted, ours)
 
 

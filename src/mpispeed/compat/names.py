@@ -16,6 +16,11 @@ _SAFE = (
     "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
 )
 _LEAVES = "get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+# DeepSpeed's own libraries call them with an underscore
+_GROUPS = (
+    " ".join(f"_get_{axis}_parallel_{what}" for axis in ("data", "model") for what in ("group", "rank", "world_size"))
+    + " _get_sequence_parallel_rank _get_sequence_parallel_world_size"
+)
 _SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR VALID_LR_SCHEDULES add_tuning_arguments"
 _TOPOLOGY = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
 _RECOVERY = (
@@ -140,11 +145,7 @@ SERVED: dict[str, dict[str, str]] = {
         **_LOGGER,
     },
     "utils.init_on_device": {"mpispeed": "OnDevice"},
-    "utils.groups": {
-        "mpispeed.compat.groups": "* _get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
-        "_get_model_parallel_group _get_model_parallel_rank _get_model_parallel_world_size "
-        "_get_sequence_parallel_rank _get_sequence_parallel_world_size",
-    },
+    "utils.groups": {"mpispeed.compat.groups": f"* {_GROUPS}"},
     "utils.logging": _LOGGER,
     "utils.tensor_fragment": {"mpispeed.zero": _SAFE},
     "utils.z3_leaf_module": {"mpispeed.zero": _LEAVES},
@@ -210,10 +211,10 @@ LATER: dict[str, dict[str, str]] = {
     },
     "sequence parallelism": {
         "sequence": "",
-        "utils.groups": "_get_sequence_parallel_group",
         "sequence.layer": "DistributedAttention",
         "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
         "runtime.sequence_parallel": "",
+        "utils.groups": "_get_sequence_parallel_group",
         "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
     "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mpispeed.base.launched import launched_rank
+from mpispeed.base.tensor_tree import map_tensors
 from mpispeed.base.units import format_bytes
 from mpispeed.compat.accelerator import get_accelerator
 from mpispeed.compat.comm_groups import group_of
@@ -49,22 +50,17 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def move_to_device(
-    item: Any, device: torch.device | str, criterion_func: Callable[[torch.Tensor], bool] | None = None
-) -> Any:
-    """Move the tensors of a list, tuple or dict to a device; those alone for which `criterion_func` is true."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, list | tuple):
-        return type(item)([move_to_device(value, device, criterion_func) for value in item])
-    return item
-
-
 def empty_cache() -> None:
     """Give unused device memory back."""
     get_accelerator().empty_cache()
+
+
+def move_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[torch.Tensor], bool] | None = None
+) -> Any:
+    """The tensors of nested lists, tuples and dicts moved to `device`, or those of them that `criterion_func` names."""
+    chosen = criterion_func or (lambda _: True)
+    return map_tensors(item, lambda tensor: tensor.to(device) if chosen(tensor) else tensor)
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:

@@ -117,3 +117,20 @@ class ZeroOptimization(Section):
         for sentence in said:
             once(log, logging.WARNING, sentence)
         return settings
+
+    @property
+    def cpu_offload(self) -> None:
+        """Deprecated: what is given becomes offload_optimizer."""
+
+    @property
+    def cpu_offload_param(self) -> None:
+        """Deprecated: what is given becomes offload_param."""
+
+    @property
+    def cpu_offload_use_pin_memory(self) -> None:
+        """Deprecated: what is given is ignored."""
+
+    @property
+    def stage3_gather_fp16_weights_on_model_save(self) -> bool:
+        """Deprecated spelling of gather_16bit_weights_on_model_save."""
+        return self.gather_16bit_weights_on_model_save
