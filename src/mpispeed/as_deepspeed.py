@@ -7,12 +7,21 @@ installed nothing changes but a warning.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 
 from mpispeed.base.errors import UsageError
 from mpispeed.compat.as_deepspeed import activate
 from mpispeed.launch.torch_env import torch_variables
 
+log = logging.getLogger(__name__)
+
+_TOO_EARLY = (
+    "transformers.integrations.deepspeed",
+    "accelerate.utils.deepspeed",
+    "lightning.fabric.strategies.deepspeed",
+)
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 IS_SERVED = activate()
@@ -30,5 +39,10 @@ def _set_place() -> None:
         os.environ.setdefault(name, found[name])
 
 
+if IS_SERVED and "deepspeed" not in sys.modules and (known := [name for name in _TOO_EARLY if name in sys.modules]):
+    log.warning(
+        "%s was imported before mpispeed.as_deepspeed and has found no deepspeed; import it first (a line that sorters "
+        "of imports leave alone, as with `# isort: split`), or start with mpispeed run --as-deepspeed", known[0],
+    )  # fmt: skip
 if IS_SERVED:
     _set_place()

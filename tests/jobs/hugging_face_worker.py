@@ -1,4 +1,4 @@
-"""Runs of the Trainer, accelerate and peft on ZeRO and, for comparison, on the DDP of torch; started on n ranks."""
+"""Runs of the Trainer, accelerate and peft on ZeRO and, to compare, on the DDP of torch; needs `--as-deepspeed`."""
 
 import json
 import sys
@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import mpispeed
-import mpispeed.as_deepspeed
 
 BATCH, TOKENS, WORDS, STEPS = 6, 12, 64, 4
 ZERO = {
