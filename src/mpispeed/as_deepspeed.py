@@ -12,12 +12,13 @@ import os
 import sys
 
 from mpispeed.base.errors import UsageError
+from mpispeed.base.launched import launched_rank
 from mpispeed.compat.as_deepspeed import activate
 from mpispeed.launch.torch_env import torch_variables
 
 log = logging.getLogger(__name__)
 
-_TOO_EARLY = (
+_LOOK_FOR_DEEPSPEED = (
     "transformers.integrations.deepspeed",
     "accelerate.utils.deepspeed",
     "lightning.fabric.strategies.deepspeed",
@@ -39,10 +40,16 @@ def _set_place() -> None:
         os.environ.setdefault(name, found[name])
 
 
-if IS_SERVED and "deepspeed" not in sys.modules and (known := [name for name in _TOO_EARLY if name in sys.modules]):
-    log.warning(
-        "%s was imported before mpispeed.as_deepspeed and has found no deepspeed; import it first (a line that sorters "
-        "of imports leave alone, as with `# isort: split`), or start with mpispeed run --as-deepspeed", known[0],
-    )  # fmt: skip
+def _warn_late() -> None:
+    """Tell rank 0 of libraries that have looked for deepspeed before it could be found."""
+    early = [name for name in _LOOK_FOR_DEEPSPEED if name in sys.modules]
+    if early and "deepspeed" not in sys.modules and launched_rank() == 0:
+        log.warning(
+            "%s was imported before mpispeed.as_deepspeed and found no deepspeed; import that first, where sorters of "
+            "imports leave it alone (`# isort: split`), or start with mpispeed run --as-deepspeed", early[0],
+        )  # fmt: skip
+
+
 if IS_SERVED:
+    _warn_late()
     _set_place()

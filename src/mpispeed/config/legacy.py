@@ -71,6 +71,13 @@ IGNORED = {
     f"{_ZERO}.cpu_offload_use_pin_memory": "is deprecated and has no effect; use offload_optimizer.pin_memory",
 }
 
+_DOTTED = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_gather_16bit_weights_on_model_save",
+)
+
 # Sections that were, or are easily written as, a bare true or false.
 _SWITCHES = (
     "fp16", "bf16", "bfloat16", "amp", "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger",
@@ -203,6 +210,7 @@ def translate(
     problems: list[Problem] = []
     result = Translation(_copy(raw, "", problems), problems=problems)
     _widen_switches(result)
+    _place_dotted(result)
     for path, sentence in IGNORED.items():
         if _stands(result.data, path):
             _pop(result.data, path)
@@ -248,6 +256,21 @@ def _is_usable(value: Any, path: str, problems: list[Problem]) -> bool:
 def is_comment(key: str) -> bool:
     """True for keys that only talk to the reader."""
     return key.startswith("_") or key == "comment"
+
+
+def _place_dotted(result: Translation) -> None:
+    """Put keys that accelerate and trl write with a dot, beside the sections, into theirs; what stands there stays.
+
+    A fraction in a number of elements, 0.9 of a square, is cut off.
+    """
+    data = result.data
+    for key in _DOTTED:
+        dotted = f"{_ZERO}.{key}"
+        if dotted in data and isinstance(data.get(_ZERO, {}), dict):
+            value = data.pop(dotted)
+            if isinstance(value, float) and math.isfinite(value):
+                value = int(value)
+            data.setdefault(_ZERO, {}).setdefault(key, value)
 
 
 def _widen_switches(result: Translation) -> None:

@@ -191,3 +191,17 @@ def test_a_key_with_a_dot_is_unknown(key, value):
         with pytest.raises(ConfigError, match=re.escape(key)) as caught:
             load({"train_micro_batch_size_per_gpu": 1, **section, key: value})
         assert "unknown" in str(caught.value)
+
+
+def test_a_dotted_key_is_put_into_its_section():
+    """trl writes them beside the sections; a fraction of elements is cut off."""
+    raw = {
+        "zero_optimization.reduce_bucket_size": 1024,
+        "zero_optimization.stage3_prefetch_bucket_size": 921.6,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 77},
+    }
+    config = load({"train_batch_size": 1, **raw}).config
+    assert config.zero_optimization.prefetch_bucket_size == 921
+    assert config.zero_optimization.reduce_bucket_size == 77
+    with pytest.raises(ConfigError, match=r"zero_optimization\.reduce_bukket_size: unknown key"):
+        load({"train_batch_size": 1, "zero_optimization.reduce_bukket_size": 5})
