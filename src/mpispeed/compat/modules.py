@@ -7,6 +7,7 @@ what a name needs when it is asked for.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,23 +66,21 @@ class Finder:
         return None
 
 
-class Loader:
+class Loader(importlib.abc.Loader):
     """Makes the modules."""
 
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         """An empty module, which asks the table."""
         return NamesModule(spec.name, f"DeepSpeed's names of {spec.name.partition('.')[2]}, served by mpispeed.")
 
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
+    def exec_module(self, module: ModuleType) -> None:
         """Nothing is run."""
 
 
 def install() -> None:
     """Serve the modules from now on; done once, at the import of mpispeed."""
     if not any(isinstance(finder, type) and finder.__name__ == "Finder" for finder in sys.meta_path):
-        sys.meta_path.append(Finder)  # type: ignore[arg-type]
+        sys.meta_path.append(Finder)
 
 
 def become_deepspeed(name: str) -> None:

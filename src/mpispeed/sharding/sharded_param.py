@@ -232,11 +232,11 @@ class _AliasOwner:
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's shard of the parameter that was detached."""
-        return self._param.ds_tensor  # type: ignore[attr-defined,no-any-return]
+        return self._param.ds_tensor  # type: ignore[attr-defined]
 
     def shard_numel(self, param: torch.Tensor) -> int:
         """Elements of this rank's shard."""
-        return self._param.partition_numel()  # type: ignore[attr-defined,no-any-return]
+        return self._param.partition_numel()  # type: ignore[attr-defined]
 
 
 def _can_open(param: torch.Tensor) -> bool:
@@ -249,9 +249,9 @@ def _can_open(param: torch.Tensor) -> bool:
 
 def _alias(param: torch.Tensor) -> torch.Tensor:
     """`param.detach()` without data, as `state_dict` takes it: who reads it is told the same as of the parameter."""
-    alias = _stand_in(param.dtype, param.device).expand(param.shape).as_subclass(_sharded_class(torch.Tensor))
+    alias: Any = _stand_in(param.dtype, param.device).expand(param.shape).as_subclass(_sharded_class(torch.Tensor))
     owner = _AliasOwner(param)
-    alias._alias_owner = owner  # type: ignore[attr-defined]  # the registry holds a weak reference
+    alias._alias_owner = owner  # the registry holds a weak reference
     _OWNERS[alias] = weakref.ref(owner)
     _NUMBERS[alias] = _NUMBERS[param]
     return alias

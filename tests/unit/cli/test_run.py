@@ -178,7 +178,7 @@ def test_the_word_run_may_be_left_out(here):
     ):
         assert CliRunner().invoke(cli, words).stdout == expected
     assert "Commands" in CliRunner().invoke(cli, ["--help"]).stdout
-    assert CliRunner().invoke(cli, ["trian.py"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["not_there.py"]).exit_code == 2
     assert CliRunner().invoke(cli, []).exit_code in (0, 2)
 
 
