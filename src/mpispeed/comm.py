@@ -57,6 +57,9 @@ from mpispeed.compat.comm_log import (
 from mpispeed.engine.distributed import init_distributed
 from mpispeed.mesh.compressed.onebit import OneBitErrors, compressed_all_reduce
 
+#: lets `mpispeed.comm.comm` be found, which is made from the table of DeepSpeed's names
+__path__: list[str] = []
+
 __all__ = [
     "OneBitErrors",
     "ReduceOp",

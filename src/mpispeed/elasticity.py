@@ -3,6 +3,9 @@
 from mpispeed.base.errors import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
 from mpispeed.config.elastic_batch import compute_elastic_config, elastic_counts
 
+#: lets `mpispeed.elasticity.config` be found, which is made from the table of DeepSpeed's names
+__path__: list[str] = []
+
 __all__ = [
     "ElasticityConfigError",
     "ElasticityError",

@@ -91,6 +91,15 @@ def test_bf16_wins_over_its_old_name():
     assert loaded.warnings == ["bfloat16 is ignored because bf16 is there"]
 
 
+def test_old_switches_that_are_null_are_off():
+    zero = load(
+        {"zero_optimization": {"stage": 3, "cpu_offload": None, "cpu_offload_param": None}}
+    ).config.zero_optimization
+    assert (zero.offload_optimizer, zero.offload_param) == (None, None)
+    assert (zero.cpu_offload, zero.cpu_offload_param, zero.cpu_offload_use_pin_memory) == (None, None, None)
+    assert zero.stage3_gather_fp16_weights_on_model_save is False
+
+
 def test_cpu_offload_becomes_a_section():
     loaded = load({"zero_optimization": {"stage": 2, "cpu_offload": True}})
     assert loaded.config.zero_optimization.offload_optimizer.device == "cpu"
