@@ -240,7 +240,8 @@ def make_handle(
     vars(client)["load_state_dict"] = partial(_load_groups, client.param_groups)
 
     def give_back() -> None:
-        vars(client).pop("load_state_dict", None)
+        for name in ("load_state_dict", "parameter_offload"):
+            vars(client).pop(name, None)
         undo()
 
     return give_back

@@ -14,6 +14,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus
 from mpispeed.engine import step
 from mpispeed.plan.onebit_plan import require_whole
+from mpispeed.engine.parameter_offload import ParameterOffload
 from mpispeed.engine.backward import Counters
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, StepLink, make_handle
 from mpispeed.engine.estimate.host_budget import require_host_budget
@@ -320,6 +321,8 @@ def _optimize(
     inner = InnerOptimizer(groups, counters, link, grads.clear) if basic is None else basic
     own = EngineOptimizer(groups, scaler, grads.clear, rule.name, link, inner)
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
+    if params.rests_cut:
+        vars(facade)["parameter_offload"] = ParameterOffload()
     update_windows = UpdateWindows(params, grads, states, rule)
     onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
