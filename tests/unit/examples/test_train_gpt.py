@@ -65,7 +65,7 @@ def test_train_resume_and_outputs(tmp_path: Path) -> None:
     assert [(p.step, p.samples, p.ranks) for p in points] == [(2, 48, 1), (4, 96, 1), (6, 144, 1)]
     assert 4.5 < points[-1].validation_loss < points[0].validation_loss < 5.7
     saved = sorted(path.name for path in (tmp_path / "runs/gpt/checkpoints").iterdir())
-    assert saved == ["global_step4", "global_step5", "global_step6", "latest"]
+    assert saved == ["global_step4", "global_step5", "global_step6", "latest", "zero_to_fp32.py"]
     assert (tmp_path / "runs/gpt/loss.png").stat().st_size > 5000
     rows = (tmp_path / "runs/csv/gpt/Train_Samples_lr.csv").read_text().splitlines()
     assert [int(row.split(",")[0]) for row in rows[1:]] == [24, 48, 72, 96, 120, 144]
