@@ -42,17 +42,30 @@ def test_sharded_parameters_tell(comm):
         zero.safe_set_local_fp32_param(param, torch.zeros_like(param.ds_tensor))
         with zero.GatheredParameters(param):
             assert not param.any()
-            assert not any(hasattr(param, name) for name in NAMES)
+            assert param.ds_status is zero.ZeroParamStatus.AVAILABLE
+            assert torch.equal(param.ds_tensor, torch.zeros_like(parts[comm.rank]))
+        assert param.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
         assert sum(map(torch.numel, parts)) == param.numel()
     engine.destroy()
     assert not any(hasattr(param, name) for param in params for name in NAMES)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_that_are_whole_have_no_such_attributes(stage):
-    settings = config(stage, zero={"stage3_param_persistence_threshold": 10**6} if stage == 3 else {}, **ADAM)
-    engine = start(settings)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_below_stage_3_have_no_such_attributes(stage):
+    other = start(config(3, **ADAM))  # from here on torch.nn.Parameter has the properties
+    engine = start(config(stage, **ADAM))
     assert not any(hasattr(param, name) for param in engine.module.parameters() for name in NAMES)
+    engine.destroy()
+    other.destroy()
+
+
+def test_parameters_that_stay_whole_at_stage_3_tell():
+    engine = start(config(3, zero={"stage3_param_persistence_threshold": 10**6}, **ADAM))
+    for param in engine.module.parameters():
+        assert (param.ds_status, param.ds_persist) == (zero.ZeroParamStatus.AVAILABLE, True)
+        assert (param.ds_numel, param.partition_numel()) == (param.numel(), param.numel())
+        assert torch.equal(param.ds_tensor, param.detach().flatten())
+        assert not set(vars(param)) & set(NAMES)
     engine.destroy()
 
 
