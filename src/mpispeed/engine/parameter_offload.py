@@ -1,4 +1,4 @@
-"""What libraries take off a ZeRO-3 engine of DeepSpeed before `generate` and put back after it: nothing here."""
+"""Hooks that libraries take off a ZeRO-3 engine of DeepSpeed before `generate` and put back after it: none here."""
 
 from __future__ import annotations
 
