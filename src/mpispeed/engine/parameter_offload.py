@@ -1,4 +1,4 @@
-"""Hooks that libraries take off a ZeRO-3 engine of DeepSpeed before `generate` and put back after it: none here."""
+"""Stand-in for the hooks that libraries take off a ZeRO-3 engine of DeepSpeed around `generate`: there are none."""
 
 from __future__ import annotations
 

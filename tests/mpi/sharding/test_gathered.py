@@ -90,7 +90,7 @@ def test_nested_contexts():
     a, b = engine.module.blocks[0].up.weight, engine.module.blocks[1].up.weight
     with zero.GatheredParameters([a], modifier_rank=0), torch.no_grad():
         a.fill_(1.0)
-        with zero.GatheredParameters([a, b]):
+        with zero.GatheredParameters([a, None, b]):
             assert bool((a == 1.0).all())
             b.fill_(2.0)
         a.add_(1.0)

@@ -265,8 +265,9 @@ def words(is_sparse, travels, stage=0):
     return sim.run(2, job)
 
 
-def test_sparse_embeddings_train_as_dense_ones():
-    rows, dense = words(True, True), words(False, False)
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_embeddings_whose_rows_travel_train_as_dense_ones(is_sparse):
+    rows, dense = words(is_sparse, True), words(False, False)
     for ours, theirs in zip(rows, dense, strict=True):
         assert theirs[0] - ours[0] == 3 * 500 * 4 * 4  # the table is in no all-reduce any more
         for name in ours[1]:
@@ -280,11 +281,11 @@ def test_sparse_gradients_that_do_not_travel_as_rows_are_made_dense(stage):
         same_bits(theirs[1], ours[1])
 
 
-def test_dense_embeddings_alone_make_sparse_gradients_a_warning(caplog, monkeypatch):
+def test_a_model_without_embeddings_makes_sparse_gradients_a_warning(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("mpispeed"), "propagate", True)
     monkeypatch.setattr(logs, "_seen", set())
     with caplog.at_level("WARNING", logger="mpispeed"):
-        words(False, True)
+        trained({"stage": 0}, ranks=2, steps=1, sparse_gradients=True)
     assert "sparse_gradients has no effect: no nn.Embedding" in caplog.text
 
 

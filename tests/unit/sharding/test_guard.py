@@ -205,3 +205,17 @@ def test_a_new_parameter_in_the_place_of_a_dead_one_has_no_keeper():
     assert sharded_param.owner_of(others[-1]) is None
     sharded_param.watch(others[-1], second)
     assert first.calls == []  # nobody tells it that a parameter left which it never had
+
+
+def test_a_state_dict_of_what_cannot_be_read_names_it():
+    """Libraries look at names and shapes before they gather; the values are refused as those of the parameter are."""
+    module, shelf = torch.nn.Linear(2, 3), Shelf(is_open=False)
+    shelf.put(*module.parameters())
+    found = module.state_dict()
+    assert {name: tuple(value.shape) for name, value in found.items()} == {"weight": (3, 2), "bias": (3,)}
+    assert not found["weight"].requires_grad
+    for read in (torch.sum, torch.clone, torch.Tensor.tolist):
+        with pytest.raises(UsageError, match="reads a parameter whose data are cut over ranks"):
+            read(found["weight"])
+    shelf.is_open = True
+    assert torch.equal(module.state_dict()["bias"], module.bias.detach())
