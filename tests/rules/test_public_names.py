@@ -14,7 +14,9 @@ PAGES = [
     ROOT / "README.md",
     *(path for name in ("guides", "hpc", "examples") for path in (ROOT / "docs" / name).iterdir()),
 ]
-MODULES = {f"mpispeed.{name}" for name in mpispeed.PUBLIC_MODULES} | {"mpispeed"}
+# Imported for what it does; it is no name of the root, or `from mpispeed import *` would do it.
+ACTING = "mpispeed.as_deepspeed"
+MODULES = {f"mpispeed.{name}" for name in mpispeed.PUBLIC_MODULES} | {"mpispeed", ACTING}
 IMPORT = re.compile(r"^\s*from (mpispeed[\w.]*) import (.+)$|^\s*import (mpispeed[\w.]*)", re.MULTILINE)
 DOTTED = re.compile(r"(?<![\w./-])mpispeed(?:\.[A-Za-z_]\w*)+")
 
