@@ -39,11 +39,15 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from mpispeed.engine.engine import Engine
     from mpispeed.mesh.world import World
 
 __all__ = ["MpiEnvironment", "MpispeedStrategy"]
 
 _CLIENT = "lightning"  # of Lightning's own state within the client state
+
+_HELD = "_mpispeed_held"
+_NO_EFFECT = {"allgather_bucket_size": 200_000_000, "sub_group_size": 1_000_000_000_000}
 
 
 class MpiEnvironment(ClusterEnvironment):
@@ -106,6 +110,26 @@ class MpiEnvironment(ClusterEnvironment):
             first = world.node.share(world.rank)
             self._node_rank = sorted(set(world.comm.gather_objects(first))).index(first)
         return self._node_rank
+
+
+class _Held:
+    """Keeps the engine of a model alive with it, so that the next Trainer finds and takes apart what has its weights.
+
+    Copies of the model have none.
+    """
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+
+def _let_go(model: nn.Module) -> None:
+    """Give the model its whole weights back, if an engine has it. Collective over: all ranks."""
+    held = vars(model).pop(_HELD, None)
+    if held is not None and held.engine is not None:
+        held.engine.destroy()
 
 
 class MpispeedStrategy(DeepSpeedStrategy):
@@ -196,6 +220,14 @@ class MpispeedStrategy(DeepSpeedStrategy):
             msg = "MpispeedStrategy: Lightning needs torch.distributed, and there is no process group (see the warning)"
             raise UsageError(msg)
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Lightning's reduction; a mean of whole numbers is rounded towards zero. Collective over: the group."""
+        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if not isinstance(tensor, torch.Tensor) or not is_mean or tensor.is_floating_point():
+            return super().reduce(tensor, group, reduce_op)
+        total = super().reduce(tensor, group, "sum")
+        return total.copy_(total / (self.world_size if group is None else group.size()))
+
     def teardown(self) -> None:
         """Leave the model where the engine has it: a later `test` or `fit` of this Trainer goes on with it."""
         assert self.cluster_environment is not None  # noqa: S101 - set by the constructor
@@ -207,7 +239,24 @@ class MpispeedStrategy(DeepSpeedStrategy):
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """An engine without an optimizer. Collective over: all ranks."""
         config = {key: value for key, value in (self.config or {}).items() if key not in ("optimizer", "scheduler")}
+        _let_go(model)
         self.model, *_ = initialize(model=model, model_parameters=[], config=config)
+        vars(model)[_HELD] = _Held(self.model)
+
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        """An engine with the optimizer of the model or of the config. Collective over: all ranks."""
+        _let_go(model)
+        super()._initialize_deepspeed_train(model)
+        vars(model)[_HELD] = _Held(self.model)
+
+    def _create_default_config(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lightning's config, without its own values of keys that have no effect here."""
+        config = super()._create_default_config(*args, **kwargs)
+        zero = config.get("zero_optimization", {})
+        for key, value in _NO_EFFECT.items():
+            if zero.get(key) == value:
+                del zero[key]
+        return config
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -215,9 +264,7 @@ class MpispeedStrategy(DeepSpeedStrategy):
         """Nothing: `save_checkpoint` writes it from where it is."""
         return {}
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write the folder `filepath`, with the state in its tag "checkpoint". Collective over: all ranks.
 
         Raises:
@@ -254,7 +301,9 @@ class MpispeedStrategy(DeepSpeedStrategy):
             load_module_strict=module.strict_loading,
         )
         if not client_state or _CLIENT not in client_state:
-            msg = f"{checkpoint_path} holds no state of Lightning; give a folder that Trainer(strategy='mpispeed') wrote"
+            msg = (
+                f"{checkpoint_path} holds no state of Lightning; give a folder that Trainer(strategy='mpispeed') wrote"
+            )
             raise UsageError(msg)
         return client_state[_CLIENT]
 

@@ -59,7 +59,7 @@ def steps_of(model, accumulate):
 
 
 def run(folder, ranks, strategy, accumulate=2, resume=None, save=False, epochs=2, **settings):
-    """Twelve rows a step on any number of ranks."""
+    """Twelve rows a step on any number of ranks: Lightning shuffles, and gives each rank its part."""
     micro = BATCH // ranks // accumulate
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1) if save else None
     trainer = Trainer(
@@ -68,8 +68,7 @@ def run(folder, ranks, strategy, accumulate=2, resume=None, save=False, epochs=2
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **settings,
     )  # fmt: skip
     model = Model()
-    train = Ordered(data(), ranks * micro, mpispeed.comm.get_rank(), ranks)
-    loader = torch.utils.data.DataLoader(data(), batch_sampler=train)
+    loader = torch.utils.data.DataLoader(data(), batch_size=micro)
     other = torch.utils.data.DataLoader(data(), batch_size=ROWS // 12)
     trainer.fit(model, loader, other, ckpt_path=resume)
     fitted = {"losses": steps_of(model, accumulate), "val": float(trainer.callback_metrics["val"])}
@@ -79,29 +78,15 @@ def run(folder, ranks, strategy, accumulate=2, resume=None, save=False, epochs=2
     return found
 
 
-class Ordered(torch.utils.data.Sampler):
-    """Rows in order, each batch cut into parts of ranks, so that a global batch is the same on any number of them."""
-
-    def __init__(self, rows, batch, rank, ranks):
-        self.count, self.batch_size, self.whole, self.rank = len(rows) // batch, batch // ranks, batch, rank
-
-    def __iter__(self):
-        for place in range(self.count):
-            start = place * self.whole + self.rank * self.batch_size
-            yield list(range(start, start + self.batch_size))
-
-    def __len__(self):
-        return self.count
-
-
 def plain():
     """The same loop on one process, without any library but torch."""
     model, rows, losses = Model(), data(), []
     [optimizer], [schedule] = model.configure_optimizers()
-    for _ in range(2):
-        for start in range(0, ROWS, BATCH):
+    for epoch in range(2):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))
+        for chosen in order.split(BATCH):
             optimizer.zero_grad()
-            loss = model.error(rows[start : start + BATCH])
+            loss = model.error(rows[chosen])
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
