@@ -96,7 +96,8 @@ _HOME = {name: module for module, names in PUBLIC_NAMES.items() for name in name
 __all__ = [
     "__version__",
     *_HOME,
-    *(name for name in PUBLIC_MODULES if "." not in name),
+    # `import *` works without PyTorch Lightning
+    *(name for name in PUBLIC_MODULES if "." not in name and name != "lightning"),
 ]
 
 

@@ -33,7 +33,6 @@ except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(msg, name=missing.name) from None
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from datetime import timedelta
     from pathlib import Path
 
@@ -144,13 +143,13 @@ class MpispeedStrategy(DeepSpeedStrategy):
 
     strategy_name = "mpispeed"
 
-    def __init__(self, *args: Any, timeout: timedelta | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, timeout: timedelta | None = None, **kwargs: Any) -> None:
         real = find_real()
         if real or not activate():
             msg = f"MpispeedStrategy: DeepSpeed itself is installed ({real}) and would be imported; uninstall it"
             raise ConfigError(msg)
         self._kind = ""
-        super().__init__(*args, timeout=timeout, **kwargs)
+        super().__init__(timeout=timeout, **kwargs)
         if self.cluster_environment is None:
             self.cluster_environment = MpiEnvironment()
 
@@ -193,7 +192,8 @@ class MpispeedStrategy(DeepSpeedStrategy):
         """Tell Lightning which rank may speak. Collective over: all ranks, at the first call."""
         assert self.cluster_environment is not None  # noqa: S101 - set by the constructor
         self.cluster_environment.node_rank()
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for speaks in (rank_zero_only, fabric_rank_zero_only):
+            vars(speaks)["rank"] = self.global_rank
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class MpispeedStrategy(DeepSpeedStrategy):
         """An engine with the optimizer of the model or of the config. Collective over: all ranks."""
         _let_go(model)
         super()._initialize_deepspeed_train(model)
-        vars(model)[_HELD] = _Held(self.model)
+        vars(model)[_HELD] = _Held(self.deepspeed_engine)
 
     def _create_default_config(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Lightning's config, without its own values of keys that have no effect here."""
@@ -281,7 +281,7 @@ class MpispeedStrategy(DeepSpeedStrategy):
             exclude_frozen_parameters=self.exclude_frozen_parameters,
         )
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Mapping[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder that any number of ranks has written; returns Lightning's state.
 
         Collective over: all ranks.
@@ -292,6 +292,7 @@ class MpispeedStrategy(DeepSpeedStrategy):
         if self.load_full_weights and self.zero_stage_3:
             return super().load_checkpoint(checkpoint_path, weights_only)
         module = self.lightning_module
+        assert module is not None  # noqa: S101 - the Trainer has connected it
         _validate_checkpoint_directory(checkpoint_path)
         _, client_state = self.deepspeed_engine.load_checkpoint(
             str(checkpoint_path),
