@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         data as data,
         elasticity as elasticity,
         kernels as kernels,
-        lightning as lightning,
         monitor as monitor,
         nn as nn,
         optim as optim,

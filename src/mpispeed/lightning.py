@@ -7,7 +7,8 @@ checkpoint is a folder that any number of ranks resumes.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -34,7 +35,6 @@ except ModuleNotFoundError as missing:
 
 if TYPE_CHECKING:
     from datetime import timedelta
-    from pathlib import Path
 
     from torch import nn
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from mpispeed.mesh.world import World
 
 __all__ = ["MpiEnvironment", "MpispeedStrategy"]
+
+T = TypeVar("T")
 
 _CLIENT = "lightning"  # of Lightning's own state within the client state
 
@@ -124,6 +126,18 @@ class _Held:
         return _Held, ()
 
 
+def _given(part: T | None, name: str) -> T:
+    """A part that the Trainer has set.
+
+    Raises:
+        UsageError: there is no Trainer.
+    """
+    if part is None:
+        msg = f"MpispeedStrategy has no {name} yet; pass it to a Trainer: Trainer(strategy=MpispeedStrategy())"
+        raise UsageError(msg)
+    return part
+
+
 def _let_go(model: nn.Module) -> None:
     """Give the model its whole weights back, if an engine has it. Collective over: all ranks."""
     held = vars(model).pop(_HELD, None)
@@ -190,8 +204,7 @@ class MpispeedStrategy(DeepSpeedStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell Lightning which rank may speak. Collective over: all ranks, at the first call."""
-        assert self.cluster_environment is not None  # noqa: S101 - set by the constructor
-        self.cluster_environment.node_rank()
+        _given(self.cluster_environment, "cluster environment").node_rank()
         for speaks in (rank_zero_only, fabric_rank_zero_only):
             vars(speaks)["rank"] = self.global_rank
 
@@ -203,12 +216,11 @@ class MpispeedStrategy(DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         """Choose the device and join MPI. Collective over: all ranks."""
-        assert self.accelerator is not None  # noqa: S101 - the Trainer has set it
         kind = os.environ.setdefault(VARIABLE, self._kind)
         if torch.device(kind or "cpu").type != self._kind:
             msg = f"{VARIABLE} is {kind!r} and the Trainer's accelerator takes {self._kind}; make them the same"
             raise ConfigError(msg)
-        self.accelerator.setup_device(self.root_device)
+        _given(self.accelerator, "accelerator").setup_device(self.root_device)
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
@@ -230,11 +242,9 @@ class MpispeedStrategy(DeepSpeedStrategy):
 
     def teardown(self) -> None:
         """Leave the model where the engine has it: a later `test` or `fit` of this Trainer goes on with it."""
-        assert self.cluster_environment is not None  # noqa: S101 - set by the constructor
-        assert self.accelerator is not None  # noqa: S101
-        self.cluster_environment.teardown()
+        _given(self.cluster_environment, "cluster environment").teardown()
         self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        _given(self.accelerator, "accelerator").teardown()
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """An engine without an optimizer. Collective over: all ranks."""
@@ -289,10 +299,9 @@ class MpispeedStrategy(DeepSpeedStrategy):
         Raises:
             UsageError: the folder was not written by this strategy.
         """
-        if self.load_full_weights and self.zero_stage_3:
+        if self.load_full_weights and Path(checkpoint_path).is_file():
             return super().load_checkpoint(checkpoint_path, weights_only)
-        module = self.lightning_module
-        assert module is not None  # noqa: S101 - the Trainer has connected it
+        module = _given(self.lightning_module, "model")
         _validate_checkpoint_directory(checkpoint_path)
         _, client_state = self.deepspeed_engine.load_checkpoint(
             str(checkpoint_path),
