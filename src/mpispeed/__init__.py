@@ -77,6 +77,7 @@ PUBLIC_MODULES = (
     "data",
     "elasticity",
     "kernels",
+    "lightning",
     "monitor",
     "nn",
     "nn.block",
@@ -94,7 +95,8 @@ _HOME = {name: module for module, names in PUBLIC_NAMES.items() for name in name
 __all__ = [
     "__version__",
     *_HOME,
-    *(name for name in PUBLIC_MODULES if "." not in name),
+    # `import *` works without PyTorch Lightning
+    *(name for name in PUBLIC_MODULES if "." not in name and name != "lightning"),
 ]
 
 

@@ -17,7 +17,7 @@ PIPELINE = ("pipe/", "cli/plan_schedule.py")
 # deepspeed_getters.py is the table of getters by which users of DeepSpeed ask for their stage.
 DECIDE = (*PIPELINE, "config/", "plan/", "engine/deepspeed_getters.py")
 # ckpt/foreign reads files of DeepSpeed, which have the word in names of classes and entries.
-SHOW = (*DECIDE, "engine/", "compat/", "cli/", "ckpt/foreign/")
+SHOW = (*DECIDE, "engine/", "compat/", "cli/", "ckpt/foreign/", "lightning.py")
 # Those of a pipeline: stages, num_stages, stage_id, is_first_stage, is_last_stage, StageError.
 STAGE = re.compile(r"(?<!first_)(?<!last_)stage(?!d|_in|s\b|_id\b|error\b)", re.IGNORECASE)
 

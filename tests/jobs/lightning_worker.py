@@ -1,0 +1,125 @@
+"""Runs of Lightning's Trainer with the strategy of this library: fit, validate, test, save, resume."""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import mpispeed
+from mpispeed.lightning import MpispeedStrategy
+
+ROWS, BATCH, STEPS, CLIP = 48, 12, 8, 0.3
+"""Rows of an epoch and of a step; two epochs."""
+
+
+def data():
+    made = torch.Generator().manual_seed(7)
+    x = torch.randn(ROWS, 6, generator=made)
+    return torch.utils.data.TensorDataset(x, x[:, :2] * 2 + torch.randn(ROWS, 2, generator=made))
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
+        self.save_hyperparameters({"width": 9})
+        self.losses, self.rates = [], []
+
+    def error(self, batch):
+        return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+    def training_step(self, batch, _):
+        loss = self.error(batch)
+        mean = self.trainer.strategy.reduce(loss.detach().float().clone())
+        self.losses.append(float(mean))
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return loss
+
+    def validation_step(self, batch, _):
+        self.log("val", self.error(batch), sync_dist=True)
+
+    def test_step(self, batch, _):
+        self.log("test", self.error(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        made = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+        return [made], [torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)]
+
+
+def steps_of(model, accumulate):
+    """Losses of global batches."""
+    parts = torch.tensor(model.losses).reshape(-1, accumulate)
+    return parts.mean(1).tolist()
+
+
+def run(folder, ranks, strategy, accumulate=2, resume=None, save=False, epochs=2, **settings):
+    """Twelve rows a step on any number of ranks: Lightning shuffles, and gives each rank its part."""
+    micro = BATCH // ranks // accumulate
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1) if save else None
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", max_epochs=epochs, accumulate_grad_batches=accumulate,
+        gradient_clip_val=CLIP, callbacks=[saver] if saver else None, enable_checkpointing=save, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **settings,
+    )  # fmt: skip
+    model = Model()
+    loader = torch.utils.data.DataLoader(data(), batch_size=micro)
+    other = torch.utils.data.DataLoader(data(), batch_size=ROWS // 12)
+    trainer.fit(model, loader, other, ckpt_path=resume)
+    fitted = {"losses": steps_of(model, accumulate), "val": float(trainer.callback_metrics["val"])}
+    found = {**fitted, "rate": model.rates[-1], "ranks": trainer.world_size, "step": trainer.global_step}
+    found["validated"] = trainer.validate(model, other, verbose=False)[0]["val"]
+    found["tested"] = trainer.test(model, other, verbose=False)[0]["test"]
+    return found
+
+
+def plain():
+    """The same loop on one process, without any library but torch."""
+    model, rows, losses = Model(), data(), []
+    [optimizer], [schedule] = model.configure_optimizers()
+    for epoch in range(2):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))
+        for chosen in order.split(BATCH):
+            optimizer.zero_grad()
+            loss = model.error(rows[chosen])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            losses.append(loss.item())
+        schedule.step()
+    with torch.no_grad():
+        return {"losses": losses, "val": model.error(rows[:]).item()}
+
+
+def config(stage, **more):
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **more}
+
+
+def main(what, folder):
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    ranks = mpispeed.init_distributed().size
+    found = {}
+    if what == "fits":
+        for stage in range(4):
+            strategy = MpispeedStrategy(config=config(stage))
+            found[f"stage {stage}"] = run(folder / f"stage{stage}", ranks, strategy, save=stage in (1, 3))
+        found["name"] = run(folder / "name", ranks, "mpispeed", accumulate=1)
+        found["bf16"] = run(folder / "bf16", ranks, MpispeedStrategy(stage=3), precision="bf16-mixed")
+    else:
+        for stage in (1, 3):
+            start = folder / f"stage{stage}" / "epoch=0.ckpt"
+            strategy = MpispeedStrategy(config=config(stage))
+            found[f"stage {stage}"] = run(folder / "on", ranks, strategy, resume=str(start))
+    if mpispeed.comm.get_rank() == 0:
+        found["plain"] = plain()
+        (folder / f"found{ranks}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
