@@ -114,7 +114,8 @@ def lookup(package: str, path: str, name: str) -> Any:
     if reason is not None:
         msg = f"{where}.{name} {reason}"
         raise Unserved(msg)
-    msg = f"module {where!r} has no attribute {name!r}; mpispeed serves there: {', '.join(sorted(served(path)))}"
+    known = ", ".join(sorted(name for name in served(path) if not name.startswith("_")))
+    msg = f"module {where!r} has no attribute {name!r}; its public names are {known or 'none'}"
     raise AttributeError(msg)
 
 

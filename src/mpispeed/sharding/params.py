@@ -125,6 +125,7 @@ class ParamStore(ParamShards):
         self.prefetcher: Gatherer | None = None
         self.reader: Reader | None = None
         self.wait: Wait = lambda work, _: work.wait()
+        self.is_of_init = False
         self.rests_cut = not param_placement.is_replicated
         for unit in table.all_units:
             self._adopt(unit)

@@ -59,7 +59,7 @@ class ShardedInit:
     Collective over: its group, for every method that shards or unshards.
     """
 
-    rests_cut = True
+    rests_cut = is_of_init = True
 
     def __init__(self, comm: Comm, dtype: torch.dtype | None, home: InMemory | OnDisk | None = None) -> None:
         """Nothing is sharded yet.

@@ -42,9 +42,11 @@ class Owner(Protocol):
 
     Attributes:
         rests_cut: True if parameters are sharded while nobody needs them, as at stage 3.
+        is_of_init: True for parameters of `zero.Init` that no engine has yet.
     """
 
     rests_cut: bool
+    is_of_init: bool
 
     def describe(self, param: nn.Parameter) -> str:
         """Name and state of `param`, for messages and `repr`."""
@@ -93,7 +95,7 @@ class ShardedParam(ParamFacts):
             return _contiguous_stride(args[0].shape, *args[1:], **kwargs)
         if _changes_nothing(func, args, kwargs):
             return args[0]
-        if getattr(func, "__name__", "") == "detach" and not _can_open(args[0]):
+        if getattr(func, "__name__", "") == "detach" and _has_no_engine(args[0]):
             return _alias(args[0])
         with opened(_sharded_in((args, kwargs)), _spoken(func)):
             return func(*args, **kwargs)
@@ -210,7 +212,7 @@ def _sharded_class(cls: type) -> type:
 class _AliasOwner:
     """Owner of a detached parameter whose data stay elsewhere."""
 
-    rests_cut = True
+    rests_cut = is_of_init = True
 
     def __init__(self, param: torch.Tensor) -> None:
         self._param = param
@@ -239,16 +241,21 @@ class _AliasOwner:
         return self._param.partition_numel()  # type: ignore[attr-defined]
 
 
-def _can_open(param: torch.Tensor) -> bool:
+def _has_no_engine(param: torch.Tensor) -> bool:
     owner = owner_of(param)
-    if owner is None or not owner.open([param], "detach"):
+    if owner is None or not owner.is_of_init:
         return False
-    owner.close([param])
-    return True
+    is_open = owner.open([param], "detach")
+    if is_open:
+        owner.close([param])
+    return not is_open
 
 
 def _alias(param: torch.Tensor) -> torch.Tensor:
-    """`param.detach()` without data, as `state_dict` takes it: who reads it is told the same as of the parameter."""
+    """`param.detach()` without data, for `state_dict` of a model that no engine has yet.
+
+    Libraries look at its names and shapes before they load. Who reads it is told the same as of the parameter.
+    """
     alias: Any = _stand_in(param.dtype, param.device).expand(param.shape).as_subclass(_sharded_class(torch.Tensor))
     owner = _AliasOwner(param)
     alias._alias_owner = owner  # the registry holds a weak reference

@@ -131,7 +131,7 @@ def test_no_name_is_served_and_missing():
 
 @pytest.mark.parametrize("path", ["", "zero", "utils", "runtime.zero.config", "moe.layer"])
 def test_an_unknown_name_lists_those_there_are(path):
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'; mpispeed serves there"):
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'; its public names are"):
         lookup("deepspeed", path, "Nothing")
 
 

@@ -103,7 +103,7 @@ def test_formulas(gpus, nodes):
 
 
 class Owner:
-    rests_cut = True
+    rests_cut, is_of_init = True, False
     """Has nothing to give."""
 
 

@@ -126,6 +126,7 @@ def test_casts_and_moves_that_change_nothing():
 
 def test_another_keeper_takes_over():
     class Other:
+        rests_cut, is_of_init = True, False
         left = None  # not called: nobody takes over from it
 
     def work(world):

@@ -14,7 +14,7 @@ from mpispeed.sharding import sharded_param
 class Shelf:
     """Keeps the data of parameters; gives them out while it is open."""
 
-    rests_cut = True
+    rests_cut, is_of_init = True, True
 
     def __init__(self, *, is_open=True):
         self.data, self.is_open, self.calls = {}, is_open, []
