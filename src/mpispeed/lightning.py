@@ -274,6 +274,10 @@ class MpispeedStrategy(DeepSpeedStrategy):
         """Nothing: `save_checkpoint` writes it from where it is."""
         return {}
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` writes the weights from where they are, which may be other ranks."""
+        return {}
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write the folder `filepath`, with the state in its tag "checkpoint". Collective over: all ranks.
 
