@@ -1,0 +1,168 @@
+"""The files of the package that one operation enters, by tracing calls: how far a reader has to walk.
+
+    python tools/walk.py [--list] [WALK ...]
+
+Two ranks train a model of four blocks with clipping; after two updates that fill caches, one operation is traced in all
+threads of rank 0 with `sys.setprofile`. Walks: update2 (forward, backward and step at stage 2), update3 (stage 3),
+forward3 (the forward pass of stage 3), save and load (a checkpoint at stage 2). A file counts once, however often it
+is entered. `docs/design/walks.md` explains the lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+WALKS = ("update2", "update3", "forward3", "save", "load")
+WIDTH, BLOCKS, WARM, LIMIT_SECONDS = 32, 4, 2, 300
+_BESIDE = Path(sys.executable).with_name("mpirun")
+MPIRUN = str(_BESIDE) if _BESIDE.exists() else "mpirun"
+"""That of the environment's own MPI, if it has one."""
+
+
+def entered(run: Callable[[], object], package: Path) -> list[str]:
+    """Paths below `package` of all functions called while `run` runs, in any thread that exists or starts."""
+    names: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            names.add(frame.f_code.co_filename)
+
+    every_thread = getattr(threading, "setprofile_all_threads", None)
+    (every_thread or threading.setprofile)(note)
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        (every_thread or threading.setprofile)(None)
+    return sorted(str(Path(name).relative_to(package)) for name in names if name.startswith(f"{package}{os.sep}"))
+
+
+def trained(walk: str) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
+    """An engine after some updates, its forward pass, and a whole update."""
+    import torch
+    from torch import nn
+
+    import mpispeed
+
+    if not hasattr(threading, "setprofile_all_threads"):
+        # Before Python 3.12 only threads that start later are traced; progress threads start with the engine.
+        threading.setprofile(None)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
+    stage = 3 if walk.endswith("3") else 2
+    engine, *_ = mpispeed.initialize(
+        model=nn.Sequential(*layers),
+        config={
+            "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "steps_per_print": 0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        },
+    )  # fmt: skip
+    data = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+
+    def forward() -> Any:
+        return engine(data).float().square().mean()
+
+    def update() -> None:
+        engine.backward(forward())
+        engine.step()
+
+    for _ in range(WARM):
+        update()
+    return engine, forward, update
+
+
+def trace(walk: str, told: Path, folder: Path) -> None:
+    """One rank: train, trace, and write the list on rank 0."""
+    notes: list[Callable[[], list[str]]] = []
+    if not hasattr(threading, "setprofile_all_threads"):
+        notes.append(_trace_new_threads())
+    from mpi4py import MPI
+
+    import mpispeed
+
+    engine, forward, update = trained(walk)
+    if walk == "load":
+        engine.save_checkpoint(str(folder), tag="walk")
+    runs: dict[str, Callable[[], object]] = {
+        "forward3": forward,
+        "save": lambda: engine.save_checkpoint(str(folder), tag="walk"),
+        "load": lambda: engine.load_checkpoint(str(folder)),
+    }
+    for note in notes:
+        note()  # what was entered before does not count
+    package = Path(mpispeed.__file__).parent
+    files = entered(runs.get(walk, update), package)
+    threaded = [name for note in notes for name in note()]
+    files = sorted({*files, *(str(Path(n).relative_to(package)) for n in threaded if n.startswith(f"{package}{os.sep}"))})
+    if MPI.COMM_WORLD.rank == 0:
+        told.write_text(json.dumps(files))
+    engine.destroy()
+
+
+def _trace_new_threads() -> Callable[[], list[str]]:
+    """Trace all threads that start from now on; each call returns what they entered since the last one."""
+    names: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            names.add(frame.f_code.co_filename)
+
+    threading.setprofile(note)
+
+    def take() -> list[str]:
+        taken = sorted(names)
+        names.clear()
+        return taken
+
+    return take
+
+
+def walked(walk: str) -> list[str]:
+    """The files of one walk, from a job of two ranks."""
+    with tempfile.TemporaryDirectory(prefix="walk-") as name:
+        folder = Path(name)
+        told = folder / "files.json"
+        done = subprocess.run(
+            [MPIRUN, "-n", "2", sys.executable, __file__, "--rank", walk, str(told)],
+            cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", "MPISPEED_RUN_DIR": str(folder / "run")},
+            capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(f"{walk} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        files: list[str] = json.loads(told.read_text())
+        return files
+
+
+def main() -> int:
+    """Print the number of files of each walk, and the files with --list."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("walks", nargs="*", metavar="WALK", help=" ".join(WALKS))
+    parser.add_argument("--list", action="store_true", help="the files too")
+    parser.add_argument("--rank", nargs=2, metavar=("WALK", "FILE"), help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.rank:
+        walk, told = chosen.rank
+        trace(walk, Path(told), Path(told).parent / "saved")
+        return 0
+    for walk in chosen.walks or WALKS:
+        files = walked(walk)
+        print(f"{walk:10} {len(files):3} files", flush=True)
+        if chosen.list:
+            print("".join(f"    {name}\n" for name in files), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
