@@ -81,6 +81,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.deepspeed_row("a18")
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_values_come_back_as_their_classes(tmp_path, value):
     found = back(tmp_path, value)

@@ -142,6 +142,7 @@ def test_an_unknown_launcher_is_refused(here):
     assert "'jsrun' is none of auto, mpirun, srun" in done.output
 
 
+@pytest.mark.deepspeed_row("a14")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -150,6 +151,7 @@ def test_an_unknown_launcher_is_refused(here):
         (["--node_rank", "0"], "--node_rank is not needed"),
         (["--deepspeed"], "--deepspeed before the script is not needed"),
         (["--no_ssh"], ""),
+        (["--save_pid"], ""),
         (["--hostfile=no.hosts"], "there is no host file no.hosts"),
     ],
 )
@@ -162,6 +164,7 @@ def test_options_of_deepspeed_that_need_no_effect(here, capsys, words, said):
     assert bool(said) == bool(done.stderr)
 
 
+@pytest.mark.deepspeed_row("a14")
 def test_a_port_of_ssh(here):
     variables, argv = shown("-H", "hosts", "--ssh_port", "2222", "train.py")
     assert "-p 2222" in " ".join([*variables.values(), *argv])
@@ -194,6 +197,7 @@ def test_an_executable_called_deepspeed(here, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("mpispeed ")
 
 
+@pytest.mark.deepspeed_row("a14")
 def test_the_pid_is_kept_while_the_job_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = tmp_path / f"{os.getpid()}.deepspeed"

@@ -24,6 +24,7 @@ HJSON = """
 """
 
 
+@pytest.mark.deepspeed_row("a16")
 @pytest.mark.parametrize("text", [HJSON, HJSON.strip()[1:-1]], ids=["braces", "no braces"])
 def test_hjson(text, tmp_path):
     pytest.importorskip("hjson")
