@@ -1,4 +1,4 @@
-"""Documented and customary uses of DeepSpeed that stopped here once: each has tests that show it go on.
+"""Documented and customary uses of DeepSpeed that stopped here once: each has tests that show it go on, or say why not.
 
 A test shows a row if it is marked with `@pytest.mark.deepspeed_row("a1")`, or with several rows. `pytest -s` on this
 file lists which test shows which row.

@@ -109,8 +109,6 @@ def test_programs_of_other_kinds(here):
         (["--module", "--no_python", "x"], "--module and --no_python exclude each other"),
         (["-H", ".", "train.py"], "the host file . cannot be read"),
         (["-H", "no.hosts", "--num_nodes", "2", "train.py"], "give --hostfile FILE"),
-        (["-H", "hosts", "--no_ssh", "train.py"], "has to reach far-a, far-b; start inside a SLURM job"),
-        (["--autotuning", "run", "train.py"], "--autotuning run is not available"),
         (["-H", "hosts", "--num_gpus", "1", "--exclude", "far-a", "train.py"], "--num_gpus 1 cannot be combined"),
         (["-H", "hosts", "-i", "far-a", "-e", "far-b", "train.py"], "exclude each other"),
         (["--num_nodes", "2", "train.py"], "give --hostfile FILE"),
@@ -127,6 +125,18 @@ def test_what_is_refused(here, capsys, words, why):
     error = refused(capsys, *words)
     assert why in error
     assert sum("notice:" not in line for line in error.splitlines()) == 1
+
+
+@pytest.mark.deepspeed_row("a14")
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["-H", "hosts", "--no_ssh", "train.py"], "has to reach far-a, far-b; start inside a SLURM job"),
+        (["--autotuning", "run", "train.py"], "--autotuning run is not available"),
+    ],
+)
+def test_options_of_deepspeed_that_are_not_served_say_why(here, capsys, words, why):
+    assert why in refused(capsys, *words)
 
 
 @pytest.mark.parametrize(

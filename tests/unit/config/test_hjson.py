@@ -46,6 +46,7 @@ def test_hjson_has_no_key_twice_and_no_depth_without_end():
         parse("{a: " * 100 + "1\n" + "}" * 100, "f")
 
 
+@pytest.mark.deepspeed_row("a16")
 def test_without_hjson_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(ConfigError, match=r'if this is HJSON: pip install "mpispeed\[hjson\]"'):
