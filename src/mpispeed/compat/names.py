@@ -110,6 +110,7 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.utils": {
         "mpispeed.compat.runtime_utils": "see_memory_usage set_random_seed clip_grad_norm_ get_global_norm "
         "get_global_norm_of_tensors empty_cache move_to_device",
+        "mpispeed.compat.partitioned_tensor": "PartitionedTensor",
         "mpispeed.pipe": "partition_balanced partition_uniform",
     },
     "runtime.zero": {"mpispeed.zero": "*"},

@@ -37,6 +37,7 @@ class Stream(torch.utils.data.IterableDataset):
 # -- backward ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.deepspeed_row("a9")
 @pytest.mark.parametrize("reduces", ["by hand", "in step"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_stay_local_until_they_are_reduced(stage, reduces, comm):
@@ -47,6 +48,20 @@ def test_gradients_stay_local_until_they_are_reduced(stage, reduces, comm):
         assert not any(state.is_averaged for state in other.parts.optimization.grads._states) or comm.size == 1
         if reduces == "by hand":
             other.allreduce_gradients(bucket_size=500_000_000)
+        other.step()
+    same_bits(weights(other), weights(one))
+    one.destroy()
+    other.destroy()
+
+
+@pytest.mark.deepspeed_row("a9")
+@STAGES
+def test_gradients_that_are_averaged_already_may_be_reduced_by_hand(stage):
+    one, other = start(config(stage, **ADAM)), start(config(stage, **ADAM))
+    for batch in samples(2):
+        train(one, [batch])
+        other.backward(other(*own_part(other, batch)))
+        other.allreduce_gradients()
         other.step()
     same_bits(weights(other), weights(one))
     one.destroy()
@@ -134,6 +149,7 @@ def test_the_optimizer_of_the_config_shows_its_states(stage, name, comm):
 # -- compilation -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.deepspeed_row("a13")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stage", [0, 2])  # at 3 `Net` reads a dtype of a cut weight, which the compiler cannot follow
 def test_compile(stage):

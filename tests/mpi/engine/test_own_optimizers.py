@@ -42,6 +42,7 @@ def halving(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
+@pytest.mark.deepspeed_row("a2")
 @pytest.mark.parametrize(("name", "stage"), on_ranks(sorted(CASES), [0, 1, 2, 3], ranks=(2, 3)))
 def test_trains_as_the_optimizer_alone(name, stage):
     cls, params = CASES[name]
@@ -67,6 +68,7 @@ OFFLOAD = {
 }
 
 
+@pytest.mark.deepspeed_row("a2", "a8")
 @pytest.mark.parametrize(
     ("dtype", "stage", "where"),
     in_turn(

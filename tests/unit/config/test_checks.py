@@ -399,6 +399,7 @@ def test_a_time_that_is_none_is_one_mistake(limit):
     assert str(caught.value).startswith("configuration: walltime.limit: Input should be seconds, or a time such as ")
 
 
+@pytest.mark.deepspeed_row("a17")
 @pytest.mark.parametrize(
     ("settings", "error"),
     [

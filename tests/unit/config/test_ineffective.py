@@ -105,6 +105,7 @@ def test_files_of_one_kind_give_no_effect_to_keys_of_the_other():
     }  # fmt: skip
 
 
+@pytest.mark.deepspeed_row("a10")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("section", [{"device": "cpu", "buffer_count": 2}, {"device": "nvme"}], ids=["cpu", "nvme"])
 def test_parameters_stay_where_they_are_below_stage_3(stage, section):
