@@ -48,7 +48,7 @@ T = TypeVar("T")
 _CLIENT = "lightning"  # of Lightning's own state within the client state
 
 _HELD = "_mpispeed_held"
-_NO_EFFECT = {"allgather_bucket_size": 200_000_000, "sub_group_size": 1_000_000_000_000}
+_SUB_GROUP_SIZE = 1_000_000_000_000  # Lightning's own value
 
 
 class MpiEnvironment(ClusterEnvironment):
@@ -260,12 +260,11 @@ class MpispeedStrategy(DeepSpeedStrategy):
         vars(model)[_HELD] = _Held(self.deepspeed_engine)
 
     def _create_default_config(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Lightning's config, without its own values of keys that have no effect here."""
+        """Lightning's config, without its own `sub_group_size`, which has no effect below stage 3."""
         config = super()._create_default_config(*args, **kwargs)
         zero = config.get("zero_optimization", {})
-        for key, value in _NO_EFFECT.items():
-            if zero.get(key) == value:
-                del zero[key]
+        if zero.get("sub_group_size") == _SUB_GROUP_SIZE:
+            del zero["sub_group_size"]
         return config
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
