@@ -58,8 +58,8 @@ class ZeroOptimization(Section):
     sub_group_size: Natural = Field(
         10**9,
         description="Stage 3: most elements that an optimizer updates at once; optimizers that look at whole "
-        "parameters, those of torch and 1-bit ones ignore it. With offload_optimizer.device nvme: most fp32 elements of "
-        "one buffer between disk and update.",
+        "parameters, those of torch and 1-bit ones ignore it. With offload_optimizer.device nvme: most fp32 elements "
+        "of one buffer between disk and update.",
     )
     prefetch_bucket_size: Natural = Field(
         5 * 10**7, description="Stage 3: elements fetched before they are needed; 0 is off."

@@ -1,4 +1,4 @@
-"""How updated parameters are collected: from the ranks that updated parts of them to all that compute with them.
+"""Collection of updated parameters, from the ranks that updated parts of them to all that compute with them.
 
 Source: the meaning of `allgather_partitions` and `allgather_bucket_size` in the documentation of DeepSpeed.
 """

@@ -118,11 +118,15 @@ class UpdateWindows:
         *,
         most_elements: int | None = None,
     ) -> None:
-        """Args:
-        params, grads, state: the tensors to lend.
-        rule: decides whether windows are whole parameters, or parts of one, or of many at once.
-        most_elements: of a window in memory, where `rule` takes any cut (`takes_any_cut`); None: no limit. Those of
-            swap files are as long as their buffers.
+        """Lend parts of these tensors.
+
+        Args:
+            params: parameters and masters.
+            grads: their gradients.
+            state: slots of the optimizer.
+            rule: decides whether windows are whole parameters, or parts of one, or of many at once.
+            most_elements: of a window in memory, where `takes_any_cut(rule)`; None: no limit. Those of swap files are
+                as long as their buffers.
         """
         self._params, self._grads, self._state = params, grads, state
         self._per_parameter = rule.wants_whole and (params.placement.is_replicated or isinstance(rule, Layerwise))

@@ -185,9 +185,7 @@ class Tiers:
         """A stored tensor of zeros; in a swap file nothing is written for them."""
         if self.holds(kind, unit):
             return self._swapped(kind, numel, dtype)
-        return MemoryTensor(
-            torch.zeros(numel, dtype=dtype, device=self.home(kind), pin_memory=self._is_pinned(kind))
-        )
+        return MemoryTensor(torch.zeros(numel, dtype=dtype, device=self.home(kind), pin_memory=self._is_pinned(kind)))
 
     def _swapped(self, kind: str, numel: int, dtype: torch.dtype) -> SwappedTensor:
         end = self._ends[kind] + padded_bytes(numel, dtype)

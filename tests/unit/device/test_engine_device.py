@@ -14,6 +14,7 @@ from mpispeed.base.tensor_tree import move
 from mpispeed.config.load import validate
 from mpispeed.mesh import sim
 from mpispeed.mesh.collectives import stream_sync
+from mpispeed.native.page_memory import aligned
 from mpispeed.plan import device as engine_device
 from mpispeed.plan.plan import make_plan
 from mpispeed.store.arena import Arena

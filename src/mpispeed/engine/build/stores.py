@@ -202,6 +202,7 @@ def shard(
     is_watched = zero.log_trace_cache_warnings and mesh.rank == 0
     return Sharding(table, params, module_hooks, OrderWatch(prefetcher.order) if is_watched else None, waits, wait)
 
+
 log = logging.getLogger(__name__)
 
 
