@@ -16,6 +16,8 @@ _GROUP = "groups of ranks are made for tensor_parallel.autotp_size; or pass an m
 PINNED = "page-locked memory is for transfers to a GPU"
 """True only if training runs on the host; callers that know the device drop such sentences."""
 
+_STAGE_0 = "every rank updates all parameters at stage 0"
+_NOT_CUT = "updates go in parts at stage 3, and for states in files (device nvme)"
 _FILES = "it is for states in files (device nvme), and none are"
 _THROUGHPUT = "steps are always timed, by the clock of the host, and reported by steps_per_print"
 
@@ -28,6 +30,14 @@ def _is_in_files(*names: str) -> Callable[[Config], bool]:
         return any(section is not None and section.device == "nvme" for section in sections)
 
     return asks
+
+
+def _cuts_updates(config: Config) -> bool:
+    return config.zero_optimization.stage == 3 or _is_in_files("offload_optimizer")(config)
+
+
+def _is_collected(config: Config) -> bool:
+    return config.zero_optimization.stage > 0
 
 
 def _is_outside(config: Config) -> bool:
@@ -46,11 +56,7 @@ NO_EFFECT: dict[str, str] = {
     "bf16.immediate_grad_update": "gradients are always added as soon as they are there",
     f"{_ZERO}.contiguous_gradients": "gradients always have buffers of their own",
     f"{_ZERO}.use_multi_rank_bucket_allreduce": "each rank has an equal part of every bucket: one message serves all",
-    f"{_ZERO}.allgather_partitions": "parameters are always collected by all-gather",
-    f"{_ZERO}.allgather_bucket_size": "parameters are gathered in the units of reduce_bucket_size",
     f"{_ZERO}.round_robin_gradients": "each rank has an equal part of every bucket already",
-    f"{_ZERO}.offload_param.pin_memory": PINNED,
-    f"{_ZERO}.offload_optimizer.pin_memory": PINNED,
     f"{_ZERO}.use_all_reduce_for_fetch_params": "parameters are fetched by all-gather, which sends half as much",
     f"{_ZERO}.memory_efficient_linear": "no module keeps its weights for the backward pass; they are fetched again",
     f"{_ZERO}.pipeline_loading_checkpoint": "no rank reads more of a checkpoint than its own part",
@@ -70,6 +76,9 @@ NO_EFFECT: dict[str, str] = {
     "timers.throughput.synchronized": _THROUGHPUT,
 }
 
+# As NO_EFFECT where the model is on the host.
+ON_HOST = dict.fromkeys((f"{_ZERO}.offload_param.pin_memory", f"{_ZERO}.offload_optimizer.pin_memory"), PINNED)
+
 # Path -> whether the settings give the key its effect, and why it has none without them.
 _IN_FILES = (
     "offload_param.nvme_path", "offload_param.buffer_count", "offload_param.buffer_size", "offload_param.max_in_cpu",
@@ -79,7 +88,8 @@ _IN_FILES = (
 _IO = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "backend")
 DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
     **{f"{_ZERO}.{key}": (_is_in_files(key.partition(".")[0]), _FILES) for key in _IN_FILES},
-    f"{_ZERO}.sub_group_size": (_is_in_files("offload_optimizer"), _FILES),
+    f"{_ZERO}.sub_group_size": (_cuts_updates, _NOT_CUT),
+    **{f"{_ZERO}.{key}": (_is_collected, _STAGE_0) for key in ("allgather_partitions", "allgather_bucket_size")},
     **{f"aio.{key}": (_is_in_files("offload_param", "offload_optimizer"), _FILES) for key in _IO},
     f"{_ZERO}.offload_optimizer.ratio": (_is_outside, "no optimizer states are outside the device"),
 }
@@ -130,7 +140,8 @@ def find_ineffective(config: Config, spell: Callable[[str], str] = str) -> list[
         config: the settings.
         spell: from a path to the path as the user wrote it.
     """
-    rows = [*NO_EFFECT.items(), *((path, why) for path, (works, why) in DEPENDENT.items() if not works(config))]
+    always = NO_EFFECT | ON_HOST
+    rows = [*always.items(), *((path, why) for path, (works, why) in DEPENDENT.items() if not works(config))]
     return [f"{spell(path)} has no effect here: {why}" for path, why in rows if _differs(config, path.split("."))]
 
 

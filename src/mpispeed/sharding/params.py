@@ -11,6 +11,7 @@ from torch import nn
 
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.sharding import sharded_param
+from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.gather import UnitGather, UnitGatherer
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 from mpispeed.sharding.param_shards import ParamShards
@@ -88,6 +89,7 @@ class ParamStore(ParamShards):
         codes_frozen: bool = False,
         own_masters: bool = False,
         tiers: Tiers = IN_MEMORY,
+        collector: Collector | None = None,
     ) -> None:
         """Take over the parameters of `table`; all ranks start from the values of the first data rank.
 
@@ -105,6 +107,7 @@ class ParamStore(ParamShards):
             codes_frozen: keep and gather sharded frozen units as 8-bit codes.
             own_masters: masters have memory of their own even if they have the dtype of the parameters.
             tiers: the states in swap files; units with parameters there are fetched like sharded ones.
+            collector: brings updated masters to replicated parameters; by all-gathers of whole units by default.
 
         Collective over: the data axis of `mesh`.
         """
@@ -112,6 +115,7 @@ class ParamStore(ParamShards):
         self.compute, self.master_dtype, self.placement = compute, master, master_placement
         self.arena, self._codes_frozen, self._own_masters = Arena(tiers.device), codes_frozen, own_masters
         self._gatherer = UnitGatherer(mesh, gather=gather, second=second)
+        self.collector = collector or Collector(device=tiers.device)
         is_cut = mesh.topology.group_size(param_placement.axes) > 1 or tiers.is_apart(PARAM)  # then it is fetched too
         self._placements = [
             param_placement if (is_cut and unit.index not in resident) or tiers.holds(PARAM, unit.index) else REPLICATED
@@ -216,7 +220,8 @@ class ParamStore(ParamShards):
         if unit.is_trainable and not self._rest[unit.index].is_swapped:
             rest, own = self._rest[unit.index].get(), self.rest_span(unit)
             local = rest[self.span(unit).shifted(-own.start).slice]
-            all_gather_into(self.mesh, rest, local, self.placement, self._placements[unit.index], unit.layout.padded)
+            target = self._placements[unit.index]
+            self.collector.collect(self.mesh, rest, local, self.placement, target, unit.layout.padded)
 
     def publish_all(self) -> None:
         """Bring all updated masters to the parameters; unsharded copies are let go first.

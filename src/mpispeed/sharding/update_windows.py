@@ -12,7 +12,8 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
-from mpispeed.optim.rule import Layerwise, Rule, Window
+from mpispeed.optim.exchange import Exchanges
+from mpispeed.optim.rule import KeepsState, Layerwise, Rule, Window
 from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.params import ParamStore
 from mpispeed.store.layout import Span
@@ -108,11 +109,29 @@ class UpdateWindows:
     Source: ZeRO-Infinity (arXiv 2104.07857), infinity offload engine: the overlap of disk and update.
     """
 
-    def __init__(self, params: ParamStore, grads: GradStore, state: StateStore, rule: Rule) -> None:
-        """Args: `rule` decides whether windows are whole parameters, or parts of one, or of many at once."""
+    def __init__(
+        self,
+        params: ParamStore,
+        grads: GradStore,
+        state: StateStore,
+        rule: Rule,
+        *,
+        most_elements: int | None = None,
+    ) -> None:
+        """Lend parts of these tensors.
+
+        Args:
+            params: parameters and masters.
+            grads: their gradients.
+            state: slots of the optimizer.
+            rule: decides whether windows are whole parameters, or parts of one, or of many at once.
+            most_elements: of a window in memory, where `takes_any_cut(rule)`; None: no limit. Those of swap files are
+                as long as their buffers.
+        """
         self._params, self._grads, self._state = params, grads, state
         self._per_parameter = rule.wants_whole and (params.placement.is_replicated or isinstance(rule, Layerwise))
         self._plan = params.tiers.plan
+        self._most_elements = most_elements if takes_any_cut(rule) else None
         counts = [len(unit.layout.entries) for unit in params.table.units]
         self._first_entry = [0, *itertools.accumulate(counts)]
 
@@ -195,6 +214,8 @@ class UpdateWindows:
             length = own.numel
             if any(stored.is_swapped for stored in tensors) or (low is not None and low[0].is_swapped):
                 length = min(length, self._plan.window_elements)
+            elif self._most_elements is not None:
+                length = min(length, self._most_elements)
             for start in range(0, own.numel, max(length, 1)):
                 yield unit, Span(own.start + start, own.start + min(start + length, own.numel))
 
@@ -243,6 +264,11 @@ class UpdateWindows:
         is_kept = window.out is not None or not self.is_swapping
         source = window.master if window.out is None else window.out
         far.copy_(source, non_blocking=is_kept and devices.is_on_device(far))
+
+
+def takes_any_cut(rule: Rule) -> bool:
+    """True if a rule gives the same bits however the range that it updates is cut, and keeps nothing by window."""
+    return rule.is_elementwise is True and not isinstance(rule, KeepsState | Exchanges)
 
 
 def _room_beside(master: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ CONFLICTS = {
     "zero_optimization.offload_param.buffer_size": in_files(offload_param={"buffer_size": 0}),
     "zero_optimization.offload_optimizer.buffer_count": in_files(offload_optimizer={"buffer_count": 0}),
     "zero_optimization.sub_group_size": in_files(offload_optimizer={}, sub_group_size=0),
+    "zero_optimization.allgather_bucket_size": {"zero_optimization": {"stage": 1, "allgather_bucket_size": 0}},
     "zero_optimization.zero_hpz_partition_size": in_files(offload_param={}, zero_hpz_partition_size=2),
     "zero_optimization.mics_shard_size": in_files(offload_param={}, mics_shard_size=1),
     "optimizer.params.torch_adam": {
@@ -128,7 +129,9 @@ def test_conflicts_name_the_key(path):
         in_files(offload_param={}, zero_quantized_nontrainable_weights=True),
         in_files(offload_param={"device": "cpu"}, zero_hpz_partition_size=2),
         in_files(offload_param={"device": "cpu"}, mics_shard_size=2),
-        in_files(offload_param={"device": "cpu", "buffer_count": 0}, sub_group_size=0),
+        in_files(offload_param={"device": "cpu", "buffer_count": 0}),
+        {"zero_optimization": {"stage": 2, "sub_group_size": 0}},
+        {"zero_optimization": {"stage": 0, "allgather_bucket_size": 0}},
         in_files(offload_optimizer={"ratio": 0.0}),
     ],
 )

@@ -39,7 +39,7 @@ from mpispeed.sharding.grads import Averaging, GradStore
 from mpispeed.sharding.hooks import GradHooks
 from mpispeed.sharding.replicated_params import broadcast_rest
 from mpispeed.sharding.update_windows import ZeroState
-from mpispeed.sharding.update_windows import StateStore, UpdateWindows
+from mpispeed.sharding.update_windows import StateStore, UpdateWindows, takes_any_cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -315,6 +315,7 @@ def _optimize(
         arena=params.arena,  # buffers of one size serve both
     )
     states = StateStore(table, params, rule.state_names, params.tiers)
+    _tell_uncut(plan, params, rule)
     landed = sharding.module_hooks.landed if sharding.module_hooks is not None else None
     # With fp16, scripts read the loss scale off the optimizer, and a client's own object does not have it.
     link = StepLink()
@@ -323,11 +324,23 @@ def _optimize(
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
     if params.rests_cut:
         vars(facade)["parameter_offload"] = ParameterOffload()
-    update_windows = UpdateWindows(params, grads, states, rule)
+    update_windows = UpdateWindows(params, grads, states, rule, most_elements=plan.window_elements)
     onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
     state = ZeroState(params, grads, states, rule, groups)
     return Optimization(state, hooks, facade, basic or own, link, onebit=onebit), update_windows
+
+
+def _tell_uncut(plan: Plan, params: ParamStore, rule: Rule) -> None:
+    """Warn where `sub_group_size` would cut an update that has to stay as it is."""
+    most = plan.window_elements
+    if most is None or takes_any_cut(rule) or all(params.span(unit).numel <= most for unit in params.table.units):
+        return
+    text = (
+        f"zero_optimization.sub_group_size {most} has no effect: optimizer {rule.name} gets whole parameters, or keeps "
+        "states of its own for the parts that it has been given"
+    )
+    logs.once(log, logging.WARNING, text)
 
 
 def _make_onebit(

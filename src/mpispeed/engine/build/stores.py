@@ -11,6 +11,7 @@ from mpispeed.base.errors import StoreError
 from mpispeed.engine.build.nvme_tiers import is_swapping, open_tiers, plan_swap
 from mpispeed.plan.units import deal_units
 from mpispeed.mesh.deadlock import Watch
+from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.external import watch_external
 from mpispeed.sharding.prefetch import Prefetcher, Limits
 from mpispeed.sharding.module_hooks import ModuleHooks
@@ -151,6 +152,7 @@ def _take_over(
             codes_frozen=zero.zero_quantized_nontrainable_weights,
             own_masters=own_masters,
             tiers=tiers,
+            collector=Collector(plan.collecting, plan.device),
         )
         if is_swapping(plan):
             mesh.world.comm.agree(not tiers.problem, tiers.problem, StoreError)
@@ -199,6 +201,7 @@ def shard(
     params.connect(wait, prefetcher, module_hooks)
     is_watched = zero.log_trace_cache_warnings and mesh.rank == 0
     return Sharding(table, params, module_hooks, OrderWatch(prefetcher.order) if is_watched else None, waits, wait)
+
 
 log = logging.getLogger(__name__)
 
