@@ -135,7 +135,7 @@ class Foreign:
         self._bound: dict[tuple[Any, ...], nn.Parameter] = {}
 
     def update(self, windows: Iterable[Window], *, grad_scale: float = 1.0, threads: int = 1) -> None:
-        """Run one `step()` over all `windows`, with their gradients times `grad_scale`; then fill their `out`.
+        """Run one `step()` over all `windows`, with their gradients times `grad_scale`; then fill `out`, call `after`.
 
         The number of threads is that of torch; `threads` is not used.
 
@@ -157,6 +157,8 @@ class Foreign:
         for window in held:
             if window.out is not None:
                 window.out.copy_(window.master)
+            if window.after is not None:
+                window.after()
 
     def take_step(self) -> None:
         """Keep the object's `step` for updates, as a scheduler may have wrapped it; before `guard` replaces it."""

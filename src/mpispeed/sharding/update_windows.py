@@ -6,13 +6,14 @@ import itertools
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
-from mpispeed.optim.rule import Layerwise, Rule, Window
+from mpispeed.optim.rule import KeepsState, Layerwise, Rule, Window
 from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.params import ParamStore
 from mpispeed.store.layout import Span
@@ -102,7 +103,8 @@ class _Borrowed:
 class UpdateWindows:
     """Yields the windows of one update, in unit order.
 
-    A window is done when the next one is asked for. States in swap files are read one chunk ahead and written behind,
+    A window is done when the next one is asked for, or, for a rule that keeps all of them, when it has called what is due
+    `after` it. States in swap files are read one chunk ahead and written behind,
     as the tiers plan it; windows end at chunk boundaries.
 
     Source: ZeRO-Infinity (arXiv 2104.07857), infinity offload engine: the overlap of disk and update.
@@ -112,6 +114,7 @@ class UpdateWindows:
         """Args: `rule` decides whether windows are whole parameters, or parts of one, or of many at once."""
         self._params, self._grads, self._state = params, grads, state
         self._per_parameter = rule.wants_whole and (params.placement.is_replicated or isinstance(rule, Layerwise))
+        self._keeps_windows = isinstance(rule, KeepsState)
         self._plan = params.tiers.plan
         counts = [len(unit.layout.entries) for unit in params.table.units]
         self._first_entry = [0, *itertools.accumulate(counts)]
@@ -175,7 +178,10 @@ class UpdateWindows:
                         window.shape = borrowed.unit.layout.entries[entry].shape if common == span else None
                     yield window
                     if far is not None:
-                        self._bring(far, window)
+                        source, is_kept = (
+                            (window.master, not self.is_swapping) if window.out is None else (window.out, True)
+                        )
+                        self._bring(far, source, is_kept=is_kept)
             changed = True
         finally:
             waiting.popleft()
@@ -217,10 +223,16 @@ class UpdateWindows:
     def _window(
         self, borrowed: _Borrowed, index: int, span: Span, group: dict[str, Any], step: int
     ) -> tuple[Window, torch.Tensor | None]:
-        """A window, and the copy to be made after it if `out` is in other memory than the master."""
+        """A window, and the copy to be made of it if `out` is in other memory than the master.
+
+        The copy is due `after` the window instead, where a rule keeps windows until all are there.
+        """
         local = span.shifted(-borrowed.chunk.start).slice
         master, far = borrowed.master.wait()[local], None
         out = None if borrowed.out is None else borrowed.out.wait()[local]
+        after = None
+        if out is not None and out.device != master.device and self._keeps_windows:
+            out, after = None, partial(self._round_and_bring, out, master)
         if out is not None and out.device != master.device:
             # Rounded by the update, so that only the rounded values are copied.
             far, out = out, _room_beside(master, out) if out.dtype != master.dtype else None
@@ -232,17 +244,21 @@ class UpdateWindows:
             step=step,
             out=out,
             key=(borrowed.unit.index, index, span.start),
+            after=after,
         )
         return window, far
 
-    def _bring(self, far: torch.Tensor, window: Window) -> None:
+    def _bring(self, far: torch.Tensor, source: torch.Tensor, *, is_kept: bool) -> None:
         """Copy the rounded values of an update to other memory.
 
         Asynchronous to a device, unless the source is a buffer that will be read into again; synchronous to the host.
         """
-        is_kept = window.out is not None or not self.is_swapping
-        source = window.master if window.out is None else window.out
         far.copy_(source, non_blocking=is_kept and devices.is_on_device(far))
+
+    def _round_and_bring(self, far: torch.Tensor, master: torch.Tensor) -> None:
+        """Copy an updated master to other memory; only rounded values travel."""
+        source = master if master.dtype == far.dtype else _room_beside(master, far).copy_(master)
+        self._bring(far, source, is_kept=source is not master or not self.is_swapping)
 
 
 def _room_beside(master: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
