@@ -129,7 +129,7 @@ class Foreign:
         self.is_elementwise = is_elementwise(cls)
         self.kinds = frozenset(base.__name__ for base in cls.__mro__)  # names of what its state is that of
         self.is_client = not isinstance(optimizer, type)
-        self.optimizer = _make(optimizer, dict(params or {})) if isinstance(optimizer, type) else optimizer
+        self.optimizer = make_empty(optimizer, dict(params or {})) if isinstance(optimizer, type) else optimizer
         self.defaults: dict[str, Any] = dict(self.optimizer.defaults)
         self._step: Callable[[], Any] = self.optimizer.step
         self._bound: dict[tuple[Any, ...], nn.Parameter] = {}
@@ -280,8 +280,12 @@ class Foreign:
             group["params"] = []
 
 
-def _make(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer without parameters; a stand-in lets the constructor check the keywords and set its defaults."""
+def make_empty(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer without parameters; a stand-in lets the constructor check the keywords and set its defaults.
+
+    Raises:
+        ConfigError: it does not take the keywords `params`.
+    """
     check_keywords(cls, params, f"the optimizer {cls.__name__}", skip=1)
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
     try:

@@ -103,9 +103,9 @@ class _Borrowed:
 class UpdateWindows:
     """Yields the windows of one update, in unit order.
 
-    A window is done when the next one is asked for, or, for a rule that keeps all of them, when it has called what is due
-    `after` it. States in swap files are read one chunk ahead and written behind,
-    as the tiers plan it; windows end at chunk boundaries.
+    A window is done when the next one is asked for, or, for a rule that keeps all of them, when it has called what is
+    due `after` it. States in swap files are read one chunk ahead and written behind, as the tiers plan it; windows end
+    at chunk boundaries.
 
     Source: ZeRO-Infinity (arXiv 2104.07857), infinity offload engine: the overlap of disk and update.
     """
@@ -232,8 +232,8 @@ class UpdateWindows:
         out = None if borrowed.out is None else borrowed.out.wait()[local]
         after = None
         if out is not None and out.device != master.device and self._keeps_windows:
-            out, after = None, partial(self._round_and_bring, out, master)
-        if out is not None and out.device != master.device:
+            after, out = partial(self._round_and_bring, out, master), None
+        elif out is not None and out.device != master.device:
             # Rounded by the update, so that only the rounded values are copied.
             far, out = out, _room_beside(master, out) if out.dtype != master.dtype else None
         window = Window(
