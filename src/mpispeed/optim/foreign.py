@@ -113,6 +113,9 @@ class Foreign:
     Every window is one parameter, of its full shape when `Window.shape` is set, flat otherwise; its
     group is `key[1]`. One update is one `step()` over all given windows, so all of them have to stay in
     place until `update` returns. Gradients of the master's dtype are scaled in place.
+
+    `SparseAdam`, which takes rows, gets those that are not all zero: after the sum over ranks, the rows that any rank
+    used. A parameter without such a row gets no gradient.
     """
 
     state_names: tuple[str, ...] = ()
@@ -129,6 +132,7 @@ class Foreign:
         self.is_elementwise = is_elementwise(cls)
         self.kinds = frozenset(base.__name__ for base in cls.__mro__)  # names of what its state is that of
         self.is_client = not isinstance(optimizer, type)
+        self._takes_rows = issubclass(cls, torch.optim.SparseAdam)
         self.optimizer = make_empty(optimizer, dict(params or {})) if isinstance(optimizer, type) else optimizer
         self.defaults: dict[str, Any] = dict(self.optimizer.defaults)
         self._step: Callable[[], Any] = self.optimizer.step
@@ -148,7 +152,8 @@ class Foreign:
         parameters = [self._bind(window) for window in held]
         try:
             for window, parameter in zip(held, parameters, strict=True):
-                parameter.grad = _scaled(window, grad_scale).view_as(parameter)
+                grad = _scaled(window, grad_scale).view_as(parameter)
+                parameter.grad = _rows_of(grad) if self._takes_rows else grad
             self._step()
             self.optimizer._opt_called = True  # type: ignore[attr-defined] # as torch's schedulers want to see
         finally:
@@ -310,3 +315,12 @@ def _scaled(window: Window, grad_scale: float) -> Tensor:
     """The gradient in the master's dtype, times `grad_scale`; in place where the dtype allows it."""
     grad = window.grad.to(window.master.dtype)
     return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
+
+
+def _rows_of(grad: Tensor) -> Tensor | None:
+    """The rows of a gradient that are not all zero, as a sparse tensor; None if there are none."""
+    if not grad.dim():
+        msg = "SparseAdam updates rows of tables, and a parameter without dimensions has none; leave it out"
+        raise UsageError(msg)
+    rows = grad.to_sparse(1)
+    return rows if rows.values().numel() else None

@@ -196,7 +196,6 @@ def test_a_limit_of_memory_is_bytes(given):
         ),
         ("rmsprop", {}, r'optimizer\.type: .*did you mean "RMSprop"'),
         ("LBFGS", {}, r"optimizer\.type: LBFGS cannot be used: its step"),
-        ("SparseAdam", {}, r"optimizer\.type: SparseAdam cannot be used: it takes sparse"),
         ("RMSprop", {"alphaa": 0.9}, r'optimizer\.params\.alphaa: unknown keyword .*did you mean "alpha"'),
         ("RMSprop", {"alphaa": "auto"}, r'optimizer\.params\.alphaa: unknown keyword \(value "auto"\)'),
         ("RMSprop", {"lr": "fast"}, r'optimizer\.params\.lr: expected a learning rate .*found "fast"'),

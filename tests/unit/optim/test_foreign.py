@@ -155,12 +155,31 @@ def test_cuts_are_refused_where_shape_matters(name: str) -> None:
         rule.update([window])
 
 
-@pytest.mark.parametrize(("name", "why"), [("LBFGS", "closure"), ("SparseAdam", "sparse gradients")])
-def test_optimizers_that_cannot_work_are_refused(name: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        build(name, {})
-    with pytest.raises(ConfigError, match=why):
-        Foreign(getattr(torch.optim, name)([nn.Parameter(torch.ones(2))]))
+def test_optimizers_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="closure"):
+        build("LBFGS", {})
+    with pytest.raises(ConfigError, match="closure"):
+        Foreign(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
+
+
+def test_sparse_adam_gets_the_rows_that_are_not_zero() -> None:
+    plain = nn.Parameter(torch.arange(20.0).view(5, 4))
+    theirs = torch.optim.SparseAdam([plain], lr=0.1)
+    rule, group = build("SparseAdam", {"lr": 0.1})
+    master = plain.detach().clone().view(-1)
+    for step, rows in enumerate([[0, 3], [3], [], [1, 2]], 1):
+        grad = torch.zeros(5, 4)
+        for row in rows:
+            grad[row, 1:] = row + step
+        plain.grad = grad.to_sparse(1) if rows else None
+        theirs.step()
+        rule.update([Window(master, grad.view(-1), {}, group, step, key=(0, 0, 0), shape=(5, 4))])
+        assert torch.equal(master.view(5, 4), plain)
+    assert isinstance(rule, Foreign)
+    assert rule.window_scalars((0, 0, 0))["step"] == theirs.state[plain]["step"] == 3
+    scalar = Window(torch.ones(1), torch.ones(1), {}, group, 1, key=(0, 0, 20), shape=())
+    with pytest.raises(UsageError, match="has none; leave it out"):
+        rule.update([scalar])
 
 
 def test_client_keeps_identity_and_its_hyper_parameters_decide() -> None:
