@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Secret, Section, subsection
+
+if TYPE_CHECKING:
+    from mpispeed.config.root import Config
 
 
 class Tensorboard(Section):
@@ -46,6 +50,33 @@ class Comet(Section):
     experiment_key: str | None = Field(None, description="Key of the experiment.")
     online: bool | None = Field(True, description="Send now, or keep for later.")
     mode: Literal["get", "create", "get_or_create"] | None = Field("get_or_create", description="Continue or create.")
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """The sections of all monitors, as `engine.monitor_config`.
+
+    Attributes:
+        tensorboard: of TensorBoard.
+        csv_monitor: of CSV files.
+        wandb: of Weights & Biases.
+        comet: of Comet.
+    """
+
+    tensorboard: Tensorboard
+    csv_monitor: CsvMonitor
+    wandb: Wandb
+    comet: Comet
+
+    @classmethod
+    def of(cls, config: Config) -> MonitorConfig:
+        """Those of a config."""
+        return cls(config.tensorboard, config.csv_monitor, config.wandb, config.comet)
+
+    @property
+    def enabled(self) -> bool:
+        """True if any is on."""
+        return any((self.tensorboard.enabled, self.csv_monitor.enabled, self.wandb.enabled, self.comet.enabled))
 
 
 class CommsLogger(Section):

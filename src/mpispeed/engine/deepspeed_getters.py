@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpispeed.base.errors import UsageError
+from mpispeed.config.monitor import MonitorConfig
 from mpispeed.engine.config_getters import PATHS, REFUSED, read
 from mpispeed.engine.config_view import ConfigView
 from mpispeed.engine.facade import EngineOptimizer
@@ -81,6 +82,7 @@ PROPERTIES: dict[str, Callable[[Parts], Any]] = {
     "communication_data_type": lambda p: p.plan.policy.communicate,
     "config": lambda p: ConfigView(p.plan.config),
     "monitor": lambda p: p.monitors,
+    "monitor_config": lambda p: MonitorConfig.of(p.plan.config),
     "tput_timer": lambda p: p.throughput,
 }
 

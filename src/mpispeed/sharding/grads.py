@@ -184,6 +184,11 @@ class GradStore(GradBuffers):
         if self.reduces_now:
             self._launch_ready()
 
+    @property
+    def is_summed(self) -> bool:
+        """True if all gradients are there, and summed over ranks or about to be."""
+        return self.has_gradients and not self.is_open and all(state.is_averaged for state in self._states)
+
     def has_landed(self, unit: Unit) -> bool:
         """True if every gradient of the unit has arrived in this backward pass."""
         return len(self._states[unit.index].landed) == len(unit.layout.entries)
