@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Secret, Section, subsection
-
-if TYPE_CHECKING:
-    from mpispeed.config.root import Config
 
 
 class Tensorboard(Section):
@@ -67,11 +64,6 @@ class MonitorConfig:
     csv_monitor: CsvMonitor
     wandb: Wandb
     comet: Comet
-
-    @classmethod
-    def of(cls, config: Config) -> MonitorConfig:
-        """Those of a config."""
-        return cls(config.tensorboard, config.csv_monitor, config.wandb, config.comet)
 
     @property
     def enabled(self) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from mpispeed.config.root import Config
     from mpispeed.engine.build.parts import Optimization, Parts
 
 METHODS: dict[str, Callable[[Parts], Any]] = {
@@ -82,7 +83,7 @@ PROPERTIES: dict[str, Callable[[Parts], Any]] = {
     "communication_data_type": lambda p: p.plan.policy.communicate,
     "config": lambda p: ConfigView(p.plan.config),
     "monitor": lambda p: p.monitors,
-    "monitor_config": lambda p: MonitorConfig.of(p.plan.config),
+    "monitor_config": lambda p: _monitor_config(p.plan.config),
     "tput_timer": lambda p: p.throughput,
 }
 
@@ -127,6 +128,10 @@ def _ratio(parts: Parts) -> float:
     """Fraction of the trained elements whose masters and optimizer states are offloaded; 1 without offloading."""
     offload = parts.plan.config.zero_optimization.offload_optimizer
     return 1.0 if offload is None else offload.ratio
+
+
+def _monitor_config(config: Config) -> MonitorConfig:
+    return MonitorConfig(config.tensorboard, config.csv_monitor, config.wandb, config.comet)
 
 
 def group_values(optimization: Optimization | None, key: str, default: Any) -> list[Any]:

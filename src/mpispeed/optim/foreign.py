@@ -319,8 +319,5 @@ def _scaled(window: Window, grad_scale: float) -> Tensor:
 
 def _rows_of(grad: Tensor) -> Tensor | None:
     """The rows of a gradient that are not all zero, as a sparse tensor; None if there are none."""
-    if not grad.dim():
-        msg = "SparseAdam updates rows of tables, and a parameter without dimensions has none; leave it out"
-        raise UsageError(msg)
     rows = grad.to_sparse(1)
     return rows if rows.values().numel() else None

@@ -177,9 +177,6 @@ def test_sparse_adam_gets_the_rows_that_are_not_zero() -> None:
         assert torch.equal(master.view(5, 4), plain)
     assert isinstance(rule, Foreign)
     assert rule.window_scalars((0, 0, 0))["step"] == theirs.state[plain]["step"] == 3
-    scalar = Window(torch.ones(1), torch.ones(1), {}, group, 1, key=(0, 0, 20), shape=())
-    with pytest.raises(UsageError, match="has none; leave it out"):
-        rule.update([scalar])
 
 
 def test_client_keeps_identity_and_its_hyper_parameters_decide() -> None:
