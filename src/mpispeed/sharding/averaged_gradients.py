@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from mpispeed.sharding.grads import GradStore, is_summed
+
 if TYPE_CHECKING:
     import torch
-
-    from mpispeed.sharding.grads import GradStore
 
 
 class AveragedGradients(Mapping[int, "list[torch.Tensor]"]):
@@ -55,4 +55,4 @@ class AveragedGradients(Mapping[int, "list[torch.Tensor]"]):
 
     def _summed(self) -> GradStore | None:
         grads = self._grads()
-        return grads if grads is not None and grads.is_summed else None
+        return grads if grads is not None and is_summed(grads) else None

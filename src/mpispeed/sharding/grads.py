@@ -184,11 +184,6 @@ class GradStore(GradBuffers):
         if self.reduces_now:
             self._launch_ready()
 
-    @property
-    def is_summed(self) -> bool:
-        """True if all gradients are there, and summed over ranks or about to be."""
-        return self.has_gradients and not self.is_open and all(state.is_averaged for state in self._states)
-
     def has_landed(self, unit: Unit) -> bool:
         """True if every gradient of the unit has arrived in this backward pass."""
         return len(self._states[unit.index].landed) == len(unit.layout.entries)
@@ -366,6 +361,11 @@ class GradStore(GradBuffers):
     def rescale(self, factor: float, *, is_overflow: bool) -> None:
         """Tell error feedback that the loss scale was multiplied by `factor`."""
         self._reducer.adjust(factor, is_overflow=is_overflow)
+
+
+def is_summed(grads: GradStore) -> bool:
+    """True if all gradients are there, and summed over ranks or about to be."""
+    return grads.has_gradients and not grads.is_open and all(state.is_averaged for state in grads._states)
 
 
 def _write(view: torch.Tensor, grad: torch.Tensor, factor: float, *, adds: bool) -> None:
