@@ -153,15 +153,12 @@ def _check_flat(config: Config) -> Iterator[Problem]:
     section = config.optimizer
     if section is None or section.type is None:
         return
-    kind = section.type.lower()
-    is_torch = kind in ("adam", "adamw") and section.params.get("torch_adam") is True
-    if kind in known.FLAT and not is_torch:
+    if section.type.lower() in known.FLAT:
         return
-    how = " with torch_adam and amsgrad or maximize" if is_torch else ""
-    what = f"{show(section.type)}{how} cannot keep its states in files"
+    what = f"{show(section.type)} cannot keep its states in files"
     own = ", ".join(known.FLAT.values())
     cure = f"use one of {own}, or set {_ZERO}.offload_optimizer.device to cpu"
-    yield Problem("optimizer.params.torch_adam" if is_torch else "optimizer.type", what, cure)
+    yield Problem("optimizer.type", what, cure)
 
 
 def _check_features(config: Config) -> Iterator[Problem]:

@@ -98,33 +98,8 @@ DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
 def drop_unused(config: Config, spell: Callable[[str], str] = str) -> tuple[Config, list[str]]:
     """The settings without some that would contradict others, and a sentence on each.
 
-    These are offload_param below stage 3 and torch_adam with states in files. As in DeepSpeed, such a config works.
+    This is offload_param below stage 3. As in DeepSpeed, such a config works.
     """
-    config, first = _drop_param(config, spell)
-    config, second = _drop_torch_adam(config, spell)
-    return config, [*first, *second]
-
-
-_HINTS_OF_TORCH = ("torch_adam", "foreach", "capturable", "differentiable", "fused")
-
-
-def _drop_torch_adam(config: Config, spell: Callable[[str], str]) -> tuple[Config, list[str]]:
-    """Update states in files by the own Adam, whose formula is that of torch's; amsgrad and maximize it has not."""
-    section = config.optimizer
-    if section is None or not _is_in_files("offload_optimizer")(config) or section.params.get("torch_adam") is not True:
-        return config, []
-    kind, params = (section.type or "").lower(), section.params
-    if kind not in ("adam", "adamw") or params.get("amsgrad") or params.get("maximize"):
-        return config, []
-    is_decoupled = kind == "adamw" or params.get("adam_w_mode", True) is not False
-    usual = {"weight_decay": 0.01} if is_decoupled else {}  # as of torch.optim.AdamW
-    kept = {key: value for key, value in params.items() if key not in (*_HINTS_OF_TORCH, "maximize")}
-    without = config.model_copy(update={"optimizer": section.model_copy(update={"params": usual | kept})})
-    why = "states in files (device nvme) are updated by the own Adam, by the formula of torch's"
-    return without, [f"{spell('optimizer.params.torch_adam')} has no effect here: {why}"]
-
-
-def _drop_param(config: Config, spell: Callable[[str], str]) -> tuple[Config, list[str]]:
     zero = config.zero_optimization
     if zero.stage == 3 or zero.offload_param is None or zero.offload_param.device == "none":
         return config, []

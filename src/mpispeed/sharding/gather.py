@@ -16,6 +16,7 @@ from mpispeed.store.transfers import all_gather_into, own_span
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Work
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.store.layout import Span
     from mpispeed.store.stored_tensor import Lease, StoredTensor
     from mpispeed.store.table import Unit
 
@@ -92,6 +93,12 @@ class UnitGatherer:
             with torch.inference_mode(False):  # later gathers write to it outside of that mode
                 self._copies[unit.index] = part.clone()
         self._fresh.add(unit.index)
+
+    def copy_of(self, unit: Unit) -> tuple[torch.Tensor, Span] | None:
+        """The second copy of a unit while it is fresh, and its range of the flat buffer."""
+        if unit.index not in self._fresh or self._second is None:
+            return None
+        return self._copies[unit.index], own_span(self._mesh, self._second, unit.layout.padded)
 
     def forget(self, unit: Unit) -> None:
         """Mark the second copy of `unit` as out of date."""

@@ -363,6 +363,11 @@ class GradStore(GradBuffers):
         self._reducer.adjust(factor, is_overflow=is_overflow)
 
 
+def is_summed(grads: GradStore) -> bool:
+    """True if all gradients are there, and summed over ranks or about to be."""
+    return grads.has_gradients and not grads.is_open and all(state.is_averaged for state in grads._states)
+
+
 def _write(view: torch.Tensor, grad: torch.Tensor, factor: float, *, adds: bool) -> None:
     """Put a gradient times `factor`, computed in the dtype of `view`, into it."""
     if adds:

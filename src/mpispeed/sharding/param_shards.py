@@ -97,6 +97,16 @@ class ParamShards:
         """Elements of this rank's shard at rest. Local."""
         return self._shard(param)[1].numel
 
+    def second_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A copy of this rank's part of the second copy; None while there is none or it is out of date. Local."""
+        self.require((OffloadStateTypeEnum.lp_params,), "param.ds_secondary_tensor")
+        place = self.table.locate(param)
+        found = None if place is None else self._gatherer.copy_of(place.unit)
+        if place is None or found is None:
+            return None
+        values, span = found
+        return values[place.entry.span.intersect(span).shifted(-span.start).slice].clone()
+
     def _shard(self, param: nn.Parameter) -> tuple[Unit, Span]:
         place = self.table.locate(param)
         if place is None:

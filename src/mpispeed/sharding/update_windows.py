@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,8 +104,9 @@ class _Borrowed:
 class UpdateWindows:
     """Yields the windows of one update, in unit order.
 
-    A window is done when the next one is asked for. States in swap files are read one chunk ahead and written behind,
-    as the tiers plan it; windows end at chunk boundaries.
+    A window is done when the next one is asked for, or, for a rule that keeps all of them, when it has called what is
+    due `after` it. States in swap files are read one chunk ahead and written behind, as the tiers plan it; windows end
+    at chunk boundaries.
 
     Source: ZeRO-Infinity (arXiv 2104.07857), infinity offload engine: the overlap of disk and update.
     """
@@ -130,6 +132,7 @@ class UpdateWindows:
         """
         self._params, self._grads, self._state = params, grads, state
         self._per_parameter = rule.wants_whole and (params.placement.is_replicated or isinstance(rule, Layerwise))
+        self._keeps_windows = isinstance(rule, KeepsState)
         self._plan = params.tiers.plan
         self._most_elements = most_elements if takes_any_cut(rule) else None
         counts = [len(unit.layout.entries) for unit in params.table.units]
@@ -194,7 +197,10 @@ class UpdateWindows:
                         window.shape = borrowed.unit.layout.entries[entry].shape if common == span else None
                     yield window
                     if far is not None:
-                        self._bring(far, window)
+                        source, is_kept = (
+                            (window.master, not self.is_swapping) if window.out is None else (window.out, True)
+                        )
+                        self._bring(far, source, is_kept=is_kept)
             changed = True
         finally:
             waiting.popleft()
@@ -238,11 +244,17 @@ class UpdateWindows:
     def _window(
         self, borrowed: _Borrowed, index: int, span: Span, group: dict[str, Any], step: int
     ) -> tuple[Window, torch.Tensor | None]:
-        """A window, and the copy to be made after it if `out` is in other memory than the master."""
+        """A window, and the copy to be made of it if `out` is in other memory than the master.
+
+        The copy is due `after` the window instead, where a rule keeps windows until all are there.
+        """
         local = span.shifted(-borrowed.chunk.start).slice
         master, far = borrowed.master.wait()[local], None
         out = None if borrowed.out is None else borrowed.out.wait()[local]
-        if out is not None and out.device != master.device:
+        after = None
+        if out is not None and out.device != master.device and self._keeps_windows:
+            after, out = partial(self._round_and_bring, out, master), None
+        elif out is not None and out.device != master.device:
             # Rounded by the update, so that only the rounded values are copied.
             far, out = out, _room_beside(master, out) if out.dtype != master.dtype else None
         window = Window(
@@ -253,17 +265,21 @@ class UpdateWindows:
             step=step,
             out=out,
             key=(borrowed.unit.index, index, span.start),
+            after=after,
         )
         return window, far
 
-    def _bring(self, far: torch.Tensor, window: Window) -> None:
+    def _bring(self, far: torch.Tensor, source: torch.Tensor, *, is_kept: bool) -> None:
         """Copy the rounded values of an update to other memory.
 
         Asynchronous to a device, unless the source is a buffer that will be read into again; synchronous to the host.
         """
-        is_kept = window.out is not None or not self.is_swapping
-        source = window.master if window.out is None else window.out
         far.copy_(source, non_blocking=is_kept and devices.is_on_device(far))
+
+    def _round_and_bring(self, far: torch.Tensor, master: torch.Tensor) -> None:
+        """Copy an updated master to other memory; only rounded values travel."""
+        source = master if master.dtype == far.dtype else _room_beside(master, far).copy_(master)
+        self._bring(far, source, is_kept=source is not master or not self.is_swapping)
 
 
 def takes_any_cut(rule: Rule) -> bool:

@@ -137,21 +137,33 @@ def test_optimizers(device, on_host, optimizer):
     same_bits(found, run(section, 1, None, "bf16", **more))
 
 
-@pytest.mark.ranks(1, 2)
-def test_an_optimizer_of_the_script(device, on_host):
+OF_THE_SCRIPT = [
+    (zero_section(1), "fp32"),
+    (zero_section(1, offload_optimizer=CPU), "fp32"),
+    (zero_section(2, offload_optimizer={"device": "cpu", "pin_memory": True}), "bf16"),
+    (zero_section(3, offload_optimizer=CPU), "bf16"),
+    (zero_section(3, offload_optimizer=CPU), "fp32"),
+]
+
+
+@pytest.mark.parametrize(("section", "dtype"), in_turn(OF_THE_SCRIPT, ranks=(1, 2)), ids=str)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_optimizer_of_the_script(device, on_host, cls, section, dtype):
     def train(where):
         model = moved(TinyLM(), where)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        settings = config(0, BATCH, 1, **WARM, reduction="ordered") | {"zero_optimization": zero_section(1)}
+        optimizer = cls(model.parameters(), lr=1e-3)
+        settings = config(0, BATCH, 1, **WARM, reduction="ordered", **precision(dtype))
+        settings |= {"zero_optimization": section, "zero_allow_untested_optimizer": True}
         del settings["optimizer"]
         engine = mpispeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         losses = train_averaged(engine, batches(4, BATCH))
+        found = losses, {name: values.cpu() for name, values in weights(engine).items()}
         engine.destroy()
-        return losses
+        return found
 
     found = train(device)
     on_host()
-    assert found == train(None)
+    same_bits(found, train(None))
 
 
 def test_what_is_refused(device):

@@ -34,6 +34,7 @@ from mpispeed.optim.rule import Layerwise, Rule
 from mpispeed.optim.schedule import build_schedule
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
+from mpispeed.sharding.averaged_gradients import AveragedGradients
 from mpispeed.sharding.onebit_exchange import OneBitExchange
 from mpispeed.sharding.grads import Averaging, GradStore
 from mpispeed.sharding.hooks import GradHooks
@@ -324,6 +325,8 @@ def _optimize(
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
     if params.rests_cut:
         vars(facade)["parameter_offload"] = ParameterOffload()
+    elif not params.placement.is_replicated:
+        vars(facade)["averaged_gradients"] = AveragedGradients(grads, len(groups))
     update_windows = UpdateWindows(params, grads, states, rule, most_elements=plan.window_elements)
     onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
