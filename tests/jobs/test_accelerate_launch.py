@@ -1,4 +1,4 @@
-"""`accelerate launch --use_deepspeed` starts ranks of MPI, on one machine and, by the command `deepspeed`, on several."""
+"""`accelerate launch --use_deepspeed` starts ranks of MPI: on one machine, and by `deepspeed` on several."""
 
 import json
 import os
