@@ -71,12 +71,3 @@ def test_several_machines_by_the_command_deepspeed_in_bf16(folder, expected, tmp
     done = launch([sys.executable, "-m", "accelerate.commands.launch"], *words, SCRIPT, out, PATH="/usr/bin:/bin")
     assert_same(done, out, expected["bf16"])
     assert json.loads(out.read_text())[0]["clipping"] == "1000000.0"
-
-
-def test_machines_that_start_their_own_processes_are_refused(tmp_path):
-    words = ["--use_deepspeed", "--num_processes", 2, "--num_machines", 2, "--machine_rank", 1]
-    words += ["--deepspeed_multinode_launcher", "standard", "--main_process_ip", "127.0.0.1", "--main_process_port", 9]
-    done = launch([sys.executable, "-m", "accelerate.commands.launch"], *words, SCRIPT, tmp_path / "none.json")
-    assert done.returncode == 2
-    assert "mpispeed: --num_machines 2 with the launcher standard starts processes on each machine" in done.stderr
-    assert "Traceback" not in done.stderr
