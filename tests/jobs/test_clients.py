@@ -23,12 +23,12 @@ class Results:
         for ranks in jobs:
             for path in sorted((folder / str(ranks)).glob("*.json")):
                 case = json.loads(path.read_text())
-                self.cases[ranks].setdefault(case["name"], []).append(case)
+                self.cases[ranks].setdefault(case["name"], {})[int(path.stem.partition("-")[2])] = case
         self.stacks = [path.read_text() for path in sorted(folder.glob("*/*.stacks"))]
 
     def __call__(self, ranks, name):
-        case = self.cases[ranks].get(name, [])
-        failures = [f"rank {rank}: {part['failure']}" for rank, part in enumerate(case) if part["failure"]]
+        case = self.cases[ranks].get(name, {})
+        failures = [f"rank {rank}: {part['failure']}" for rank, part in case.items() if part["failure"]]
         if failures:
             pytest.fail("\n".join(failures), pytrace=False)
         if len(case) < ranks:
