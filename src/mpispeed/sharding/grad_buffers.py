@@ -8,7 +8,7 @@ import torch
 
 from mpispeed.base.device import is_on_device
 from mpispeed.base.errors import StoreError, UsageError
-from mpispeed.mesh.collectives.together import text_of
+from mpispeed.mesh.comm import text_of
 from mpispeed.native import exact_squares
 from mpispeed.native.reduce import square_partials
 from mpispeed.store.layout import BLOCK
