@@ -232,7 +232,8 @@ class GradBuffers:
                 far.append(self._own(unit, values))
             else:
                 yield self._square(unit, values, threads=threads)
-        yield exact_squares.square_partials(far, block=BLOCK)
+        if far:
+            yield exact_squares.square_partials(far, block=BLOCK)
 
     def _square(self, unit: Unit, values: torch.Tensor, *, threads: int) -> list[float]:
         return square_partials(self._own(unit, values), block=BLOCK, threads=threads)
