@@ -23,7 +23,7 @@ from mpispeed.engine.observe import fault_injection
 from mpispeed.engine.observe.reports import watch
 from mpispeed.engine.ownership import register, release
 from mpispeed.engine.pipeline import PipelineEngine
-from mpispeed.mesh.collectives.together import agree_by_texts, together
+from mpispeed.mesh.comm import agree_by_texts, together
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.nn.tensor.tensor_cut import forget_own_cuts
 from mpispeed.optim.choice import kind_of

@@ -15,8 +15,7 @@ from mpispeed.store.transfers import reduce_into
 if TYPE_CHECKING:
     import torch
 
-    from mpispeed.mesh.mesh import Mesh
-    from mpispeed.mesh.topology import Axes
+    from mpispeed.mesh.mesh import Axes, Mesh
     from mpispeed.store.arena import Arena
     from mpispeed.store.layout import Entry
     from mpispeed.store.placement import Placement

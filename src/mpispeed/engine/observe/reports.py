@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mpispeed.engine.build.parts import Parts
-    from mpispeed.mesh.trace.comm_trace import CommTrace
+    from mpispeed.mesh.collectives.group import CommTrace
     from mpispeed.native.block_io import BlockIO
     from mpispeed.pipe.schedule import PipeSchedule
 

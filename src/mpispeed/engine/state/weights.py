@@ -16,7 +16,7 @@ import torch
 from mpispeed.base.errors import CheckpointError, UsageError
 from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import bits
-from mpispeed.mesh.collectives.together import Failures
+from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ _POSTED_AT = int(form.ROW.fields["posted"][1])  # type: ignore[index]
 _SEQ_MASK = (1 << 63) - 1
 
 _PASSED_OVER = ("/torch/", "/mpi4py/", "/contextlib.py", "/threading.py", "/runpy.py", "/concurrent/")
-_OWN = str(Path(__file__).resolve().parents[2]) + os.sep
+_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 
 _THREADS: dict[int, int] = {}
 """By a thread's number: 1 + the channel that is its own."""
