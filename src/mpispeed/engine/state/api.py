@@ -1,4 +1,4 @@
-"""Engine methods for checkpoints: save in the foreground or background, wait, load."""
+"""Checkpoints of an engine: save in the foreground or background, wait, load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from mpispeed.engine.state import load, save
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mpispeed.base.events import Bus
     from mpispeed.ckpt.write.request import Request
     from mpispeed.ckpt.write.save import SaveReport
     from mpispeed.engine.build.parts import Parts
@@ -39,21 +38,17 @@ class _Pending:
 
 
 class Checkpoints:
-    """Saving and loading of whole runs. See `docs/guides/checkpoints.md`."""
+    """Saving and loading of whole runs. See `docs/guides/checkpoints.md`.
 
-    parts: Parts
-    training: bool
-    _saver: BackgroundSaver | None = None
-    _pending: _Pending | None = None
+    Attributes:
+        client_state: goes into checkpoints that are made because the run ends, and comes back when it is resumed.
+    """
 
-    if TYPE_CHECKING:
-
-        @property
-        def bus(self) -> Bus:
-            """The event bus of the engine."""
-            ...
-
-        def _require(self, verb: str) -> None: ...
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.client_state: dict[str, Any] = {}
+        self._saver: BackgroundSaver | None = None
+        self._pending: _Pending | None = None
 
     def save_checkpoint(
         self,
@@ -80,8 +75,8 @@ class Checkpoints:
             TypeError: `client_state` holds an object that has no plain form (pickle is not used).
             ValueError: `client_state` has a key that belongs to the checkpoint.
         """
-        self._require("save_checkpoint")
-        start, parts = time.perf_counter(), self.parts
+        start, parts = time.perf_counter(), self._parts
+        parts.require("save_checkpoint")
         parts.sharding.meet("engine.save_checkpoint()")
         waited = self._waited()
         tag = f"global_step{parts.counters.global_steps}" if tag is None else str(tag)
@@ -150,20 +145,24 @@ class Checkpoints:
             CheckpointError: on every rank, if the checkpoint is damaged or does not fit the model or `client_types`.
             UsageError: one of `client_types` is neither a dataclass nor an enum.
         """
-        self._require("load_checkpoint")
+        self._parts.require("load_checkpoint")
         self.wait_checkpoint()
         only = load_optimizer_states, load_lr_scheduler_states, load_module_only
         settings = load.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state, client_types)
-        path, client_state = load.load(self.parts, load_dir, tag, settings)
+        path, client_state = load.load(self._parts, load_dir, tag, settings)
         if path is not None:
-            self.parts.show(is_training=self.training, is_refreshed=True)
+            self._parts.show_loaded()
         return path, client_state
+
+    def close(self) -> None:
+        """Drop the buffers of saves in the background; none is under way."""
+        self._saver = None
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _begins(self, request: Request, is_asked: bool | None) -> bool:
         """Start the save in the background; False if it has to be written now. Collective over: all ranks."""
-        parts, comm = self.parts, self.parts.mesh.world.comm
+        parts, comm = self._parts, self._parts.mesh.world.comm
         if not comm.share(parts.plan.config.checkpoint.async_save if is_asked is None else is_asked):
             return False
         reason = ""
@@ -196,7 +195,7 @@ class Checkpoints:
         log.info("%s in %.3f s%s", what, stall, rest)
 
     def _announce(self, report: SaveReport, seconds: float, stall_seconds: float) -> None:
-        self.bus.announce(
+        self._parts.bus.announce(
             Event.SAVE_END,
             path=str(report.path),
             tag=report.tag,

@@ -93,7 +93,7 @@ class GlobalLayout:
         In a tensor with one row for each of several ranks, `before` is the number of elements in earlier rows.
         """
         made = gather_pieces(self.slices[name], start, values) if name in self.slices else [Piece(start, values)]
-        if not self.parts.sharing.is_counted(unit):
+        if self.parts.sharing is not None and not self.parts.sharing.is_counted(unit):
             made = [replace(piece, is_replica=True) for piece in made]
         return tuple(replace(piece, start=piece.start + before) if before else piece for piece in made)
 

@@ -237,7 +237,8 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
         parts.optimization.onebit.drop_drift()
     onebit_state.spread(parts, chunks)
     parts.params.refresh()
-    parts.buffers.look()
+    if parts.buffers is not None:
+        parts.buffers.look()
 
 
 def _names_of_all(parts: Parts, whole: GlobalLayout) -> tuple[set[str], set[str]]:

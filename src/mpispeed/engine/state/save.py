@@ -67,7 +67,8 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
     taken = sorted(RESERVED.intersection(client_state))
     problem = f"client_state has the keys {', '.join(taken)}, which the checkpoint itself uses; rename them"
     comm.agree(not taken, problem, ReservedKey)
-    parts.buffers.equalise(is_thorough=True)
+    if parts.buffers is not None:
+        parts.buffers.equalise(is_thorough=True)
     windows, whole = windows_of(parts), GlobalLayout.of(parts)
     kept = Kept.of(parts, windows)
     infos = whole.infos(_param_infos(parts, settings, numbers_by_name(parts, whole)))
