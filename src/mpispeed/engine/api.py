@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.world import World
 
 _NO_MESH = "mpispeed.initialize: mesh_param is not supported; sequence parallelism is not there yet, leave it out"
@@ -111,20 +112,20 @@ def initialize(
     given = optimizer, model_parameters, training_data, lr_scheduler
     parts = assemble(plan, mesh, model, *given, collate_fn=collate_fn)
     watch(parts, loaded.warnings)
-    injector = from_environment(world.comm)
-    made_of = parts, injector
-    engine = PipelineEngine(model, *made_of) if isinstance(model, PipelineModule) else Engine(*made_of)
-    _attach(engine)
+    engine = _make_engine(parts, model)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _attach(engine: Engine) -> None:
-    """Let a new engine be found, watched, and resumed if its run is to end in time. Collective over: all ranks."""
+def _make_engine(parts: Parts, model: nn.Module) -> Engine:
+    """An engine that is found later, watched, and resumed if its run is to end in time. Collective over: all ranks."""
+    made_of = parts, from_environment(parts.mesh.world.comm)
+    engine = PipelineEngine(model, *made_of) if isinstance(model, PipelineModule) else Engine(*made_of)
     register(engine)
     guard = engine.plan.config.guard
     start.attach(engine.bus, guard.divergence_timeout, guard.hang_timeout)
     if engine.run_end is not None:
         engine.run_end.begin()
+    return engine
 
 
 def _config_source(args: argparse.Namespace | None, config: Any) -> Any:

@@ -61,22 +61,27 @@ class Counters:
 class Accumulation:
     """Accumulation boundaries; `override` sets the boundary by hand, `is_local` is True inside `no_sync`."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, counters: Counters) -> None:
+        self.steps, self._counters = steps, counters
         self.override: bool | None = None
         self.is_local = False
 
-    def is_boundary(self, finished: int) -> bool:
-        """True if the micro-batch that follows `finished` ones is the last of its global batch."""
-        return finished + 1 >= self.steps if self.override is None else self.override
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True from forward to step of the last micro-batch of a global batch."""
+        return self._counters.finished_micro_steps + 1 >= self.steps if self.override is None else self.override
 
-    def warn_of_fewer(self, backwards: int, finished: int) -> None:
-        """Warn before an update if there were fewer backward passes than micro-batches (`finished` + 1)."""
-        if self.override is None and 0 < backwards <= finished:
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Set the boundary by hand; None returns to counting micro-batches."""
+        self.override = is_boundary
+
+    def warn_of_fewer(self) -> None:
+        """Warn before an update if there were fewer backward passes than micro-batches."""
+        backwards, steps = self._counters.pending_backwards, self._counters.finished_micro_steps + 1
+        if self.override is None and 0 < backwards < steps:
             logs.once(
                 log,
                 logging.WARNING,
-                f"{backwards} backward passes for {finished + 1} micro-batches of an update; the gradients of the "
+                f"{backwards} backward passes for {steps} micro-batches of an update; the gradients of the "
                 "others count as zeros in the mean",
             )
 
@@ -211,7 +216,6 @@ class DirectBackward:
         grads: GradStore | None,
         scaler: LossScale,
         accumulation: Accumulation,
-        counters: Counters,
         bus: Bus,
         *,
         require: Callable[..., None],
@@ -219,7 +223,7 @@ class DirectBackward:
     ) -> None:
         """Args: `grads` is None without an optimizer; `require` and `end_backward` are those of the engine's parts."""
         self._grads, self._scaler, self._accumulation = grads, scaler, accumulation
-        self._counters, self._bus, self._require, self._end_backward = counters, bus, require, end_backward
+        self._bus, self._require, self._end_backward = bus, require, end_backward
         self._is_open = False  # the first gradient of a pass has come, its end has not
         # A nested pass (reentrant activation checkpointing) has ended, and autograd calls nothing at the end of the
         # outer one: the next gradient, or the next call of the engine, ends it.
@@ -260,7 +264,7 @@ class DirectBackward:
             self._require("backward", (Kind.lp_params, Kind.lp_grads))
             _check_scale(self._scaler.scale)
             is_local, steps = self._accumulation.is_local, self._accumulation.steps
-            is_due = self._accumulation.is_boundary(self._counters.finished_micro_steps)
+            is_due = self._accumulation.is_gradient_accumulation_boundary()
             factor = divisor_in_force() / (1 if is_local else steps)  # another engine may have divided the loss
             grads.begin_backward(reduces=is_due and not is_local, factor=factor)
             self._is_open, self._began = True, time.perf_counter()

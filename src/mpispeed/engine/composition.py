@@ -5,24 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpispeed.engine.backward import Accumulation, DirectBackward
+from mpispeed.engine.backward import DirectBackward
 from mpispeed.engine.build.loaders import Loaders
 from mpispeed.engine.observe import fault_injection
 from mpispeed.engine.preemption import RunEnd, make_run_end
-from mpispeed.engine.state.api import Checkpoints
+from mpispeed.engine.state.checkpoints import Checkpoints
 from mpispeed.engine.state.offload_states import OffloadStates
 from mpispeed.engine.state.weights import Weights
 from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
     from mpispeed.drill.inject import Injector
+    from mpispeed.engine.backward import Accumulation
     from mpispeed.engine.build.parts import Parts
     from mpispeed.engine.step import Updates
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """What an engine delegates to.
+    """The objects that an engine delegates to.
 
     Attributes:
         accumulation: the boundaries of global batches.
@@ -55,12 +56,11 @@ def compose(parts: Parts, injector: Injector | None = None) -> Composition:
     Raises:
         ConfigError: on every rank, if MPISPEED_WALLTIME of one is not a duration.
     """
-    accumulation, optimization = Accumulation(parts.plan.batch.gradient_accumulation_steps), parts.optimization
+    optimization = parts.optimization
     direct = DirectBackward(
         None if optimization is None else optimization.grads,
         parts.scaler,
-        accumulation,
-        parts.counters,
+        parts.accumulation,
         parts.bus,
         require=parts.require,
         end_backward=parts.end_backward,
@@ -80,7 +80,7 @@ def compose(parts: Parts, injector: Injector | None = None) -> Composition:
         parts.dismantle()
         raise
     return Composition(
-        accumulation=accumulation,
+        accumulation=parts.accumulation,
         direct=direct,
         updates=parts.updates,
         checkpoints=checkpoints,

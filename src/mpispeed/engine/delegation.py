@@ -182,6 +182,12 @@ METHODS: dict[str, Getter] = {
 """Methods without arguments."""
 
 PROPERTIES: dict[str, Getter] = {
+    "optimizer": Getter(
+        lambda p: p.optimization.facade if p.optimization else None,
+        "torch.optim.Optimizer | None",
+        "The optimizer that `initialize` returned, or None.",
+    ),
+    "is_compiled": Getter(lambda p: p.is_compiled, "bool", "True once `compile` was called."),
     "plan": Getter(lambda p: p.plan, "Plan", "The resolved settings of the run."),
     "mesh": Getter(lambda p: p.mesh, "Mesh", "The ranks as named axes."),
     "bus": Getter(lambda p: p.bus, "Bus", "The event bus, to which observers subscribe."),

@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 
 from mpispeed.base.device import start_reading
-from mpispeed.base.errors import MpispeedError, UsageError
+from mpispeed.base.errors import MpispeedError
 from mpispeed.base.events import Event
 from mpispeed.base.tensor_tree import move
 from mpispeed.engine import delegation
-from mpispeed.engine.backward import DirectBackward, backward_scaled, divided, require_scalar, scale_loss
+from mpispeed.engine.backward import Accumulation, DirectBackward, backward_scaled, divided, require_scalar, scale_loss
 from mpispeed.engine.build.loaders import Loaders
+from mpispeed.engine.build.parts import Parts
 from mpispeed.engine.composition import compose
-from mpispeed.engine.state.api import Checkpoints
+from mpispeed.engine.getters import Getters
+from mpispeed.engine.state.checkpoints import Checkpoints
 from mpispeed.engine.state.offload_states import OffloadStates
 from mpispeed.engine.state.weights import Weights
 from mpispeed.nn.sync_norm import release_norms
@@ -28,18 +29,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from typing import Concatenate
 
     from typing_extensions import Self
 
     from mpispeed.base.device import Readback
     from mpispeed.drill.inject import Injector
-    from mpispeed.engine.build.parts import Parts
-    from mpispeed.engine.getters import Getters as Base
-    from mpispeed.plan.plan import Batch
-else:
-    Base = nn.Module
 
 
 def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -54,7 +50,7 @@ def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[
     return call
 
 
-class Engine(Base):
+class Engine(Getters):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
     Other names are looked up on the model. DeepSpeed's getters are in `engine/delegation.py`.
@@ -84,11 +80,6 @@ class Engine(Base):
             parts.optimization.link.attach(self._update_now)
 
     # -- components ------------------------------------------------------------------------------------------
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that `initialize` returned, or None."""
-        return self.parts.optimization.facade if self.parts.optimization else None
 
     @property
     def lr_scheduler(self) -> Any | None:
@@ -181,9 +172,7 @@ class Engine(Base):
         self.direct.settle()
         self.updates.was_applied = False
         if self.is_gradient_accumulation_boundary():
-            self.accumulation.warn_of_fewer(
-                self.parts.counters.pending_backwards, self.parts.counters.finished_micro_steps
-            )
+            self.accumulation.warn_of_fewer()
             self.updates.run(self.parts.plan.batch.train_batch_size, lr_kwargs or {})
         self.parts.counters.micro_steps += 1
         if self.run_end is not None:
@@ -216,14 +205,6 @@ class Engine(Base):
 
     # -- accumulation ------------------------------------------------------------------------------------------
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True from forward to step of the last micro-batch of a global batch."""
-        return self.accumulation.is_boundary(self.parts.counters.finished_micro_steps)
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set the boundary by hand; None returns to counting micro-batches."""
-        self.accumulation.override = is_boundary
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which backward adds gradients locally, without reductions; the caller scales the loss.
@@ -241,27 +222,13 @@ class Engine(Base):
         if self.parts.optimization:
             self.parts.optimization.grads.clear()
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing the accumulation steps only.
-
-        Raises:
-            ConfigError: it is not a multiple of micro-batch size times data-parallel ranks.
-        """
-        self._set_batch(self.parts.plan.batch.with_train_batch_size(train_batch_size))
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size and with it the global batch; the accumulation steps stay.
-
-        For the caller's own loaders: `training_dataloader` keeps the micro-batch size it was made with.
-        """
-        self._set_batch(self.parts.plan.batch.with_micro_batch_size(micro_batch_size))
-
-    def _set_batch(self, batch: Batch) -> None:
-        self.parts.plan = self.parts.plan.with_batch(batch)
-        self.accumulation.steps = batch.gradient_accumulation_steps
-
     # -- delegated -----------------------------------------------------------------------------------------------
 
+    is_gradient_accumulation_boundary = _delegated("accumulation", Accumulation.is_gradient_accumulation_boundary)
+    set_gradient_accumulation_boundary = _delegated("accumulation", Accumulation.set_gradient_accumulation_boundary)
+    set_train_batch_size = _delegated("parts", Parts.set_train_batch_size)
+    set_train_micro_batch_size = _delegated("parts", Parts.set_train_micro_batch_size)
+    compile = _delegated("parts", Parts.compile)
     scale = _delegated("direct", DirectBackward.scale)
     allreduce_gradients = _delegated("direct", DirectBackward.allreduce_gradients)
     save_checkpoint = _delegated("checkpoints", Checkpoints.save_checkpoint)
@@ -277,6 +244,7 @@ class Engine(Base):
     offload_states = _delegated("offload", OffloadStates.offload_states)
     reload_states = _delegated("offload", OffloadStates.reload_states)
     # Names that other libraries call.
+    _backward_epilogue = _delegated("direct", DirectBackward.settle)
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = module_state_dict
 
     @property
@@ -318,39 +286,6 @@ class Engine(Base):
 
     def _backward_prologue(self) -> None:
         """No operation: a pass begins with its first gradient. Scripts call this before `loss.backward()`."""
-
-    def _backward_epilogue(self) -> None:
-        """End a pass that autograd has not ended. Scripts call this after `loss.backward()`."""
-        self.direct.settle()
-
-    def compile(
-        self,
-        backend: str | Callable[..., Any] = "inductor",
-        compile_kwargs: Mapping[str, Any] | None = None,
-        schedule: Any = None,
-        **more: Any,
-    ) -> None:
-        """Let torch compile the model: `engine.module.compile(backend=backend, **compile_kwargs)`.
-
-        Args:
-            backend: of `torch.compile`.
-            compile_kwargs: other arguments of `torch.compile`.
-            schedule: must be None: passes of DeepSpeed's own compiler.
-            more: as `compile_kwargs`.
-
-        Raises:
-            UsageError: a schedule is given.
-        """
-        if schedule is not None:
-            msg = "engine.compile(schedule=...): passes of DeepSpeed's own compiler are not available; leave it out"
-            raise UsageError(msg)
-        self.module.compile(backend=backend, **{**(compile_kwargs or {}), **more})
-        self.parts.is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        """True once `compile` was called."""
-        return self.parts.is_compiled
 
     # -- other names ---------------------------------------------------------------------------------------------
 

@@ -60,6 +60,12 @@ def _let_go(params: Iterable[torch.Tensor]) -> None:
         vars(param).pop(_HELD, None)
 
 
+def engine_of(model: nn.Module) -> Engine | None:
+    """The open engine that has parameters of `model`; None without one. Local."""
+    held = (vars(param).get(_HELD) for param in model.parameters())
+    return next((each.engine for each in held if each is not None), None)
+
+
 def newest_mesh() -> Mesh | None:
     """The mesh of the engine that was made last and is open; None without one."""
     open_ones = [number for number, engine in _ENGINES.items() if not engine.parts.is_closed]

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def make_run_end(parts: Parts, checkpoints: Checkpoints) -> RunEnd | None:
-    """What ends a run that has `walltime.save_dir` in time and resumes it; None for others.
+    """The object that ends a run that has `walltime.save_dir` in time and resumes it; None for others.
 
     Collective over: all ranks, if there is one.
 
@@ -61,7 +61,7 @@ def make_run_end(parts: Parts, checkpoints: Checkpoints) -> RunEnd | None:
 
 
 class Checkpoints(Protocol):
-    """What saves and loads the run, as `engine.checkpoints`."""
+    """Saving and loading of the run, as by `engine.checkpoints`."""
 
     client_state: dict[str, Any]
 

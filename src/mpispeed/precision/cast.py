@@ -45,7 +45,7 @@ def naming_dtype(dtype: torch.dtype, setting: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Casting:
-    """What a model that computes in `dtype` does with its inputs.
+    """Casts and advice for the inputs of a model that computes in `dtype`.
 
     Attributes:
         dtype: of the model.

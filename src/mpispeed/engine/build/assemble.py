@@ -14,7 +14,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus
 from mpispeed.engine import step
 from mpispeed.plan.onebit_plan import require_whole
-from mpispeed.engine.backward import Counters
+from mpispeed.engine.backward import Accumulation, Counters
 from mpispeed.engine.buffers import Buffers
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, ParameterOffload, StepLink, make_handle
 from mpispeed.engine.estimate.host_budget import require_host_budget
@@ -105,22 +105,12 @@ def assemble(
         steps, scaler, counters, bus, groups=groups, scheduler=scheduler,
         onebit=optimization.onebit if optimization is not None else None, buffers=buffers,
     )  # fmt: skip
+    casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
+    accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
     parts = Parts(
-        plan=plan,
-        mesh=mesh,
-        module=model,
-        sharding=sharding,
-        bus=bus,
-        scaler=scaler,
-        counters=counters,
-        casting=Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs),
-        optimization=optimization,
-        updates=updates,
-        scheduler=scheduler,
-        loader=loader,
-        sharing=sharing if sharing.shares else None,
-        buffers=buffers,
-    )
+        plan, mesh, model, sharding, bus, scaler, counters, casting, optimization, accumulation, updates, scheduler, loader,
+        sharing=sharing if sharing.shares else None, buffers=buffers,
+    )  # fmt: skip
     parts.expect_step()
     return parts
 

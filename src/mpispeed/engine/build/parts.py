@@ -12,14 +12,14 @@ from mpispeed.monitor.by_hand import Monitors, Throughput
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
 
     from mpispeed.base.events import Bus
-    from mpispeed.engine.backward import Counters
+    from mpispeed.engine.backward import Accumulation, Counters
     from mpispeed.engine.buffers import Buffers
     from mpispeed.engine.facade import StepLink
     from mpispeed.engine.replica_groups import Sharing
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.deadlock import Watch
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
-    from mpispeed.plan.plan import Plan
+    from mpispeed.plan.plan import Batch, Plan
     from mpispeed.precision.cast import Casting
     from mpispeed.precision.scaler import LossScale
     from mpispeed.sharding.grads import GradStore
@@ -173,6 +173,7 @@ class Parts:
     counters: Counters
     casting: Casting
     optimization: Optimization | None
+    accumulation: Accumulation
     updates: Updates
     scheduler: Any | None
     loader: Any | None
@@ -238,6 +239,51 @@ class Parts:
                 f"(zero_optimization.stage {self.plan.stage}); use stage 0 or 1, or gradient_accumulation_steps"
             )
             raise UsageError(msg)
+
+    # -- settings that change ----------------------------------------------------------------------------------------
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the accumulation steps only.
+
+        Raises:
+            ConfigError: it is not a multiple of micro-batch size times data-parallel ranks.
+        """
+        self._set_batch(self.plan.batch.with_train_batch_size(train_batch_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size and with it the global batch; the accumulation steps stay.
+
+        For the caller's own loaders: `training_dataloader` keeps the micro-batch size it was made with.
+        """
+        self._set_batch(self.plan.batch.with_micro_batch_size(micro_batch_size))
+
+    def _set_batch(self, batch: Batch) -> None:
+        self.plan = self.plan.with_batch(batch)
+        self.accumulation.steps = batch.gradient_accumulation_steps
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        **more: Any,
+    ) -> None:
+        """Let torch compile the model: `engine.module.compile(backend=backend, **compile_kwargs)`.
+
+        Args:
+            backend: of `torch.compile`.
+            compile_kwargs: other arguments of `torch.compile`.
+            schedule: must be None: passes of DeepSpeed's own compiler.
+            more: as `compile_kwargs`.
+
+        Raises:
+            UsageError: a schedule is given.
+        """
+        if schedule is not None:
+            msg = "engine.compile(schedule=...): passes of DeepSpeed's own compiler are not available; leave it out"
+            raise UsageError(msg)
+        self.module.compile(backend=backend, **{**(compile_kwargs or {}), **more})
+        self.is_compiled = True
 
     # -- backward passes and updates ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.events import Event
-from mpispeed.engine.state.api import Checkpoints
+from mpispeed.engine.state.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from torch import nn
