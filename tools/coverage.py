@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import mpispeed.as_deepspeed
+from mpispeed.base.errors import UsageError
 from mpispeed.compat.modules import NamesModule, missing, rows
 from mpispeed.config import legacy
 from mpispeed.config.ineffective import NO_EFFECT
@@ -238,7 +239,10 @@ def try_member(cls: type, name: Name) -> tuple[str, str]:
     if name.kind == "property":
         return (SAME, "") if isinstance(found, property | Value) else (DIFFERS, "is no property")
     if issubclass(cls, Engine) and name.path in REFUSED:
-        return LATER, f"engine.{name.path}(): {REFUSED[name.path]} not available"
+        try:
+            getattr(cls, name.path)(None)
+        except UsageError as error:
+            return LATER, str(error)
     if name.kind == "value":
         return SAME, ""
     wrong = compare(name.signature, getattr(cls, name.path), drops_first=not isinstance(found, staticmethod))

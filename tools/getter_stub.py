@@ -10,15 +10,15 @@ import argparse
 import re
 from pathlib import Path
 
-from mpispeed.engine.delegation import HOMES, PROPERTIES, REFUSED, all_methods
+from mpispeed.engine.delegation import COMPONENTS, HOMES, PROPERTIES, REFUSED, all_methods
 
 PAGE = Path(__file__).resolve().parents[1] / "src" / "mpispeed" / "engine" / "getters.pyi"
 
 
 def page() -> str:
     """The whole stub."""
-    methods = all_methods()
-    used = {word for getter in (*methods.values(), *PROPERTIES.values()) for word in re.findall(r"\w+", getter.returns)}
+    methods, values = all_methods(), {**COMPONENTS, **PROPERTIES}
+    used = {word for getter in (*methods.values(), *values.values()) for word in re.findall(r"\w+", getter.returns)}
     places: dict[str, list[str]] = {}
     for name in sorted(used & HOMES.keys()):
         places.setdefault(HOMES[name], []).append(name)
@@ -34,7 +34,7 @@ def page() -> str:
         "",
         "class Getters(nn.Module):",
     ]
-    for name, getter in sorted(PROPERTIES.items()):
+    for name, getter in sorted(values.items()):
         lines += ["    @property", f"    def {name}(self) -> {getter.returns}: ..."]
     lines += [f"    def {name}(self) -> {getter.returns}: ..." for name, getter in sorted(methods.items())]
     lines += [f"    def {name}(self, *args: Any, **kwargs: Any) -> NoReturn: ..." for name in sorted(REFUSED)]

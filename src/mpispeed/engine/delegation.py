@@ -181,7 +181,7 @@ METHODS: dict[str, Getter] = {
 }
 """Methods without arguments."""
 
-PROPERTIES: dict[str, Getter] = {
+COMPONENTS: dict[str, Getter] = {
     "optimizer": Getter(
         lambda p: p.optimization.facade if p.optimization else None,
         "torch.optim.Optimizer | None",
@@ -193,6 +193,10 @@ PROPERTIES: dict[str, Getter] = {
     "bus": Getter(lambda p: p.bus, "Bus", "The event bus, to which observers subscribe."),
     "counters": Getter(lambda p: p.counters, "Counters", "Counters of steps, samples and updates."),
     "training_dataloader": Getter(lambda p: p.loader, "Any", "The loader made from `training_data`, or None."),
+}
+"""Values that a script cannot set."""
+
+PROPERTIES: dict[str, Getter] = {
     "global_steps": Getter(lambda p: p.counters.global_steps, "int", "Steps of the run."),
     "global_samples": Getter(lambda p: p.counters.global_samples, "int", "Samples of the run, of all ranks."),
     "micro_steps": Getter(lambda p: p.counters.micro_steps, "int", "Micro-batches of the run, of one rank."),
@@ -225,7 +229,7 @@ PROPERTIES: dict[str, Getter] = {
     "monitor": Getter(lambda p: p.monitors, "Monitors", "The monitors, for points of series of the script's own."),
     "tput_timer": Getter(lambda p: p.throughput, "Throughput", "Average throughput of the run."),
 }
-"""Values."""
+"""Values that a script may set on an engine; it reads what it has set then, and nothing else changes."""
 
 
 # -- settings that are repeated as they are ------------------------------------------------------------------------
@@ -298,6 +302,8 @@ def install(cls: Any) -> None:
     for name, getter in all_methods().items():
         if name not in vars(cls):
             setattr(cls, name, _method(cls, name, getter))
+    for name, getter in COMPONENTS.items():
+        setattr(cls, name, property(_method(cls, name, getter), doc=getter.doc))
     for name, getter in PROPERTIES.items():
         setattr(cls, name, Value(getter))
     for name, feature in REFUSED.items():
@@ -305,7 +311,7 @@ def install(cls: Any) -> None:
 
 
 class Value:
-    """A name that is read like an attribute; a script may set it on an engine, and reads what it has set then."""
+    """A name that is read like an attribute, and may be set on an engine."""
 
     def __init__(self, getter: Getter) -> None:
         self._read, self.__doc__ = getter.read, getter.doc
