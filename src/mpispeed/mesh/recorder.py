@@ -12,10 +12,11 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -269,9 +270,9 @@ class FlightRecorder:
         """True if the watchdog has told this rank to end."""
         return bool(self.header["order"][0] != form.Order.NONE)
 
-    def steps(self, count: int) -> None:
-        """Note that a step of training has ended."""
-        self.header["step"] = count
+    def note_step(self, event: Mapping[str, Any]) -> None:
+        """Note that a step of training has ended, `event["global_step"]`."""
+        self.header["step"] = event["global_step"]
         self.header["step_at"] = time.monotonic()
 
 

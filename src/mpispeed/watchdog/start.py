@@ -78,7 +78,7 @@ def attach(bus: Bus, watch_seconds: float, hang_seconds: float) -> None:
     recorder = recorders.current()
     if recorder is not None:
         allow(watch_seconds=watch_seconds, hang_seconds=hang_seconds)
-        bus.subscribe(Event.STEP_END, lambda event: recorder.steps(event["global_step"]))
+        bus.subscribe(Event.STEP_END, recorder.note_step)
 
 
 def allow(*, watch_seconds: float = 0.0, hang_seconds: float = 0.0) -> None:

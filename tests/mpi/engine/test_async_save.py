@@ -188,6 +188,6 @@ def test_memory_of_the_copy_is_used_again(mpi_tmp_path):
     for _ in range(3):
         train_averaged(engine, batches(1, BATCH))
         engine.save_checkpoint(str(mpi_tmp_path))
-        places.add(engine._saver._snapshot._memory.data_ptr())
+        places.add(engine.checkpoints._saver._snapshot._memory.data_ptr())
     assert len(places) == 1
     engine.destroy()

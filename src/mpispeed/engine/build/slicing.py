@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.plan.own_slices import asks_for_slices, find_cut_twice, find_own_cuts, find_unplaced, is_marked
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn import random
 from mpispeed.nn.sync_norm import synchronise_norms
 from mpispeed.nn.tensor import cuts, inject
+from mpispeed.plan.own_slices import asks_for_slices, find_cut_twice, find_own_cuts, find_unplaced, is_marked
 from mpispeed.sharding import sharded_param
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.plan.plan import Plan
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.plan.plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -3,125 +3,43 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
 import torch
+
+from mpispeed.base import log as logs
 from mpispeed.base.errors import StoreError
 from mpispeed.engine.build.nvme_tiers import is_swapping, open_tiers, plan_swap
-from mpispeed.plan.units import deal_units
-from mpispeed.mesh.deadlock import Watch
-from mpispeed.sharding.collecting import Collector
-from mpispeed.sharding.external import watch_external
-from mpispeed.sharding.prefetch import Prefetcher, Limits
-from mpispeed.sharding.module_hooks import ModuleHooks
-from mpispeed.sharding.leaf import is_leaf, mark_leaves_by_threshold
-from mpispeed.sharding.params import ParamStore
-from mpispeed.sharding.quantized import all_gather_quantized
-from mpispeed.sharding.divergent_fetch import DivergentFetch
-from mpispeed.sharding.units import choose_resident
-from mpispeed.sharding.module_units import find_module_units
-from mpispeed.store.transfers import all_gather_into
-import logging
-from typing import TYPE_CHECKING
-from mpispeed.base import log as logs
+from mpispeed.engine.build.parts import OrderWatch, Sharding
 from mpispeed.mesh.compressed.quantized import Feedback
+from mpispeed.mesh.deadlock import Watch
+from mpispeed.plan.units import deal_units
+from mpispeed.sharding.collecting import Collector
+from mpispeed.sharding.divergent_fetch import DivergentFetch
+from mpispeed.sharding.external import watch_external
 from mpispeed.sharding.grads import PARTIAL_AXES
+from mpispeed.sharding.leaf import is_leaf, mark_leaves_by_threshold
+from mpispeed.sharding.module_hooks import ModuleHooks
+from mpispeed.sharding.module_units import find_module_units
+from mpispeed.sharding.params import ParamStore
+from mpispeed.sharding.prefetch import Limits, Prefetcher
+from mpispeed.sharding.quantized import all_gather_quantized
 from mpispeed.sharding.reducers import PlainReducer, QuantizedReducer
 from mpispeed.sharding.sparse import RowReducer, find_tables
+from mpispeed.sharding.units import choose_resident
+from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping, Sequence
+
     from torch import nn
-    from mpispeed.plan.plan import Plan
+
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.mesh.collectives.work import Wait
-    from mpispeed.sharding.order import Order
-    from mpispeed.store.table import Table
-    from torch import nn
     from mpispeed.plan.plan import Plan
     from mpispeed.sharding.reducers import Reducer
     from mpispeed.store.table import Table
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class OrderWatch:
-    """Warns when units are used in another order than in the pass before."""
-
-    order: Order
-    seen: int = 0
-
-    def look(self) -> None:
-        """Warn of deviations since the last call; called once in a pass."""
-        new, self.seen = self.order.deviations - self.seen, self.order.deviations
-        if new:
-            log.warning(
-                "%d times in the last pass parameters were used in another order than in the pass before; what comes "
-                "after such a place is fetched ahead only from where the known order goes on", new,
-            )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """A model's parameters under an engine; `module_hooks` is None where no parameter is sharded."""
-
-    table: Table
-    params: ParamStore
-    module_hooks: ModuleHooks | None
-    watch: OrderWatch | None = None
-    waits: Watch | None = None
-    wait: Wait | None = None  # waits for started reductions
-
-    def unwinding(self) -> AbstractContextManager[None]:
-        """Context of a call into the model; if an exception ends it, no unit stays in use."""
-        return nullcontext() if self.module_hooks is None else self.module_hooks.unwinding()
-
-    @contextmanager
-    def running(self, model: nn.Module) -> Iterator[None]:
-        """Context in which parts of the model are run separately."""
-        with self.unwinding(), nullcontext() if self.module_hooks is None else self.module_hooks.running(model):
-            yield
-
-    def end_backward(self) -> None:
-        """End a backward pass."""
-        if self.module_hooks is not None:
-            self.module_hooks.end_backward()
-        if self.watch is not None:
-            self.watch.look()
-
-    def meet(self, call: str) -> None:
-        """Wait until all ranks have made the same call; a rank that waits for something else is reported.
-
-        Collective over: the data axis.
-
-        Raises:
-            AgreementError: on every rank, if ranks made different calls, or wait for each other.
-        """
-        data = self.params.mesh["data"]
-        if self.waits is None or data.size == 1:
-            return
-        channel = self.params.mesh.channel("calls")
-        work = channel["data"].start(lambda _: None, "call", label=call, describe=lambda: f"all ranks to call {call}")
-        self.waits.wait(work, lambda: f"all ranks to call {call}")
-
-    def remove(self) -> None:
-        """Remove hooks and give the model its parameters back unsharded.
-
-        Collective over: the data axis.
-
-        Raises:
-            StoreError: on every rank, if swapped parameters of one cannot be read; everything else is still done.
-        """
-        if self.module_hooks is not None:
-            self.module_hooks.remove()
-        try:
-            self.params.give_back()
-        finally:
-            if self.waits is not None:
-                self.waits.close()
 
 
 def _take_over(
@@ -201,10 +119,6 @@ def shard(
     params.connect(wait, prefetcher, module_hooks)
     is_watched = zero.log_trace_cache_warnings and mesh.rank == 0
     return Sharding(table, params, module_hooks, OrderWatch(prefetcher.order) if is_watched else None, waits, wait)
-
-
-log = logging.getLogger(__name__)
-
 
 def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer | None:
     """The reducer for `sparse_gradients` or `zero_quantized_gradients`; None: plain sums."""
