@@ -1,4 +1,8 @@
-"""Tags: listing, publication and removal of the checkpoints of a folder, and its file `latest`."""
+"""Tags: listing, publication and removal of the checkpoints of a folder, its file `latest`, and homes of ranks.
+
+A home is a group of ranks that share a folder. If all nodes share a folder of checkpoints, so do all ranks of a node.
+With node-local storage every node has its own, and ranks of one node that pass different folders have a home each.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ import logging
 import os
 import re
 import shutil
+import socket
 import stat
 import uuid as uuids
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +34,7 @@ from mpispeed.ckpt.format.manifest import Manifest
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
+
 
 log = logging.getLogger(__name__)
 
@@ -438,3 +444,15 @@ def remove_all(paths: Iterable[Path]) -> None:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         msg = f"{failures[0]}{more}"
         raise OSError(msg) from failures[0]
+
+
+def own_node() -> tuple[str, str]:
+    """Identity of this node; the host name alone may be that of containers on several nodes."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname(), boot.read_text().strip() if boot.is_file() else ""
+
+
+def leaders_of(homes: Sequence[Hashable]) -> tuple[int, ...]:
+    """For each rank the first rank with an equal home."""
+    first: dict[Hashable, int] = {}
+    return tuple(first.setdefault(home, rank) for rank, home in enumerate(homes))

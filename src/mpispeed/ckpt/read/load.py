@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import bits, schema
+from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.read.reader import Reader, find
 
 
@@ -55,15 +55,15 @@ class Checkpoint(Reader):
             raise CheckpointError(msg)
         if out.numel() == 0:
             return
-        dtype = bits.torch_dtype(tensor.dtype)
+        dtype = schema.torch_dtype(tensor.dtype)
         if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
-            self.read_bytes(tensor, start * tensor.itemsize, bits.as_bytes(out), verify)
+            self.read_bytes(tensor, start * tensor.itemsize, schema.as_bytes(out), verify)
             return
         step = schema.BLOCK_BYTES // tensor.itemsize
         scratch = torch.empty(min(step, out.numel()), dtype=dtype)
         for first in range(0, out.numel(), step):
             part = scratch[: min(step, out.numel() - first)]
-            self.read_bytes(tensor, (start + first) * tensor.itemsize, bits.as_bytes(part), verify)
+            self.read_bytes(tensor, (start + first) * tensor.itemsize, schema.as_bytes(part), verify)
             out[first : first + part.numel()].copy_(part)
 
     def read_whole(self, name: str, slot: str, verify: bool = True) -> torch.Tensor:
@@ -74,6 +74,6 @@ class Checkpoint(Reader):
             CorruptCheckpoint: the bytes are not those that were saved.
         """
         tensor = self.stored(name, slot)
-        out = torch.empty(tensor.numel, dtype=bits.torch_dtype(tensor.dtype))
+        out = torch.empty(tensor.numel, dtype=schema.torch_dtype(tensor.dtype))
         self.read(name, slot, 0, out, verify)
         return out.reshape(tensor.shape)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.registry import did_you_mean
-from mpispeed.ckpt.format import blocks, index, schema, state_file, tags, tree
+from mpispeed.ckpt.format import index, schema, tag_files, tags, tree
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.format.index import Index, TensorEntry
@@ -123,11 +123,11 @@ def _check_indexes(path: Path, manifest: Manifest) -> None:
 
 
 def _check_index(path: Path, record: manifests.FileRecord) -> None:
-    crc, handle = 0, blocks.open_plain(path)
+    crc, handle = 0, index.open_plain(path)
     try:
         with index.translated(path):
             for start, length in record.index_extents:
-                crc = blocks.checksum_of(handle, start, length, crc)
+                crc = index.checksum_of(handle, start, length, crc)
     finally:
         os.close(handle)
     if crc != record.index_crc32c:
@@ -157,7 +157,7 @@ class Reader:
         self._tables: dict[tuple[str, str], np.ndarray] = {}
         self._edge: tuple[tuple[str, str, int], memoryview] | None = None
         self._raw_state: bytes | None = None
-        self._state: state_file.Content | None = None
+        self._state: tag_files.StateContent | None = None
 
     def __enter__(self) -> Reader:
         return self
@@ -232,7 +232,7 @@ class Reader:
             CorruptCheckpoint: state.h5 was altered, or is of another checkpoint.
         """
         self._content()
-        return state_file.decode_state(self.path / schema.STATE_FILE, self._state_bytes(), make_tensor)
+        return tag_files.decode_state(self.path / schema.STATE_FILE, self._state_bytes(), make_tensor)
 
     def config(self) -> str:
         """The configuration text of the run that saved.
@@ -300,7 +300,7 @@ class Reader:
         key = (tensor.name, tensor.slot)
         if key not in self._tables:
             model = self.path / schema.MODEL_FILE
-            self._tables[key] = blocks.read_table(self._handle(schema.MODEL_FILE), model, tensor)
+            self._tables[key] = index.read_table(self._handle(schema.MODEL_FILE), model, tensor)
         return self._tables[key]
 
     def read_bytes(self, tensor: TensorEntry, start: int, data: memoryview, verify: bool = True) -> None:
@@ -320,7 +320,7 @@ class Reader:
             msg = f"bytes {start} to {start + len(data)} leave {tensor.name}/{tensor.slot} of {tensor.size_bytes} bytes"
             raise CheckpointError(msg)
         for block, first, part in _cut_by_block(start, data):
-            size = blocks.block_bytes(tensor, block)
+            size = index.block_bytes(tensor, block)
             if not verify or len(part) == size:
                 self._read_direct(tensor, block, first, part)
                 if verify:
@@ -362,7 +362,7 @@ class Reader:
             msg = f"the checkpoint {self.path} is closed"
             raise CheckpointError(msg)
         if file not in self._handles:
-            self._handles[file] = blocks.open_plain(self.path / file)
+            self._handles[file] = index.open_plain(self.path / file)
             if file == schema.MODEL_FILE:
                 self._check_uuid()
         return self._handles[file]
@@ -377,11 +377,11 @@ class Reader:
     def _read_direct(self, tensor: TensorEntry, block: int, first: int, data: memoryview) -> None:
         place = tensor.offset + block * schema.BLOCK_BYTES + first
         try:
-            count = blocks.read_at(self._handle(tensor.file), data, place)
+            count = index.read_at(self._handle(tensor.file), data, place)
         except OSError as failure:
-            raise blocks.damaged(self.file_of(tensor), tensor, block, f"cannot be read: {failure.strerror}") from None
+            raise index.damaged(self.file_of(tensor), tensor, block, f"cannot be read: {failure.strerror}") from None
         if count < len(data):
-            raise blocks.damaged(self.file_of(tensor), tensor, block, "is cut off")
+            raise index.damaged(self.file_of(tensor), tensor, block, "is cut off")
 
     def _edge_block(self, tensor: TensorEntry, block: int, size: int) -> memoryview:
         """A verified block that is read in part; cached, because the next range often needs more of it."""
@@ -394,7 +394,7 @@ class Reader:
         return self._edge[1]
 
     def _verify(self, tensor: TensorEntry, block: int, data: memoryview) -> None:
-        blocks.check_block(self.file_of(tensor), tensor, block, data, int(self.table(tensor)[block]))
+        index.check_block(self.file_of(tensor), tensor, block, data, int(self.table(tensor)[block]))
 
     def _state_bytes(self) -> bytes:
         """All of state.h5, read and compared with its checksum once."""
@@ -407,7 +407,7 @@ class Reader:
             if record.bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
                 msg = f"{path} of {record.bytes} bytes is larger than the memory that it has to be read into"
                 raise CorruptCheckpoint(msg)
-            with os.fdopen(blocks.open_plain(path), "rb") as file, index.translated(path):
+            with os.fdopen(index.open_plain(path), "rb") as file, index.translated(path):
                 raw = file.read(record.bytes)
             if len(raw) < record.bytes or crc32c(raw) != record.crc32c:
                 msg = f"{path} is damaged: it does not match the checksum in {schema.MANIFEST_FILE}"
@@ -415,10 +415,10 @@ class Reader:
             self._raw_state = raw
         return self._raw_state
 
-    def _content(self) -> state_file.Content:
+    def _content(self) -> tag_files.StateContent:
         if self._state is None:
             path = self.path / schema.STATE_FILE
-            content = state_file.decode(path, self._state_bytes())
+            content = tag_files.decode_content(path, self._state_bytes())
             manifests.check_belongs(path, self.manifest, content.tag, content.global_step)
             self._state = content
         return self._state

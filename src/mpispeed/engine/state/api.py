@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.events import Event
 from mpispeed.base.log import once
-from mpispeed.ckpt.format.errors import together
+from mpispeed.ckpt.format.errors import PLAIN, SaveFailed
 from mpispeed.ckpt.format.tags import check_same_tag
-from mpispeed.ckpt.write.background import BackgroundSaver
+from mpispeed.ckpt.write.background import BackgroundSaver, has_deferred
 from mpispeed.ckpt.write.save import carry_out, prepare
-from mpispeed.ckpt.write.snapshot import has_deferred
 from mpispeed.engine.state import load, save
 
 if TYPE_CHECKING:
@@ -177,7 +176,9 @@ class Checkpoints:
             return False
         if self._saver is None:
             self._saver = BackgroundSaver(parts.mesh.channel(CHANNEL)[parts.mesh.topology.names])
-        with together(comm, "copying the state, which asynchronous saves need host memory for"):
+        with comm.together(
+            SaveFailed, doing="copying the state, which asynchronous saves need host memory for", plain=PLAIN
+        ):
             request = self._saver.copy(request)
         self._saver.start(request)
         return True
