@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from mpispeed.base.log import once
-from mpispeed.native.block_probe import ALIGNMENT
+from mpispeed.native.block_file import ALIGNMENT
 
 _logger = logging.getLogger(__name__)
 

@@ -378,8 +378,8 @@ class OpenFiles:
 
 def _make_io(folder: Path) -> BlockIO | None:
     """An I/O queue if O_DIRECT works beside `folder`, else None; cached by the folder of checkpoints."""
+    from mpispeed.native.block_file import probe
     from mpispeed.native.block_io import BlockIO, Options
-    from mpispeed.native.block_probe import probe
 
     try:
         return BlockIO(Options(queue_depth=_DEPTH)) if probe(folder.parent).is_direct else None
