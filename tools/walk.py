@@ -29,23 +29,29 @@ MPIRUN = str(_BESIDE) if _BESIDE.exists() else "mpirun"
 """That of the environment's own MPI, if it has one."""
 
 
-def entered(run: Callable[[], object], package: Path) -> list[str]:
-    """Paths below `package` of all functions called while `run` runs, in any thread that exists or starts."""
-    names: set[str] = set()
+class Tracer:
+    """Notes the files of functions that are called, in this thread and in those that start after it was made."""
 
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            names.add(frame.f_code.co_filename)
+    def __init__(self) -> None:
+        self._files: set[str] = set()
+        self._is_on = False
+        threading.setprofile(self._note)
 
-    every_thread = getattr(threading, "setprofile_all_threads", None)
-    (every_thread or threading.setprofile)(note)
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        (every_thread or threading.setprofile)(None)
-    return sorted(str(Path(name).relative_to(package)) for name in names if name.startswith(f"{package}{os.sep}"))
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        if self._is_on and event == "call":
+            self._files.add(frame.f_code.co_filename)
+
+    def entered(self, run: Callable[[], object], package: Path) -> list[str]:
+        """Paths below `package` of the files of all functions called while `run` runs."""
+        self._files, self._is_on = set(), True
+        sys.setprofile(self._note)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+            self._is_on = False
+        files = map(Path, self._files.copy())
+        return sorted(str(file.relative_to(package)) for file in files if file.is_relative_to(package))
 
 
 def trained(walk: str) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
@@ -55,9 +61,6 @@ def trained(walk: str) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
 
     import mpispeed
 
-    if not hasattr(threading, "setprofile_all_threads"):
-        # Before Python 3.12 only threads that start later are traced; progress threads start with the engine.
-        threading.setprofile(None)
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
     stage = 3 if walk.endswith("3") else 2
@@ -85,9 +88,7 @@ def trained(walk: str) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
 
 def trace(walk: str, told: Path, folder: Path) -> None:
     """One rank: train, trace, and write the list on rank 0."""
-    notes: list[Callable[[], list[str]]] = []
-    if not hasattr(threading, "setprofile_all_threads"):
-        notes.append(_trace_new_threads())
+    tracer = Tracer()  # before the engine starts threads
     from mpi4py import MPI
 
     import mpispeed
@@ -100,33 +101,10 @@ def trace(walk: str, told: Path, folder: Path) -> None:
         "save": lambda: engine.save_checkpoint(str(folder), tag="walk"),
         "load": lambda: engine.load_checkpoint(str(folder)),
     }
-    for note in notes:
-        note()  # what was entered before does not count
-    package = Path(mpispeed.__file__).parent
-    files = entered(runs.get(walk, update), package)
-    threaded = [name for note in notes for name in note()]
-    files = sorted({*files, *(str(Path(n).relative_to(package)) for n in threaded if n.startswith(f"{package}{os.sep}"))})
+    files = tracer.entered(runs.get(walk, update), Path(mpispeed.__file__).parent)
     if MPI.COMM_WORLD.rank == 0:
         told.write_text(json.dumps(files))
     engine.destroy()
-
-
-def _trace_new_threads() -> Callable[[], list[str]]:
-    """Trace all threads that start from now on; each call returns what they entered since the last one."""
-    names: set[str] = set()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            names.add(frame.f_code.co_filename)
-
-    threading.setprofile(note)
-
-    def take() -> list[str]:
-        taken = sorted(names)
-        names.clear()
-        return taken
-
-    return take
 
 
 def walked(walk: str) -> list[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mpispeed.base.even_split import share
 from mpispeed.ckpt.format import logical
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.slices import WHOLE_KINDS, TensorSlice, gather_pieces, read_slice
 from mpispeed.ckpt.write.save import SaveOptions, save
 from mpispeed.mesh import sim

@@ -15,7 +15,7 @@ from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.logical import Deferred, ParamInfo, Pattern, Piece
 
 if TYPE_CHECKING:
-    from mpispeed.ckpt.read.load import Checkpoint
+    from mpispeed.ckpt.read.reader import Checkpoint
 
 #: replicated kinds
 WHOLE_KINDS = ("none", "replicated", "averaged")

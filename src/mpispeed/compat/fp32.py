@@ -20,7 +20,7 @@ from mpispeed.ckpt.foreign.opening import open_foreign
 from mpispeed.ckpt.foreign.values import Values
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.index import TensorEntry
-from mpispeed.ckpt.read.load import Checkpoint, open_checkpoint
+from mpispeed.ckpt.read.reader import Checkpoint, open_checkpoint
 from mpispeed.ckpt.tools import exporting
 from mpispeed.ckpt.tools.weight_files import Weight
 

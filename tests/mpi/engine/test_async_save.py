@@ -9,7 +9,7 @@ import torch
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.events import Event
 from mpispeed.ckpt.format import payload
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.background import Snapshot
 from tests.helpers.covering import on_ranks
 from tests.zoo.models import TinyLM, batches

@@ -17,7 +17,7 @@ import torch
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format import index, schema, tags
 from mpispeed.ckpt.format import manifest as manifests
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.sample import saved
 

@@ -8,7 +8,7 @@ import torch
 from mpispeed.ckpt.format import schema, tag_files
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions, save
 from mpispeed.ckpt.write.two_phase import streams_of
 from mpispeed.native import block_io

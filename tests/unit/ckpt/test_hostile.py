@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from mpispeed.ckpt.format import index, schema, tag_files
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, TagNotFound
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.tools import ls as listing
 from mpispeed.cli.ckpt import ckpt
 from tests.unit.ckpt.attacks import make_dict

@@ -6,7 +6,7 @@ import pytest
 
 from mpispeed.ckpt.format import tags
 from mpispeed.ckpt.format.errors import SaveFailed
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write import work_folder
 from mpispeed.ckpt.write.save import SaveOptions
 from mpispeed.store.mounts import Mount

@@ -10,7 +10,7 @@ import torch
 
 from mpispeed.ckpt.format import tags
 from mpispeed.ckpt.format.folder_exchange import exchange
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.sample import saved
 

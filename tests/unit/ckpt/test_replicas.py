@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces
 from mpispeed.ckpt.write.save import SaveOptions, save
 from tests.unit.ckpt.sample import outcomes

@@ -11,7 +11,7 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format import logical, schema
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
 from mpispeed.ckpt.format.tag_files import Places
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
 from mpispeed.ckpt.write.save import SaveOptions, save
 from mpispeed.ckpt.write.two_phase import deal, finely_cut

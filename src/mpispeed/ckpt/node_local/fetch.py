@@ -20,10 +20,10 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format import tags
-from mpispeed.ckpt.format.errors import PLAIN, NoCheckpoint, TagNotFound
+from mpispeed.ckpt.format.errors import PLAIN, CorruptCheckpoint, NoCheckpoint, TagNotFound
 from mpispeed.ckpt.format.manifest import Manifest
 from mpispeed.ckpt.node_local import copies
-from mpispeed.ckpt.read.reader import Opened, check_copy, find
+from mpispeed.ckpt.read.reader import Opened, check_indexes, find
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -230,3 +230,18 @@ def _make(work: Path, copy: _Copy) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def check_copy(path: Path, opened: Opened) -> None:
+    """Check that the folder `path` has the same checkpoint, as far as `find` does, without reading its index again.
+
+    Raises:
+        CorruptCheckpoint: it has another one, a file is missing or of another size, or its index was altered.
+        CheckpointError: it cannot be read.
+    """
+    manifest = manifests.read(path)
+    if manifest != opened.manifest:
+        msg = f"{path} is not the same checkpoint as {opened.path}; remove it, and a copy of that one takes its place"
+        raise CorruptCheckpoint(msg)
+    manifests.check_sizes(path, manifest)
+    check_indexes(path, manifest)

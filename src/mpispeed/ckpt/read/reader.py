@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's names, attributes, state and bytes. No torch: tools use it."""
+"""Readers of a checkpoint's names, attributes, state and bytes, which need no torch, and of its tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from mpispeed.ckpt.format.index import Index, TensorEntry
 from mpispeed.ckpt.format.logical import ParamInfo
 from mpispeed.ckpt.format.manifest import Manifest
 from mpispeed.native.checksum import crc32c
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -91,25 +94,10 @@ def _find(path: Path, name: str) -> Opened:
     if schema.MODEL_FILE not in manifest.files:
         msg = f"the manifest of {path} does not list {schema.MODEL_FILE}"
         raise CorruptCheckpoint(msg)
-    _check_indexes(path, manifest)
+    check_indexes(path, manifest)
     found = index.read_index(path, manifest.data_files)
     manifests.check_belongs(path / schema.MODEL_FILE, manifest, found.tag, found.global_step)
     return Opened(path, name, manifest, found)
-
-
-def check_copy(path: Path, opened: Opened) -> None:
-    """Check that the folder `path` has the same checkpoint, as far as `find` does, without reading its index again.
-
-    Raises:
-        CorruptCheckpoint: it has another one, a file is missing or of another size, or its index was altered.
-        CheckpointError: it cannot be read.
-    """
-    manifest = manifests.read(path)
-    if manifest != opened.manifest:
-        msg = f"{path} is not the same checkpoint as {opened.path}; remove it, and a copy of that one takes its place"
-        raise CorruptCheckpoint(msg)
-    manifests.check_sizes(path, manifest)
-    _check_indexes(path, manifest)
 
 
 def open_reader(folder: str | Path, tag: str | None = None) -> Reader:
@@ -117,7 +105,13 @@ def open_reader(folder: str | Path, tag: str | None = None) -> Reader:
     return Reader(find(folder, tag))
 
 
-def _check_indexes(path: Path, manifest: Manifest) -> None:
+def check_indexes(path: Path, manifest: Manifest) -> None:
+    """Check that the indexes of the files in a folder are those that were saved.
+
+    Raises:
+        CorruptCheckpoint: one was altered.
+        CheckpointError: it cannot be read.
+    """
     for file in (schema.MODEL_FILE, *manifest.data_files):
         _check_index(path / file, manifest.files[file])
 
@@ -432,3 +426,75 @@ def _cut_by_block(start: int, data: memoryview) -> Iterator[tuple[int, int, memo
         part = data[done : done + schema.BLOCK_BYTES - first]
         yield block, first, part
         done += len(part)
+
+
+def open_checkpoint(folder: str | Path, tag: str | None = None) -> Checkpoint:
+    """Open a committed checkpoint for reading.
+
+    Manifest, file sizes and the index of model.h5 are checked here; elements when they are read. Arguments and errors
+    as `reader.find`.
+    """
+    return Checkpoint(find(folder, tag))
+
+
+class Checkpoint(Reader):
+    """A reader that returns torch tensors."""
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def read(self, name: str, slot: str, start: int, out: torch.Tensor, verify: bool = True) -> None:
+        """Fill `out` from the flat range of the stored tensor that begins at element `start`.
+
+        Bits are copied when the dtypes are equal, otherwise values are converted as `Tensor.copy_` does.
+
+        Args:
+            name: parameter or buffer.
+            slot: "master", an optimizer slot, "weight16" or "buffer".
+            start: first element, in the row-major order of the whole tensor.
+            out: receives the elements.
+            verify: compare the blocks that the range touches with their checksums.
+
+        Shapes:
+            out: one-dimensional; contiguous CPU memory of the stored dtype is filled without a copy.
+
+        Raises:
+            CheckpointError: no such tensor, or the range leaves it.
+            CorruptCheckpoint: the bytes are not those that were saved.
+        """
+        tensor = self.stored(name, slot)
+        stop = start + out.numel()
+        if out.dim() != 1 or start < 0 or stop > tensor.numel:
+            msg = (
+                f"cannot read {name}/{slot}[{start}:{stop}] into a tensor of shape {tuple(out.shape)}: "
+                f"the stored shape is {tensor.shape} ({tensor.numel} elements) and `out` has to be flat"
+            )
+            raise CheckpointError(msg)
+        if out.numel() == 0:
+            return
+        import torch
+
+        dtype = schema.torch_dtype(tensor.dtype)
+        if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+            self.read_bytes(tensor, start * tensor.itemsize, schema.as_bytes(out), verify)
+            return
+        step = schema.BLOCK_BYTES // tensor.itemsize
+        scratch = torch.empty(min(step, out.numel()), dtype=dtype)
+        for first in range(0, out.numel(), step):
+            part = scratch[: min(step, out.numel() - first)]
+            self.read_bytes(tensor, (start + first) * tensor.itemsize, schema.as_bytes(part), verify)
+            out[first : first + part.numel()].copy_(part)
+
+    def read_whole(self, name: str, slot: str, verify: bool = True) -> torch.Tensor:
+        """A whole stored tensor in its own shape and dtype.
+
+        Raises:
+            CheckpointError: no such tensor.
+            CorruptCheckpoint: the bytes are not those that were saved.
+        """
+        import torch
+
+        tensor = self.stored(name, slot)
+        out = torch.empty(tensor.numel, dtype=schema.torch_dtype(tensor.dtype))
+        self.read(name, slot, 0, out, verify)
+        return out.reshape(tensor.shape)

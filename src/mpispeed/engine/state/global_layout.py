@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mpispeed.ckpt.format.logical import Deferred
-    from mpispeed.ckpt.read.load import Checkpoint
+    from mpispeed.ckpt.read.reader import Checkpoint
     from mpispeed.engine.build.parts import Parts
     from mpispeed.store.table import Unit
 

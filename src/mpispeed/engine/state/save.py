@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base import rng
+from mpispeed.base.rng import get_rng_tracker
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.errors import ReservedKey
 from mpispeed.ckpt.format.logical import ParamInfo
@@ -14,7 +15,6 @@ from mpispeed.engine.state.client_state import Kept, windows_of
 from mpispeed.engine.state.global_layout import GlobalLayout
 from mpispeed.engine.state.local_shards import tensors_of
 from mpispeed.engine.state.onebit_state import CodedTensors, merge_nested, numbers_by_name
-from mpispeed.nn.random import get_rng_tracker
 from mpispeed.optim.exchange import Exchanges
 from mpispeed.optim.rule import KeepsNumbers
 from mpispeed.pipe.module import PipelineModule
