@@ -109,7 +109,7 @@ def _device() -> torch.device | None:
     if devices.used() is not None:
         return devices.used()
     # Asking a device that nobody uses for its state would start it.
-    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
 
 

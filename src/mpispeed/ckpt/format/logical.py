@@ -15,12 +15,15 @@ from mpispeed.ckpt.format import schema
 
 if TYPE_CHECKING:
     import torch
-
+    from torch import nn
 
 COLUMNS = 5
 TENSOR, START, STOP, STRIDE, COUNT = range(COLUMNS)
 """Columns of a table of ranges. A row is equal, equally spaced runs: the elements
 [START + i * STRIDE, STOP + i * STRIDE) of a tensor for each i below COUNT. A plain range has stride 0 and count 1."""
+
+#: pieces of on average less than this are brought together before they are written
+_SHORT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,3 +455,22 @@ def run_counts(tables: Iterable[np.ndarray], tensors: int) -> np.ndarray:
     for one in tables:
         np.add.at(counts, one[:, TENSOR], one[:, COUNT])
     return counts
+
+
+def finely_cut(tensors: Sequence[LogicalTensor], held: Sequence[np.ndarray]) -> np.ndarray:
+    """Numbers of the tensors whose runs are too short to be written one by one.
+
+    Shapes:
+        result: int64 [tensors that are]
+    """
+    sizes = np.array([tensor.size_bytes for tensor in tensors], np.int64)
+    runs = run_counts(held, len(tensors))
+    return np.flatnonzero(runs > len(held) + sizes // _SHORT_BYTES)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of the buffers that a state dict holds."""
+    names = set(module.state_dict(keep_vars=True))
+    for name, buffer in module.named_buffers():
+        if name in names:
+            yield name, buffer

@@ -7,7 +7,9 @@ With node-local storage every node has its own, and ranks of one node that pass 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import errno
 import hashlib
 import logging
 import os
@@ -18,8 +20,9 @@ import stat
 import uuid as uuids
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import CheckpointError, ConfigError
 from mpispeed.base.log import once
@@ -29,7 +32,6 @@ from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint, TagMismatch, TagNotFound
-from mpispeed.ckpt.format.folder_exchange import exchange
 from mpispeed.ckpt.format.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -456,3 +458,37 @@ def leaders_of(homes: Sequence[Hashable]) -> tuple[int, ...]:
     """For each rank the first rank with an equal home."""
     first: dict[Hashable, int] = {}
     return tuple(first.setdefault(home, rank) for rank, home in enumerate(homes))
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+#: the system or the file system does not have it; NFS, for one, and layers above file systems or filters of calls
+_UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names on one file system atomically; False if that is not possible here.
+
+    Neither name is ever missing, even if the process is killed.
+
+    Raises:
+        OSError: one of them is not there, or may not be renamed.
+    """
+    call = _renameat2()
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNKNOWN:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+@cache
+def _renameat2() -> Any:
+    """The C library's renameat2; None if it has none."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return call

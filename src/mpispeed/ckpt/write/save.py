@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt.format import logical, payload, schema, tag_files, tags
 from mpispeed.ckpt.format import manifest as manifests
-from mpispeed.ckpt.format import payload, schema, tag_files, tags
 from mpispeed.ckpt.format.errors import PLAIN, SaveFailed
 from mpispeed.ckpt.format.index import plain_record
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo
@@ -158,7 +158,7 @@ def _write_files(comm: Comm, request: Request, ticket: Ticket, places: Places, r
 
 def _write_direct(comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
     """Every rank writes its pieces, except of tensors in too many small pieces. Collective over: comm."""
-    fine = two_phase.finely_cut(request.tensors, ranks.ranges)
+    fine = logical.finely_cut(request.tensors, ranks.ranges)
     segments = np.empty((0, 4), np.int64)
     with comm.together(SaveFailed, doing="writing the checkpoint", plain=PLAIN):
         segments = payload.write_pieces(ticket.work, request.tensors, places, set(fine.tolist()))

@@ -25,9 +25,6 @@ from mpispeed.ckpt.format.tag_files import Places
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
 
-#: pieces of on average less than this are brought together before they are written
-_SHORT_BYTES = 64 << 10
-
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -106,17 +103,6 @@ def streams_of(
         sort = np.argsort(scaled[:, logical.TENSOR], kind="stable")
         found.append(Stream(file, order, begins, scaled[sort], ranks[own][sort]))
     return found
-
-
-def finely_cut(tensors: Sequence[LogicalTensor], held: Sequence[np.ndarray]) -> np.ndarray:
-    """Numbers of the tensors whose runs are too short to be written one by one.
-
-    Shapes:
-        result: int64 [tensors that are]
-    """
-    sizes = np.array([tensor.size_bytes for tensor in tensors], np.int64)
-    runs = logical.run_counts(held, len(tensors))
-    return np.flatnonzero(runs > len(held) + sizes // _SHORT_BYTES)
 
 
 def deal(

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece, persistent_buffers
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
-from mpispeed.nn.buffers import persistent_buffers
 from mpispeed.nn.tensor import cuts
 from mpispeed.nn.tensor.tensor_cut import OWN
 from mpispeed.pipe.module import PipelineModule

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.ckpt.format.logical import Deferred, LogicalTensor
-from mpispeed.nn.buffers import persistent_buffers
+from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, persistent_buffers
 from mpispeed.optim.rule import KeepsState
 from mpispeed.store.layout import Span
 from mpispeed.store.stored_tensor import STEP, MemoryTensor
