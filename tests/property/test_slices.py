@@ -110,9 +110,9 @@ def test_rows_of_pieces_are_the_elements_of_their_runs(info, size, one, two):
         pieces: list[Piece] = gather_pieces(cut, 0, torch.zeros(math.prod(cut.shape)))
         table = logical.range_table(row for piece in pieces for row in piece.rows(0))
         elements = [e for piece in pieces for first, count in piece.runs() for e in range(first, first + count)]
-        _, starts, stops = logical.expanded(table)
+        _, starts, stops = logical.expanded_runs(table)
         assert [e for a, b in zip(starts, stops, strict=True) for e in range(a, b)] == sorted(elements)
-        _, starts, stops = logical.expanded(logical.meeting(table, low, high))
+        _, starts, stops = logical.expanded_runs(logical.ranges_meeting(table, low, high))
         assert all(a < high and b > low for a, b in zip(starts, stops, strict=True))
         met = [e for a, b in zip(starts, stops, strict=True) for e in range(max(a, low), min(b, high))]
         assert met == [e for e in sorted(elements) if low <= e < high]
