@@ -1,11 +1,12 @@
 """The files of the package that one operation enters, by tracing calls: how far a reader has to walk.
 
-    python tools/walk.py [--list] [WALK ...]
+    python tools/walk.py [--list] [--threads] [WALK ...]
 
-Two ranks train a model of four blocks with clipping; after two updates that fill caches, one operation is traced in all
-threads of rank 0 with `sys.setprofile`. Walks: update2 (forward, backward and step at stage 2), update3 (stage 3),
-forward3 (the forward pass of stage 3), save and load (a checkpoint at stage 2). A file counts once, however often it
-is entered. `docs/design/walks.md` explains the lists.
+Two ranks train a model of four blocks with clipping; after two updates that fill caches, one operation is traced on
+rank 0 with `sys.setprofile`: in the thread that runs it and in those that it starts, with --threads also in those that
+the engine has started before, which carry out started collectives. Walks: update2 (forward, backward and step at stage
+2), update3 (stage 3), forward3 (the forward pass of stage 3), save and load (a checkpoint at stage 2). A file counts
+once, however often it is entered. `docs/design/walks.md` explains the lists.
 """
 
 from __future__ import annotations
@@ -29,23 +30,35 @@ MPIRUN = str(_BESIDE) if _BESIDE.exists() else "mpirun"
 """That of the environment's own MPI, if it has one."""
 
 
-def entered(run: Callable[[], object], package: Path) -> list[str]:
-    """Paths below `package` of all functions called while `run` runs, in any thread that exists or starts."""
-    names: set[str] = set()
+class Tracer:
+    """Notes the files of functions that are called, in this thread and in those that start meanwhile.
 
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            names.add(frame.f_code.co_filename)
+    With `all_threads` also in those that start after this object was made.
+    """
 
-    every_thread = getattr(threading, "setprofile_all_threads", None)
-    (every_thread or threading.setprofile)(note)
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        (every_thread or threading.setprofile)(None)
-    return sorted(str(Path(name).relative_to(package)) for name in names if name.startswith(f"{package}{os.sep}"))
+    def __init__(self, *, all_threads: bool) -> None:
+        self._files: set[str] = set()
+        self._is_on = False
+        if all_threads:
+            threading.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        if self._is_on and event == "call":
+            self._files.add(frame.f_code.co_filename)
+
+    def entered(self, run: Callable[[], object], package: Path) -> list[str]:
+        """Paths below `package` of the files of all functions called while `run` runs."""
+        self._files, self._is_on = set(), True
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+            self._is_on = False
+        files = map(Path, self._files.copy())
+        return sorted(str(file.relative_to(package)) for file in files if file.is_relative_to(package))
 
 
 def trained(walk: str) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
@@ -55,9 +68,6 @@ def trained(walk: str) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
 
     import mpispeed
 
-    if not hasattr(threading, "setprofile_all_threads"):
-        # Before Python 3.12 only threads that start later are traced; progress threads start with the engine.
-        threading.setprofile(None)
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
     stage = 3 if walk.endswith("3") else 2
@@ -83,11 +93,9 @@ def trained(walk: str) -> tuple[Any, Callable[[], Any], Callable[[], None]]:
     return engine, forward, update
 
 
-def trace(walk: str, told: Path, folder: Path) -> None:
+def trace(walk: str, told: Path, folder: Path, *, all_threads: bool) -> None:
     """One rank: train, trace, and write the list on rank 0."""
-    notes: list[Callable[[], list[str]]] = []
-    if not hasattr(threading, "setprofile_all_threads"):
-        notes.append(_trace_new_threads())
+    tracer = Tracer(all_threads=all_threads)  # before the engine starts threads
     from mpi4py import MPI
 
     import mpispeed
@@ -100,42 +108,19 @@ def trace(walk: str, told: Path, folder: Path) -> None:
         "save": lambda: engine.save_checkpoint(str(folder), tag="walk"),
         "load": lambda: engine.load_checkpoint(str(folder)),
     }
-    for note in notes:
-        note()  # what was entered before does not count
-    package = Path(mpispeed.__file__).parent
-    files = entered(runs.get(walk, update), package)
-    threaded = [name for note in notes for name in note()]
-    files = sorted({*files, *(str(Path(n).relative_to(package)) for n in threaded if n.startswith(f"{package}{os.sep}"))})
+    files = tracer.entered(runs.get(walk, update), Path(mpispeed.__file__).parent)
     if MPI.COMM_WORLD.rank == 0:
         told.write_text(json.dumps(files))
     engine.destroy()
 
 
-def _trace_new_threads() -> Callable[[], list[str]]:
-    """Trace all threads that start from now on; each call returns what they entered since the last one."""
-    names: set[str] = set()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            names.add(frame.f_code.co_filename)
-
-    threading.setprofile(note)
-
-    def take() -> list[str]:
-        taken = sorted(names)
-        names.clear()
-        return taken
-
-    return take
-
-
-def walked(walk: str) -> list[str]:
+def walked(walk: str, *flags: str) -> list[str]:
     """The files of one walk, from a job of two ranks."""
     with tempfile.TemporaryDirectory(prefix="walk-") as name:
         folder = Path(name)
         told = folder / "files.json"
         done = subprocess.run(
-            [MPIRUN, "-n", "2", sys.executable, __file__, "--rank", walk, str(told)],
+            [MPIRUN, "-n", "2", sys.executable, __file__, "--rank", walk, str(told), *flags],
             cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", "MPISPEED_RUN_DIR": str(folder / "run")},
             capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
         )  # fmt: skip
@@ -150,14 +135,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("walks", nargs="*", metavar="WALK", help=" ".join(WALKS))
     parser.add_argument("--list", action="store_true", help="the files too")
+    parser.add_argument("--threads", action="store_true", help="with the threads that the engine has started before")
     parser.add_argument("--rank", nargs=2, metavar=("WALK", "FILE"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.rank:
         walk, told = chosen.rank
-        trace(walk, Path(told), Path(told).parent / "saved")
+        trace(walk, Path(told), Path(told).parent / "saved", all_threads=chosen.threads)
         return 0
     for walk in chosen.walks or WALKS:
-        files = walked(walk)
+        files = walked(walk, *(["--threads"] if chosen.threads else []))
         print(f"{walk:10} {len(files):3} files", flush=True)
         if chosen.list:
             print("".join(f"    {name}\n" for name in files), end="")

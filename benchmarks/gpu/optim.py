@@ -24,11 +24,11 @@ import timing
 import torch
 from torch import nn
 
-from mpispeed.native.coefficients import adam_terms
 from mpispeed.native.device_norm import norm_and_finite
 from mpispeed.native.device_optim import DeviceTable
 from mpispeed.native.multi_tensor_host import Row
 from mpispeed.optim import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
+from mpispeed.optim.adam import adam_terms
 
 GOALS = {
     "adam: fraction of the copy": 0.90,

@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 
-from mpispeed.native.host_optim import adam
 from mpispeed.optim import CPUAdam
+from mpispeed.optim.adam import adam_terms
+from mpispeed.optim.host_rule import run_kernel
 
 BARE_LOOP = """
 #include <stddef.h>
@@ -156,9 +157,10 @@ def mixed(count: int, rounds: int) -> dict[str, float]:
 def kernel_call(master: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, scale: float) -> Callable[[], Any]:
     """The same by the function under CPUAdam, where torch ties the dtype of a gradient to its parameter."""
     states = [torch.zeros_like(master) for _ in range(2)]
-    hyper: dict[str, Any] = {"step": 5, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    hyper: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    terms = adam_terms(step=5, decoupled=True, grad_scale=scale, **hyper)
     threads = torch.get_num_threads()
-    return lambda: adam(master, *states, grad, out=out, decoupled=True, grad_scale=scale, threads=threads, **hyper)
+    return lambda: run_kernel("adam", master, (states[0], states[1]), grad, out, terms, threads)
 
 
 def measure(options: argparse.Namespace, threads: int, bare: Callable[..., None]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from gpt import GPT, Shape
 import mpispeed
 from mpispeed import comm
 from mpispeed.mesh import Comm
-from mpispeed.mesh.collectives.call import Call
-from mpispeed.mesh.trace import recorder as recorders
+from mpispeed.mesh import recorder as recorders
+from mpispeed.mesh.collectives.group import Call
 
 ROOT = Path(__file__).resolve().parents[2]
 GOAL = 0.01

@@ -1,7 +1,7 @@
 """Checkpoints as named logical tensors, written and read without an engine."""
 
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.read.load import Checkpoint, open_checkpoint
+from mpispeed.ckpt.read.reader import Checkpoint, open_checkpoint
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
 from mpispeed.ckpt.write.request import SaveOptions
 from mpispeed.ckpt.write.save import SaveReport, save

@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from mpispeed.native.coefficients import adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
 from mpispeed.native.device_norm import norm_and_finite, norm_and_finite_reference
 from mpispeed.native.device_optim import CHUNK, DeviceTable, update_row
 from mpispeed.native.multi_tensor_host import STATE_NAMES, HostTable, Row
 from mpispeed.optim import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
+from mpispeed.optim.adagrad import adagrad_terms
+from mpispeed.optim.adam import adam_terms
+from mpispeed.optim.lamb import lamb_terms
+from mpispeed.optim.lion import lion_terms
+from mpispeed.optim.onebit_params import onebit_terms
 from tests.zoo import has_same_bits
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -14,7 +14,6 @@ import torch
 
 from mpispeed.native import block_quant, device_norm, exact_squares, one_bit, token_drop
 from mpispeed.native.codes import Coded, Grid
-from mpispeed.native.coefficients import adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
 from mpispeed.native.cuda import launcher
 from mpispeed.native.cuda.catalog import KERNELS
 from mpispeed.native.device_optim import DeviceTable
@@ -24,6 +23,11 @@ from mpispeed.native.norm import add_layer_norm, layer_norm, rms_norm
 from mpispeed.native.rotary import rotary_tables, split_qkv
 from mpispeed.native.softmax import causal_softmax, masked_softmax, run_dropout
 from mpispeed.native.transformer import bias_dropout_residual, bias_gelu
+from mpispeed.optim.adagrad import adagrad_terms
+from mpispeed.optim.adam import adam_terms
+from mpispeed.optim.lamb import lamb_terms
+from mpispeed.optim.lion import lion_terms
+from mpispeed.optim.onebit_params import onebit_terms
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 _COMMON = {"lr": 1e-3, "weight_decay": 0.1}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.mesh import start
 from tests.helpers.onebit_training import NAMES, PARAMS, engine_of, run_step
 

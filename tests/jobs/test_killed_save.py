@@ -22,7 +22,7 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format import tags
 from mpispeed.ckpt.format.errors import TagNotFound
 from mpispeed.ckpt.node_local.fetch import find_on_nodes
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.launch.mpirun import find_mpirun
 from mpispeed.mesh import sim
 from tests.helpers.system import CHECKOUT

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpispeed.base.even_split import share
-from mpispeed.ckpt.format import ranges
+from mpispeed.ckpt.format import logical
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.slices import WHOLE_KINDS, TensorSlice, gather_pieces, read_slice
 from mpispeed.ckpt.write.save import SaveOptions, save
 from mpispeed.mesh import sim
@@ -108,11 +108,11 @@ def test_rows_of_pieces_are_the_elements_of_their_runs(info, size, one, two):
     for rank in range(size):
         cut = TensorSlice(info, rank, size)
         pieces: list[Piece] = gather_pieces(cut, 0, torch.zeros(math.prod(cut.shape)))
-        table = ranges.table(row for piece in pieces for row in piece.rows(0))
+        table = logical.range_table(row for piece in pieces for row in piece.rows(0))
         elements = [e for piece in pieces for first, count in piece.runs() for e in range(first, first + count)]
-        _, starts, stops = ranges.expanded(table)
+        _, starts, stops = logical.expanded_runs(table)
         assert [e for a, b in zip(starts, stops, strict=True) for e in range(a, b)] == sorted(elements)
-        _, starts, stops = ranges.expanded(ranges.meeting(table, low, high))
+        _, starts, stops = logical.expanded_runs(logical.ranges_meeting(table, low, high))
         assert all(a < high and b > low for a, b in zip(starts, stops, strict=True))
         met = [e for a, b in zip(starts, stops, strict=True) for e in range(max(a, low), min(b, high))]
         assert met == [e for e in sorted(elements) if low <= e < high]

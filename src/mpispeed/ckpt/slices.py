@@ -11,11 +11,11 @@ import torch
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.even_split import share
-from mpispeed.ckpt.format import bits, schema
+from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.logical import Deferred, ParamInfo, Pattern, Piece
 
 if TYPE_CHECKING:
-    from mpispeed.ckpt.read.load import Checkpoint
+    from mpispeed.ckpt.read.reader import Checkpoint
 
 #: replicated kinds
 WHOLE_KINDS = ("none", "replicated", "averaged")
@@ -264,7 +264,7 @@ def _read_pattern(
         return
     turns, (last, count) = block.count // pattern.numel, pattern.runs[-1]
     step = max(1, longest // pattern.period)
-    scratch = torch.empty(min(step, turns) * pattern.period, dtype=bits.torch_dtype(stored.dtype))
+    scratch = torch.empty(min(step, turns) * pattern.period, dtype=schema.torch_dtype(stored.dtype))
     for turn in range(0, turns, step):
         many = min(step, turns - turn)
         read = scratch[: (many - 1) * pattern.period + last + count]

@@ -18,9 +18,9 @@ from mpispeed.ckpt.foreign.faults import ForeignMismatch, ForeignMissing
 from mpispeed.ckpt.foreign.found import WEIGHT16, ReadOptions
 from mpispeed.ckpt.foreign.opening import open_foreign
 from mpispeed.ckpt.foreign.values import Values
-from mpispeed.ckpt.format import bits, schema
+from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.index import TensorEntry
-from mpispeed.ckpt.read.load import Checkpoint, open_checkpoint
+from mpispeed.ckpt.read.reader import Checkpoint, open_checkpoint
 from mpispeed.ckpt.tools import exporting
 from mpispeed.ckpt.tools.weight_files import Weight
 
@@ -46,7 +46,7 @@ class _Stored(Values):
     """Elements of a tensor in one of our checkpoints."""
 
     def __init__(self, source: Checkpoint, tensor: TensorEntry) -> None:
-        super().__init__(tensor.numel, bits.torch_dtype(tensor.dtype))
+        super().__init__(tensor.numel, schema.torch_dtype(tensor.dtype))
         self._source, self._tensor = source, tensor
 
     def read(self, first: int, last: int) -> torch.Tensor:
@@ -164,7 +164,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     def elements(weight: Weight) -> Iterator[memoryview]:
         values = weights.tensors[weight.name]._values
         for part in values.parts(0, values.numel):
-            yield bits.as_bytes(part.float().contiguous())
+            yield schema.as_bytes(part.float().contiguous())
 
     exporting.write_files(path, listed, elements, to=to, shard_bytes=limit, overwrite=True)
 

@@ -242,7 +242,7 @@ def _time_read(path: Path) -> tuple[int, float]:
 
 
 def _io_findings(folder: Path) -> Iterator[Finding]:
-    from mpispeed.native.block_probe import kernel_refusal, probe  # late: numpy starts threads
+    from mpispeed.native.block_file import kernel_refusal, probe  # late: numpy starts threads
     from mpispeed.store.mounts import mount_of
 
     mount = mount_of(folder)

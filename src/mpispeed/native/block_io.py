@@ -13,10 +13,9 @@ import torch
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.native import status
-from mpispeed.native.block_file import BlockFile, settle
-from mpispeed.native.block_probe import ALIGNMENT, Probe, kernel_refusal, probe
-from mpispeed.native.flat import check_tensors
+from mpispeed.native.block_file import ALIGNMENT, BlockFile, Probe, kernel_refusal, probe, settle
 from mpispeed.native.page_memory import aligned
+from mpispeed.native.status import check_tensors
 
 __all__ = [
     "ALIGNMENT",

@@ -28,7 +28,8 @@ from torch import Tensor
 from mpispeed.native import device_quant, status
 from mpispeed.native.codes import BITS, BLOCK_UNIT, LEVELS, Coded, Grid
 from mpispeed.native.cuda import launcher
-from mpispeed.native.flat import KINDS, REFERENCE_SPAN, check_tensors, check_threads, divisor, overlaps
+from mpispeed.native.flat import KINDS, REFERENCE_SPAN, divisor
+from mpispeed.native.status import check_tensors, check_threads, overlaps
 
 FALLBACK_BLOCK = 2048
 """Elements. The block where the counting rule has no answer."""

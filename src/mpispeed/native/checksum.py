@@ -96,7 +96,7 @@ def _is_tensor(buffer: Any) -> bool:
 
 
 def _check_tensor(buffer: Any) -> int:
-    from mpispeed.native.flat import check_tensors  # imports torch
+    from mpispeed.native.status import check_tensors
 
     return check_tensors("crc32c", {"buffer": buffer})
 

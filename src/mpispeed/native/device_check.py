@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 
 from mpispeed.base.errors import NativeMissing
-from mpispeed.native import host_optim
-from mpispeed.native.coefficients import adam_terms
 from mpispeed.native.cuda import launcher
 from mpispeed.native.device_optim import DeviceTable
-from mpispeed.native.multi_tensor_host import Row
+from mpispeed.native.flat import DECAY_DECOUPLED, Terms
+from mpispeed.native.multi_tensor_host import HostTable, Row
 
 _COUNT = 10_007
-_HYPER = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+_ADAMW = Terms(0.9, 0.999, step_size=4e-3, root_scale=18.0, eps=1e-8, decay=1e-4, decay_mode=DECAY_DECOUPLED)
+"""About those of an update at the beginning of a training."""
+
+
+def _row(param: torch.Tensor, first: torch.Tensor, second: torch.Tensor, grad: torch.Tensor) -> Row:
+    return Row(param, (first, second), grad)
 
 
 def run(index: int) -> str:
@@ -26,15 +30,15 @@ def run(index: int) -> str:
     state = [torch.randn(_COUNT, generator=generator) for _ in range(4)]
     state[2].abs_()
     wanted = [x.clone() for x in state]
-    host_optim.adam(*wanted, **_HYPER)  # type: ignore[arg-type]
+    HostTable("adam", [_row(*wanted)]).run([_ADAMW])
     with torch.cuda.device(device):
         for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
             with torch.cuda.stream(stream):
-                param, first, second, grad = (x.to(device) for x in state)
-                if launcher.for_tensor(param) is None:
+                row = _row(*(x.to(device) for x in state))
+                if launcher.for_tensor(row.param) is None:
                     raise NativeMissing(launcher.unusable_reason() or "no kernel was launched")
-                DeviceTable("adam", [Row(param, (first, second), grad)]).run([adam_terms(**_HYPER)])  # type: ignore[arg-type]
-                seen = [x.cpu() for x in (param, first, second)]
+                DeviceTable("adam", [row]).run([_ADAMW])
+                seen = [x.cpu() for x in (row.param, *row.states)]
             if not all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=False)):
                 msg = f"Adam on {device} differs from Adam on the host; do not train with this driver and compiler"
                 raise NativeMissing(msg)

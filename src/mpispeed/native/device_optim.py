@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from mpispeed.base.errors import UsageError
-from mpispeed.native.coefficients import Terms
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher, for_tensor
+from mpispeed.native.flat import Terms
 from mpispeed.native.multi_tensor_host import Row, check_row
 from mpispeed.native.reference_updates import lamb_first, lamb_second, run_reference
 

@@ -1,9 +1,9 @@
-"""Checks and divisors for passes over flat tensors, whose addresses go to compiled code."""
+"""Passes over flat tensors: numbers of dtypes, factors of updates, and what references need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,70 +14,28 @@ KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4
 # elements a reference works on at a time, so that its temporaries stay small
 REFERENCE_SPAN = 1 << 18
 
+DECAY_NONE, DECAY_DECOUPLED, DECAY_L2 = 0, 1, 2
 
-def check_tensors(where: str, tensors: Mapping[str, Tensor], *, device: torch.device | None = None) -> int:
-    """Check that all tensors are contiguous, on the host and of one length; gives the length in elements.
 
-    With `device` they have to be there instead of on the host.
+class Terms(NamedTuple):
+    """The factors of one update, in the order of the compiled table. Factors that a rule does not use keep defaults.
 
-    Raises:
-        ValueError: one of them is not; `where` and its name are in the message.
+    They are doubles; the compiled loops and the torch references round them to the working dtype.
+
+    `decay` is lr * weight_decay where the decay is decoupled (LAMB: weight_decay), and weight_decay for L2.
     """
-    length = -1
-    first = ""
-    for name, x in tensors.items():
-        if device is not None and x.is_meta:
-            msg = f"{where}: {name} is on meta, where nothing is kept; give a tensor with data"
-            raise ValueError(msg)
-        if device is not None and x.device != device:
-            msg = f"{where}: {name} is on {x.device}, but another tensor is on {device}; put all on one device"
-            raise ValueError(msg)
-        if device is None and x.device.type != "cpu":
-            msg = f"{where}: {name} is on {x.device}; this pass works on host memory, copy it to the CPU first"
-            raise ValueError(msg)
-        if not x.is_contiguous():
-            msg = f"{where}: {name} has strides {x.stride()} for shape {tuple(x.shape)}; pass a contiguous tensor"
-            raise ValueError(msg)
-        if length < 0:
-            length, first = x.numel(), name
-        elif x.numel() != length:
-            msg = f"{where}: {name} has {x.numel()} elements but {first} has {length}; they must be equal"
-            raise ValueError(msg)
-    return length
 
-
-def check_threads(where: str, threads: int) -> None:
-    """Check a thread count.
-
-    Raises:
-        ValueError: it is below 1.
-    """
-    if threads < 1:
-        msg = f"{where}: threads is {threads}; pass 1 or more"
-        raise ValueError(msg)
-
-
-def _byte_range(x: Tensor) -> tuple[int, int]:
-    begin = x.data_ptr()
-    return begin, begin + x.numel() * x.element_size()
-
-
-def is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """True if both have the same address, dtype and length."""
-    return a.dtype == b.dtype and _byte_range(a) == _byte_range(b)
-
-
-def overlaps(a: Tensor, b: Tensor) -> bool:
-    """True if the two contiguous tensors share at least one byte."""
-    a_begin, a_end = _byte_range(a)
-    b_begin, b_end = _byte_range(b)
-    return max(a_begin, b_begin) < min(a_end, b_end)
-
-
-def any_overlap(tensors: Iterable[Tensor]) -> bool:
-    """True if any two of the contiguous tensors share memory; empty ones share nothing."""
-    ranges = sorted(_byte_range(x) for x in tensors if x.numel())
-    return any(b_begin < a_end for (_, a_end), (b_begin, _) in pairwise(ranges))
+    beta1: float = 0.0
+    beta2: float = 0.0
+    step_size: float = 0.0
+    root_scale: float = 1.0
+    eps: float = 0.0
+    decay: float = 0.0
+    decay_mode: int = DECAY_NONE
+    grad_scale: float = 1.0
+    is_eps_inside: bool = False
+    least: float = 0.0
+    most: float = math.inf
 
 
 def divisor(value: float, of: Tensor) -> Tensor:

@@ -1,4 +1,24 @@
-"""Multi-tensor apply on the host: many tensors updated by one rule in one call into compiled code."""
+"""Multi-tensor apply on the host: many tensors updated by one rule in one call into compiled code.
+
+All work is in fp32 (fp64 for fp64 parameters), with t = step and g = grad * grad_scale; each stored value is
+rounded once to its dtype, to nearest even. L2 decay adds weight_decay * p to g; decoupled decay takes
+lr * weight_decay * p from p before the step:
+
+    Adam     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+             p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    Adagrad  s = s + g^2;  p = p - lr / (1 + (t - 1) lr_decay) * g / (sqrt(s) + eps)
+    Lion     p = p - lr * sign(beta1 m + (1 - beta1) g);  m = beta2 m + (1 - beta2) g
+    LAMB     m, v as Adam;  q = m / (sqrt(v) + eps) + weight_decay * p
+             p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * r * q,  r = |p| / |q| between its limits
+
+Parameter and states are fp32, both of one 16-bit dtype, or a 16-bit parameter with fp32 states; gradients are fp32,
+bf16 or fp16. `out` (bf16 or fp16) receives the new parameter, rounded; it may be the memory of the gradient. Compiled
+code runs for these, the reference in torch for fp64. Bits do not depend on threads, on the vector width, nor, except
+for LAMB, on the division of tensors into ranges. LAMB's norms are sums of fp64 over fixed blocks in a fixed order.
+
+Sources: Kingma and Ba, ICLR 2015; Loshchilov and Hutter, ICLR 2019; Duchi et al., JMLR 2011; Chen et al.,
+NeurIPS 2023 (Lion); You et al., ICLR 2020 (LAMB).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +31,9 @@ from torch import Tensor, nn
 
 from mpispeed.base.errors import UsageError
 from mpispeed.native import status
-from mpispeed.native.coefficients import Terms
-from mpispeed.native.flat import KINDS, any_overlap, check_tensors, check_threads, is_same_memory, overlaps
+from mpispeed.native.flat import KINDS, Terms
 from mpispeed.native.reference_updates import lamb_first, lamb_second, run_reference
+from mpispeed.native.status import any_overlap, check_tensors, check_threads, is_same_memory, overlaps
 
 STATE_NAMES = {
     "adam": ("exp_avg", "exp_avg_sq"),

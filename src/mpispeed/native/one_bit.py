@@ -21,8 +21,9 @@ from torch import Tensor
 
 from mpispeed.native import device_signs, status
 from mpispeed.native.cuda import launcher
-from mpispeed.native.flat import KINDS, check_tensors, check_threads
+from mpispeed.native.flat import KINDS
 from mpispeed.native.reduce import square_partials_reference
+from mpispeed.native.status import check_tensors, check_threads
 
 TILE = 256
 """Elements. Squares are summed in blocks of it; a range cut at multiples of it has the same sum."""

@@ -13,7 +13,7 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.log import once
-from mpispeed.native.block_probe import ALIGNMENT
+from mpispeed.native.block_file import ALIGNMENT
 
 _logger = logging.getLogger(__name__)
 

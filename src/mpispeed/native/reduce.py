@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mpispeed.native import exact_squares, status
-from mpispeed.native.flat import KINDS, REFERENCE_SPAN, check_tensors, check_threads, is_same_memory, overlaps
+from mpispeed.native.flat import KINDS, REFERENCE_SPAN
+from mpispeed.native.status import check_tensors, check_threads, is_same_memory, overlaps
 
 _MOST_PARTS = 65536
 _LANES = 16

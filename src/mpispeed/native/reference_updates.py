@@ -13,8 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mpispeed.native.coefficients import DECAY_DECOUPLED, DECAY_L2, Terms
-from mpispeed.native.flat import REFERENCE_SPAN, divisor
+from mpispeed.native.flat import DECAY_DECOUPLED, DECAY_L2, REFERENCE_SPAN, Terms, divisor
 
 BLOCK = 1024  # elements of a block of LAMB's sums
 _LANES = 16

@@ -1,15 +1,25 @@
-"""Status of compiled code: usable parts, and reasons for the others."""
+"""Compiled code: usable parts, reasons for others, and checks of tensors whose addresses it is given.
+
+Tools that read files have no torch, so it is not imported here.
+"""
 
 from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mpispeed.base.errors import NativeMissing
 from mpispeed.base.log import once
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _logger = logging.getLogger(__name__)
 
@@ -96,3 +106,68 @@ def _processor_features() -> list[Capability]:
     said = "" if has_instruction else reason or "the processor has no SSE4.2: tables are used"
     features.append(Capability("crc32c instruction", "speed of checksums", has_instruction, said))
     return features
+
+
+def check_tensors(where: str, tensors: Mapping[str, Tensor], *, device: torch.device | None = None) -> int:
+    """Check that all tensors are contiguous, on the host and of one length; gives the length in elements.
+
+    With `device` they have to be there instead of on the host.
+
+    Raises:
+        ValueError: one of them is not; `where` and its name are in the message.
+    """
+    length = -1
+    first = ""
+    for name, x in tensors.items():
+        if device is not None and x.is_meta:
+            msg = f"{where}: {name} is on meta, where nothing is kept; give a tensor with data"
+            raise ValueError(msg)
+        if device is not None and x.device != device:
+            msg = f"{where}: {name} is on {x.device}, but another tensor is on {device}; put all on one device"
+            raise ValueError(msg)
+        if device is None and x.device.type != "cpu":
+            msg = f"{where}: {name} is on {x.device}; this pass works on host memory, copy it to the CPU first"
+            raise ValueError(msg)
+        if not x.is_contiguous():
+            msg = f"{where}: {name} has strides {x.stride()} for shape {tuple(x.shape)}; pass a contiguous tensor"
+            raise ValueError(msg)
+        if length < 0:
+            length, first = x.numel(), name
+        elif x.numel() != length:
+            msg = f"{where}: {name} has {x.numel()} elements but {first} has {length}; they must be equal"
+            raise ValueError(msg)
+    return length
+
+
+def check_threads(where: str, threads: int) -> None:
+    """Check a thread count.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if threads < 1:
+        msg = f"{where}: threads is {threads}; pass 1 or more"
+        raise ValueError(msg)
+
+
+def _byte_range(x: Tensor) -> tuple[int, int]:
+    begin = x.data_ptr()
+    return begin, begin + x.numel() * x.element_size()
+
+
+def is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """True if both have the same address, dtype and length."""
+    return a.dtype == b.dtype and _byte_range(a) == _byte_range(b)
+
+
+def overlaps(a: Tensor, b: Tensor) -> bool:
+    """True if the two contiguous tensors share at least one byte."""
+    a_begin, a_end = _byte_range(a)
+    b_begin, b_end = _byte_range(b)
+    return max(a_begin, b_begin) < min(a_end, b_end)
+
+
+def any_overlap(tensors: Iterable[Tensor]) -> bool:
+    """True if any two of the contiguous tensors share memory; empty ones share nothing."""
+    ranges = sorted(_byte_range(x) for x in tensors if x.numel())
+    return any(b_begin < a_end for (_, a_end), (b_begin, _) in pairwise(ranges))

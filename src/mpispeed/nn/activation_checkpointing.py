@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from mpispeed.base import rng
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.mesh.comm import Comm
-from mpispeed.nn import checkpointing_options, random, recompute
+from mpispeed.nn import checkpointing_options, recompute
 from mpispeed.nn.boundary_timers import BackwardPass, Boundaries, Timer
 from mpispeed.nn.checkpointing_options import Options
 from mpispeed.nn.contiguous_buffer import Slots
@@ -283,8 +284,8 @@ def slicing_group(mpu_: Any) -> Comm | None:
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
-RNGStatesTracker = CudaRNGStatesTracker = random.RNGStatesTracker
-get_rng_tracker = get_cuda_rng_tracker = random.get_rng_tracker
+RNGStatesTracker = CudaRNGStatesTracker = rng.RNGStatesTracker
+get_rng_tracker = get_cuda_rng_tracker = rng.get_rng_tracker
 
 
 def model_parallel_manual_seed(seed: int) -> None:
@@ -295,7 +296,7 @@ def model_parallel_manual_seed(seed: int) -> None:
     Raises:
         UsageError: `configure` was not called, so the slicing group is unknown.
     """
-    random.seed_streams(seed, _slice_rank("model_parallel_manual_seed"))
+    rng.seed_streams(seed, _slice_rank("model_parallel_manual_seed"))
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
@@ -304,7 +305,7 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     Raises:
         UsageError: the stream was never started, or `configure` was not called.
     """
-    random.reseed_slices(seed, _slice_rank("model_parallel_reconfigure_tp_seed"))
+    rng.reseed_slices(seed, _slice_rank("model_parallel_reconfigure_tp_seed"))
 
 
 model_parallel_cuda_manual_seed = model_parallel_manual_seed

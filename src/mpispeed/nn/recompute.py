@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from mpispeed.base import rng
 from mpispeed.base.errors import UsageError
-from mpispeed.nn import random
 
 OUTSIDE = -1
 """What torch gives as number of the backward pass where there is none."""
@@ -147,8 +147,8 @@ class Surroundings:
     """State that a function may depend on besides its arguments: random numbers and automatic casts."""
 
     def __init__(self) -> None:
-        self._random = random.capture()
-        self._streams = random.get_rng_tracker().get_states()
+        self._random = rng.capture_torch()
+        self._streams = rng.get_rng_tracker().get_states()
         self._casts = {
             device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in self._random
         }
@@ -157,10 +157,10 @@ class Surroundings:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Context with the state of the first run, with gradients; random numbers go on as before afterwards."""
-        tracker = random.get_rng_tracker()
-        before, streams = random.capture(), tracker.get_states()
+        tracker = rng.get_rng_tracker()
+        before, streams = rng.capture_torch(), tracker.get_states()
         try:
-            random.restore(self._random)
+            rng.restore_torch(self._random)
             tracker.set_states(self._streams)
             with contextlib.ExitStack() as stack:
                 for device, (is_on, dtype) in self._casts.items():
@@ -170,7 +170,7 @@ class Surroundings:
                 stack.enter_context(torch.enable_grad())
                 yield
         finally:
-            random.restore(before)
+            rng.restore_torch(before)
             tracker.set_states(streams)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mpispeed.native.coefficients import Terms, adagrad_terms
-from mpispeed.optim.host_rule import HostRule, read_hyper
+from mpispeed.native.flat import Terms
+from mpispeed.optim.host_rule import HostRule, check_factors, decay_mode, read_hyper
 from mpispeed.optim.rule import RULES, Rule, Window
 
 DEFAULTS: dict[str, Any] = {
@@ -21,6 +21,32 @@ DEFAULTS: dict[str, Any] = {
 }
 # Hints about how other implementations work; they do not change the result.
 _IGNORED = ("set_grad_none", "fused", "foreach", "differentiable", "fp32_optimizer_states")
+
+
+def adagrad_terms(
+    *,
+    step: int,
+    lr: float,
+    eps: float,
+    weight_decay: float,
+    lr_decay: float = 0.0,
+    decoupled: bool = False,
+    grad_scale: float = 1.0,
+) -> Terms:
+    """Factors of Adagrad (Duchi et al. 2011); the rate of update t is lr / (1 + (t - 1) lr_decay), as in torch.
+
+    Raises:
+        ValueError: step is out of range.
+    """
+    check_factors("adagrad", None, step)
+    rate, weight_decay = float(lr) / (1.0 + (step - 1) * float(lr_decay)), float(weight_decay)
+    return Terms(
+        step_size=rate,
+        eps=float(eps),
+        decay=rate * weight_decay if decoupled else weight_decay,
+        decay_mode=decay_mode(weight_decay, decoupled=decoupled),
+        grad_scale=float(grad_scale),
+    )
 
 
 class Adagrad(HostRule):

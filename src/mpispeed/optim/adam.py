@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from mpispeed.base.errors import UnsupportedOption
-from mpispeed.native.coefficients import Terms, adam_terms
-from mpispeed.optim.host_rule import HostRule, read_hyper
+from mpispeed.native.flat import Terms
+from mpispeed.optim.host_rule import HostRule, check_factors, decay_mode, read_hyper
 from mpispeed.optim.rule import RULES, Rule, drop_auto
 from mpispeed.optim.torch_adam import TorchAdam
 
@@ -22,6 +23,38 @@ DEFAULTS: dict[str, Any] = {
 }
 # Hints about how other implementations work; they do not change the result.
 _IGNORED = ("set_grad_none", "fused", "foreach", "fp32_optimizer_states")
+
+
+def adam_terms(
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    bias_correction: bool = True,
+    grad_scale: float = 1.0,
+) -> Terms:
+    """Factors of Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019).
+
+    Raises:
+        ValueError: betas or step are out of range.
+    """
+    beta1, beta2 = check_factors("adam", betas, step)
+    lr, weight_decay = float(lr), float(weight_decay)
+    correction1 = 1.0 - beta1**step if bias_correction else 1.0
+    correction2 = 1.0 - beta2**step if bias_correction else 1.0
+    return Terms(
+        beta1=beta1,
+        beta2=beta2,
+        step_size=lr / correction1,
+        root_scale=1.0 / math.sqrt(correction2),
+        eps=float(eps),
+        decay=lr * weight_decay if decoupled else weight_decay,
+        decay_mode=decay_mode(weight_decay, decoupled=decoupled),
+        grad_scale=float(grad_scale),
+    )
 
 
 class Adam(HostRule):
@@ -38,16 +71,8 @@ class Adam(HostRule):
 
     def terms(self, hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
         """The factors of update number `step`, from 1, with the hyper-parameters of a group."""
-        return adam_terms(
-            step=step,
-            lr=float(hyper["lr"]),
-            betas=(float(hyper["betas"][0]), float(hyper["betas"][1])),
-            eps=float(hyper["eps"]),
-            weight_decay=float(hyper["weight_decay"]),
-            decoupled=self.adam_w_mode,
-            bias_correction=bool(hyper["bias_correction"]),
-            grad_scale=grad_scale,
-        )
+        own = {name: hyper[name] for name in DEFAULTS}
+        return adam_terms(step=step, decoupled=self.adam_w_mode, grad_scale=grad_scale, **own)
 
 
 def _build(name: str, is_decoupled: bool, params: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:

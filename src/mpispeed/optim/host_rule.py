@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from mpispeed.base.errors import ConfigError, UnsupportedOption
-from mpispeed.native.coefficients import Terms
-from mpispeed.native.cuda.launcher import for_tensor
+from mpispeed.native.cuda import launcher
 from mpispeed.native.device_optim import update_row
+from mpispeed.native.flat import DECAY_DECOUPLED, DECAY_L2, DECAY_NONE, Terms
 from mpispeed.native.multi_tensor_host import STATE_NAMES, HostTable, Row
 from mpispeed.optim.rule import Window, check_range, drop_auto, refuse_keyword
 
@@ -82,7 +82,28 @@ def run_kernel(
 
 def runs_on_device(param: Tensor) -> bool:
     """True if the kernels of `native.device_optim`, or its references there, update this tensor."""
-    return param.device.type != "cpu" or for_tensor(param) is not None
+    return param.device.type != "cpu" or launcher.stand_in is not None
+
+
+def check_factors(rule: str, betas: tuple[float, float] | None, step: int) -> tuple[float, float]:
+    """The betas as floats, if they and the number of the update are within their limits.
+
+    Raises:
+        ValueError: they are not.
+    """
+    beta1, beta2 = (0.0, 0.0) if betas is None else (float(betas[0]), float(betas[1]))
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        msg = f"{rule}: betas are {(beta1, beta2)}; both must be at least 0 and below 1"
+        raise ValueError(msg)
+    if step < 1:
+        msg = f"{rule}: step is {step}; it counts updates from 1"
+        raise ValueError(msg)
+    return beta1, beta2
+
+
+def decay_mode(weight_decay: float, *, decoupled: bool) -> int:
+    """The number of a kind of weight decay in `Terms`."""
+    return DECAY_NONE if weight_decay == 0.0 else DECAY_DECOUPLED if decoupled else DECAY_L2
 
 
 def read_hyper(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpispeed.native.coefficients import Terms, lamb_terms
 from mpispeed.native.device_optim import lamb_first_row, lamb_second_row
+from mpispeed.native.flat import Terms
 from mpispeed.native.multi_tensor_host import HostTable, Row
 from mpispeed.native.reference_updates import trust_ratio
-from mpispeed.optim.host_rule import HostRule, check_coefficients, read_hyper, runs_on_device
+from mpispeed.optim.host_rule import HostRule, check_coefficients, check_factors, decay_mode, read_hyper, runs_on_device
 from mpispeed.optim.rule import RULES, Rule, Window
 
 DEFAULTS: dict[str, Any] = {
@@ -27,6 +28,46 @@ DEFAULTS: dict[str, Any] = {
 }
 # Hints about how other implementations work; they do not change the result.
 _IGNORED = ("set_grad_none", "fp32_optimizer_states")
+
+
+def lamb_terms(
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool = True,
+    bias_correction: bool = True,
+    is_eps_inside: bool = False,
+    min_coeff: float = 0.01,
+    max_coeff: float = 10.0,
+    grad_scale: float = 1.0,
+) -> Terms:
+    """Factors of LAMB (You et al. 2020); the correction of both moments is one factor, as in DeepSpeed.
+
+    Raises:
+        ValueError: betas or step are out of range, or the limits of the trust ratio are not in order.
+    """
+    beta1, beta2 = check_factors("lamb", betas, step)
+    least, most = float(min_coeff), float(max_coeff)
+    if not 0.0 <= least <= most:
+        msg = f"lamb: min_coeff is {least} and max_coeff {most}; pass 0 <= min_coeff <= max_coeff"
+        raise ValueError(msg)
+    weight_decay = float(weight_decay)
+    correction = math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step) if bias_correction else 1.0
+    return Terms(
+        beta1=beta1,
+        beta2=beta2,
+        step_size=float(lr) * correction,
+        eps=float(eps),
+        decay=weight_decay,
+        decay_mode=decay_mode(weight_decay, decoupled=decoupled),
+        grad_scale=float(grad_scale),
+        is_eps_inside=bool(is_eps_inside),
+        least=least,
+        most=most,
+    )
 
 
 class Lamb(HostRule):
@@ -87,18 +128,8 @@ class Lamb(HostRule):
 
     def terms(self, hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
         """The factors of update number `step`, from 1, with the hyper-parameters of a group."""
-        return lamb_terms(
-            step=step,
-            lr=float(hyper["lr"]),
-            betas=(float(hyper["betas"][0]), float(hyper["betas"][1])),
-            eps=float(hyper["eps"]),
-            weight_decay=float(hyper["weight_decay"]),
-            bias_correction=bool(hyper["bias_correction"]),
-            is_eps_inside=bool(hyper["eps_inside_sqrt"]),
-            min_coeff=float(hyper["min_coeff"]),
-            max_coeff=float(hyper["max_coeff"]),
-            grad_scale=grad_scale,
-        )
+        own = {name: hyper[name] for name in DEFAULTS if name != "eps_inside_sqrt"}
+        return lamb_terms(step=step, is_eps_inside=hyper["eps_inside_sqrt"], grad_scale=grad_scale, **own)
 
 
 def _apply(window: Window, states: tuple[Tensor, ...], terms: Terms, ratio: float, threads: int) -> None:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.native.coefficients import Terms, lamb_terms
+from mpispeed.native.flat import Terms
 from mpispeed.native.onebit_lamb import FrozenLamb, update_frozen_lamb
 from mpispeed.optim.exchange import Exchange
 from mpispeed.optim.host_rule import HostRule, check_coefficients, run_kernel
+from mpispeed.optim.lamb import lamb_terms
 from mpispeed.optim.onebit_params import DEFAULTS as SHARED
 from mpispeed.optim.onebit_params import check_count, read_onebit
 from mpispeed.optim.rule import RULES, Rule, Window, key_text

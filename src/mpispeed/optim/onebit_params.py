@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.native.coefficients import Terms, adam_terms
-from mpispeed.optim.host_rule import read_hyper
+from mpispeed.native.flat import Terms
+from mpispeed.optim.adam import adam_terms
+from mpispeed.optim.host_rule import check_factors, decay_mode, read_hyper
 from mpispeed.optim.rule import drop_auto
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -42,18 +43,38 @@ def read_onebit(
     return read_hyper(name, params, defaults, (*_IGNORED, *counts)), found
 
 
+def onebit_terms(
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    rate_sum: float = 1.0,
+) -> Terms:
+    """Factors of the updates with a variance that stays as it is; `rate_sum` is the divisor of "zero_one_settle".
+
+    Raises:
+        ValueError: betas are out of range.
+    """
+    beta1, beta2 = check_factors("onebit", betas, 1)
+    lr, weight_decay = float(lr), float(weight_decay)
+    return Terms(
+        beta1=beta1,
+        beta2=beta2,
+        step_size=lr,
+        root_scale=float(rate_sum),
+        eps=float(eps),
+        decay=lr * weight_decay,
+        decay_mode=decay_mode(weight_decay, decoupled=True),
+        grad_scale=float(grad_scale),
+    )
+
+
 def warm_terms(hyper: Mapping[str, Any], step: int, grad_scale: float) -> Terms:
     """The factors of an update of Adam without bias correction, with the decay inside of the step."""
-    return adam_terms(
-        step=step,
-        lr=float(hyper["lr"]),
-        betas=(float(hyper["betas"][0]), float(hyper["betas"][1])),
-        eps=float(hyper["eps"]),
-        weight_decay=float(hyper["weight_decay"]),
-        decoupled=True,
-        bias_correction=False,
-        grad_scale=grad_scale,
-    )
+    own = {name: hyper[name] for name in DEFAULTS}
+    return adam_terms(step=step, decoupled=True, bias_correction=False, grad_scale=grad_scale, **own)
 
 
 def check_count(owner: str, key: str, value: Any) -> int:

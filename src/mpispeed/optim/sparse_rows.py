@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpispeed.native.coefficients import Terms
 from mpispeed.native.device_optim import DeviceTable
+from mpispeed.native.flat import Terms
 from mpispeed.native.multi_tensor_host import HostTable, Row
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from mpispeed.base.errors import UsageError
-from mpispeed.native.coefficients import Terms, onebit_terms
+from mpispeed.native.flat import Terms
 from mpispeed.optim.exchange import Exchange
 from mpispeed.optim.host_rule import HostRule, run_kernel
-from mpispeed.optim.onebit_params import DEFAULTS, check_count, read_onebit, warm_terms
+from mpispeed.optim.onebit_params import DEFAULTS, check_count, onebit_terms, read_onebit, warm_terms
 from mpispeed.optim.rule import RULES, Rule, Window
 
 COUNTS: dict[str, int] = {

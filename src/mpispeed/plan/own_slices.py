@@ -19,8 +19,8 @@ import torch
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.units import format_list
+from mpispeed.ckpt.format.logical import persistent_buffers
 from mpispeed.native.checksum import crc32c
-from mpispeed.nn.buffers import persistent_buffers
 from mpispeed.nn.tensor import TensorCut, cuts
 from mpispeed.nn.tensor.tensor_cut import OWN, marks_of
 from mpispeed.sharding import sharded_param

@@ -11,7 +11,7 @@ import torch
 from mpispeed.ckpt.format import schema, tags
 from mpispeed.ckpt.format.errors import SaveFailed, TagMismatch
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import save
 
 pytestmark = pytest.mark.mpi

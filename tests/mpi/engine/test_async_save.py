@@ -8,9 +8,9 @@ import torch
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.events import Event
-from mpispeed.ckpt.format import disk, payload
-from mpispeed.ckpt.read.load import open_checkpoint
-from mpispeed.ckpt.write.snapshot import Snapshot
+from mpispeed.ckpt.format import payload
+from mpispeed.ckpt.read.reader import open_checkpoint
+from mpispeed.ckpt.write.background import Snapshot
 from tests.helpers.covering import on_ranks
 from tests.zoo.models import TinyLM, batches
 from tests.zoo.training import WARM, config, start, train_averaged, weights
@@ -85,7 +85,7 @@ def test_a_failure_is_raised_by_the_next_call_on_every_rank(place, mpi_tmp_path,
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(disk, "write_at", full)
+        monkeypatch.setattr(payload, "write_at", full)
     engine.save_checkpoint(str(mpi_tmp_path), tag="bad")
     train_averaged(engine, batches(2, BATCH))
     calls = {

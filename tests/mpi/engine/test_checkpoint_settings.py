@@ -6,7 +6,7 @@ import torch
 import mpispeed
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format import tags
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.zero import ZeRORuntimeException
 from tests.zoo import same_bits
 from tests.zoo.models import Buffered, TinyLM, batches

@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.cli.main import cli
 from mpispeed.engine import api
 from tests.helpers.covering import in_turn

@@ -6,7 +6,7 @@ import torch
 import mpispeed
 from mpispeed import comm
 from mpispeed.base.errors import CheckpointError, ConfigError
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.optim import CPULamb
 from tests.helpers.covering import in_turn
 from tests.helpers.own_cut import Cut, Mpu, OwnCut

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from mpispeed.base import rng
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.read.load import Checkpoint
+from mpispeed.ckpt.read.reader import Checkpoint
 from mpispeed.engine.state import load
 from tests.helpers.covering import on_ranks
 from tests.zoo import same_bits

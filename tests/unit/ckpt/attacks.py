@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import blocks, schema, tags
+from mpispeed.ckpt.format import index, schema, tags
 from mpispeed.ckpt.format import manifest as manifests
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.sample import saved
 
@@ -64,7 +64,7 @@ def sign_files(tag):
     found = records(tag)
     for name in found:
         if (tag / name).is_file() and not (tag / name).is_symlink():
-            record = blocks.plain_record(tag / name)
+            record = index.plain_record(tag / name)
             found[name] |= {"bytes": record.bytes, "crc32c": record.crc32c, "index_extents": [], "index_crc32c": 0}
     sign(tag, files=found)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mpispeed.ckpt.format import tags
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.sample import saved, tensors_of
 from tests.zoo import has_same_bits

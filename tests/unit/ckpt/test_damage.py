@@ -10,7 +10,7 @@ import torch
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from tests.unit.ckpt.sample import saved, tensors_of
 
 

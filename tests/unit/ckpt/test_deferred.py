@@ -5,7 +5,7 @@ import torch
 
 from mpispeed.base.errors import StoreError
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import save
 from tests.unit.ckpt.sample import cut, outcomes, params_of, save_by, saved, tensors_of
 from tests.unit.ckpt.test_failed_save import assert_holds, assert_same_failure

@@ -14,7 +14,7 @@ import torch
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format.errors import SaveFailed, UnsupportedValue
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions, save
 from tests.helpers.system import CHECKOUT
 from tests.unit.ckpt.sample import outcomes, save_by, saved, tensors_of

@@ -43,7 +43,7 @@ import torch
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format import schema, tags
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, NoCheckpoint, TagNotFound, UnsupportedValue
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.tools.verify import verify
 from mpispeed.ckpt.write.save import SaveOptions
 from tests.helpers.system import CHECKOUT, with_own_mounts

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from mpispeed.ckpt.format import model_file, schema
+from mpispeed.ckpt.format import schema, tag_files
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions, save
 from mpispeed.ckpt.write.two_phase import streams_of
 from mpispeed.native import block_io
@@ -66,8 +66,8 @@ def test_whole_parameters_are_dealt_and_no_file_is_empty():
             for name, size in (("a", 10), ("b", 100_000), ("c", 3), ("d", 3), ("e", 0))
             for slot in ("master", "exp_avg")
         ]
-        order = model_file._canonical(tensors)
-        which = model_file._deal(tensors, order, files)
+        order = tag_files._canonical(tensors)
+        which = tag_files._deal(tensors, order, files)
         assert set(which.tolist()) == set(range(min(files, 4)))
         for first, second in zip(which[::2], which[1::2], strict=True):
             assert first == second
@@ -155,7 +155,7 @@ def test_a_failing_rank_in_a_window_fails_all(tmp_path, problem, monkeypatch):
 def test_streams_cut_windows_of_every_length():
     sizes = [(5, torch.bool), (7, torch.float32), (3, torch.bfloat16)]
     tensors = [LogicalTensor(f"t{i}", "master", (n,), dtype) for i, (n, dtype) in enumerate(sizes)]
-    places = model_file.Places(("f",), np.zeros(3, np.int64), np.array([100, 0, 500]), np.zeros(3, np.int64))
+    places = tag_files.Places(("f",), np.zeros(3, np.int64), np.array([100, 0, 500]), np.zeros(3, np.int64))
     ranges = [np.array([[0, 0, 2, 0, 1], [1, 0, 7, 0, 1]]), np.array([[0, 2, 5, 0, 1], [2, 0, 3, 0, 1]])]
     (stream,) = streams_of(tensors, places, ranges)
     assert stream.tensors.tolist() == [1, 0, 2]

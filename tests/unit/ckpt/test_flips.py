@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format import schema
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.tools.verify import verify
 from mpispeed.ckpt.write.save import SaveOptions
 from mpispeed.cli.ckpt import ckpt

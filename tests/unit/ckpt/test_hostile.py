@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mpispeed.ckpt.format import blocks, index, schema, state_file
+from mpispeed.ckpt.format import index, schema, tag_files
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, TagNotFound
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.tools import ls as listing
 from mpispeed.cli.ckpt import ckpt
 from tests.unit.ckpt.attacks import make_dict
@@ -47,7 +47,7 @@ def sign_files(tag):
     """Make the manifest fit altered files, as whoever alters a checkpoint on purpose does."""
     content = json.loads((tag / schema.MANIFEST_FILE).read_text())
     for name in (schema.MODEL_FILE, schema.STATE_FILE):
-        record = blocks.plain_record(tag / name)
+        record = index.plain_record(tag / name)
         content["files"][name] |= {"bytes": record.bytes, "crc32c": record.crc32c}
     content["files"][schema.MODEL_FILE] |= {"index_extents": [], "index_crc32c": 0}
     sign(tag, files=content["files"])
@@ -109,7 +109,7 @@ def test_generators_that_point_elsewhere_are_refused(folder, trick):
     with h5py.File(path, "r+") as file:
         plant(file["state/rng"], "leak", trick, folder.parent)
     with pytest.raises(CorruptCheckpoint, match=r"state\.h5.*/state/rng/leak"):
-        state_file.decode(path, path.read_bytes())
+        tag_files.decode_content(path, path.read_bytes())
 
 
 @pytest.mark.parametrize("trick", TRICKS)
@@ -145,7 +145,7 @@ def test_keys_cannot_walk_through_links_or_back(folder, key):
         client["again"] = client
         make_dict(client, [key])
     with pytest.raises(CorruptCheckpoint, match=r"state\.h5"):
-        state_file.decode_state(path, path.read_bytes())
+        tag_files.decode_state(path, path.read_bytes())
 
 
 def test_a_small_file_in_memory_is_large_enough_for_its_own_datasets():

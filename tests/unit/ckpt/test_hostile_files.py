@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpispeed.ckpt.format import schema, tags
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.tools.verify import verify
 from mpispeed.cli.ckpt import ckpt
 from tests.unit.ckpt import attacks

@@ -14,8 +14,7 @@ from mpispeed.ckpt.foreign import torch_files
 from mpispeed.ckpt.foreign.faults import RefusedPickle
 from mpispeed.ckpt.foreign.found import ReadOptions
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint
-from mpispeed.ckpt.read.load import open_checkpoint
-from mpispeed.ckpt.read.reader import open_reader
+from mpispeed.ckpt.read.reader import open_checkpoint, open_reader
 from mpispeed.ckpt.tools.exporting import export
 from mpispeed.ckpt.tools.importing import import_checkpoint
 from mpispeed.cli.ckpt import ckpt

@@ -9,7 +9,7 @@ from mpispeed.ckpt.foreign.faults import ForeignMismatch
 from mpispeed.ckpt.foreign.found import FoundParam, ReadOptions
 from mpispeed.ckpt.foreign.slices import Merger
 from mpispeed.ckpt.format.errors import IncompleteCheckpoint
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.tools.importing import import_checkpoint
 from tests.unit.ckpt import foreign_folders as folders
 from tests.zoo import has_same_bits

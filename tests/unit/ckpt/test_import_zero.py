@@ -8,7 +8,7 @@ import torch
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.foreign.found import ReadOptions
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.tools.importing import import_checkpoint
 from tests.unit.ckpt import foreign_folders as folders
 from tests.zoo import has_same_bits

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
 from mpispeed.ckpt.write.save import SaveOptions, save
 from tests.unit.ckpt.sample import outcomes

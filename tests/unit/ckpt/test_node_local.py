@@ -12,7 +12,7 @@ from mpispeed.ckpt.format import tags
 from mpispeed.ckpt.format.errors import NoCheckpoint, SaveFailed, TagNotFound
 from mpispeed.ckpt.node_local import copies, fetch
 from mpispeed.ckpt.node_local.fetch import find_on_nodes
-from mpispeed.ckpt.read.load import Checkpoint, open_checkpoint
+from mpispeed.ckpt.read.reader import Checkpoint, open_checkpoint
 from mpispeed.ckpt.write import two_phase, work_folder
 from mpispeed.ckpt.write.save import SaveOptions, save
 from tests.unit.ckpt.sample import STATE, cut, outcomes, params_of, saved, tensors_of

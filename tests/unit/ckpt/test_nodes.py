@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
+from mpispeed.ckpt.format import tags
 from mpispeed.ckpt.format.errors import SaveFailed
-from mpispeed.ckpt.node_local import homes
-from mpispeed.ckpt.read.load import open_checkpoint
-from mpispeed.ckpt.write import probe
+from mpispeed.ckpt.read.reader import open_checkpoint
+from mpispeed.ckpt.write import work_folder
 from mpispeed.ckpt.write.save import SaveOptions
 from mpispeed.store.mounts import Mount
 from tests.unit.ckpt.sample import save_by, tensors_of
@@ -17,7 +17,7 @@ from tests.zoo import has_same_bits
 @pytest.fixture
 def nodes(monkeypatch):
     """Every thread, which is a rank, is a node of its own."""
-    monkeypatch.setattr(homes, "own_node", lambda: (threading.current_thread().name, ""))
+    monkeypatch.setattr(tags, "own_node", lambda: (threading.current_thread().name, ""))
 
 
 def check(folder, tensors):
@@ -33,7 +33,7 @@ def test_where_a_trial_finds_nothing_against_it_all_write(nodes, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", "fuse.unheard-of", "virtiofs"])
 def test_some_file_systems_are_not_tried(nodes, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "mount_of", lambda _: Mount("/", kind, ""))
+    monkeypatch.setattr(work_folder, "mount_of", lambda _: Mount("/", kind, ""))
     reports = save_by(3, tmp_path)
     assert [(r.is_direct, r.files) for r in reports] == [(False, 3)] * 3
     check(tmp_path, tensors_of())
@@ -42,21 +42,21 @@ def test_some_file_systems_are_not_tried(nodes, kind, tmp_path, monkeypatch):
 
 
 def test_a_trial_that_loses_bytes_is_noticed(nodes, tmp_path, monkeypatch):
-    real = probe.os.pwrite
+    real = work_folder.os.pwrite
 
     def once(handle, data, offset):
         # what the second node writes into a page that the first one has too
-        is_trial = len(data) == probe._SHARE_BYTES and offset > 0
+        is_trial = len(data) == work_folder._SHARE_BYTES and offset > 0
         return real(handle, bytes(len(data)) if is_trial else data, offset)
 
-    monkeypatch.setattr(probe.os, "pwrite", once)
+    monkeypatch.setattr(work_folder.os, "pwrite", once)
     reports = save_by(2, tmp_path)
     assert [(r.is_direct, r.files) for r in reports] == [(False, 2)] * 2
     check(tmp_path, tensors_of())
 
 
 def test_one_node_needs_no_trial(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "_try", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(work_folder, "_try", lambda *_: pytest.fail("tried"))
     assert save_by(3, tmp_path)[0].is_direct
 
 

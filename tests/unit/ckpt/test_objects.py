@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from mpispeed.base.errors import CheckpointError, UsageError
 from mpispeed.ckpt.format import hdf5, objects, tree
 from mpispeed.ckpt.format.errors import UnsupportedValue
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.tools.diff import _compared
 from mpispeed.cli.main import cli
 from tests.unit.ckpt.attacks import TENSORS

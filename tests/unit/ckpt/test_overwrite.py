@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mpispeed.ckpt.format import tags
-from mpispeed.ckpt.format.folder_exchange import exchange
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.format.tags import exchange
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.sample import saved
 
@@ -102,7 +102,7 @@ def test_a_refused_exchange_is_done_by_two_names(tmp_path, monkeypatch, number):
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr("mpispeed.ckpt.format.folder_exchange._renameat2", lambda: call)
+    monkeypatch.setattr("mpispeed.ckpt.format.tags._renameat2", lambda: call)
     save(tmp_path, 0)
     save(tmp_path, 1)
     with open_checkpoint(tmp_path, "only") as checkpoint:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces
 from mpispeed.ckpt.write.save import SaveOptions, save
 from tests.unit.ckpt.sample import outcomes
@@ -84,7 +84,7 @@ def test_a_zero_of_another_sign_differs(tmp_path):
 
 @pytest.mark.parametrize(("mode", "kind"), [("warn", "replicated"), ("off", "replicated"), ("fail", "averaged")])
 def test_differences_that_do_not_stop_a_save(tmp_path, caplog, mode, kind):
-    with caplog.at_level(logging.WARNING, logger="mpispeed.ckpt.write.replicas"):
+    with caplog.at_level(logging.WARNING, logger="mpispeed.ckpt.write.request"):
         results = save_copies(tmp_path, [(1, 0)], kind=kind, compare_replicas=mode)
     assert not any(isinstance(result, Exception) for result in results), results
     assert_holds(tmp_path, NORM)

@@ -14,7 +14,7 @@ import torch
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions, save
 from mpispeed.native.checksum import crc32c
 from tests.helpers.system import cannot

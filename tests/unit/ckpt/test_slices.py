@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import ranges, schema
+from mpispeed.ckpt.format import logical, schema
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
-from mpispeed.ckpt.format.model_file import Places
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.format.tag_files import Places
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
 from mpispeed.ckpt.write.save import SaveOptions, save
-from mpispeed.ckpt.write.two_phase import deal, finely_cut
+from mpispeed.ckpt.write.two_phase import deal
 from tests.unit.ckpt.sample import outcomes
 from tests.zoo import has_same_bits
 
@@ -188,8 +188,8 @@ def test_several_files(tmp_path, writing):
 def test_finely_cut_tensors_are_dealt_to_all_ranks():
     tensors = [LogicalTensor(f"w{i}", "master", (100, 10_000), torch.float32) for i in range(6)]
     places = Places(("a", "b"), np.arange(6) % 2, np.arange(6) * 4_000_000, np.zeros(6, np.int64))
-    table = ranges.table((i, 0, 10, 10, 100_000) for i in range(5))
-    chosen = finely_cut(tensors, [table, ranges.table([(5, 0, 1_000_000, 0, 1)])])
+    table = logical.range_table((i, 0, 10, 10, 100_000) for i in range(5))
+    chosen = logical.finely_cut(tensors, [table, logical.range_table([(5, 0, 1_000_000, 0, 1)])])
     assert chosen.tolist() == [0, 1, 2, 3, 4]
     channels, writers = deal(tensors, places, chosen, 3)
     assert [(file, order.tolist()) for file, order in channels] == [(0, [0, 2]), (0, [4]), (1, [1, 3])]

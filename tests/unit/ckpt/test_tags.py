@@ -5,7 +5,7 @@ import pytest
 from mpispeed.base.errors import CheckpointError, ConfigError
 from mpispeed.ckpt.format import schema, tags
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, NoCheckpoint, TagMismatch, TagNotFound
-from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.sample import outcomes, save_by, saved, tensors_of
 

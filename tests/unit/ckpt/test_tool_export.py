@@ -214,14 +214,14 @@ def test_memory_is_bounded(tmp_path, to):
 @pytest.mark.parametrize("target", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("source", ["float32", "float16", "bfloat16", "float64", "float8_e5m2"])
 def test_casts_are_those_of_torch(source, target):
-    from mpispeed.ckpt.format import bits
+    from mpispeed.ckpt.format import schema
 
     wide = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     ends = np.array(
         [0, -0.0, np.inf, -np.inf, np.nan, 65504, 65520, 1e-8, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8], np.float32
     )
     values = torch.from_numpy(np.concatenate([wide, ends])).to(getattr(torch, source))
-    made = bits.from_array(casting.cast(bits.as_array(values), source, target), target).double()
+    made = schema.from_array(casting.cast(schema.as_array(values), source, target), target).double()
     wanted = values.float().to(getattr(torch, target)).double()
     assert torch.equal(made.isnan(), wanted.isnan())
     assert torch.equal(made.nan_to_num(3), wanted.nan_to_num(3))

@@ -10,8 +10,7 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt import digest
 from mpispeed.ckpt.format import schema, tags
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
-from mpispeed.ckpt.read.load import open_checkpoint
-from mpispeed.ckpt.read.reader import open_reader
+from mpispeed.ckpt.read.reader import open_checkpoint, open_reader
 from mpispeed.ckpt.tools import reshape as reshaping
 from mpispeed.ckpt.write.save import SaveOptions
 from tests.unit.ckpt.memory import watched

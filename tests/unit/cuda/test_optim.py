@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from mpispeed.base.errors import UsageError
-from mpispeed.native.coefficients import Terms, adagrad_terms, adam_terms, lamb_terms, lion_terms, onebit_terms
 from mpispeed.native.cuda import launcher
 from mpispeed.native.device_optim import CHUNK, DeviceTable, kernels_of, pack_terms, update_row
+from mpispeed.native.flat import Terms
 from mpispeed.native.multi_tensor_host import STATE_NAMES, HostTable, Row
+from mpispeed.optim.adagrad import adagrad_terms
+from mpispeed.optim.adam import adam_terms
+from mpispeed.optim.lamb import lamb_terms
+from mpispeed.optim.lion import lion_terms
+from mpispeed.optim.onebit_params import onebit_terms
 from tests.helpers.cuda_host import HostLauncher
 from tests.zoo import has_same_bits
 

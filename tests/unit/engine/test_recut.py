@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from mpispeed.ckpt.read.load import Checkpoint
+from mpispeed.ckpt.read.reader import Checkpoint
 from mpispeed.cli.ckpt import ckpt
 from mpispeed.mesh import sim
 from tests.unit.engine.simulated import engine_on

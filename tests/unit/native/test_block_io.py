@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.native import block_io, block_probe
+from mpispeed.native import block_file, block_io
 from mpispeed.native.block_io import BlockFile, BlockIO, Options, aligned, probe
 from tests.helpers.files import FOLDERS, buffer_at, bytes_of, fresh_folder, noise, open_descriptors
 from tests.helpers.system import cannot, with_own_mounts
 from tests.zoo import same_bits
 
-BACKENDS = [name for name in ("threads", "queue", "uring") if name == "threads" or not block_probe.kernel_refusal(name)]
+BACKENDS = [name for name in ("threads", "queue", "uring") if name == "threads" or not block_file.kernel_refusal(name)]
 SIZE = 1 << 18
 
 
@@ -66,7 +66,7 @@ def test_some_folder_has_direct_files():
 def test_kernel_queue_is_tested_where_the_kernel_has_it():
     """Where it has not, the tests of this file run with threads alone."""
     if "queue" not in BACKENDS:
-        cannot(block_probe.kernel_refusal("queue"))
+        cannot(block_file.kernel_refusal("queue"))
 
 
 STEPS = st.lists(
@@ -465,10 +465,10 @@ def test_arguments_are_checked(folder):
 
 def test_auto_takes_the_queue_for_direct_files(folder):
     with BlockIO() as io:
-        assert (io.backend == "queue") == (not block_probe.kernel_refusal("queue"))
+        assert (io.backend == "queue") == (not block_file.kernel_refusal("queue"))
     found = probe(folder)
     assert found is probe(folder)
-    assert found.backend == ("queue" if found.is_direct and not block_probe.kernel_refusal("queue") else "threads")
+    assert found.backend == ("queue" if found.is_direct and not block_file.kernel_refusal("queue") else "threads")
     with pytest.raises(FileNotFoundError):
         probe(folder / "missing")
     assert not list(folder.iterdir())
@@ -486,7 +486,7 @@ def test_refused_queues_are_explained(monkeypatch):
 def test_more_queues_than_the_system_grants(folder):
     """fs.aio-max-nr is used up: auto goes on with threads."""
     if "queue" not in BACKENDS:
-        cannot(block_probe.kernel_refusal("queue"))
+        cannot(block_file.kernel_refusal("queue"))
     limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     file, content = filled(folder)
     with file, BlockIO(Options(queue_depth=limit + 1)) as io:

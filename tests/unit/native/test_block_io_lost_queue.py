@@ -6,11 +6,11 @@ import errno
 
 import pytest
 
-from mpispeed.native import block_io, block_probe
+from mpispeed.native import block_file, block_io
 from mpispeed.native.block_io import BlockFile, BlockIO, Options, aligned
 from tests.helpers.files import FOLDERS, bytes_of, fresh_folder, noise
 
-QUEUES = [name for name in ("queue", "uring") if not block_probe.kernel_refusal(name)]
+QUEUES = [name for name in ("queue", "uring") if not block_file.kernel_refusal(name)]
 SIZE, BLOCK = 1 << 20, 16384
 
 

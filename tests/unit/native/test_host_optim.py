@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpispeed.native import status
-from mpispeed.native.host_optim import adam, adam_reference
+from tests.helpers.host_updates import adam, adam_reference
 from tests.zoo import has_same_bits
 
 SIZES = [0, 1, 7, 15, 16, 17, 55, 1023, 1024, 1025, 2**20 + 3]

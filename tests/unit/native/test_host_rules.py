@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from mpispeed.native import status
-from mpispeed.native.coefficients import adagrad_terms, adam_terms, lamb_terms, lion_terms
-from mpispeed.native.host_optim import adagrad, adam, lamb, lion
 from mpispeed.native.multi_tensor_host import PAIRS, STATE_NAMES, HostTable, Row
 from mpispeed.native.reference_updates import run_reference, trust_ratio
+from mpispeed.optim.adagrad import adagrad_terms
+from mpispeed.optim.adam import adam_terms
+from mpispeed.optim.lamb import lamb_terms
+from mpispeed.optim.lion import lion_terms
+from tests.helpers.host_updates import adagrad, adam, lamb, lion
 from tests.zoo import has_same_bits
 
 SIZES = [0, 1, 7, 15, 16, 17, 55, 1025, 2**20 + 3]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from mpispeed.native import status
-from mpispeed.native.coefficients import DECAY_L2, onebit_terms
+from mpispeed.native.flat import DECAY_L2
 from mpispeed.native.multi_tensor_host import PAIRS, HostTable, Row
 from mpispeed.native.reference_updates import run_reference
+from mpispeed.optim.onebit_params import onebit_terms
 from tests.zoo import has_same_bits
 
 KERNELS = ["onebit_adam", "zero_one_coded", "zero_one_local", "zero_one_drift", "zero_one_settle"]

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from mpispeed import checkpointing
+from mpispeed.base import rng
 from mpispeed.base.errors import UsageError
 from mpispeed.checkpointing import RNGStatesTracker, checkpoint, get_rng_tracker
-from mpispeed.nn import random
 from tests.zoo import same_bits
 
 
@@ -106,7 +106,7 @@ def test_states_go_out_and_back():
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_rule_of_seeds(rank):
-    random.seed_streams(100, rank)
+    rng.seed_streams(100, rank)
     default = torch.rand(3)
     with get_rng_tracker().fork():
         own = torch.rand(3)
@@ -144,7 +144,7 @@ def test_names_of_deepspeed():
 @pytest.mark.parametrize("nested", [False, True])
 def test_masks_are_the_same_when_a_call_runs_again(nested):
     """Default stream, forked, and forks in forks; the masks of both runs are compared one by one."""
-    random.seed_streams(5, 1)
+    rng.seed_streams(5, 1)
     get_rng_tracker().add("other", 99)
     dropout, masks = nn.Dropout(0.5), []
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.native import status
-from mpispeed.native.host_optim import adam, lamb
 from mpispeed.optim import CPUAdagrad, CPUAdam, CPULamb, CPULion
+from tests.helpers.host_updates import adam, lamb
 from tests.zoo import same_bits
 
 ALL = [CPUAdam, CPUAdagrad, CPULion, CPULamb]

@@ -1,14 +1,11 @@
-"""Exceptions of checkpoints, and the context of steps that fail on all ranks if they fail on one."""
+"""Exceptions of checkpoints."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
-
 from mpispeed.base.errors import CheckpointError, MpispeedError
 
-if TYPE_CHECKING:
-    from mpispeed.mesh.comm import Comm
+PLAIN = (MpispeedError, OSError)
+"""Errors whose class is not shown when they are told to all ranks."""
 
 
 class NoCheckpoint(CheckpointError):
@@ -43,8 +40,3 @@ class ReservedKey(SaveFailed, ValueError):
 
 class TagMismatch(SaveFailed, AssertionError):
     """Ranks asked for different tags and the tag check is set to fail."""
-
-
-def together(comm: Comm, doing: str, error: type[MpispeedError] = SaveFailed) -> AbstractContextManager[None]:
-    """`comm.together` for saves and loads: errors of files are shown without their class. Collective over: comm."""
-    return comm.together(error, doing=doing, plain=(MpispeedError, OSError))

@@ -1,20 +1,29 @@
-"""Logical tensors: names, full shapes, and the flat pieces that each rank holds."""
+"""Logical tensors: names, full shapes, the flat pieces that each rank holds, and tables of their ranges. No torch."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import ranges, schema
+from mpispeed.ckpt.format import schema
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+COLUMNS = 5
+TENSOR, START, STOP, STRIDE, COUNT = range(COLUMNS)
+"""Columns of a table of ranges. A row is equal, equally spaced runs: the elements
+[START + i * STRIDE, STOP + i * STRIDE) of a tensor for each i below COUNT. A plain range has stride 0 and count 1."""
+
+#: pieces of on average less than this are brought together before they are written
+_SHORT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +338,7 @@ def local_ranges(tensors: Sequence[LogicalTensor]) -> np.ndarray:
         result: int64 [rows, 5]
     """
     pieces = ((i, piece) for i, tensor in enumerate(tensors) for piece in tensor.pieces if not piece.is_replica)
-    return ranges.table(row for i, piece in pieces for row in piece.rows(i))
+    return range_table(row for i, piece in pieces for row in piece.rows(i))
 
 
 def check_coverage(tensors: Sequence[LogicalTensor], ranges_by_rank: Sequence[np.ndarray]) -> None:
@@ -338,15 +347,15 @@ def check_coverage(tensors: Sequence[LogicalTensor], ranges_by_rank: Sequence[np
     Raises:
         CheckpointError: names the tensor, the range, and the ranks that overlap.
     """
-    rows, ranks = ranges.joined(ranges_by_rank)
-    firsts = np.searchsorted(rows[:, ranges.TENSOR], np.arange(len(tensors) + 1))
+    rows, ranks = joined_ranges(ranges_by_rank)
+    firsts = np.searchsorted(rows[:, TENSOR], np.arange(len(tensors) + 1))
     passed: set[tuple[int, bytes, bytes]] = set()
     for index, tensor in enumerate(tensors):
         own = slice(firsts[index], firsts[index + 1])
         # Slots of a parameter have the same pieces, and many small pieces take long to check.
-        key = (tensor.numel, rows[own, ranges.START :].tobytes(), ranks[own].tobytes())
+        key = (tensor.numel, rows[own, START:].tobytes(), ranks[own].tobytes())
         if key not in passed:
-            source, starts, stops = ranges.expanded(rows[own])
+            source, starts, stops = expanded_runs(rows[own])
             _check_cover(tensor, starts, stops, ranks[own][source])
             passed.add(key)
 
@@ -375,3 +384,93 @@ def first_difference(mine: Sequence[object], reference: Sequence[object]) -> str
     if len(mine) != len(reference):
         return f"{len(mine)} entries here and {len(reference)} on rank 0"
     return ""
+
+
+def range_table(rows: Iterable[tuple[int, int, int, int, int]]) -> np.ndarray:
+    """The rows that are not empty.
+
+    Shapes:
+        result: int64 [rows, 5]
+    """
+    made = np.array(list(rows), np.int64).reshape(-1, COLUMNS)
+    kept: np.ndarray = made[(made[:, START] < made[:, STOP]) & (made[:, COUNT] > 0)]
+    return kept
+
+
+def joined_ranges(tables: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The tables of all ranks as one sorted by tensor, and the rank of each row.
+
+    Shapes:
+        result: int64 [rows, 5], int64 [rows]
+    """
+    kept = list(tables)
+    counts = [len(one) for one in kept]
+    rows = np.concatenate([np.empty((0, COLUMNS), np.int64), *kept])
+    ranks = np.repeat(np.arange(len(counts)), counts)
+    order = np.argsort(rows[:, TENSOR], kind="stable")
+    return rows[order], ranks[order]
+
+
+def expanded_runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every single run of a table: the number of its row, its start and its stop; sorted by start, then stop.
+
+    Shapes:
+        result: three of int64 [runs]
+    """
+    counts = rows[:, COUNT]
+    source = np.repeat(np.arange(len(rows)), counts)
+    turn = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = rows[source, START] + turn * rows[source, STRIDE]
+    stops = starts + (rows[source, STOP] - rows[source, START])
+    order = np.lexsort((stops, starts))
+    return source[order], starts[order], stops[order]
+
+
+def ranges_meeting(rows: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Rows reduced to the full runs that intersect [low, high); rows without any are left out.
+
+    Shapes:
+        result: int64 [rows, 5]
+    """
+    stride = np.maximum(rows[:, STRIDE], 1)
+    # run i meets it if its stop is above low and its start below high
+    first = np.where(rows[:, STOP] > low, 0, (low - rows[:, STOP]) // stride + 1)
+    last = np.where(rows[:, START] < high, (high - 1 - rows[:, START]) // stride + 1, 0)
+    last = np.minimum(last, rows[:, COUNT])
+    cut = rows.copy()
+    cut[:, START] += first * rows[:, STRIDE]
+    cut[:, STOP] += first * rows[:, STRIDE]
+    cut[:, COUNT] = last - first
+    kept: np.ndarray = cut[cut[:, COUNT] > 0]
+    return kept
+
+
+def run_counts(tables: Iterable[np.ndarray], tensors: int) -> np.ndarray:
+    """Number of runs of each tensor.
+
+    Shapes:
+        result: int64 [tensors]
+    """
+    counts = np.zeros(tensors, np.int64)
+    for one in tables:
+        np.add.at(counts, one[:, TENSOR], one[:, COUNT])
+    return counts
+
+
+def finely_cut(tensors: Sequence[LogicalTensor], held: Sequence[np.ndarray]) -> np.ndarray:
+    """Numbers of the tensors whose runs are too short to be written one by one.
+
+    Shapes:
+        result: int64 [tensors that are]
+    """
+    sizes = np.array([tensor.size_bytes for tensor in tensors], np.int64)
+    runs = run_counts(held, len(tensors))
+    return np.flatnonzero(runs > len(held) + sizes // _SHORT_BYTES)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of the buffers that a state dict holds."""
+    names = set(module.state_dict(keep_vars=True))
+    for name, buffer in module.named_buffers():
+        if name in names:
+            yield name, buffer

@@ -1,7 +1,11 @@
-"""Names, versions, dtypes and attribute spelling of the checkpoint format. No torch, no I/O."""
+"""Names, versions, dtypes and attribute spelling of the checkpoint format, and bytes of tensors. No I/O.
+
+torch is only imported where a tensor is at hand or asked for: tools that read files do without.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -11,6 +15,7 @@ from mpispeed.base.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
 
 FORMAT = "mpispeed-checkpoint"
 #: of the files in DATA_FOLDER
@@ -173,3 +178,38 @@ def check_version(version: tuple[int, int], source: str) -> str:
     if version[1] > VERSION[1]:
         return f"{source} has checkpoint format {written}, newer than {known}: what that added is ignored"
     return ""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a dtype name of the format."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, dtype_name(name))
+    return dtype
+
+
+def as_bytes(values: torch.Tensor) -> memoryview:
+    """The memory of a flat contiguous CPU tensor, writable and without a copy."""
+    import torch
+
+    flat = values.detach()
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    view: memoryview = flat.view(torch.uint8).numpy().data
+    return view
+
+
+def as_array(values: torch.Tensor) -> np.ndarray:
+    """A tensor of any device and strides as a numpy array of the storage dtype, same shape."""
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    storage = STORAGE[dtype_name(values.dtype)]
+    return np.frombuffer(as_bytes(flat), dtype=storage).reshape(tuple(values.shape))
+
+
+def from_array(array: np.ndarray, name: str) -> torch.Tensor:
+    """The tensor of dtype `name` whose stored form is `array`; owns its memory."""
+    import torch
+
+    out = torch.empty(math.prod(array.shape), dtype=torch_dtype(name))
+    as_bytes(out)[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return out.reshape(array.shape)

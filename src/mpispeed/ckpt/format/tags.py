@@ -1,20 +1,28 @@
-"""Tags: listing, publication and removal of the checkpoints of a folder, and its file `latest`."""
+"""Tags: listing, publication and removal of the checkpoints of a folder, its file `latest`, and homes of ranks.
+
+A home is a group of ranks that share a folder. If all nodes share a folder of checkpoints, so do all ranks of a node.
+With node-local storage every node has its own, and ranks of one node that pass different folders have a home each.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import errno
 import hashlib
 import logging
 import os
 import re
 import shutil
+import socket
 import stat
 import uuid as uuids
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import CheckpointError, ConfigError
 from mpispeed.base.log import once
@@ -24,11 +32,11 @@ from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint, TagMismatch, TagNotFound
-from mpispeed.ckpt.format.folder_exchange import exchange
 from mpispeed.ckpt.format.manifest import Manifest
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
+
 
 log = logging.getLogger(__name__)
 
@@ -438,3 +446,49 @@ def remove_all(paths: Iterable[Path]) -> None:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         msg = f"{failures[0]}{more}"
         raise OSError(msg) from failures[0]
+
+
+def own_node() -> tuple[str, str]:
+    """Identity of this node; the host name alone may be that of containers on several nodes."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname(), boot.read_text().strip() if boot.is_file() else ""
+
+
+def leaders_of(homes: Sequence[Hashable]) -> tuple[int, ...]:
+    """For each rank the first rank with an equal home."""
+    first: dict[Hashable, int] = {}
+    return tuple(first.setdefault(home, rank) for rank, home in enumerate(homes))
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+#: the system or the file system does not have it; NFS, for one, and layers above file systems or filters of calls
+_UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names on one file system atomically; False if that is not possible here.
+
+    Neither name is ever missing, even if the process is killed.
+
+    Raises:
+        OSError: one of them is not there, or may not be renamed.
+    """
+    call = _renameat2()
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNKNOWN:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+@cache
+def _renameat2() -> Any:
+    """The C library's renameat2; None if it has none."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return call

@@ -177,9 +177,10 @@ def write(build: hdf5.Builder, parent: h5g.GroupID, name: str, value: Any) -> No
         else:
             _write_sequence(build, build.group(parent, name), kind, value)
     elif kind == "tensor":
-        from mpispeed.ckpt.format import bits  # a tensor is here, so torch is loaded already; readers may do without
+        from mpispeed.ckpt.format import schema
+        # a tensor is here, so torch is loaded already; readers may do without
 
-        made = _write_array(build, parent, name, kind, bits.as_array(value))
+        made = _write_array(build, parent, name, kind, schema.as_array(value))
         build.attribute(made, "dtype", schema.dtype_name(value.dtype))
     elif kind in ("array", "scalar", "complex"):
         _write_array(build, parent, name, kind, np.asarray(value))
@@ -386,6 +387,7 @@ def _read_array(child: h5d.DatasetID, where: str, make_tensor: TensorMaker) -> A
 
 
 def _torch_tensor(array: np.ndarray, dtype: str) -> Any:
-    from mpispeed.ckpt.format import bits  # listing commands read trees without torch
+    from mpispeed.ckpt.format import schema
+    # listing commands read trees without torch
 
-    return bits.from_array(array, dtype)
+    return schema.from_array(array, dtype)

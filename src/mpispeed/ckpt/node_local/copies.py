@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import CheckpointError, MpispeedError
-from mpispeed.ckpt.format import blocks, schema
+from mpispeed.ckpt.format import index, schema
 from mpispeed.ckpt.format import manifest as manifests
-from mpispeed.ckpt.format.disk import OpenFiles
-from mpispeed.ckpt.format.errors import together
+from mpispeed.ckpt.format.errors import PLAIN
 from mpispeed.ckpt.format.manifest import Manifest
+from mpispeed.ckpt.format.payload import OpenFiles
 from mpispeed.native.block_file import BlockFile
 from mpispeed.native.checksum import crc32c
 from mpispeed.native.page_memory import aligned
@@ -60,14 +60,14 @@ def copy(comm: Comm, folder: Path, chain: Sequence[int], error: type[MpispeedErr
     """
     manifest: Manifest | None = None
     text = b""
-    with together(comm, _DOING, error):
+    with comm.together(error, doing=_DOING, plain=PLAIN):
         if comm.rank == chain[0]:
             manifest = manifests.read(folder)
             text = (folder / schema.MANIFEST_FILE).read_bytes()
     shared: Manifest = comm.share(manifest, chain[0])
     text = comm.share(text, chain[0])
     _pass_on(comm, folder, chain, shared, error)
-    with together(comm, _DOING, error):
+    with comm.together(error, doing=_DOING, plain=PLAIN):
         if comm.rank in chain[1:]:
             if shared.data_files:
                 manifests.sync_folder(folder / schema.DATA_FOLDER)
@@ -90,7 +90,7 @@ def _pass_on(comm: Comm, folder: Path, chain: Sequence[int], manifest: Manifest,
     rounds = len(parts) + len(chain) - 2
     with ExitStack() as stack:
         link: _Link | None = None
-        with together(comm, _DOING, error):
+        with comm.together(error, doing=_DOING, plain=PLAIN):
             if comm.rank in chain:
                 link = _Link(chain.index(comm.rank), len(chain), parts, aligned(2 * _ROUND_BYTES))
                 if link.place == 0:
@@ -99,7 +99,7 @@ def _pass_on(comm: Comm, folder: Path, chain: Sequence[int], manifest: Manifest,
                     link.target = stack.enter_context(_Target(folder, names, manifest))
         for turn in range(rounds):
             sent, came = _NOTHING, _NOTHING
-            with together(comm, _DOING, error):
+            with comm.together(error, doing=_DOING, plain=PLAIN):
                 if link is not None:
                     sent, came = link.turn(turn)
             counts, out_counts = [0] * comm.size, [0] * comm.size
@@ -108,7 +108,7 @@ def _pass_on(comm: Comm, folder: Path, chain: Sequence[int], manifest: Manifest,
             if link is not None and came.numel():
                 out_counts[chain[link.place - 1]] = came.numel()
             comm.all_to_all(came, sent, out_counts, counts)
-        with together(comm, _DOING, error):
+        with comm.together(error, doing=_DOING, plain=PLAIN):
             if link is not None and link.target is not None:
                 link.turn(rounds)  # what came last
                 link.target.sync()
@@ -163,8 +163,8 @@ class _Source:
         """Fill `out`."""
         path = self._folder / self._names[block.file]
         if block.file not in self._handles:
-            self._handles[block.file] = blocks.open_plain(path)
-        if blocks.read_at(self._handles[block.file], out.numpy().data, block.offset) < block.size:
+            self._handles[block.file] = index.open_plain(path)
+        if index.read_at(self._handles[block.file], out.numpy().data, block.offset) < block.size:
             msg = f"{path} is cut off"
             raise CheckpointError(msg)
 

@@ -20,10 +20,10 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format import tags
-from mpispeed.ckpt.format.errors import NoCheckpoint, TagNotFound, together
+from mpispeed.ckpt.format.errors import PLAIN, CorruptCheckpoint, NoCheckpoint, TagNotFound
 from mpispeed.ckpt.format.manifest import Manifest
-from mpispeed.ckpt.node_local import copies, homes
-from mpispeed.ckpt.read.reader import Opened, check_copy, find
+from mpispeed.ckpt.node_local import copies
+from mpispeed.ckpt.read.reader import Opened, check_indexes, find
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -76,13 +76,13 @@ def find_on_nodes(comm: Comm, folder: str | Path, tag: str | None = None) -> Ope
             without one cannot get it.
     """
     folder, tag = Path(folder).absolute(), comm.share(tag)
-    leaders = homes.leaders_of(comm.gather_objects((homes.own_node(), str(folder))))
+    leaders = tags.leaders_of(comm.gather_objects((tags.own_node(), str(folder))))
     search = _Search(comm, folder, leaders)
     wanted = max(search.look(tag), key=lambda copy: copy.order)
     search.publish(wanted)
     source = search.complete(wanted)
     if tag is None:
-        with together(comm, "entering the latest checkpoint", CheckpointError):
+        with comm.together(CheckpointError, doing="entering the latest checkpoint", plain=PLAIN):
             if search.is_leader and tags.read_latest(folder) != wanted.tag and wanted.in_subfolder:
                 # of a name of its own: a job that was killed at this very line may have left its temporary file
                 tags.write_latest(folder, wanted.tag, uuids.uuid4().hex)
@@ -104,7 +104,7 @@ class _Search:
         """
         own: _Copy | None = None
         missing: NoCheckpoint | TagNotFound | None = None
-        with together(self.comm, "looking for the checkpoint", CheckpointError):
+        with self.comm.together(CheckpointError, doing="looking for the checkpoint", plain=PLAIN):
             if self.is_leader:
                 try:
                     own = _own_copy(self.folder, tag)
@@ -121,7 +121,7 @@ class _Search:
 
     def publish(self, wanted: _Copy) -> None:
         """Publish finished copies of the wanted checkpoint that an interrupted save left unpublished."""
-        with together(self.comm, "publishing the checkpoint", CheckpointError):
+        with self.comm.together(CheckpointError, doing="publishing the checkpoint", plain=PLAIN):
             if self.is_leader and wanted.in_subfolder:
                 work = self.folder / f".{wanted.tag}.tmp-{wanted.uuid}"
                 manifest = _whole(work)
@@ -133,7 +133,7 @@ class _Search:
         """Copy the wanted checkpoint to every node that lacks it; return a rank that had it."""
         comm = self.comm
         own: _Copy | None = None
-        with together(comm, "looking for the checkpoint", CheckpointError):
+        with comm.together(CheckpointError, doing="looking for the checkpoint", plain=PLAIN):
             if self.is_leader:
                 with suppress(NoCheckpoint, TagNotFound):
                     own = _own_copy(self.folder, wanted.tag if wanted.in_subfolder else None)
@@ -157,11 +157,11 @@ class _Search:
         work = self.folder / f".{copy.tag}.tmp-{comm.share(uuids.uuid4().hex)}"
         is_made = False
         try:
-            with together(comm, "making room for the checkpoint", CheckpointError):
+            with comm.together(CheckpointError, doing="making room for the checkpoint", plain=PLAIN):
                 is_made = lacks and _make(work, copy)
             made = [rank for rank, is_there in enumerate(comm.gather_objects(is_made)) if is_there]
             copies.copy(comm, copy.path if comm.rank == source else work, [source, *made], CheckpointError)
-            with together(comm, "publishing the checkpoint", CheckpointError):
+            with comm.together(CheckpointError, doing="publishing the checkpoint", plain=PLAIN):
                 if is_made:
                     tags.publish(work, self.folder / copy.tag, copy.uuid, overwrite=False)
         except BaseException:
@@ -169,20 +169,20 @@ class _Search:
                 shutil.rmtree(work, ignore_errors=True)
             raise
         if is_made:
-            log.info("%s was not on %s; it was copied from %s", self.folder / copy.tag, homes.own_node()[0], copy.node)
+            log.info("%s was not on %s; it was copied from %s", self.folder / copy.tag, tags.own_node()[0], copy.node)
 
     def open(self, wanted: _Copy, source: int) -> Opened:
         """Check the copies of all nodes; every rank gets its node's."""
         comm = self.comm
         opened: Opened | None = None
         path = self.folder
-        with together(comm, "opening the checkpoint", CheckpointError):
+        with comm.together(CheckpointError, doing="opening the checkpoint", plain=PLAIN):
             if self.is_leader:
                 path = tags.resolve(self.folder, wanted.tag if wanted.in_subfolder else None)[0]
             if comm.rank == source:
                 opened = find(path)
         shared: Opened = comm.share(opened, source)
-        with together(comm, "opening the checkpoint", CheckpointError):
+        with comm.together(CheckpointError, doing="opening the checkpoint", plain=PLAIN):
             if self.is_leader and comm.rank != source:
                 check_copy(path, shared)
         paths = comm.gather_objects(path)
@@ -196,7 +196,7 @@ def _own_copy(folder: Path, tag: str | None) -> _Copy:
     manifests.check_sizes(path, manifest)
     return _Copy(
         path=path,
-        node=homes.own_node()[0],
+        node=tags.own_node()[0],
         tag=name,
         uuid=manifest.uuid,
         created=manifest.created,
@@ -230,3 +230,18 @@ def _make(work: Path, copy: _Copy) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def check_copy(path: Path, opened: Opened) -> None:
+    """Check that the folder `path` has the same checkpoint, as far as `find` does, without reading its index again.
+
+    Raises:
+        CorruptCheckpoint: it has another one, a file is missing or of another size, or its index was altered.
+        CheckpointError: it cannot be read.
+    """
+    manifest = manifests.read(path)
+    if manifest != opened.manifest:
+        msg = f"{path} is not the same checkpoint as {opened.path}; remove it, and a copy of that one takes its place"
+        raise CorruptCheckpoint(msg)
+    manifests.check_sizes(path, manifest)
+    check_indexes(path, manifest)

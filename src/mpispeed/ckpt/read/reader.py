@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's names, attributes, state and bytes. No torch: tools use it."""
+"""Readers of a checkpoint's names, attributes, state and bytes, which need no torch, and of its tensors."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.registry import did_you_mean
-from mpispeed.ckpt.format import blocks, index, schema, state_file, tags, tree
+from mpispeed.ckpt.format import index, schema, tag_files, tags, tree
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.format.index import Index, TensorEntry
 from mpispeed.ckpt.format.logical import ParamInfo
 from mpispeed.ckpt.format.manifest import Manifest
 from mpispeed.native.checksum import crc32c
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -91,25 +94,10 @@ def _find(path: Path, name: str) -> Opened:
     if schema.MODEL_FILE not in manifest.files:
         msg = f"the manifest of {path} does not list {schema.MODEL_FILE}"
         raise CorruptCheckpoint(msg)
-    _check_indexes(path, manifest)
+    check_indexes(path, manifest)
     found = index.read_index(path, manifest.data_files)
     manifests.check_belongs(path / schema.MODEL_FILE, manifest, found.tag, found.global_step)
     return Opened(path, name, manifest, found)
-
-
-def check_copy(path: Path, opened: Opened) -> None:
-    """Check that the folder `path` has the same checkpoint, as far as `find` does, without reading its index again.
-
-    Raises:
-        CorruptCheckpoint: it has another one, a file is missing or of another size, or its index was altered.
-        CheckpointError: it cannot be read.
-    """
-    manifest = manifests.read(path)
-    if manifest != opened.manifest:
-        msg = f"{path} is not the same checkpoint as {opened.path}; remove it, and a copy of that one takes its place"
-        raise CorruptCheckpoint(msg)
-    manifests.check_sizes(path, manifest)
-    _check_indexes(path, manifest)
 
 
 def open_reader(folder: str | Path, tag: str | None = None) -> Reader:
@@ -117,17 +105,23 @@ def open_reader(folder: str | Path, tag: str | None = None) -> Reader:
     return Reader(find(folder, tag))
 
 
-def _check_indexes(path: Path, manifest: Manifest) -> None:
+def check_indexes(path: Path, manifest: Manifest) -> None:
+    """Check that the indexes of the files in a folder are those that were saved.
+
+    Raises:
+        CorruptCheckpoint: one was altered.
+        CheckpointError: it cannot be read.
+    """
     for file in (schema.MODEL_FILE, *manifest.data_files):
         _check_index(path / file, manifest.files[file])
 
 
 def _check_index(path: Path, record: manifests.FileRecord) -> None:
-    crc, handle = 0, blocks.open_plain(path)
+    crc, handle = 0, index.open_plain(path)
     try:
         with index.translated(path):
             for start, length in record.index_extents:
-                crc = blocks.checksum_of(handle, start, length, crc)
+                crc = index.checksum_of(handle, start, length, crc)
     finally:
         os.close(handle)
     if crc != record.index_crc32c:
@@ -157,7 +151,7 @@ class Reader:
         self._tables: dict[tuple[str, str], np.ndarray] = {}
         self._edge: tuple[tuple[str, str, int], memoryview] | None = None
         self._raw_state: bytes | None = None
-        self._state: state_file.Content | None = None
+        self._state: tag_files.StateContent | None = None
 
     def __enter__(self) -> Reader:
         return self
@@ -232,7 +226,7 @@ class Reader:
             CorruptCheckpoint: state.h5 was altered, or is of another checkpoint.
         """
         self._content()
-        return state_file.decode_state(self.path / schema.STATE_FILE, self._state_bytes(), make_tensor)
+        return tag_files.decode_state(self.path / schema.STATE_FILE, self._state_bytes(), make_tensor)
 
     def config(self) -> str:
         """The configuration text of the run that saved.
@@ -300,7 +294,7 @@ class Reader:
         key = (tensor.name, tensor.slot)
         if key not in self._tables:
             model = self.path / schema.MODEL_FILE
-            self._tables[key] = blocks.read_table(self._handle(schema.MODEL_FILE), model, tensor)
+            self._tables[key] = index.read_table(self._handle(schema.MODEL_FILE), model, tensor)
         return self._tables[key]
 
     def read_bytes(self, tensor: TensorEntry, start: int, data: memoryview, verify: bool = True) -> None:
@@ -320,7 +314,7 @@ class Reader:
             msg = f"bytes {start} to {start + len(data)} leave {tensor.name}/{tensor.slot} of {tensor.size_bytes} bytes"
             raise CheckpointError(msg)
         for block, first, part in _cut_by_block(start, data):
-            size = blocks.block_bytes(tensor, block)
+            size = index.block_bytes(tensor, block)
             if not verify or len(part) == size:
                 self._read_direct(tensor, block, first, part)
                 if verify:
@@ -362,7 +356,7 @@ class Reader:
             msg = f"the checkpoint {self.path} is closed"
             raise CheckpointError(msg)
         if file not in self._handles:
-            self._handles[file] = blocks.open_plain(self.path / file)
+            self._handles[file] = index.open_plain(self.path / file)
             if file == schema.MODEL_FILE:
                 self._check_uuid()
         return self._handles[file]
@@ -377,11 +371,11 @@ class Reader:
     def _read_direct(self, tensor: TensorEntry, block: int, first: int, data: memoryview) -> None:
         place = tensor.offset + block * schema.BLOCK_BYTES + first
         try:
-            count = blocks.read_at(self._handle(tensor.file), data, place)
+            count = index.read_at(self._handle(tensor.file), data, place)
         except OSError as failure:
-            raise blocks.damaged(self.file_of(tensor), tensor, block, f"cannot be read: {failure.strerror}") from None
+            raise index.damaged(self.file_of(tensor), tensor, block, f"cannot be read: {failure.strerror}") from None
         if count < len(data):
-            raise blocks.damaged(self.file_of(tensor), tensor, block, "is cut off")
+            raise index.damaged(self.file_of(tensor), tensor, block, "is cut off")
 
     def _edge_block(self, tensor: TensorEntry, block: int, size: int) -> memoryview:
         """A verified block that is read in part; cached, because the next range often needs more of it."""
@@ -394,7 +388,7 @@ class Reader:
         return self._edge[1]
 
     def _verify(self, tensor: TensorEntry, block: int, data: memoryview) -> None:
-        blocks.check_block(self.file_of(tensor), tensor, block, data, int(self.table(tensor)[block]))
+        index.check_block(self.file_of(tensor), tensor, block, data, int(self.table(tensor)[block]))
 
     def _state_bytes(self) -> bytes:
         """All of state.h5, read and compared with its checksum once."""
@@ -407,7 +401,7 @@ class Reader:
             if record.bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
                 msg = f"{path} of {record.bytes} bytes is larger than the memory that it has to be read into"
                 raise CorruptCheckpoint(msg)
-            with os.fdopen(blocks.open_plain(path), "rb") as file, index.translated(path):
+            with os.fdopen(index.open_plain(path), "rb") as file, index.translated(path):
                 raw = file.read(record.bytes)
             if len(raw) < record.bytes or crc32c(raw) != record.crc32c:
                 msg = f"{path} is damaged: it does not match the checksum in {schema.MANIFEST_FILE}"
@@ -415,10 +409,10 @@ class Reader:
             self._raw_state = raw
         return self._raw_state
 
-    def _content(self) -> state_file.Content:
+    def _content(self) -> tag_files.StateContent:
         if self._state is None:
             path = self.path / schema.STATE_FILE
-            content = state_file.decode(path, self._state_bytes())
+            content = tag_files.decode_content(path, self._state_bytes())
             manifests.check_belongs(path, self.manifest, content.tag, content.global_step)
             self._state = content
         return self._state
@@ -432,3 +426,75 @@ def _cut_by_block(start: int, data: memoryview) -> Iterator[tuple[int, int, memo
         part = data[done : done + schema.BLOCK_BYTES - first]
         yield block, first, part
         done += len(part)
+
+
+def open_checkpoint(folder: str | Path, tag: str | None = None) -> Checkpoint:
+    """Open a committed checkpoint for reading.
+
+    Manifest, file sizes and the index of model.h5 are checked here; elements when they are read. Arguments and errors
+    as `reader.find`.
+    """
+    return Checkpoint(find(folder, tag))
+
+
+class Checkpoint(Reader):
+    """A reader that returns torch tensors."""
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def read(self, name: str, slot: str, start: int, out: torch.Tensor, verify: bool = True) -> None:
+        """Fill `out` from the flat range of the stored tensor that begins at element `start`.
+
+        Bits are copied when the dtypes are equal, otherwise values are converted as `Tensor.copy_` does.
+
+        Args:
+            name: parameter or buffer.
+            slot: "master", an optimizer slot, "weight16" or "buffer".
+            start: first element, in the row-major order of the whole tensor.
+            out: receives the elements.
+            verify: compare the blocks that the range touches with their checksums.
+
+        Shapes:
+            out: one-dimensional; contiguous CPU memory of the stored dtype is filled without a copy.
+
+        Raises:
+            CheckpointError: no such tensor, or the range leaves it.
+            CorruptCheckpoint: the bytes are not those that were saved.
+        """
+        tensor = self.stored(name, slot)
+        stop = start + out.numel()
+        if out.dim() != 1 or start < 0 or stop > tensor.numel:
+            msg = (
+                f"cannot read {name}/{slot}[{start}:{stop}] into a tensor of shape {tuple(out.shape)}: "
+                f"the stored shape is {tensor.shape} ({tensor.numel} elements) and `out` has to be flat"
+            )
+            raise CheckpointError(msg)
+        if out.numel() == 0:
+            return
+        import torch
+
+        dtype = schema.torch_dtype(tensor.dtype)
+        if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+            self.read_bytes(tensor, start * tensor.itemsize, schema.as_bytes(out), verify)
+            return
+        step = schema.BLOCK_BYTES // tensor.itemsize
+        scratch = torch.empty(min(step, out.numel()), dtype=dtype)
+        for first in range(0, out.numel(), step):
+            part = scratch[: min(step, out.numel() - first)]
+            self.read_bytes(tensor, (start + first) * tensor.itemsize, schema.as_bytes(part), verify)
+            out[first : first + part.numel()].copy_(part)
+
+    def read_whole(self, name: str, slot: str, verify: bool = True) -> torch.Tensor:
+        """A whole stored tensor in its own shape and dtype.
+
+        Raises:
+            CheckpointError: no such tensor.
+            CorruptCheckpoint: the bytes are not those that were saved.
+        """
+        import torch
+
+        tensor = self.stored(name, slot)
+        out = torch.empty(tensor.numel, dtype=schema.torch_dtype(tensor.dtype))
+        self.read(name, slot, 0, out, verify)
+        return out.reshape(tensor.shape)

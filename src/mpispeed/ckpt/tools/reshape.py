@@ -14,13 +14,13 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt import digest
 from mpispeed.ckpt.format import manifest as manifests
-from mpispeed.ckpt.format import model_file, payload, schema, tags
-from mpispeed.ckpt.format.blocks import plain_record
-from mpispeed.ckpt.format.disk import OpenFiles
+from mpispeed.ckpt.format import payload, schema, tag_files, tags
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
+from mpispeed.ckpt.format.index import plain_record
 from mpispeed.ckpt.format.logical import LogicalTensor
 from mpispeed.ckpt.format.manifest import FileRecord, Manifest
-from mpispeed.ckpt.format.model_file import Places
+from mpispeed.ckpt.format.payload import OpenFiles
+from mpispeed.ckpt.format.tag_files import Places
 from mpispeed.ckpt.read.reader import Reader, open_reader
 
 _SLACK_BYTES = 1 << 20
@@ -90,7 +90,7 @@ def _fill(reader: Reader, work: Path, files: int) -> tuple[Places, str]:
     """Lay the files out, copy elements, checksums and state; return the places and the digest of the elements."""
     stored = digest.in_order(reader.tensors())
     tensors = [LogicalTensor(tensor.name, tensor.slot, tensor.shape, tensor.dtype) for tensor in stored]
-    places = model_file.create(
+    places = tag_files.create(
         work,
         tag=reader.manifest.tag,
         global_step=reader.global_step,

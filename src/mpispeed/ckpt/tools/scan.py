@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import blocks, numbers, schema
+from mpispeed.ckpt.format import index, numbers, schema
 from mpispeed.ckpt.format.index import TensorEntry
 from mpispeed.ckpt.format.manifest import FileRecord
 from mpispeed.native.checksum import crc32c, crc32c_combine
@@ -116,7 +116,7 @@ def scan(folder: Path, segments: Mapping[str, Sequence[Segment]]) -> None:
     with contextlib.ExitStack() as stack:
         handles = {}
         for file in segments:
-            handles[file] = blocks.open_plain(folder / file)
+            handles[file] = index.open_plain(folder / file)
             stack.callback(os.close, handles[file])
         jobs = ((handles[f], s, n) for f, own in segments.items() for s in own for n in range(len(s.crcs)))
         _Crew(jobs).run(min(THREADS, os.cpu_count() or 1))
@@ -156,7 +156,7 @@ class _Crew:
         start, length = segment.block(number)
         data, problem = buffer[:length], ""
         try:
-            if blocks.read_at(handle, data, start) < length:
+            if index.read_at(handle, data, start) < length:
                 problem = "is cut off"
         except OSError as failure:
             problem = f"cannot be read: {failure.strerror}"
@@ -197,10 +197,10 @@ def index_checksum(path: Path, record: FileRecord) -> int:
     Raises:
         CheckpointError: it cannot be read.
     """
-    crc, handle = 0, blocks.open_plain(path)
+    crc, handle = 0, index.open_plain(path)
     try:
         for start, length in record.index_extents:
-            crc = blocks.checksum_of(handle, start, length, crc)
+            crc = index.checksum_of(handle, start, length, crc)
     except (OSError, EOFError) as failure:
         msg = f"{path} cannot be read: {failure}"
         raise CheckpointError(msg) from failure

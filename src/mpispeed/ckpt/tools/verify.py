@@ -14,7 +14,7 @@ import numpy as np
 
 from mpispeed.base.units import format_list
 from mpispeed.ckpt import digest
-from mpispeed.ckpt.format import blocks, hdf5, index, schema, state_file, tags
+from mpispeed.ckpt.format import hdf5, index, schema, tag_files, tags
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint
 from mpispeed.ckpt.format.index import Index, TensorEntry
@@ -303,7 +303,7 @@ def _table_problems(manifest: Manifest, tensors: Sequence[TensorEntry]) -> Itera
     starts, position = np.array([start for start, _ in extents], np.int64), 0
     for tensor in filled:
         first = tensor.table_offset
-        last = first + schema.block_count(tensor.size_bytes) * blocks.TABLE_DTYPE.itemsize
+        last = first + schema.block_count(tensor.size_bytes) * index.TABLE_DTYPE.itemsize
         at = int(np.searchsorted(starts, first, "right")) - 1
         if at < 0 or last > sum(extents[at]):
             yield f"the checksums of {tensor.name}/{tensor.slot} do not lie in the index"
@@ -369,8 +369,8 @@ def _check_state(report: Report, manifest: Manifest) -> None:
     path = report.path / schema.STATE_FILE
     try:
         raw = path.read_bytes()
-        state_file.decode_state(path, raw, lambda array, dtype: (dtype, array.shape))
-        content = state_file.decode(path, raw)
+        tag_files.decode_state(path, raw, lambda array, dtype: (dtype, array.shape))
+        content = tag_files.decode_content(path, raw)
     except CorruptCheckpoint as failure:
         report.add(schema.STATE_FILE, str(failure))
         return

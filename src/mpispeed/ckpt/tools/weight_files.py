@@ -119,12 +119,12 @@ def write_torch(path: Path, weights: Sequence[Weight], elements: Elements) -> No
     """
     import torch  # tools that write other formats do without
 
-    from mpispeed.ckpt.format import bits
+    from mpispeed.ckpt.format import schema
 
     state: dict[str, torch.Tensor] = {}
     for weight in weights:
-        flat = torch.empty(math.prod(weight.shape), dtype=bits.torch_dtype(weight.dtype))
-        raw, position = bits.as_bytes(flat), 0
+        flat = torch.empty(math.prod(weight.shape), dtype=schema.torch_dtype(weight.dtype))
+        raw, position = schema.as_bytes(flat), 0
         for part in elements(weight):
             raw[position : position + len(part)] = part
             position += len(part)

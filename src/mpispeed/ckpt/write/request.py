@@ -1,9 +1,10 @@
-"""Requests of saves, checked before anything is written."""
+"""Requests of saves, and comparisons between ranks before anything is written: descriptions, ranges, replicas."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import logical, schema, state_file, tree
-from mpispeed.ckpt.format.errors import SaveFailed, UnsupportedValue, together
+from mpispeed.ckpt.format import logical, payload, schema, tag_files, tags, tree
+from mpispeed.ckpt.format.errors import PLAIN, SaveFailed, UnsupportedValue
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo
-from mpispeed.ckpt.node_local import homes
+from mpispeed.native.checksum import crc32c
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
+
 
 WINDOW_BYTES = 256 << 20
 """Memory of a rank for sending elements to the ranks that write."""
@@ -137,14 +139,14 @@ def prepare(
 
     Collective over: comm.
     """
-    with together(comm, "preparing the checkpoint"):
+    with comm.together(SaveFailed, doing="preparing the checkpoint", plain=PLAIN):
         _check_state(state or {})
         _check_aliases(params, aliases or {})
         json.dumps(layout or {})
         logical.check_names(params, tensors)
         logical.check_pieces(tensors)
-        generators = {kind: state_file.rng_bytes(value) for kind, value in (rng or {}).items()}
-    with together(comm, "checking the state to save", UnsupportedValue):
+        generators = {kind: tag_files.rng_bytes(value) for kind, value in (rng or {}).items()}
+    with comm.together(UnsupportedValue, doing="checking the state to save", plain=PLAIN):
         state_bytes = tree.check(dict(state or {}), "state")
     engine = (state or {}).get("engine", {})
     where, name, options = comm.share((Path(folder).absolute(), str(tag), options or SaveOptions()))
@@ -178,14 +180,14 @@ def compare(comm: Comm, request: Request) -> Ranks:
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).digest()
     has_replicas = any(piece.is_replica for tensor in request.tensors for piece in tensor.pieces)
     own = logical.local_ranges(request.tensors)
-    everyone = comm.gather_objects((digest, (homes.own_node(), str(request.folder)), own, has_replicas))
+    everyone = comm.gather_objects((digest, (tags.own_node(), str(request.folder)), own, has_replicas))
     if len({digest for digest, *_ in everyone}) > 1:
         difference = logical.first_difference(mine, comm.share(mine))
         comm.agree(not difference, f"ranks describe different checkpoints: {difference}", SaveFailed)
     ranges = [held for _, _, held, _ in everyone]
-    with together(comm, "checking the pieces"):
+    with comm.together(SaveFailed, doing="checking the pieces", plain=PLAIN):
         logical.check_coverage(request.tensors, ranges)
-    leader_of = homes.leaders_of([home for _, home, _, _ in everyone])
+    leader_of = tags.leaders_of([home for _, home, _, _ in everyone])
     neighbours = tuple(rank for rank, leader in enumerate(leader_of) if leader == 0)
     return Ranks(ranges, tuple(sorted(set(leader_of))), neighbours, any(flag for *_, flag in everyone))
 
@@ -203,3 +205,80 @@ def _check_aliases(params: Sequence[ParamInfo], aliases: Mapping[str, str]) -> N
         if canonical not in names or alias in names:
             msg = f"alias {alias!r} of {canonical!r}: the canonical name must be a parameter and the alias must not"
             raise CheckpointError(msg)
+
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 5
+
+
+def check_replicas(comm: Comm, request: Request, ranks: Ranks) -> None:
+    """Compare pieces that are replicas with those that are written, bit for bit, by checksums of parts.
+
+    Replicas have to be divided into the same pieces. Those of "averaged" parameters may differ and are not compared.
+
+    Collective over: comm.
+
+    Raises:
+        SaveFailed: on every rank, if copies differ and `compare_replicas` is "fail".
+    """
+    mode = request.options.compare_replicas
+    if mode == "off" or not ranks.has_replicas:
+        return
+    averaged = {param.name for param in request.params if param.tp_kind == "averaged"}
+    copied = [(i, t) for i, t in enumerate(request.tensors) if t.name not in averaged]
+    everyone = comm.gather_objects({i for i, t in copied for piece in t.pieces if piece.is_replica})
+    wanted = set().union(*everyone)
+    rows = np.empty((0, 5), np.int64)
+    with comm.together(SaveFailed, doing="comparing copies", plain=PLAIN):
+        rows = _checksums([(i, t) for i, t in copied if i in wanted])
+    rows_by_rank = comm.gather_objects(rows)
+    problem = ""
+    with comm.together(SaveFailed, doing="comparing copies", plain=PLAIN):
+        problem = _problem(request.tensors, rows_by_rank)
+        if problem and mode == "fail":
+            raise CheckpointError(problem)
+    if problem and comm.rank == 0:
+        log.warning("%s", problem)
+
+
+def _checksums(wanted: Sequence[tuple[int, LogicalTensor]]) -> np.ndarray:
+    """Rows (tensor, first element, one past the last, is a replica, checksum) of this rank's pieces, in parts."""
+    rows = []
+    for index, tensor in wanted:
+        for piece in tensor.pieces:
+            turn = piece.pattern.numel if piece.pattern else 1
+            step = max(1, schema.BLOCK_BYTES // tensor.itemsize // turn)
+            for turns in range(0, piece.count // turn, step):
+                first, last, crc = turns * turn, min((turns + step) * turn, piece.count), 0
+                for data in payload.checked_parts(tensor, piece, first, last):
+                    crc = crc32c(data, crc)
+                start = piece.start + turns * (piece.pattern.period if piece.pattern else 1)
+                rows.append((index, start, last - first, int(piece.is_replica), crc))
+    return np.array(rows, np.int64).reshape(-1, 5)
+
+
+def _problem(tensors: Sequence[LogicalTensor], rows_by_rank: Sequence[np.ndarray]) -> str:
+    """A sentence that names differing tensors, elements and ranks, or ""."""
+    written: dict[tuple[int, int, int], tuple[int, int]] = {}
+    replicas: list[tuple[int, tuple[int, int, int], int]] = []
+    for rank, rows in enumerate(rows_by_rank):
+        for index, start, count, is_replica, crc in rows.tolist():
+            if is_replica:
+                replicas.append((rank, (index, start, count), crc))
+            else:
+                written[index, start, count] = rank, crc
+    found: list[str] = []
+    for rank, key, crc in replicas:
+        label = f"{tensors[key[0]].label}, {key[2]} elements from {key[1]} on"
+        if key not in written:
+            found.append(f"{label}: rank {rank} has a copy, but no rank writes just these")
+        elif crc != written[key][1]:
+            found.append(f"{label}: rank {written[key][0]} and rank {rank} differ")
+    if not found:
+        return ""
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return (
+        f"copies that have to be equal are not: {'; '.join(found[:_SHOWN])}{more}. They have run apart between ranks, "
+        'for example of a tensor-parallel group. compare_replicas="warn" saves what is written and warns'
+    )

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt.format import logical, payload, schema, tag_files, tags
 from mpispeed.ckpt.format import manifest as manifests
-from mpispeed.ckpt.format import payload, schema, state_file, tags
-from mpispeed.ckpt.format.blocks import plain_record
-from mpispeed.ckpt.format.errors import SaveFailed, together
+from mpispeed.ckpt.format.errors import PLAIN, SaveFailed
+from mpispeed.ckpt.format.index import plain_record
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo
 from mpispeed.ckpt.format.manifest import Manifest
-from mpispeed.ckpt.format.model_file import Places
+from mpispeed.ckpt.format.tag_files import Places
 from mpispeed.ckpt.node_local import copies
-from mpispeed.ckpt.write import probe, two_phase
-from mpispeed.ckpt.write.replicas import check_replicas
-from mpispeed.ckpt.write.request import Ranks, Request, SaveOptions, compare, prepare
+from mpispeed.ckpt.write import two_phase, work_folder
+from mpispeed.ckpt.write.request import Ranks, Request, SaveOptions, check_replicas, compare, prepare
 from mpispeed.ckpt.write.work_folder import Ticket, begin, discarded_on_failure, lay_out
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def carry_out(comm: Comm, request: Request) -> SaveReport:
     ticket = begin(comm, request, ranks)
     with discarded_on_failure(ticket):
         is_copied = len(ticket.owners) > 1
-        is_direct = not is_copied and probe.is_direct(comm, request, ranks, ticket.work)
+        is_direct = not is_copied and work_folder.is_direct(comm, request, ranks, ticket.work)
         files = request.options.files or (1 if is_direct or is_copied else len(ranks.leaders))
         places = lay_out(comm, request, ticket, files)
         if is_direct:
@@ -159,9 +158,9 @@ def _write_files(comm: Comm, request: Request, ticket: Ticket, places: Places, r
 
 def _write_direct(comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
     """Every rank writes its pieces, except of tensors in too many small pieces. Collective over: comm."""
-    fine = two_phase.finely_cut(request.tensors, ranks.ranges)
+    fine = logical.finely_cut(request.tensors, ranks.ranges)
     segments = np.empty((0, 4), np.int64)
-    with together(comm, "writing the checkpoint"):
+    with comm.together(SaveFailed, doing="writing the checkpoint", plain=PLAIN):
         segments = payload.write_pieces(ticket.work, request.tensors, places, set(fine.tolist()))
     rest = _write_lanes(comm, request, ticket, places, ranks, fine, range(comm.size))
     return np.concatenate([segments, rest])
@@ -196,12 +195,12 @@ def _finish(comm: Comm, request: Request, ticket: Ticket, places: Places, segmen
     segments_by_rank = comm.gather_objects(segments)
     rng_by_rank = comm.gather_objects(request.rng)
     size_bytes = 0
-    with together(comm, "finishing the checkpoint"):
+    with comm.together(SaveFailed, doing="finishing the checkpoint", plain=PLAIN):
         if comm.rank == 0:
             tables = payload.block_tables(request.tensors, segments_by_rank)
             payload.write_tables(ticket.model, places, tables)
             state_path = ticket.work / schema.STATE_FILE
-            state_file.write(
+            tag_files.write_state(
                 state_path,
                 tag=ticket.tag,
                 global_step=request.global_step,
@@ -251,7 +250,7 @@ def _read_back(request: Request, ticket: Ticket, places: Places) -> None:
 def _copy(comm: Comm, request: Request, ticket: Ticket, places: Places) -> None:
     """Copy the checkpoint to the other disks. Collective over: comm."""
     copies.copy(comm, ticket.work, ticket.owners, SaveFailed)
-    with together(comm, "reading the copy of the checkpoint"):
+    with comm.together(SaveFailed, doing="reading the copy of the checkpoint", plain=PLAIN):
         if ticket.is_keeper and comm.rank:
             _read_back(request, ticket, places)
 
@@ -260,10 +259,15 @@ def _publish(comm: Comm, request: Request, ticket: Ticket) -> None:
     """Publish the tag, make it the latest, and remove old ones. Collective over: comm."""
     options, folder = request.options, ticket.final.parent
     where = " on every node (where that worked, it stays)" if len(ticket.owners) > 1 else ""
-    with discarded_on_failure(ticket), together(comm, f"publishing the checkpoint{where}"):
+    with (
+        discarded_on_failure(ticket),
+        comm.together(SaveFailed, doing=f"publishing the checkpoint{where}", plain=PLAIN),
+    ):
         if ticket.is_keeper:
             tags.publish(ticket.work, ticket.final, ticket.uuid, overwrite=options.overwrite)
-    with together(comm, f"checkpoint {ticket.tag!r} is saved, but not entered as the latest"):
+    with comm.together(
+        SaveFailed, doing=f"checkpoint {ticket.tag!r} is saved, but not entered as the latest", plain=PLAIN
+    ):
         if ticket.is_keeper and options.save_latest:
             tags.write_latest(folder, ticket.tag, ticket.uuid)
         if ticket.is_keeper and options.keep_last:

@@ -16,17 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mpispeed.ckpt.format import payload, ranges, schema
-from mpispeed.ckpt.format.disk import OpenFiles
-from mpispeed.ckpt.format.errors import together
+from mpispeed.ckpt.format import logical, payload, schema
+from mpispeed.ckpt.format.errors import PLAIN, SaveFailed
 from mpispeed.ckpt.format.logical import LogicalTensor, Piece
-from mpispeed.ckpt.format.model_file import Places
+from mpispeed.ckpt.format.payload import OpenFiles
+from mpispeed.ckpt.format.tag_files import Places
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
-
-#: pieces of on average less than this are brought together before they are written
-_SHORT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +53,14 @@ class Stream:
         Shapes:
             result: int64 [runs, 3]
         """
-        which = self.rows[:, ranges.TENSOR]
+        which = self.rows[:, logical.TENSOR]
         low = np.searchsorted(which, np.searchsorted(self.begins, start, side="right") - 1)
         high = np.searchsorted(which, np.searchsorted(self.begins, stop, side="left"))
         rows = self.rows[low:high].copy()
-        rows[:, ranges.TENSOR] = self.ranks[low:high]
-        rows = ranges.meeting(rows, start, stop)
-        source, firsts, lasts = ranges.expanded(rows)
-        return np.stack([firsts.clip(start), lasts.clip(max=stop), rows[source, ranges.TENSOR]], axis=1)
+        rows[:, logical.TENSOR] = self.ranks[low:high]
+        rows = logical.ranges_meeting(rows, start, stop)
+        source, firsts, lasts = logical.expanded_runs(rows)
+        return np.stack([firsts.clip(start), lasts.clip(max=stop), rows[source, logical.TENSOR]], axis=1)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The tensors of [start, stop): (number, first byte, one past the last), counted from each one's own first."""
@@ -90,7 +87,7 @@ def streams_of(
         held: elements that each rank holds, as in `logical.local_ranges`.
         lanes: of each stream the number of the file and the tensors, in the order in which they stand in it.
     """
-    rows, ranks = ranges.joined(held)
+    rows, ranks = logical.joined_ranges(held)
     sizes = np.array([tensor.size_bytes for tensor in tensors], np.int64)
     items = np.array([tensor.itemsize for tensor in tensors], np.int64)
     found = []
@@ -98,25 +95,14 @@ def streams_of(
         begins = np.concatenate([[0], np.cumsum(sizes[order])]).astype(np.int64)
         place = np.full(len(tensors), -1, np.int64)
         place[order] = np.arange(len(order))
-        own = place[rows[:, ranges.TENSOR]] >= 0
-        which, scaled = rows[own, ranges.TENSOR], rows[own]
-        scaled[:, ranges.START : ranges.COUNT] *= items[which, None]
-        scaled[:, ranges.START : ranges.STRIDE] += begins[place[which], None]
-        scaled[:, ranges.TENSOR] = place[which]
-        sort = np.argsort(scaled[:, ranges.TENSOR], kind="stable")
+        own = place[rows[:, logical.TENSOR]] >= 0
+        which, scaled = rows[own, logical.TENSOR], rows[own]
+        scaled[:, logical.START : logical.COUNT] *= items[which, None]
+        scaled[:, logical.START : logical.STRIDE] += begins[place[which], None]
+        scaled[:, logical.TENSOR] = place[which]
+        sort = np.argsort(scaled[:, logical.TENSOR], kind="stable")
         found.append(Stream(file, order, begins, scaled[sort], ranks[own][sort]))
     return found
-
-
-def finely_cut(tensors: Sequence[LogicalTensor], held: Sequence[np.ndarray]) -> np.ndarray:
-    """Numbers of the tensors whose runs are too short to be written one by one.
-
-    Shapes:
-        result: int64 [tensors that are]
-    """
-    sizes = np.array([tensor.size_bytes for tensor in tensors], np.int64)
-    runs = ranges.run_counts(held, len(tensors))
-    return np.flatnonzero(runs > len(held) + sizes // _SHORT_BYTES)
 
 
 def deal(
@@ -177,7 +163,7 @@ def write_through(
         for start in range(0, end, length):
             packed, sent = torch.empty(0, dtype=torch.uint8), [0] * comm.size
             arrived, counts, cuts = packed, sent, dict[int, np.ndarray]()
-            with together(comm, "reading what is to be written"):
+            with comm.together(SaveFailed, doing="reading what is to be written", plain=PLAIN):
                 packed, sent = _pack(memory, comm.size, tensors, own, streams, writers, start, start + length)
                 for number, (stream, writer) in enumerate(zip(streams, writers, strict=True)):
                     if writer == comm.rank:
@@ -185,10 +171,10 @@ def write_through(
                 counts = _counts(cuts, comm.size)
                 arrived = memory.take("arrived", sum(counts))
             comm.all_to_all(arrived, packed, counts, sent)
-            with together(comm, "writing the checkpoint"):
+            with comm.together(SaveFailed, doing="writing the checkpoint", plain=PLAIN):
                 for window in _unpack(memory, arrived, counts, streams, cuts, start):
                     rows.extend(_write_window(files, tensors, places, window))
-        with together(comm, "writing the checkpoint"):
+        with comm.together(SaveFailed, doing="writing the checkpoint", plain=PLAIN):
             files.sync()
     return np.array(rows, np.int64).reshape(-1, 4)
 

@@ -1,12 +1,14 @@
-"""The work folder, in which a checkpoint is written before it is published."""
+"""The work folder, in which a checkpoint is written before it is published, and the probe of its file system."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
+import os
 import shutil
 import uuid as uuids
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +16,15 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt.format import manifest as manifests
-from mpispeed.ckpt.format import model_file, schema, tags
-from mpispeed.ckpt.format.errors import together
-from mpispeed.ckpt.format.model_file import Places
+from mpispeed.ckpt.format import schema, tag_files, tags
+from mpispeed.ckpt.format.errors import PLAIN, SaveFailed
+from mpispeed.ckpt.format.tag_files import Places
 from mpispeed.ckpt.write.request import Ranks, Request
+from mpispeed.store.mounts import mount_of
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
+
 
 #: HDF5 metadata of one tensor and its checksums, for the estimate of free space
 _METADATA_BYTES = 4096
@@ -64,7 +68,7 @@ def begin(comm: Comm, request: Request, ranks: Ranks) -> Ticket:
     """
     decided: tuple[str, str, str] | None = None
     is_local, last = request.options.node_local, 0
-    with together(comm, "starting the checkpoint"):
+    with comm.together(SaveFailed, doing="starting the checkpoint", plain=PLAIN):
         if comm.rank == 0 or (is_local and comm.rank in ranks.leaders):
             last = tags.last_serial(request.folder)
         if comm.rank == 0:
@@ -74,15 +78,15 @@ def begin(comm: Comm, request: Request, ranks: Ranks) -> Ticket:
     serial = manifests.next_serial(max(comm.gather_objects(last)))
     ticket = Ticket(tag, uuid, created, serial, request.folder / f".{tag}.tmp-{uuid}", request.folder / tag)
     with discarded_on_failure(ticket):
-        with together(comm, "starting the checkpoint"):
+        with comm.together(SaveFailed, doing="starting the checkpoint", plain=PLAIN):
             if comm.rank == 0:
                 _make(request, ticket)
-        with together(comm, "starting the checkpoint"):
+        with comm.together(SaveFailed, doing="starting the checkpoint", plain=PLAIN):
             # Nodes that share it after all find it made; of two that share another one the first to come makes it.
             if is_local and comm.rank in ranks.leaders and not ticket.work.is_dir():
                 with contextlib.suppress(FileExistsError):
                     _make(request, ticket)
-        with together(comm, "finding the folder of the checkpoint"):
+        with comm.together(SaveFailed, doing="finding the folder of the checkpoint", plain=PLAIN):
             if not ticket.work.is_dir():
                 maker, wish = (
                     "rank 0",
@@ -115,9 +119,9 @@ def lay_out(comm: Comm, request: Request, ticket: Ticket, files: int) -> Places:
         SaveFailed: on every rank.
     """
     places = Places()
-    with together(comm, "laying the checkpoint out"):
+    with comm.together(SaveFailed, doing="laying the checkpoint out", plain=PLAIN):
         if comm.rank == 0:
-            places = model_file.create(
+            places = tag_files.create(
                 ticket.work,
                 tag=ticket.tag,
                 global_step=request.global_step,
@@ -162,3 +166,74 @@ def _check_room(request: Request, ticket: Ticket, places: Places) -> None:
             room, file = format_bytes(tensor.size_bytes), ticket.work / places.files[which]
             msg = f"HDF5 could not reserve {room} for {tensor.label} in {file}"
             raise CheckpointError(msg)
+
+
+log = logging.getLogger(__name__)
+
+#: file systems whose nodes keep pages of their own: parts of one page from two nodes may be lost
+INCOHERENT_TYPES = frozenset({"9p", "afs", "cifs", "coda", "ncpfs", "nfs", "nfs4", "smb3", "vboxsf", "virtiofs"})
+#: of those in user space, the ones that are made for it; others are not trusted
+COHERENT_FUSE = frozenset({"fuse.ceph", "fuse.glusterfs"})
+
+#: each node writes so much, unaligned, so that nodes share pages
+_SHARE_BYTES = 1000
+
+
+def is_direct(comm: Comm, request: Request, ranks: Ranks, work: Path) -> bool:
+    """True if every rank may write its own pieces into the files in `work`.
+
+    Always on one node. On several, the type of the file system has to allow it, and then a trial: the first rank of
+    each node writes its part of a small file, and rank 0 reads it back.
+
+    Collective over: comm.
+
+    Raises:
+        SaveFailed: on every rank, if the folder cannot be reached from a node.
+    """
+    writing = request.options.writing
+    if writing != "auto" or len(ranks.leaders) == 1:
+        return writing != "aggregated"
+    kind = ""
+    with comm.together(SaveFailed, doing="looking at the file system", plain=PLAIN):
+        kind = mount_of(work).type if comm.rank in ranks.leaders else ""
+    incoherent = sorted(filter(_is_incoherent, set(comm.gather_objects(kind))))
+    if incoherent:
+        _say(comm, f"{request.folder} is on {', '.join(incoherent)}")
+        return False
+    is_whole = _try(comm, work / "probe", ranks.leaders)
+    if not is_whole:
+        _say(comm, f"a trial in {request.folder} lost what another node wrote")
+    return is_whole
+
+
+def _is_incoherent(kind: str) -> bool:
+    return kind in INCOHERENT_TYPES or (kind.startswith("fuse") and kind not in COHERENT_FUSE)
+
+
+def _say(comm: Comm, why: str) -> None:
+    if comm.rank == 0:
+        log.info("%s: one rank per file writes the checkpoint", why)
+
+
+def _try(comm: Comm, path: Path, leaders: Sequence[int]) -> bool:
+    """Collective over: comm."""
+    with comm.together(SaveFailed, doing="trying the file system", plain=PLAIN):
+        if comm.rank == 0:
+            path.touch()
+    with comm.together(SaveFailed, doing="trying the file system", plain=PLAIN):
+        if comm.rank in leaders:
+            node = leaders.index(comm.rank)
+            handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.pwrite(handle, bytes([node % 251 + 1]) * _SHARE_BYTES, node * _SHARE_BYTES)
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+    is_whole = True
+    with comm.together(SaveFailed, doing="trying the file system", plain=PLAIN):
+        if comm.rank == 0:
+            is_whole = path.read_bytes() == b"".join(
+                bytes([node % 251 + 1]) * _SHARE_BYTES for node in range(len(leaders))
+            )
+            path.unlink()
+    return bool(comm.share(is_whole))

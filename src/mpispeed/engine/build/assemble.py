@@ -108,8 +108,8 @@ def assemble(
     casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
     accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
     parts = Parts(
-        plan, mesh, model, sharding, bus, scaler, counters, casting, optimization, accumulation, updates, scheduler, loader,
-        sharing=sharing if sharing.shares else None, buffers=buffers,
+        plan, mesh, model, sharding, bus, scaler, counters, casting, optimization, accumulation, updates, scheduler,
+        loader, sharing=sharing if sharing.shares else None, buffers=buffers,
     )  # fmt: skip
     parts.expect_step()
     return parts

@@ -35,8 +35,14 @@ def make_loader(
     """This data rank's loader over `dataset`.
 
     Args:
+        plan: the plan of the run.
+        mesh: the ranks; each data rank gets its own samples.
+        dataset: map style or iterable.
+        collate_fn: makes a batch of a list of samples; None: torch's.
         shuffles: the default where the config does not say.
         batch_size: samples of a batch of this rank, instead of the micro-batch of the plan.
+        workers: processes that load; 0: this one.
+        pin_memory: as torch's DataLoader.
     """
     chosen, micro_batch = plan.config.dataloader_shuffle, batch_size or plan.batch.micro_batch_size
     is_planned = micro_batch == plan.batch.micro_batch_size
@@ -68,7 +74,7 @@ def make_whole_loader(
 ) -> DataLoader[Any]:
     """A loader over all of `dataset` in its order, or over the samples that `sampler` chooses for this rank."""
     if sampler is not None and isinstance(dataset, IterableDataset):
-        msg = "engine.deepspeed_io: a data_sampler chooses samples by index, which an IterableDataset has not; leave it out"
+        msg = "engine.deepspeed_io: a data_sampler chooses by index, and an IterableDataset has none; leave it out"
         raise UsageError(msg)
     return DataLoader(
         dataset,

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpispeed.base import rng
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.comm import Comm
-from mpispeed.nn import random
 from mpispeed.nn.sync_norm import synchronise_norms
 from mpispeed.nn.tensor import cuts, inject
 from mpispeed.plan.own_slices import asks_for_slices, find_cut_twice, find_own_cuts, find_unplaced, is_marked
@@ -59,9 +59,9 @@ def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = Fa
         problem = "" if has_mpu else find_unplaced(mesh, model)
         mesh.world.comm.agree(not problem, problem, ConfigError)
         return
-    tracker = random.get_rng_tracker()
-    if random.MODEL_PARALLEL not in tracker.get_states():  # the default stream stays as the script has seeded it
-        tracker.add(random.MODEL_PARALLEL, plan.config.seed + random.SLICE_OFFSET + comm.rank)
+    tracker = rng.get_rng_tracker()
+    if rng.MODEL_PARALLEL not in tracker.get_states():  # the default stream stays as the script has seeded it
+        tracker.add(rng.MODEL_PARALLEL, plan.config.seed + rng.SLICE_OFFSET + comm.rank)
     if not asks:
         looks = not cuts(model) or any(map(is_marked, model.parameters()))
         if any(mesh["pipe"].gather_objects(looks)):  # all stages, as they compare what they find
@@ -119,7 +119,9 @@ def _find_other_group(model: nn.Module, comm: Comm) -> str:
 
 def _find_sharded(model: nn.Module, comm: Comm) -> str:
     """A sentence if parameters of layers to be sliced were sharded by `zero.Init` already, else ""."""
-    sharded = [name for name, param in model.named_parameters() if sharded_param.is_sharded(param)] if comm.size > 1 else []
+    sharded = (
+        [name for name, param in model.named_parameters() if sharded_param.is_sharded(param)] if comm.size > 1 else []
+    )
     if not sharded or cuts(model):
         return ""
     return (

@@ -120,6 +120,7 @@ def shard(
     is_watched = zero.log_trace_cache_warnings and mesh.rank == 0
     return Sharding(table, params, module_hooks, OrderWatch(prefetcher.order) if is_watched else None, waits, wait)
 
+
 def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer | None:
     """The reducer for `sparse_gradients` or `zero_quantized_gradients`; None: plain sums."""
     if plan.config.sparse_gradients and plan.states.master.is_replicated:

@@ -12,13 +12,12 @@ from mpispeed.base import rng
 from mpispeed.base.events import Event
 from mpispeed.base.log import once
 from mpispeed.ckpt.format import schema
-from mpispeed.ckpt.format.errors import ReservedKey, together
+from mpispeed.ckpt.format.errors import PLAIN, ReservedKey, SaveFailed
 from mpispeed.ckpt.format.logical import ParamInfo
 from mpispeed.ckpt.format.tags import check_same_tag
-from mpispeed.ckpt.write.background import BackgroundSaver
+from mpispeed.ckpt.write.background import BackgroundSaver, has_deferred
 from mpispeed.ckpt.write.request import SaveOptions
 from mpispeed.ckpt.write.save import carry_out, prepare
-from mpispeed.ckpt.write.snapshot import has_deferred
 from mpispeed.engine.state import load
 from mpispeed.engine.state.client_state import Kept, windows_of
 from mpispeed.engine.state.global_layout import GlobalLayout, names_by_group, slice_streams, tensors_of
@@ -188,7 +187,8 @@ class Checkpoints:
             return False
         if self._saver is None:
             self._saver = BackgroundSaver(parts.mesh.channel(CHANNEL)[parts.mesh.topology.names])
-        with together(comm, "copying the state, which asynchronous saves need host memory for"):
+        doing = "copying the state, which asynchronous saves need host memory for"
+        with comm.together(SaveFailed, doing=doing, plain=PLAIN):
             request = self._saver.copy(request)
         self._saver.start(request)
         return True

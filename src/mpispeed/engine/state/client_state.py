@@ -19,7 +19,7 @@ from mpispeed.sharding.update_windows import UpdateWindows
 from mpispeed.store.layout import Span
 
 if TYPE_CHECKING:
-    from mpispeed.ckpt.read.load import Checkpoint
+    from mpispeed.ckpt.read.reader import Checkpoint
     from mpispeed.engine.build.parts import Parts
     from mpispeed.optim.rule import Scalar, Window
     from mpispeed.store.layout import Entry

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece
+from mpispeed.base.rng import get_rng_tracker
+from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece, persistent_buffers
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
-from mpispeed.nn.buffers import persistent_buffers
-from mpispeed.nn.random import get_rng_tracker
 from mpispeed.nn.tensor import cuts
 from mpispeed.nn.tensor.tensor_cut import OWN
 from mpispeed.optim.rule import KeepsState
@@ -25,7 +24,9 @@ from mpispeed.store.stored_tensor import STEP, MemoryTensor
 from mpispeed.store.transfers import own_share
 
 if TYPE_CHECKING:
-    from mpispeed.ckpt.read.load import Checkpoint
+    from collections.abc import Mapping
+
+    from mpispeed.ckpt.read.reader import Checkpoint
     from mpispeed.engine.build.parts import Parts
     from mpispeed.optim.rule import Window
     from mpispeed.store.stored_tensor import Lease, StoredTensor

@@ -14,18 +14,17 @@ import torch
 from mpispeed.base import rng
 from mpispeed.base.errors import CheckpointError, ZeRORuntimeException
 from mpispeed.base.events import Event
+from mpispeed.base.rng import get_rng_tracker, reseed_slices
 from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import objects, schema
 from mpispeed.ckpt.format.errors import NoCheckpoint
+from mpispeed.ckpt.format.logical import persistent_buffers
 from mpispeed.ckpt.node_local.fetch import find_on_nodes
-from mpispeed.ckpt.read.load import Checkpoint
-from mpispeed.ckpt.read.reader import Opened, find
+from mpispeed.ckpt.read.reader import Checkpoint, Opened, find
 from mpispeed.engine.state import onebit_state
 from mpispeed.engine.state.client_state import Restorer, windows_of
 from mpispeed.engine.state.global_layout import GlobalLayout, named, names_by_group, slice_streams
 from mpispeed.engine.state.weights import NAMES_SHOWN, load_by
-from mpispeed.nn.buffers import persistent_buffers
-from mpispeed.nn.random import get_rng_tracker, reseed_slices
 from mpispeed.optim.exchange import Exchange, Exchanges
 from mpispeed.optim.rule import KeepsNumbers, KeepsState
 from mpispeed.pipe.module import PipelineModule

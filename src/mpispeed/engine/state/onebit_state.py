@@ -23,7 +23,7 @@ from mpispeed.store.transfers import own_share
 
 if TYPE_CHECKING:
     from mpispeed.ckpt.format.logical import Piece
-    from mpispeed.ckpt.read.load import Checkpoint
+    from mpispeed.ckpt.read.reader import Checkpoint
     from mpispeed.engine.build.parts import Parts
     from mpispeed.engine.state.global_layout import GlobalLayout
     from mpispeed.sharding.onebit_exchange import OneBitExchange

@@ -15,7 +15,7 @@ import torch
 
 from mpispeed.base.errors import CheckpointError, UsageError
 from mpispeed.base.units import format_list
-from mpispeed.ckpt.format import bits
+from mpispeed.ckpt.format import schema
 from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
@@ -254,7 +254,7 @@ def _call(function: Callable[..., Any], state: Mapping[str, Any], module: nn.Mod
 
 def _trace_of(param: torch.Tensor) -> tuple[int, int, bytes]:
     """A fingerprint that changes with any write: in place, through `.data`, or by other data."""
-    values = bits.as_bytes(param.detach().contiguous().reshape(-1).cpu())
+    values = schema.as_bytes(param.detach().contiguous().reshape(-1).cpu())
     return param._version, param.data_ptr(), hashlib.blake2b(values, digest_size=16).digest()
 
 

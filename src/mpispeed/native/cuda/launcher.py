@@ -41,18 +41,19 @@ class Launcher(Protocol):
         """Multiprocessors of the device, for the size of grids."""
 
 
-_stand_in: Launcher | None = None
+stand_in: Launcher | None = None
+"""The launcher of tensors on the host inside `standing_in`."""
 
 
 @contextmanager
 def standing_in(launcher: Launcher) -> Iterator[None]:
     """Give every tensor `launcher`, on the host too: how tests run kernels that were compiled for the host."""
-    global _stand_in
-    before, _stand_in = _stand_in, launcher
+    global stand_in
+    before, stand_in = stand_in, launcher
     try:
         yield
     finally:
-        _stand_in = before
+        stand_in = before
 
 
 def for_tensor(x: Tensor) -> Launcher | None:
@@ -60,8 +61,8 @@ def for_tensor(x: Tensor) -> Launcher | None:
 
     The reason why they are not is logged once for each device.
     """
-    if _stand_in is not None and x.device.type == "cpu":
-        return _stand_in
+    if stand_in is not None and x.device.type == "cpu":
+        return stand_in
     if x.device.type != "cuda":
         return None
     launcher, reason = _on_device(x.device.index if x.device.index is not None else torch.cuda.current_device())

@@ -1,22 +1,27 @@
-"""Layout of the files that hold tensors, made by one rank before any element is written.
+"""Files of a tag that one rank makes: the layout of those that hold tensors, and state.h5.
 
-With one file, model.h5 has the elements itself. With more, whole parameters are distributed over data files, and
-model.h5, which is still the file to open, has external links to them.
+The layout is there before any element is written. With one file, model.h5 has the elements itself. With more, whole
+parameters are distributed over data files, and model.h5, which is still the file to open, has external links to them.
+state.h5 has counters, schedules, generators, client state and config; it is small.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 from h5py import h5g
 
 from mpispeed.base.version import VERSION
-from mpispeed.ckpt.format import hdf5, schema
+from mpispeed.ckpt.format import hdf5, schema, tree
+from mpispeed.ckpt.format.index import read_root, translated, whole
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo
 
 
@@ -209,3 +214,132 @@ def _param_attributes(build: hdf5.Builder, group: h5g.GroupID, param: ParamInfo)
         values["scalars"] = json.dumps(dict(sorted(param.scalars.items())))
     for name, value in values.items():
         build.attribute(group, name, value)
+
+
+#: what a generator state may be passed as
+RngBytes = Any
+
+
+def rng_bytes(value: RngBytes) -> bytes:
+    """The state of one generator as bytes, from bytes, a uint8 array or a uint8 tensor."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    array = np.asarray(value)
+    if array.dtype != np.uint8:
+        msg = f"generator states are bytes or uint8 arrays, found {array.dtype}"
+        raise TypeError(msg)
+    return array.tobytes()
+
+
+def write_state(
+    path: Path,
+    *,
+    tag: str,
+    global_step: int,
+    state: Mapping[str, Any],
+    config_json: str,
+    rng_by_rank: Sequence[Mapping[str, bytes]],
+    layout: Mapping[str, Any],
+) -> None:
+    """Write the whole of state.h5.
+
+    Args:
+        path: the new file.
+        tag: the tag it belongs to.
+        global_step: the step it belongs to.
+        state: a typed tree; every top-level name becomes a group or attribute of `/state`.
+        config_json: the configuration text as used.
+        rng_by_rank: for every rank, generator kind -> bytes of its state.
+        layout: sizes of the axes; says to which coordinates the ranks of the generators belong.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    with hdf5.Builder(path) as build:
+        write_root(build, schema.FORMAT, tag)
+        build.attribute(build.root, "global_step", global_step)
+        tree.write(build, build.root, schema.CONFIG, {"json": config_json})
+        tree.write(build, build.root, schema.STATE, dict(state))
+        generators = build.group(h5g.open(build.root, schema.STATE.encode()), schema.RNG)
+        for kind in sorted({kind for own in rng_by_rank for kind in own}):
+            rows = [own.get(kind, b"") for own in rng_by_rank]
+            table = np.zeros((len(rows), max(map(len, rows))), np.uint8)
+            for row, raw in zip(table, rows, strict=True):
+                row[: len(raw)] = np.frombuffer(raw, np.uint8)
+            made = build.array(generators, schema.escape(kind), table)
+            build.attribute(made, "lengths", tuple(map(len, rows)))
+            build.attribute(made, "axis", ",".join(layout.get("axes", {})))
+
+
+@dataclass(frozen=True, slots=True)
+class StateContent:
+    """Content of a state.h5 beside the state tree.
+
+    Attributes:
+        tag: the tag it belongs to.
+        global_step: the step it belongs to.
+        config: the configuration text.
+        generators: kind -> states of all ranks that saved and their lengths.
+
+    Shapes:
+        generators: uint8 [ranks, longest], int64 [ranks]
+    """
+
+    tag: str
+    global_step: int
+    config: str
+    generators: dict[str, tuple[np.ndarray, np.ndarray]]
+
+    def rng(self, kind: str, rank: int) -> bytes:
+        """State of one generator of one rank; empty for a rank that had none."""
+        table, lengths = self.generators[kind]
+        return bytes(table[rank, : lengths[rank]].tobytes())
+
+
+def decode_state(path: Path, raw: bytes, make_tensor: tree.TensorMaker | None = None) -> dict[str, Any]:
+    """The state tree in the bytes `raw` of a state.h5; `path` is for messages, `make_tensor` as in `tree.read`.
+
+    Raises:
+        CorruptCheckpoint: the bytes are no state.h5.
+    """
+    with translated(path), hdf5.open_reading(io.BytesIO(raw)) as file:
+        state: dict[str, Any] = tree.read(file.id, schema.STATE, make_tensor)
+        if type(state) is not dict:
+            msg = f"its state is no dict: {state!r:.80}"
+            raise ValueError(msg)
+        return state
+
+
+def decode_content(path: Path, raw: bytes) -> StateContent:
+    """The content beside the state tree in the bytes `raw` of a state.h5; `path` is for messages.
+
+    Raises:
+        CorruptCheckpoint: the bytes are no state.h5.
+    """
+    with translated(path), hdf5.open_reading(io.BytesIO(raw)) as file:
+        attributes = read_root(file, schema.FORMAT, path)
+        config = str(tree.read(file.id, schema.CONFIG)["json"])
+        generators = {schema.unescape(kind): _table(stored) for kind, stored in _generators(file)}
+        return StateContent(attributes.text("tag"), whole(attributes, "global_step"), config, generators)
+
+
+def _table(stored: h5py.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    table, lengths = stored[()], np.asarray(hdf5.attributes(stored.id)["lengths"])
+    is_table = table.ndim == 2 and table.dtype == np.uint8
+    is_table = is_table and lengths.dtype.kind == "i" and lengths.shape == table.shape[:1]
+    if not is_table or (lengths.size and not 0 <= lengths.min() <= lengths.max() <= table.shape[1]):
+        msg = f"{stored.name} is no table of generator states: {table.dtype} {table.shape}, lengths {lengths.shape}"
+        raise ValueError(msg)
+    return table, lengths
+
+
+def _generators(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
+    group = hdf5.child_group(hdf5.child_group(file.id, schema.STATE), schema.RNG)
+    left_bytes = file.id.get_filesize()
+    for kind in hdf5.names(group):
+        stored = h5py.Dataset(hdf5.child_dataset(group, kind))
+        left_bytes -= stored.nbytes
+        if left_bytes < 0:
+            msg = f"{stored.name} and what was read before take more bytes than the file has"
+            raise ValueError(msg)
+        yield kind, stored
