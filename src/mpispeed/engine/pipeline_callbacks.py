@@ -172,18 +172,23 @@ class StageDuties:
         bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
         return outputs
 
-    def leave_out(self) -> None:
-        """Stand in for a forward pass: where parameters are gathered for those of other ranks, take part in that."""
-        with self._parts.sharding.running(self._model):
-            pass
+    def leave_out(self, *, is_loss: bool = False) -> None:
+        """Stand in for a forward pass, or a loss: where other ranks may gather parameters for theirs, take part."""
+        if not is_loss or self._has_loss:
+            with self._parts.sharding.running(self._model):
+                pass
+
+    @property
+    def _has_loss(self) -> bool:
+        return self._computes_loss and self._model.loss_fn is not None
 
     def loss(self, outputs: Any, labels: Any) -> Any:
         """The loss of a micro-batch, or the last layer's output if there is no loss function or no loss is wanted."""
         if not self._is_training:
             self.last_outputs = outputs
-        if self._computes_loss and self._model.loss_fn is not None:
+        if self._has_loss:
             with self._parts.sharding.running(self._model):
-                outputs = self._model.loss_fn(outputs, labels)
+                outputs = self._model.loss_fn(outputs, labels)  # type: ignore[misc]
         if self._is_training:
             require_scalar(outputs, "a pipeline", "give PipelineModule a loss_fn")
             self._losses.append(outputs.detach())
