@@ -79,7 +79,7 @@ class Layer(nn.Module):
 def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean square."""
     FAULT.look("loss")
-    return ((outputs - labels) ** 2).mean()
+    return ((outputs.float() - labels) ** 2).mean()
 
 
 def engine(world: Any, layout: Layout, schedule: str, stage: int, *, is_per_micro: bool = False, **more: Any) -> Any:

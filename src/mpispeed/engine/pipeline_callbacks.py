@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,7 +56,7 @@ class StageDuties:
     """
 
     def __init__(self, parts: Parts, model: PipelineModule, finish: Callable[[float], None]) -> None:
-        """Args: `finish` runs the update; it gets the mean loss."""
+        """Args: `finish` runs the update; it gets the mean loss. Collective over: the pipe axis."""
         self._parts, self._model, self._finish = parts, model, finish
         self.data: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
@@ -71,6 +70,7 @@ class StageDuties:
         self._losses: list[torch.Tensor] = []
         self._extras: dict[str, float] = {}
         self._held = ExitStack()
+        self._met = _met(parts, model)
 
     # -- before and after a batch ------------------------------------------------------------------------------------
 
@@ -234,16 +234,6 @@ class StageDuties:
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _met(self) -> list[Comm]:
-        """The groups over which layers of this stage communicate in their passes."""
-        mesh, params = self._parts.mesh, self._parts.params
-        is_gathering = params.rests_cut and not self._parts.plan.gathers_once
-        is_joined = self._parts.plan.config.zero_optimization.divergent_modules == "union"  # ranks may differ then
-        is_synced = any(isinstance(module, SyncedNorm) for module in self._model.modules())
-        axes = ["model"] + ["data"] * ((is_gathering and not is_joined) or is_synced)
-        return [mesh[axis] for axis in axes if mesh[axis].size > 1]
-
     def can_go_on(self) -> bool:
         """True if all ranks that meet in the layers of this stage have failed in the same pass."""
         works = [comm.start(lambda _: None, "call", label="a pass that failed") for comm in self._met]
@@ -357,6 +347,16 @@ class StageDuties:
         total = total.contiguous()
         self._parts.mesh["data"].all_reduce(total, "avg")
         return total
+
+
+def _met(parts: Parts, model: PipelineModule) -> list[Comm]:
+    """The groups over which layers of any stage communicate in their passes. Collective over: the pipe axis."""
+    mesh, plan = parts.mesh, parts.plan
+    is_joined = plan.config.zero_optimization.divergent_modules == "union"  # passes of ranks may differ then
+    is_gathering = parts.params.rests_cut and not plan.gathers_once and not is_joined
+    is_synced = any(isinstance(module, SyncedNorm) for module in model.modules())
+    axes = ["model"] + ["data"] * (is_gathering or any(mesh["pipe"].gather_objects(is_synced)))
+    return [mesh[axis] for axis in axes if mesh[axis].size > 1]
 
 
 def run_batch(

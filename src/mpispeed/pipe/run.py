@@ -200,8 +200,8 @@ class Executor:
         try:
             inputs, labels = self.duties.load()
         except Exception as failure:
-            self._keep(failure)
             inputs, labels = self.duties.stand_in()
+            self._keep(failure, is_in_layers=inputs is MISSING and self.place.is_first(chunk))
         if self.place.is_first(chunk):
             _require_free(slot, "LoadMicroBatch")
             slot.inputs, slot.is_loaded = inputs, True

@@ -137,8 +137,8 @@ def test_where_ranks_may_diverge_gathers_of_micro_batches_are_no_obstacle(world)
 
 @pytest.mark.ranks(2)
 def test_the_loss_scale_and_required_gradients_do_not_see_a_failed_batch(world):
-    zero = zero_section(1, ignore_unused_parameters=False)
-    made = engine(world, Layout(2, 1, 1), "1f1b", 1, zero_optimization=zero, fp16={"enabled": True})
+    zero, fp16 = zero_section(1, ignore_unused_parameters=False), {"enabled": True, "auto_cast": True}
+    made = engine(world, Layout(2, 1, 1), "1f1b", 1, zero_optimization=zero, fp16=fp16)
     losses = []
     for step, place in enumerate(("forward", "backward", "loss")):
         scale = made.optimizer.loss_scale
@@ -147,7 +147,7 @@ def test_the_loss_scale_and_required_gradients_do_not_see_a_failed_batch(world):
         assert made.optimizer.loss_scale == scale
         losses.append(train(made, step))
     made.destroy()
-    made = engine(world, Layout(2, 1, 1), "1f1b", 1, zero_optimization=zero, fp16={"enabled": True})
+    made = engine(world, Layout(2, 1, 1), "1f1b", 1, zero_optimization=zero, fp16=fp16)
     assert [train(made, step) for step in range(3)] == losses
     made.destroy()
 
