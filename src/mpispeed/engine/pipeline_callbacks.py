@@ -76,17 +76,15 @@ class StageDuties:
 
     def begin_training(self, feed: Iterator[Any] | None, micro_batches: int) -> None:
         """Prepare for one global batch."""
-        self._feed, self._micro_batches, self._taken = feed, micro_batches, 0
+        self._feed, self._micro_batches, self._taken, self._spare = feed, micro_batches, 0, None
         self._first.clear()
-        self._spare = None
         self._is_training = self._computes_loss = True
         self._losses, self._extras = [], {}
 
     def begin_evaluation(self, feed: Iterator[Any], *, computes_loss: bool) -> None:
         """Prepare for one global batch without gradients."""
-        self._feed, self._taken = feed, 0
+        self._feed, self._taken, self._spare = feed, 0, None
         self._first.clear()
-        self._spare = None
         self._is_training, self._computes_loss = False, computes_loss
         self.last_outputs = None
 
@@ -259,8 +257,6 @@ class StageDuties:
             self.mean_loss, self.extra_losses = results
             for chunk, offset in zip(chunks, offsets, strict=True):
                 chunk.micro_offset = offset
-            self._first.clear()
-            self._losses, self._extras = [], {}
             if self._is_training and self._parts.optimization is not None:
                 model.zero_grad()
                 grads = self._parts.optimization.grads
