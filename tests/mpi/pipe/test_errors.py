@@ -66,7 +66,6 @@ CASES = [
     ((2, 1, 1), "interleaved", 1, False),
     ((2, 1, 1), "zb-h1", 2, True),
     ((3, 1, 1), "zb-h1", 0, False),
-    ((3, 1, 1), "interleaved", 0, False),
     ((4, 1, 1), "1f1b", 1, False),
     ((2, 1, 2), "zb-h1", 0, False),
     ((2, 1, 2), "1f1b", 2, True),
@@ -77,19 +76,16 @@ CASES = [
 
 
 def places_of(layout, world):
-    """(place, micro-batch, failing ranks): each place once on the first and once on the last stage that has it."""
+    """Pairs of (place, micro-batch, failing ranks): each place on the first and on the last stage that has it."""
     ranks, width = world.size, world.size // layout.pipe
     first, last = list(range(width)), list(range(ranks - width, ranks))
     # Layers that communicate fail on all their ranks, or the others would wait inside of them.
     some = (lambda ranks: ranks) if layout.model > 1 else (lambda ranks: ranks[-1:])
-    yield "forward", 0, some(first)
-    yield "forward", MICRO_BATCHES - 1, some(last)
-    yield "backward", MICRO_BATCHES - 1, some(first)
-    yield "backward", 0, some(last)
-    yield "loss", 1, last[:1]
-    yield "data", 0, first[:1]
-    yield "data", 2, first[-1:]
-    yield "data", MICRO_BATCHES - 1, last[:1]
+    end = MICRO_BATCHES - 1
+    yield ("forward", 0, some(first)), ("forward", end, some(last))
+    yield ("backward", end, some(first)), ("backward", 0, some(last))
+    yield ("data", 2, first[-1:]), ("data", end, last[:1])
+    yield ("loss", 1, last[:1]), ("data", 0, first[:1])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +98,8 @@ def places_of(layout, world):
 def test_after_a_caught_error_training_goes_on_with_the_same_bits(sizes, schedule, stage, is_per_micro, world):
     layout = Layout(*sizes)
     made = engine(world, layout, schedule, stage, is_per_micro=is_per_micro)
-    places = list(places_of(layout, world))
+    half = CASES.index((sizes, schedule, stage, is_per_micro)) % 2  # each place in every other case: batches take time
+    places = [pair[half] for pair in places_of(layout, world)]
     losses = [train(made, 0)]
     for step, (place, at, failing) in enumerate(places, start=1):
         fail(made, place, at, failing, lambda: train(made, 99))
@@ -166,7 +163,7 @@ def test_an_evaluation_fails_on_all_ranks_too(sizes, reduce_output, world):
 
     made.train()
     before = evaluate()
-    for place, at, failing in places_of(layout, world):
+    for place, at, failing in [one for pair in places_of(layout, world) for one in pair]:
         if place != "backward":
             fail(made, place, at, failing, evaluate)
             assert made.training
