@@ -9,9 +9,12 @@ class MpispeedError(Exception):
     `is_collective` is True when every rank raises the same error from equal data, so that the
     process may leave quietly (one message, exit code 2). When it is False the other ranks know
     nothing of the failure and the job has to be aborted.
+
+    `is_echo` is True where another rank raises the failure itself; if nobody catches either, that one is shown.
     """
 
     is_collective = False
+    is_echo = False
 
 
 class ConfigError(MpispeedError, ValueError, AssertionError):
@@ -69,6 +72,10 @@ class CommError(MpispeedError, RuntimeError):
     """A communication verb was called with buffers, counts or peers that do not fit."""
 
 
+class MessageError(CommError):
+    """A layer returned something that cannot be sent to the next stage. Nothing was sent of it."""
+
+
 class AgreementError(CommError):
     """Raised on every rank of a group because at least one of them reported a failure."""
 
@@ -98,7 +105,7 @@ class NativeMissing(MpispeedError, ImportError):
 
 
 class PipelineError(UsageError):
-    """A call that is not possible for a pipeline, which runs whole batches."""
+    """A call that is not possible for a pipeline, which runs whole batches; or a batch that failed on another rank."""
 
 
 class ElasticityError(ConfigError):

@@ -37,6 +37,9 @@ class Counters:
     skipped_steps: int = 0
     boundary_micro_steps: int = 0  # micro_steps when the last global batch ended
     pending_backwards: int = 0  # backward passes since then, whose gradients no update has used yet
+    has_failed: bool = (
+        False  # a pass of this batch failed on this rank, or one that it depends on: no update may follow
+    )
     updates_before_state: int = 0  # updates made before the optimizer state was last reset
 
     @property

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import ConfigError, DataEnded, PipelineError, ScheduleError, UnimplementedUse, UsageError
+from mpispeed.base.errors import ConfigError, PipelineError, ScheduleError, UnimplementedUse, UsageError
 from mpispeed.base.split_grads import split
 from mpispeed.data.loader import RepeatingLoader
 from mpispeed.engine.build.recomputing import configure_recomputation
 from mpispeed.engine.engine import Engine
 from mpispeed.engine.observe.reports import describe_pipeline
-from mpispeed.engine.pipeline_callbacks import FeedEnded, StageDuties
+from mpispeed.engine.pipeline_callbacks import StageDuties, run_batch
 from mpispeed.nn import activation_checkpointing
 from mpispeed.nn.cut_marks import is_cut, mark_cut
 from mpispeed.pipe import instructions as do
@@ -150,6 +150,8 @@ class PipelineEngine(Engine):
             UsageError: (a RuntimeError) gradients are switched off.
             DataEnded: (a StopIteration) on every rank, if the iterator of one is at its end; on that rank only, if it
                 ends within the batch.
+            PipelineError: (a RuntimeError) the batch failed on another rank, which raises the failure itself. Nothing
+                was updated, and the next batch may follow.
             RunEnded: (a SystemExit) on all ranks: the run was saved because its job ends or it was asked to stop.
         """
         if not torch.is_grad_enabled():
@@ -201,6 +203,7 @@ class PipelineEngine(Engine):
         Raises:
             UsageError: another value of `reduce_output` (also a NotImplementedError).
             DataEnded: (a StopIteration) as for `train_batch`.
+            PipelineError: (a RuntimeError) as for `train_batch`.
         """
         if reduce_output not in ("avg", None):
             msg = f'engine.eval_batch(reduce_output={reduce_output!r}): "avg" and None are known'
@@ -300,21 +303,8 @@ class PipelineEngine(Engine):
         return schedule
 
     def _run(self, schedule: PipeSchedule, *, is_training: bool) -> None:
-        """Run one global batch.
-
-        Collective over: all ranks.
-
-        Raises:
-            DataEnded: as for `train_batch`.
-        """
-        loads = any(isinstance(one, do.LoadMicroBatch) for step in schedule.steps() for one in step)
-        problem = self._duties.look_ahead() if loads else ""
-        self.mesh.world.comm.agree(not problem, problem, DataEnded)
-        try:
-            with self._duties.gathered(is_held=self.plan.gathers_once):
-                self._executor.run(schedule, is_training=is_training)
-        except FeedEnded as failure:
-            raise DataEnded(str(failure)) from None
+        """Run one global batch. Collective over: all ranks."""
+        run_batch(self._executor, self._duties, schedule, self.mesh.world.comm, is_training=is_training)
 
     def _feed(self, data_iter: Iterator[Any] | None) -> Iterator[Any] | None:
         if data_iter is not None:

@@ -5,24 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from mpispeed.base.device import HOST
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import AgreementError, DataEnded, PipelineError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.base.tensor_tree import move
-from mpispeed.engine.backward import backward_scaled, require_scalar, scale_loss
+from mpispeed.engine.backward import backward_scaled, end_scale, require_scalar, scale_loss
+from mpispeed.engine.step import BatchFailed
+from mpispeed.nn.sync_norm import SyncedNorm
+from mpispeed.pipe import instructions as do
+from mpispeed.pipe.exchange import MISSING
 from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
     from mpispeed.base.split_grads import Backlog
     from mpispeed.engine.build.parts import Parts
+    from mpispeed.mesh.comm import Comm
+    from mpispeed.pipe.run import Executor
+    from mpispeed.pipe.schedule import PipeSchedule
+
+ALIKE_SECONDS = 5.0
+"""How long a rank whose layers have failed waits for those that its layers communicate with, to hear the same."""
+
+SHOWN_CHARACTERS = 2000
 
 
 class FeedEnded(UsageError):
     """A stage has no batch to load. A StopIteration would not get through the generators between here and the user."""
+
+    def __init__(self, text: str, taken: int) -> None:
+        """Args: `taken` is the number of micro-batches that came before."""
+        super().__init__(text)
+        self.taken = taken
 
 
 class StageDuties:
@@ -38,7 +55,7 @@ class StageDuties:
     """
 
     def __init__(self, parts: Parts, model: PipelineModule, finish: Callable[[float], None]) -> None:
-        """Args: `finish` runs the update; it gets the mean loss."""
+        """Args: `finish` runs the update; it gets the mean loss. Collective over: the pipe axis."""
         self._parts, self._model, self._finish = parts, model, finish
         self.data: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
@@ -46,36 +63,43 @@ class StageDuties:
         self.is_at_boundary = False
         self._feed: Iterator[Any] | None = None
         self._first: list[Any] = []  # a batch that was taken by `look_ahead`
+        self._spare: tuple[Any, Any] | None = None  # the last pair that was loaded, where layers meet other ranks
         self._is_training = self._computes_loss = True
         self._micro_batches, self._taken = 1, 0
         self._losses: list[torch.Tensor] = []
         self._extras: dict[str, float] = {}
         self._held = ExitStack()
+        self._met = _met(parts, model)
 
     # -- before and after a batch ------------------------------------------------------------------------------------
 
     def begin_training(self, feed: Iterator[Any] | None, micro_batches: int) -> None:
         """Prepare for one global batch."""
-        self._feed, self._micro_batches, self._taken = feed, micro_batches, 0
+        self._feed, self._micro_batches, self._taken, self._spare = feed, micro_batches, 0, None
         self._first.clear()
         self._is_training = self._computes_loss = True
         self._losses, self._extras = [], {}
 
     def begin_evaluation(self, feed: Iterator[Any], *, computes_loss: bool) -> None:
         """Prepare for one global batch without gradients."""
-        self._feed, self._taken = feed, 0
+        self._feed, self._taken, self._spare = feed, 0, None
         self._first.clear()
         self._is_training, self._computes_loss = False, computes_loss
         self.last_outputs = None
 
+    @property
+    def has_failed(self) -> bool:
+        """This batch has failed on this rank, or on one that it depends on."""
+        return self._parts.counters.has_failed
+
     @contextmanager
-    def gathered(self, *, is_held: bool) -> Iterator[None]:
-        """Context of a batch in which sharded parameters stay gathered, if `is_held`.
+    def gathered(self) -> Iterator[None]:
+        """Context of a batch in which sharded parameters stay gathered, if the plan says so.
 
         Collective over: the axes over which parameters are sharded.
         """
         with ExitStack() as self._held:
-            if is_held:
+            if self._parts.plan.gathers_once:
                 self._held.enter_context(self._parts.params.whole(self._parts.table.all_units))
             yield
 
@@ -97,17 +121,24 @@ class StageDuties:
         inputs, labels = batch
         if self._parts.plan.device.type != "cpu":
             inputs, labels = move((inputs, labels), self._parts.plan.device)
-        return self._parts.casting.inputs((inputs,))[0], labels
+        inputs = self._parts.casting.inputs((inputs,))[0]
+        if self._met:
+            self._spare = inputs, labels
+        return inputs, labels
 
-    def look_ahead(self) -> str:
-        """Take the first batch of a global batch, for `load`; "" or, where there is none, what to tell the user."""
+    def stand_in(self) -> tuple[Any, Any]:
+        """The last pair again, if layers meet other ranks, which have pairs of their own and would wait."""
+        return self._spare or (MISSING, MISSING)
+
+    def look_ahead(self) -> Exception | None:
+        """Take the first batch of a global batch, for `load`; returns the failure if there is none."""
         if self._feed is None:
-            return ""
+            return None
         try:
             self._first.append(self._next())
-        except FeedEnded as failure:
-            return str(failure)
-        return ""
+        except Exception as failure:
+            return failure
+        return None
 
     def _next(self) -> Any:
         if self._first:
@@ -119,7 +150,7 @@ class StageDuties:
                 f"the data iterator ended after {self._taken} micro-batches of a global batch; wrap the loader in "
                 "mpispeed.data.RepeatingLoader, or give as many micro-batches as gradient_accumulation_steps"
             )
-            raise FeedEnded(msg) from None
+            raise FeedEnded(msg, self._taken) from None
 
     def forward(self, chunk: int, inputs: Any) -> Any:
         """Run the layers of a chunk."""
@@ -136,13 +167,23 @@ class StageDuties:
         bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
         return outputs
 
+    def leave_out(self, *, is_loss: bool = False) -> None:
+        """Stand in for a forward pass, or a loss: where other ranks may gather parameters for theirs, take part."""
+        if not is_loss or self._has_loss:
+            with self._parts.sharding.running(self._model):
+                pass
+
+    @property
+    def _has_loss(self) -> bool:
+        return self._computes_loss and self._model.loss_fn is not None
+
     def loss(self, outputs: Any, labels: Any) -> Any:
         """The loss of a micro-batch, or the last layer's output if there is no loss function or no loss is wanted."""
         if not self._is_training:
             self.last_outputs = outputs
-        if self._computes_loss and self._model.loss_fn is not None:
+        if self._has_loss:
             with self._parts.sharding.running(self._model):
-                outputs = self._model.loss_fn(outputs, labels)
+                outputs = self._model.loss_fn(outputs, labels)  # type: ignore[misc]
         if self._is_training:
             require_scalar(outputs, "a pipeline", "give PipelineModule a loss_fn")
             self._losses.append(outputs.detach())
@@ -154,27 +195,72 @@ class StageDuties:
         """Run backward through a chunk."""
         parts, start = self._parts, time.perf_counter()
         self._begin_backward(reduces=is_last)
-        with parts.sharding.unwinding():
+        with self._ending_alike(), parts.sharding.unwinding():
             if grads is not None:
                 if tensors:
                     torch.autograd.backward(tensors, list(grads))
             else:
                 backward_scaled(scale_loss(tensors[0], self._micro_batches), parts.scaler.scale)
-        parts.end_backward()
         parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
 
     def deliver(self, backlog: Backlog) -> None:
         """Compute the weight gradients that a backward pass deferred."""
         start = time.perf_counter()
         self._begin_backward(reduces=False)
-        if self._parts.optimization is not None:
-            backlog.work_off(self._parts.optimization.hooks.deliver)
-        self._parts.end_backward()
+        with self._ending_alike():
+            if self._parts.optimization is not None:
+                backlog.work_off(self._parts.optimization.hooks.deliver)
         self._parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
 
     def _begin_backward(self, *, reduces: bool) -> None:
         if self._parts.optimization is not None:
             self._parts.optimization.grads.begin_backward(reduces=reduces)
+
+    @contextmanager
+    def _ending_alike(self) -> Iterator[None]:
+        """Context of a backward pass: sums over ranks that are due in it are started even if it fails."""
+        try:
+            yield
+        except Exception:
+            end_scale()
+            self._parts.end_backward()
+            raise
+        self._parts.end_backward()
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def can_go_on(self) -> bool:
+        """True if all ranks that meet in the layers of this stage have failed in the same pass."""
+        works = [comm.start(lambda _: None, "call", label="a pass that failed") for comm in self._met]
+        return all(work.settle(ALIKE_SECONDS) and work.error is None for work in works)
+
+    def give_up(self) -> None:
+        """Note that there must be no update; the ranks learn of it in the step."""
+        self._parts.counters.has_failed = True
+        if self._parts.optimization is not None:
+            self._parts.optimization.grads.is_given_up = True
+
+    def remember(self) -> Callable[[], None]:
+        """A function that undoes a batch that failed before its update: its gradients and all that counted it."""
+        counters, model = self._parts.counters, self._model
+        counters.has_failed = False
+        chunks = [model.chunk(index) for index in range(model.num_chunks)]
+        counts, offsets = (counters.micro_steps, counters.pending_backwards), [each.micro_offset for each in chunks]
+        results = self.mean_loss, self.extra_losses
+
+        def undo() -> None:
+            counters.micro_steps, counters.pending_backwards = counts
+            counters.has_failed = False
+            self.mean_loss, self.extra_losses = results
+            for chunk, offset in zip(chunks, offsets, strict=True):
+                chunk.micro_offset = offset
+            if self._is_training and self._parts.optimization is not None:
+                model.zero_grad()
+                grads = self._parts.optimization.grads
+                grads.rescale(1.0, is_overflow=True)  # errors of compression that belong to dropped values
+                grads.clear()
+
+        return undo
 
     # -- the end of a batch ------------------------------------------------------------------------------------------
 
@@ -254,3 +340,99 @@ class StageDuties:
         total = total.contiguous()
         self._parts.mesh["data"].all_reduce(total, "avg")
         return total
+
+
+def _met(parts: Parts, model: PipelineModule) -> list[Comm]:
+    """The groups over which layers of any stage communicate in their passes. Collective over: the pipe axis."""
+    mesh, plan = parts.mesh, parts.plan
+    is_joined = plan.config.zero_optimization.divergent_modules == "union"  # passes of ranks may differ then
+    is_gathering = parts.params.rests_cut and not plan.gathers_once and not is_joined
+    is_synced = any(isinstance(module, SyncedNorm) for module in model.modules())
+    axes = ["model"] + ["data"] * (is_gathering or any(mesh["pipe"].gather_objects(is_synced)))
+    return [mesh[axis] for axis in axes if mesh[axis].size > 1]
+
+
+def run_batch(
+    executor: Executor, duties: StageDuties, schedule: PipeSchedule, comm: Comm, *, is_training: bool
+) -> None:
+    """Run one global batch; if it fails on any rank, it ends on all of them as if it had never begun.
+
+    Collective over: all ranks; `comm` is their group.
+
+    Raises:
+        DataEnded: on all ranks, if there was not one micro-batch for one; on that rank only, if its data end later.
+        PipelineError: on ranks without a failure of their own, if another one failed; the others raise their own.
+    """
+    failure = None
+    try:
+        if is_training:  # an evaluation agrees at its end instead
+            loads = any(isinstance(one, do.LoadMicroBatch) for step in schedule.steps() for one in step)
+            failure = duties.look_ahead() if loads else None
+            if not _agrees(comm, failure is None):
+                _tell(comm, executor.place.stage, failure)
+        undo = duties.remember()
+        if not _completes(executor, duties, schedule, comm, is_training=is_training):
+            failure, executor.failure = executor.failure, None
+            undo()
+            _tell(comm, executor.place.stage, failure)
+    finally:
+        failure = None  # its traceback holds this frame
+
+
+def _completes(
+    executor: Executor, duties: StageDuties, schedule: PipeSchedule, comm: Comm, *, is_training: bool
+) -> bool:
+    """Run the schedule; False on all ranks if it failed on one. Collective over: all ranks."""
+    try:
+        with duties.gathered():
+            executor.run(schedule, is_training=is_training)
+    except BatchFailed:
+        executor.exchange.settle()
+        return False
+    except Exception as error:
+        first, executor.failure = executor.failure, None
+        if first is None or first is error:
+            raise
+    else:
+        return is_training or _agrees(comm, not duties.has_failed)
+    # What was kept explains what came of it. Other ranks may be stuck: nothing that communicates is undone.
+    raise _as_shown(first)
+
+
+def _agrees(comm: Comm, is_good: bool) -> bool:
+    """True if all ranks are well. Collective over: the group."""
+    try:
+        comm.agree(is_good)
+    except AgreementError:
+        return False
+    return True
+
+
+def _as_shown(failure: Exception) -> Exception:
+    return DataEnded(str(failure)) if isinstance(failure, FeedEnded) else failure
+
+
+def _tell(comm: Comm, stage: int, failure: Exception | None) -> NoReturn:
+    """Raise what has ended a batch. Collective over: the group of all ranks."""
+    own = None
+    if failure is not None:
+        text = str(failure) if isinstance(failure, FeedEnded) else f"{type(failure).__name__}: {failure}"
+        own = stage, text[:SHOWN_CHARACTERS], isinstance(failure, FeedEnded) and failure.taken == 0
+    failed = [(rank, *report) for rank, report in enumerate(comm.gather_objects(own)) if report is not None]
+    rank, stage, text, _ = failed[0]
+    if all(is_empty for _, _, _, is_empty in failed):
+        ended = DataEnded(text if comm.size == 1 else f"rank {rank} of {comm.size}: {text}")
+        ended.is_collective = True
+        raise ended
+    try:
+        if failure is not None:
+            raise _as_shown(failure)
+    finally:
+        failure = None  # its traceback holds this frame
+    more = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+    echo = PipelineError(
+        f"this batch failed on stage {stage}, rank {rank}: {text}{more}; its gradients are dropped and nothing was "
+        f"updated: the next batch can follow, if rank {rank} catches its error too"
+    )
+    echo.is_echo = True
+    raise echo

@@ -53,6 +53,10 @@ class StepContext:
     skip: bool = False
 
 
+class BatchFailed(Exception):
+    """A rank could not compute its gradients of this batch. Raised on all of them, before anything is changed."""
+
+
 class StepPart(Protocol):
     """One part of the step."""
 
@@ -109,6 +113,8 @@ class MeasureNorm:
 
     For gradients that stay local it is the root mean square of the data ranks' norms. The norm of their mean, which no
     rank has, is never larger: clipping by the former clips no less, and all ranks clip alike.
+
+    A rank whose batch has failed tells the others in the same message.
     """
 
     def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing | None, counters: Counters) -> None:
@@ -120,11 +126,14 @@ class MeasureNorm:
 
         Raises:
             UsageError: on every rank, if none has run a backward pass since the last update.
+            BatchFailed: on every rank, if the batch of one has failed.
         """
-        passes = float(self._counters.pending_backwards)
+        passes = math.nan if self._counters.has_failed else float(self._counters.pending_backwards)
         total, everyone = global_square_sum(
             self._mesh, self._grads, threads=ctx.threads, counts=self._counts, note=passes
         )
+        if any(map(math.isnan, everyone)):
+            raise BatchFailed
         self._look_for_passes(everyone)
         if self._grads.is_local:
             total /= self._mesh["data"].size

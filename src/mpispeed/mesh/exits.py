@@ -123,6 +123,8 @@ class Exits:
             return
         if isinstance(sys.stderr, io.StringIO) and sys.excepthook != self.on_error and sys.__stderr__ is not None:
             sys.stderr = sys.__stderr__  # a hook of torch collects what this one writes, and would lose it
+        if getattr(error, "is_echo", False):
+            time.sleep(SHOWN_SECONDS + WATCHER_SECONDS)  # the rank with the failure itself shows that and ends the job
         code = 2 if isinstance(error, MpispeedError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         is_collective = getattr(error, "is_collective", False)
         trace = own_trace(trace)

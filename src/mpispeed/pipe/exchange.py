@@ -1,8 +1,9 @@
 """Exchange of activations and gradients between stages: any tree of tensors, preceded by its shapes.
 
 Every tree is preceded by the length of a description, 0 if it has not changed. So shapes may change at any time, and a
-tree of equal shapes costs one message of 8 bytes more than its tensors. Sends are posted and overlap with computation;
-receives wait.
+tree of equal shapes costs one message of 8 bytes more than its tensors. Where a stage has failed there is no tree:
+then that message has the length -1 and nothing follows it, in neither direction. Sends are posted and overlap with
+computation; receives wait.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mpispeed.base.device import HOST
-from mpispeed.base.errors import CommError
+from mpispeed.base.errors import MessageError
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Work
@@ -29,6 +30,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 IsOwn = Callable[[torch.Tensor], bool]
 _PLAIN = (bool, int, float, str, type(None))
+MISSING: Any = object()
+"""Stands for a tree that a failure has prevented. It has no leaves that take gradients."""
+_NO_TREE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def describe(tree: Any, is_own: IsOwn) -> str:
     """Shape of a tree as text: equal for trees whose tensors fit the same buffers.
 
     Raises:
-        CommError: something in it is neither a tensor nor a plain value.
+        MessageError: something in it is neither a tensor nor a plain value.
     """
     leaves, spec = pytree.tree_flatten(tree)
     rows: list[Any] = []
@@ -68,7 +72,7 @@ def describe(tree: Any, is_own: IsOwn) -> str:
         if isinstance(leaf, torch.Tensor):
             if leaf.dtype not in _NAMES or leaf.layout != torch.strided:
                 msg = f"a {leaf.layout} tensor of {leaf.dtype} cannot be sent to the next stage; make it dense"
-                raise CommError(msg)
+                raise MessageError(msg)
             rows.append([_NAMES[leaf.dtype], list(leaf.shape), leaf.requires_grad, is_own(leaf)])
         elif isinstance(leaf, _PLAIN):
             rows.append([leaf])
@@ -77,12 +81,12 @@ def describe(tree: Any, is_own: IsOwn) -> str:
                 f"a {type(leaf).__name__} cannot be sent to the next stage; layers between stages pass tensors, "
                 "numbers, text and None, in tuples, lists and dicts"
             )
-            raise CommError(msg)
+            raise MessageError(msg)
     try:
         return json.dumps([pytree.treespec_dumps(spec), rows])
     except (RuntimeError, ValueError) as error:  # torch knows no text for some forms
         msg = f"what a layer returned cannot be sent to the next stage: {error}; return tuples, lists or dicts"
-        raise CommError(msg) from error
+        raise MessageError(msg) from error
 
 
 def parse(text: str) -> tuple[Any, list[Any]]:
@@ -177,12 +181,16 @@ class Exchange:
     # -- activations -------------------------------------------------------------------------------------------------
 
     def send_tree(self, tree: Any, dst: int, link: int) -> None:
-        """Post a tree of tensors to stage `dst`; it must not be written to before `settle`.
+        """Post a tree of tensors to stage `dst`, or `MISSING`; it must not be written to before `settle`.
 
         Raises:
-            CommError: it holds something that cannot be sent.
+            MessageError: it holds something that cannot be sent; nothing was posted.
         """
-        tag, (leaves, spec) = 2 * link, pytree.tree_flatten(tree)
+        tag = 2 * link
+        if tree is MISSING:
+            self._post(torch.tensor([_NO_TREE], dtype=torch.int64), dst, tag)
+            return
+        leaves, spec = pytree.tree_flatten(tree)
         outline = _outline(leaves, spec, self._is_own)
         is_new = self._sent.get(link) != outline
         header = describe(tree, self._is_own).encode() if is_new else b""
@@ -195,13 +203,15 @@ class Exchange:
                 self._post_one(leaf, dst, tag, None if self._is_own(leaf) else self._slices)
 
     def recv_tree(self, src: int, link: int) -> Any:
-        """The next tree from stage `src`; its tensors take gradients where the sender's do.
+        """The next tree from stage `src`, or `MISSING`; its tensors take gradients where the sender's do.
 
         Collective over: the slicing group, if activations are sliced.
         """
         tag = 2 * link
         length = torch.empty(1, dtype=torch.int64)
         self._comm.recv(length, src, tag)
+        if length.item() == _NO_TREE:
+            return MISSING
         if length.item():
             text = torch.empty(int(length.item()), dtype=torch.uint8)
             self._comm.recv(text, src, tag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mpispeed.base.errors import ScheduleError
+from mpispeed.base.errors import CommError, MessageError, ScheduleError
 from mpispeed.base.split_grads import Backlog, put_off
 from mpispeed.pipe import instructions as do
-from mpispeed.pipe.exchange import tensors_with_grad
+from mpispeed.pipe.exchange import MISSING, tensors_with_grad
 
 if TYPE_CHECKING:
     from mpispeed.pipe.exchange import Exchange
     from mpispeed.pipe.instructions import PipeInstruction
     from mpispeed.pipe.schedule import PipeSchedule
+
+log = logging.getLogger(__name__)
 
 
 class Duties(Protocol):
@@ -26,8 +29,14 @@ class Duties(Protocol):
     def load(self) -> tuple[Any, Any]:
         """The next micro-batch: the input of the first layer, and the labels for the loss."""
 
+    def stand_in(self) -> tuple[Any, Any]:
+        """What to go on with after `load` has failed: another pair, or `MISSING` twice."""
+
     def forward(self, chunk: int, inputs: Any) -> Any:
         """Run the layers of a chunk of this stage."""
+
+    def leave_out(self, *, is_loss: bool = False) -> None:
+        """Take the place of a forward pass, or of a loss, that has no input."""
 
     def loss(self, outputs: Any, labels: Any) -> Any:
         """The value kept of a micro-batch at the end of the pipe; a scalar tensor when training."""
@@ -35,7 +44,8 @@ class Duties(Protocol):
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, *, is_last: bool) -> None:
         """Go back from `tensors`; without `grads` they are a loss.
 
-        `is_last`: all gradients of the batch are there then. Never so in a batch that puts weight gradients off.
+        Without `tensors` nothing is computed. `is_last`: all gradients of the batch are there then. Never so in a batch
+        that puts weight gradients off.
         """
 
     def deliver(self, backlog: Backlog) -> None:
@@ -49,6 +59,12 @@ class Duties(Protocol):
 
     def step(self) -> None:
         """Update the parameters."""
+
+    def can_go_on(self) -> bool:
+        """True if no rank waits in a layer for this one, whose layers have just failed."""
+
+    def give_up(self) -> None:
+        """Note that this batch has failed: there must be no update."""
 
 
 @dataclass(slots=True)
@@ -88,12 +104,16 @@ class Place:
 class Executor:
     """Runs schedules on one stage.
 
+    A failure of the owner's callbacks does not end a batch at once, because other stages wait for messages: it is kept,
+    the passes that depend on it are left out, and all others run, with every message and every sum over ranks.
+
     Attributes:
         place: of this rank.
         exchange: messages to the neighbours; of no use with one stage.
         duties: of the owner.
         losses: results of `Duties.loss` for each micro-batch of the last run, in order; on the last stage.
         peak_live: most micro-batches whose activations were held at once in the last run.
+        failure: the first that was kept in the last run.
     """
 
     place: Place
@@ -101,6 +121,7 @@ class Executor:
     duties: Duties
     losses: list[Any] = field(default_factory=list)
     peak_live: int = 0
+    failure: Exception | None = None
     _slots: list[_Slot] = field(default_factory=list)
     _owed: list[deque[Backlog]] = field(default_factory=list)
     _is_training: bool = False
@@ -113,12 +134,14 @@ class Executor:
 
         Raises:
             ScheduleError: the schedule uses a buffer that it does not have, or that is not free or not filled.
+            Exception: a failure of the owner with which this rank cannot go on.
         """
         steps = [list(step) for step in schedule.steps()]
         self._slots = [_Slot() for _ in range(schedule.num_pipe_buffers())]
         self._owed = [deque() for _ in range(self.place.chunks)]
         self._is_training, self.peak_live = is_training, 0
         self.losses.clear()
+        self.failure = None
         each = [type(one) for step in steps for one in step]
         # None: the last gradients come behind the backward passes, with the weights that these put off.
         self._backwards_left = None if do.BackwardInput in each else each.count(do.BackwardPass)
@@ -140,7 +163,7 @@ class Executor:
             elif isinstance(one, do.ReduceTiedGrads):
                 self.duties.reduce_tied()
             elif isinstance(one, do.ReduceGrads):
-                self.duties.reduce()
+                self._reduce()
             elif isinstance(one, do.OptimizerStep):
                 self.duties.step()
             else:
@@ -155,10 +178,30 @@ class Executor:
             raise ScheduleError(msg)
         return self._slots[one.buffer_id]
 
+    def _keep(self, failure: Exception, *, is_in_layers: bool = False) -> None:
+        """Note a failure; raises it, or the first, if the other ranks cannot be served any more."""
+        first = failure if self.failure is None else self.failure
+        is_of_messages = isinstance(failure, CommError) and not isinstance(failure, MessageError)
+        if is_of_messages or (is_in_layers and not self.duties.can_go_on()):
+            raise first
+        if self.failure is None:
+            self.failure = failure
+            log.warning(
+                "stage %d: %s: %s; the batch is given up, on all ranks when each has come to its end",
+                self.place.stage,
+                type(failure).__name__,
+                failure,
+            )
+        self.duties.give_up()
+
     # -- instructions ------------------------------------------------------------------------------------------------
 
     def _load(self, chunk: int, slot: _Slot) -> None:
-        inputs, labels = self.duties.load()
+        try:
+            inputs, labels = self.duties.load()
+        except Exception as failure:
+            inputs, labels = self.duties.stand_in()
+            self._keep(failure, is_in_layers=inputs is MISSING and self.place.is_first(chunk))
         if self.place.is_first(chunk):
             _require_free(slot, "LoadMicroBatch")
             slot.inputs, slot.is_loaded = inputs, True
@@ -170,26 +213,53 @@ class Executor:
         number = self.place.number(chunk)
         slot.inputs = self.exchange.recv_tree((number - 1) % self.place.stages, number - 1)
         slot.is_loaded = True
+        if slot.inputs is MISSING:
+            self.duties.give_up()
 
     def _forward(self, chunk: int, slot: _Slot) -> None:
         if not slot.is_loaded:
             msg = f"a forward pass of chunk {chunk} has no input: its buffer was neither loaded nor received"
             raise ScheduleError(msg)
-        outputs = self.duties.forward(chunk, slot.inputs)
-        if self.place.is_last(chunk):
-            outputs = self.duties.loss(outputs, slot.labels)
-            self.losses.append(_detached(outputs))
-            slot.labels = None
-        slot.outputs = outputs
+        slot.outputs = self._outputs(chunk, slot)
+        slot.labels = None
         if self._is_training:
             slot.is_live = True
             self.peak_live = max(self.peak_live, sum(other.is_live for other in self._slots))
         else:
             slot.inputs, slot.is_loaded = None, False
 
+    def _outputs(self, chunk: int, slot: _Slot) -> Any:
+        """What the layers, and at the end of the pipe the loss, make of the inputs; `MISSING` after a failure."""
+        outputs = MISSING
+        if slot.inputs is MISSING:
+            self.duties.leave_out()
+        else:
+            try:
+                outputs = self.duties.forward(chunk, slot.inputs)
+            except Exception as failure:
+                self._keep(failure, is_in_layers=True)
+        if not self.place.is_last(chunk):
+            return outputs
+        if outputs is MISSING or slot.labels is MISSING:
+            self.duties.leave_out(is_loss=True)
+            return _nothing_of(outputs)
+        try:
+            loss = self.duties.loss(outputs, slot.labels)
+        except Exception as failure:
+            self._keep(failure)
+            return _nothing_of(outputs)
+        self.losses.append(_detached(loss))
+        return loss
+
     def _send_activation(self, chunk: int, slot: _Slot) -> None:
         number = self.place.number(chunk)
-        self.exchange.send_tree(slot.outputs, (number + 1) % self.place.stages, number)
+        after = (number + 1) % self.place.stages
+        try:
+            self.exchange.send_tree(slot.outputs, after, number)
+        except MessageError as failure:
+            self._keep(failure)
+            slot.outputs = MISSING
+            self.exchange.send_tree(MISSING, after, number)
         if not self._is_training:
             slot.outputs = None
 
@@ -204,13 +274,18 @@ class Executor:
         if self._backwards_left is not None:
             self._backwards_left -= 1
         is_last = self._backwards_left == 0
-        if self.place.is_last(chunk):
-            self.duties.backward([slot.outputs], None, is_last=is_last)
-        elif slot.grads is None:
+        if slot.grads is None and not self.place.is_last(chunk):
             msg = f"a backward pass of chunk {chunk} has no gradient: none was received into its buffer"
             raise ScheduleError(msg)
-        else:
-            self.duties.backward(tensors_with_grad(slot.outputs), slot.grads, is_last=is_last)
+        try:
+            if slot.outputs is MISSING:
+                self.duties.backward([], [], is_last=is_last)
+            elif self.place.is_last(chunk):
+                self.duties.backward([slot.outputs], None, is_last=is_last)
+            else:
+                self.duties.backward(tensors_with_grad(slot.outputs), slot.grads, is_last=is_last)
+        except Exception as failure:
+            self._keep(failure, is_in_layers=True)
         slot.outputs = slot.grads = None
         slot.is_live = False
         if self.place.is_first(chunk):
@@ -227,7 +302,16 @@ class Executor:
         if not self._owed[chunk]:
             msg = f"weight gradients of chunk {chunk} are asked for before the gradients of its inputs"
             raise ScheduleError(msg)
-        self.duties.deliver(self._owed[chunk].popleft())
+        try:
+            self.duties.deliver(self._owed[chunk].popleft())
+        except Exception as failure:
+            self._keep(failure)
+
+    def _reduce(self) -> None:
+        try:
+            self.duties.reduce()
+        except Exception as failure:
+            self._keep(failure)
 
     def _send_grad(self, chunk: int, slot: _Slot) -> None:
         number = self.place.number(chunk)
@@ -275,6 +359,15 @@ def _require_free(slot: _Slot, verb: str) -> None:
     if slot.is_live or slot.is_loaded:
         msg = f"{verb} into a buffer that still holds another micro-batch; the schedule needs more buffers"
         raise ScheduleError(msg)
+
+
+def _nothing_of(outputs: Any) -> Any:
+    """A loss that is zero and reaches all of `outputs`: their backward passes may meet other ranks.
+
+    `MISSING` where no gradient is wanted.
+    """
+    taking = [tensor for tensor in tensors_with_grad(outputs) if tensor.is_floating_point()]
+    return sum(((tensor.float() * 0).sum() for tensor in taking), torch.zeros(())) if taking else MISSING
 
 
 def _detached(value: Any) -> Any:

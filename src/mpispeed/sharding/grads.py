@@ -130,6 +130,7 @@ class GradStore(GradBuffers):
         self.has_gradients = False  # a backward pass has ended since the last clear
         self._is_due = True
         self.reduces_now = True
+        self.is_given_up = False  # gradients may be missing: they are going to be dropped
 
     def dtype(self, unit: Unit) -> torch.dtype:
         """The dtype in which gradients of the unit are accumulated."""
@@ -329,7 +330,7 @@ class GradStore(GradBuffers):
         self._backlog.clear()
         self.drain()
         if self._requires_all:
-            _require_all(self.table, self._states, self.mesh["data"])
+            _require_all(self.table, () if self.is_given_up else self._states, self.mesh["data"])
 
     def _sum_rest(self) -> None:
         self._is_due = True
@@ -343,7 +344,7 @@ class GradStore(GradBuffers):
     def clear(self) -> None:
         """Forget all gradients; the next one of each parameter overwrites."""
         self._backlog.clear()
-        self.has_gradients = False
+        self.has_gradients = self.is_given_up = False
         self._reducer.forget()
         self.forget_squares()
         for index, state in enumerate(self._states):
@@ -413,7 +414,7 @@ def _missing_sentence(table: Table, states: Sequence[_UnitState]) -> str:
     """Names of parameters without a gradient since the last clear, as a sentence; empty if there are none."""
     names = [
         entry.name
-        for unit, state in zip(table.units, states, strict=True)
+        for unit, state in zip(table.units, states, strict=False)  # no states: nothing is asked for
         for entry in unit.layout.entries
         if entry.name not in state.seen
     ]
