@@ -14,7 +14,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.config.accept import accept
 from mpispeed.config.elastic_batch import check_schedule, find_run_warnings
 from mpispeed.config.load import LoadedConfig, read_source
-from mpispeed.engine import preemption
+from mpispeed.engine import features, preemption
 from mpispeed.engine.build.assemble import assemble
 from mpispeed.engine.build.slicing import fit_layers
 from mpispeed.engine.distributed import DEFAULT_PORT, init_distributed
@@ -108,13 +108,20 @@ def initialize(
     loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
-    fit_layers(plan, mesh, model, has_mpu=mpu is not None)
+    _transform(plan, mesh, model, mpu)
     given = optimizer, model_parameters, training_data, lr_scheduler
     parts = assemble(plan, mesh, model, *given, collate_fn=collate_fn)
     watch(parts, loaded.warnings)
+    parts.attach_features()
     engine = PipelineEngine(parts, model) if isinstance(model, PipelineModule) else Engine(parts)
     _attach(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _transform(plan: Plan, mesh: Mesh, model: nn.Module, mpu: Any) -> None:
+    """Change the model as the plan and features ask, before its parameters are sharded. Collective over: all ranks."""
+    fit_layers(plan, mesh, model, has_mpu=mpu is not None)
+    features.transform(model, plan, mesh)
 
 
 def _attach(engine: Engine) -> None:
@@ -164,6 +171,7 @@ def _resolve(
 
     Collective over: all ranks.
     """
+    features.require_same(world.comm)
     content, where = source
     forget_own_cuts(model)
     node = ranks_per_node(world)

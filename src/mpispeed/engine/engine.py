@@ -107,6 +107,8 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
         self._settle_direct()
         micro_step, global_step = self.counters.micro_steps, self.counters.global_steps
         self.bus.announce(Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training)
+        if self.parts.features.changes_batches:
+            inputs, kwargs = self.parts.features.batch((inputs, kwargs), is_training=self.training)
         if self.plan.device.type != "cpu":
             inputs, kwargs = move((inputs, kwargs), self.plan.device)
         if self.plan.casts_inputs:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.engine.buffers import Buffers
+from mpispeed.engine.features import Attached
+from mpispeed.engine.hooks import Context
 from mpispeed.monitor.by_hand import Monitors, Throughput
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
@@ -87,11 +89,29 @@ class Parts:
     is_compiled: bool = False  # by `engine.compile`
     monitors: Monitors = field(default_factory=Monitors)
     throughput: Throughput = field(default_factory=Throughput)
+    features: Attached = field(default_factory=Attached)
     buffers: Buffers = field(init=False)
 
     def __post_init__(self) -> None:
         self.throughput.attach(self.bus)
         self.buffers = Buffers(self.module, self.mesh["data"])
+
+    def attach_features(self) -> None:
+        """Attach what is in the table of features; called once, when everything else is there.
+
+        Collective over: all ranks.
+
+        Raises:
+            ConfigError: on every rank, if a feature fails on one; the model and the optimizer are given back.
+        """
+        context = Context(
+            None, self.plan, self.mesh, self.module, self.params, self.counters, self.bus, self.monitors
+        )
+        try:
+            self.step_parts = self.features.attach(context, self.step_parts)
+        except BaseException:
+            self.dismantle()
+            raise
 
     @property
     def table(self) -> Table:

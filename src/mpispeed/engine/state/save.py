@@ -139,6 +139,9 @@ def _state(parts: Parts, whole: GlobalLayout, kept: Kept, client_state: dict[str
         },
         "client": client_state,
     }
+    states = parts.features.state()
+    if states:
+        state["features"] = states
     optimization = parts.optimization
     if optimization is not None:
         members = whole.names_by_group(names_by_group(parts))

@@ -1,0 +1,123 @@
+"""The points of a run at which a feature may act, and what it is given there."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpispeed.engine import step
+from mpispeed.sharding.update_windows import edit_masters
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from mpispeed.base.events import Bus
+    from mpispeed.engine.backward import Counters
+    from mpispeed.engine.step import StepPart
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.monitor.by_hand import Monitors
+    from mpispeed.plan.plan import Plan
+    from mpispeed.sharding.params import ParamStore
+
+
+class Place(enum.Enum):
+    """Places of a step at which a part of a feature can run; parts of one place run in the order of registration."""
+
+    START = "start"
+    """Before gradients are summed over ranks."""
+    SUMMED = "summed"
+    """Gradients are summed, their norm is not known yet."""
+    CLIPPED = "clipped"
+    """`ctx.norm`, `ctx.skip` and `ctx.multiplier` are known; no weight has changed yet."""
+    UPDATED = "updated"
+    """Masters are updated; parameters still have their old values."""
+    PUBLISHED = "published"
+    """Parameters have their new values; gradients are still there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Functions of one feature in one run; those left out cost nothing.
+
+    Attributes:
+        step_parts: parts of a step with their places; each is called with the step's context, on every rank.
+        batch: called as `batch(inputs, is_training)` with all inputs of a forward pass (a pair of positional and
+            keyword arguments; for a pipeline the batch that a stage loaded); returns them, changed or not.
+        state: returns state for checkpoints, as plain values; that of rank 0 is written.
+        load: takes it back; not called for checkpoints that have none.
+        before_save: called before a checkpoint begins. Collective over: all ranks.
+        after_save: called when a save is over, whether it succeeded or not. Collective over: all ranks.
+    """
+
+    step_parts: Sequence[tuple[Place, StepPart]] = ()
+    batch: Callable[[Any, bool], Any] | None = None
+    state: Callable[[], Mapping[str, Any]] | None = None
+    load: Callable[[Mapping[str, Any]], None] | None = None
+    before_save: Callable[[], None] | None = None
+    after_save: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The run that a feature is attached to.
+
+    Attributes:
+        settings: the feature's section of the config; None if it has none.
+        plan: the plan of the run, with all settings as `plan.config`.
+        mesh: the ranks as named axes.
+        module: the model.
+        params: the store of parameters and masters.
+        counters: steps, samples and skipped steps.
+        bus: events of the run; listeners watch and change nothing.
+        monitors: the monitors of the config.
+    """
+
+    settings: Any
+    plan: Plan
+    mesh: Mesh
+    module: nn.Module
+    params: ParamStore
+    counters: Counters
+    bus: Bus
+    monitors: Monitors
+
+    def write(self, series: str, value: float) -> None:
+        """Write a point of a series to all monitors of the config, over samples. Local; rank 0 writes."""
+        self.monitors.write_events([(series, value, self.counters.global_samples)])
+
+    def edit_masters(self, edit: Callable[[str, torch.Tensor], None]) -> None:
+        """Change weights in place: call `edit(name, values)` for this rank's ranges of all trained parameters.
+
+        For parts at `Place.UPDATED`. `values` is flat, in the dtype of masters, and part of one parameter; where
+        masters are replicated each rank has to make the same change.
+
+        Collective over: all ranks if states are in swap files; else local.
+
+        Raises:
+            StoreError: on every rank, if a swap file of one cannot be read or written.
+        """
+        edit_masters(self.params, edit)
+
+
+_BEFORE: Mapping[Place, tuple[type, ...]] = {
+    Place.START: (),
+    Place.SUMMED: (step.MeasureNorm,),
+    Place.CLIPPED: (step.ExchangeBefore, step.Update),
+    Place.UPDATED: (step.Publish,),
+    Place.PUBLISHED: (step.ClearGrads,),
+}
+"""Built-in parts of a step: a place is before the first of these; START before all."""
+
+
+def insert(parts: Sequence[StepPart], added: Iterable[tuple[Place, StepPart]]) -> list[StepPart]:
+    """The parts of a step with those of features at their places."""
+    together = list(parts)
+    for place in Place:
+        kinds = _BEFORE[place]
+        here = [part for wanted, part in added if wanted is place]
+        at = next((index for index, part in enumerate(together) if isinstance(part, kinds)), 0) if kinds else 0
+        together[at:at] = here
+    return together
