@@ -19,12 +19,12 @@ from pydantic import ValidationError
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.plain import printable, read_plain
-from mpispeed.config import legacy
+from mpispeed.config import added, legacy
 from mpispeed.config.checks import find_conflicts, find_warnings
 from mpispeed.config.ineffective import drop_unused
 from mpispeed.config.problems import Location, Problem, find_too_deep, from_validation, path_of, refuse
-from mpispeed.config.root import TEXT_KEYS, Config
-from mpispeed.config.section import has_secrets, knows, section_at, walk
+from mpispeed.config.root import Config
+from mpispeed.config.section import Section, has_secrets, is_text, knows, section_at, walk
 from mpispeed.config.text import decode
 
 INLINE = "configuration"
@@ -155,7 +155,7 @@ def judge(raw: Mapping[str, Any], known: Sequence[Problem] = ()) -> Verdict:
     too_deep = find_too_deep(raw)
     if too_deep:
         return Verdict(None, [*known, *too_deep], legacy.Translation({}))
-    done = legacy.translate(raw, TEXT_KEYS, partial(knows, Config))
+    done = legacy.translate(raw, text_keys(added.root()), partial(knows, added.root()))
     config, problems = _build(done)
     if config is not None:
         config, unused = drop_unused(config, done.as_spelled)
@@ -185,9 +185,9 @@ def _build(done: legacy.Translation) -> tuple[Config | None, list[Problem]]:
     names = cache(_names_at)
     for _ in range(3):
         try:
-            return Config.model_validate(done.data), problems
+            return added.root().model_validate(done.data), problems
         except ValidationError as error:
-            found = from_validation(error, names, _homes(), _is_hidden)
+            found = from_validation(error, names, _homes(added.root()), _is_hidden)
         spelled = [Problem(done.as_spelled(p.path), p.what, p.cure) for _, p in found]
         problems += [problem for problem in spelled if problem.path not in told]
         told |= _covered(spelled)
@@ -204,7 +204,7 @@ def _covered(problems: Iterable[Problem]) -> set[str]:
 def _names_at(location: Location) -> list[str]:
     """Known keys, old spellings included, of the section at a location."""
     keys = [key for key in location if isinstance(key, str)]
-    section = section_at(Config, keys)
+    section = section_at(added.root(), keys)
     names = list(section.model_fields) if section else []
     here = path_of(keys)
     return names + [a.old.rpartition(".")[2] for a in legacy.ALIASES if a.old.rpartition(".")[0] == here]
@@ -213,15 +213,21 @@ def _names_at(location: Location) -> list[str]:
 def _is_hidden(location: Location) -> bool:
     """True if a value stands in a section with secrets, or in the place of one."""
     keys = [key for key in location if isinstance(key, str)]
-    sections = (section_at(Config, keys[:count]) for count in range(1, len(keys) + 1))
+    sections = (section_at(added.root(), keys[:count]) for count in range(1, len(keys) + 1))
     return any(section is not None and has_secrets(section) for section in sections)
 
 
 @cache
-def _homes() -> dict[str, list[str]]:
+def text_keys(root: type[Section]) -> frozenset[str]:
+    """Keys whose values are texts, so that "007" stays a text; other texts that look like numbers become numbers."""
+    return frozenset(field.name for field in walk(root) if is_text(field.annotation))
+
+
+@cache
+def _homes(root: type[Section]) -> dict[str, list[str]]:
     """Key -> all paths where it is legal."""
     homes: dict[str, list[str]] = {}
-    for entry in walk(Config):
+    for entry in walk(root):
         homes.setdefault(entry.name, []).append(entry.path)
     for alias in legacy.ALIASES:
         homes.setdefault(alias.old.rpartition(".")[2], []).append(alias.old)

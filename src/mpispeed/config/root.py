@@ -17,7 +17,7 @@ from mpispeed.config.offload import Aio
 from mpispeed.config.optimizer import Optimizer, Scheduler
 from mpispeed.config.pipeline import ActivationCheckpointing, Pipeline, TensorParallel
 from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
-from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, is_text, subsection, walk
+from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, subsection
 from mpispeed.config.walltime import Walltime
 from mpispeed.config.zero import ZeroOptimization
 
@@ -113,7 +113,3 @@ class Config(Section):
     def resolved_dict(self) -> dict[str, Any]:
         """All settings with their defaults, as plain values; a new dict at each call."""
         return self.model_dump(mode="python")
-
-
-# Keys whose values are texts, so that "007" stays a text; all other texts that look like numbers become numbers.
-TEXT_KEYS = frozenset(field.name for field in walk(Config) if is_text(field.annotation))

@@ -14,7 +14,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.config.accept import accept
 from mpispeed.config.elastic_batch import check_schedule, find_run_warnings
 from mpispeed.config.load import LoadedConfig, read_source
-from mpispeed.drill.inject import from_environment
+from mpispeed.engine import features
 from mpispeed.engine.build.assemble import assemble
 from mpispeed.engine.build.slicing import fit_layers
 from mpispeed.engine.distributed import DEFAULT_PORT, init_distributed
@@ -108,7 +108,7 @@ def initialize(
     loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
-    fit_layers(plan, mesh, model, has_mpu=mpu is not None)
+    _transform(plan, mesh, model, mpu)
     given = optimizer, model_parameters, training_data, lr_scheduler
     parts = assemble(plan, mesh, model, *given, collate_fn=collate_fn)
     watch(parts, loaded.warnings)
@@ -116,10 +116,15 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+def _transform(plan: Plan, mesh: Mesh, model: nn.Module, mpu: Any) -> None:
+    """Change the model as the plan and features ask, before its parameters are sharded. Collective over: all ranks."""
+    fit_layers(plan, mesh, model, has_mpu=mpu is not None)
+    features.transform(model, plan, mesh)
+
+
 def _make_engine(parts: Parts, model: nn.Module) -> Engine:
     """An engine that is found later, watched, and resumed if its run is to end in time. Collective over: all ranks."""
-    made_of = parts, from_environment(parts.mesh.world.comm)
-    engine = PipelineEngine(model, *made_of) if isinstance(model, PipelineModule) else Engine(*made_of)
+    engine = PipelineEngine(model, parts) if isinstance(model, PipelineModule) else Engine(parts)
     register(engine)
     guard = engine.plan.config.guard
     start.attach(engine.bus, guard.divergence_timeout, guard.hang_timeout)
@@ -166,6 +171,7 @@ def _resolve(
 
     Collective over: all ranks.
     """
+    features.require_same(world.comm)
     content, where = source
     forget_own_cuts(model)
     node = ranks_per_node(world)

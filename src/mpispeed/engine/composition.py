@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpispeed.engine.backward import DirectBackward
 from mpispeed.engine.build.loaders import Loaders
-from mpispeed.engine.observe import fault_injection
+from mpispeed.engine.hooks import Context
 from mpispeed.engine.preemption import RunEnd, make_run_end
 from mpispeed.engine.state.checkpoints import Checkpoints
 from mpispeed.engine.state.offload_states import OffloadStates
@@ -15,7 +15,6 @@ from mpispeed.engine.state.weights import Weights
 from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
-    from mpispeed.drill.inject import Injector
     from mpispeed.engine.backward import Accumulation
     from mpispeed.engine.build.parts import Parts
     from mpispeed.engine.step import Updates
@@ -46,15 +45,15 @@ class Composition:
     run_end: RunEnd | None
 
 
-def compose(parts: Parts, injector: Injector | None = None) -> Composition:
-    """Make the objects of an engine; `injector` has the faults of a drill.
+def compose(parts: Parts) -> Composition:
+    """Make the objects of an engine, and attach the features of the table.
 
     If that fails, the model and the optimizer can be given to another `initialize`.
 
-    Collective over: all ranks, if the run is to end in time.
+    Collective over: all ranks.
 
     Raises:
-        ConfigError: on every rank, if MPISPEED_WALLTIME of one is not a duration.
+        ConfigError: on every rank, if MPISPEED_WALLTIME of one is not a duration, or a feature fails on one.
     """
     optimization = parts.optimization
     direct = DirectBackward(
@@ -69,12 +68,15 @@ def compose(parts: Parts, injector: Injector | None = None) -> Composition:
     # Gradients that come outside of a pipeline's schedule are refused by the gradient store.
     if optimization is not None and not is_pipeline:
         optimization.hooks.listen(direct.expect_gradient)
-    if injector is None:
-        checkpoints = Checkpoints(parts)
-    else:
-        checkpoints = fault_injection.DrilledCheckpoints(parts, injector)
-        fault_injection.attach(parts, injector)
+    checkpoints = Checkpoints(parts)
     try:
+        parts.updates.insert(
+            parts.features.attach(
+                Context(
+                    None, parts.plan, parts.mesh, parts.module, parts.params, parts.counters, parts.bus, parts.monitors
+                )
+            )
+        )
         run_end = make_run_end(parts, checkpoints)
     except BaseException:
         parts.dismantle()

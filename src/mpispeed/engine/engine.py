@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from mpispeed.base.device import Readback
-    from mpispeed.drill.inject import Injector
 
 
 def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -68,10 +67,10 @@ class Engine(Getters):
         run_end: what saves and ends the run in time, or None.
     """
 
-    def __init__(self, parts: Parts, injector: Injector | None = None) -> None:
-        """Args: `injector` has the faults of a drill. Collective over: all ranks, if the run is to end in time."""
+    def __init__(self, parts: Parts) -> None:
+        """Collective over: all ranks."""
         super().__init__()
-        made = compose(parts, injector)
+        made = compose(parts)
         self.module, self.parts = parts.module, parts
         self.accumulation, self.direct, self.updates = made.accumulation, made.direct, made.updates
         self.checkpoints, self.weights, self.offload = made.checkpoints, made.weights, made.offload
@@ -102,6 +101,8 @@ class Engine(Getters):
         self.parts.bus.announce(
             Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training
         )
+        if parts.features.changes_batches:
+            inputs, kwargs = parts.features.batch((inputs, kwargs), is_training=self.training)
         if parts.plan.device.type != "cpu":
             inputs, kwargs = move((inputs, kwargs), parts.plan.device)
         inputs, kwargs = parts.casting.inputs((inputs, kwargs))

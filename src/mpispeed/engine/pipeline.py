@@ -25,7 +25,6 @@ from mpispeed.pipe.run import Executor, Place
 from mpispeed.pipe.schedule import InferenceSchedule, PipeSchedule, build
 
 if TYPE_CHECKING:
-    from mpispeed.drill.inject import Injector
     from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.comm import Comm
     from mpispeed.pipe.module import PipelineModule
@@ -61,9 +60,9 @@ class PipelineEngine(Engine):
     Source of the API: DeepSpeed's documentation of pipeline parallelism.
     """
 
-    def __init__(self, model: PipelineModule, parts: Parts, injector: Injector | None = None) -> None:
+    def __init__(self, model: PipelineModule, parts: Parts) -> None:
         """Collective over: all ranks."""
-        super().__init__(parts, injector)
+        super().__init__(parts)
         config, mesh = parts.plan.config.pipeline, parts.mesh
         self.is_pipe_parallel = model.num_stages > 1
         place = Place(model.stage_id, model.num_stages, model.num_chunks)

@@ -114,6 +114,7 @@ class StageDuties:
         self._taken += 1
         if self.batch_fn is not None:
             batch = self.batch_fn(batch)
+        batch = self._parts.features.batch(batch, is_training=self._is_training)
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             found = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
             msg = f"a pipeline's batch is a pair (inputs, labels), each a tensor or a tuple of tensors; found {found}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import logging
 import math
@@ -361,6 +362,31 @@ class CheckLrKwargs:
 # -- updates -------------------------------------------------------------------------------------------------------
 
 
+class Place(enum.Enum):
+    """Places of a step at which a part of a feature can run; parts of one place run in the order of registration."""
+
+    START = "start"
+    """Before gradients are summed over ranks."""
+    SUMMED = "summed"
+    """Gradients are summed, their norm is not known yet."""
+    CLIPPED = "clipped"
+    """`ctx.norm`, `ctx.skip` and `ctx.multiplier` are known; no weight has changed yet."""
+    UPDATED = "updated"
+    """Masters are updated; parameters still have their old values."""
+    PUBLISHED = "published"
+    """Parameters have their new values; gradients are still there."""
+
+
+_BEFORE: dict[Place, tuple[type, ...]] = {
+    Place.START: (),
+    Place.SUMMED: (MeasureNorm,),
+    Place.CLIPPED: (ExchangeBefore, Update),
+    Place.UPDATED: (Publish,),
+    Place.PUBLISHED: (ClearGrads,),
+}
+"""Built-in parts of a step: a place is before the first of these; START before all."""
+
+
 class Updates:
     """The updates of a run: runs the parts of a step, counts it and announces it.
 
@@ -399,9 +425,12 @@ class Updates:
             kept = [CheckLrKwargs(advance), *kept, advance]
         self._parts = kept
 
-    def precede(self, part: StepPart) -> None:
-        """Run `part` before all others."""
-        self._parts = [part, *self._parts]
+    def insert(self, rows: Sequence[tuple[Place, StepPart]]) -> None:
+        """Run parts of features from now on, at their places."""
+        for place in Place:
+            before = _BEFORE[place]
+            at = next((index for index, part in enumerate(self._parts) if isinstance(part, before)), 0)
+            self._parts = [*self._parts[:at], *(part for wanted, part in rows if wanted is place), *self._parts[at:]]
 
     def rates(self) -> list[Any]:
         """Learning rate of each parameter group."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from mpispeed.store.layout import Span
 from mpispeed.store.tiers import IN_MEMORY, Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from mpispeed.store.stored_tensor import Lease, StoredTensor
     from mpispeed.store.table import Table, Unit
@@ -292,6 +293,47 @@ def _room_beside(master: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     if devices.is_on_device(master):
         return torch.empty(out.numel(), dtype=out.dtype, device=master.device)
     return devices.pinned(out.numel(), out.dtype)
+
+
+def edit_masters(params: ParamStore, edit: Callable[[str, torch.Tensor], None]) -> None:
+    """Call `edit(name, values)` for this rank's range of each trained parameter, and keep what it changes in place.
+
+    `values` is flat, in the dtype of masters; ranges of states in swap files come in several pieces. The low-precision
+    copies follow, so that publishing brings the changes to the parameters.
+
+    Collective over: the data axis, if states are in swap files; else local.
+
+    Raises:
+        StoreError: on every rank, if a swap file of one cannot be read or written.
+    """
+    with params.mesh["data"].together(StoreError) if params.tiers.is_swapping else nullcontext():
+        for unit in params.table.units:
+            _edit_unit(params, unit, edit)
+        params.tiers.settle()
+
+
+def _edit_unit(params: ParamStore, unit: Unit, edit: Callable[[str, torch.Tensor], None]) -> None:
+    own, stored, low = params.span(unit), params.stored_master(unit), params.low_precision(unit)
+    length = max(1, min(own.numel, params.tiers.plan.window_elements) if stored.is_swapped else own.numel)
+    for start in range(own.start, own.stop, length):
+        chunk = Span(start, min(start + length, own.stop))
+        local = chunk.shifted(-own.start)
+        leases = [stored.lend(local.start, local.stop)]
+        if low is not None:
+            leases.append(low[0].lend(low[1] + local.start, low[1] + local.stop, reads=False))
+        changed = False
+        try:
+            values = leases[0].wait()
+            for entry in unit.layout.entries:
+                common = entry.span.intersect(chunk)
+                if common.numel:
+                    edit(entry.name, values[common.shifted(-chunk.start).slice])
+            for lease in leases[1:]:
+                lease.wait().copy_(values)
+            changed = True
+        finally:
+            for lease in leases:
+                lease.give_back(changed=changed)
 
 
 # Weak on both sides: a store that lives on after its engine must not keep gradients and states.

@@ -11,7 +11,8 @@ import pytest
 from mpispeed.base.errors import ConfigError
 from mpispeed.config import load
 from mpispeed.config.legacy import ALIASES, IGNORED, NORMAL_FORMS, has, translate
-from mpispeed.config.root import TEXT_KEYS, Config
+from mpispeed.config.load import text_keys
+from mpispeed.config.root import Config
 from mpispeed.config.section import knows, walk
 
 
@@ -26,7 +27,7 @@ def test_the_tables_name_fields_that_exist():
 def test_each_alias_moves_its_value(alias):
     outer, _, key = alias.old.rpartition(".")
     raw = {outer: {key: 7}} if outer else {key: 7}
-    done = translate(raw, TEXT_KEYS, partial(knows, Config))
+    done = translate(raw, text_keys(Config), partial(knows, Config))
     assert has(done.data, alias.new)
     assert not has(done.data, alias.old)
     assert done.origin(alias.new) == f"alias of {alias.old}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import UsageError
+from mpispeed.engine.features import Attached
 from mpispeed.monitor.by_hand import Monitors, Throughput
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
@@ -184,6 +185,7 @@ class Parts:
     is_compiled: bool = False  # by `engine.compile`
     monitors: Monitors = field(default_factory=Monitors)
     throughput: Throughput = field(default_factory=Throughput)
+    features: Attached = field(default_factory=Attached)
 
     def __post_init__(self) -> None:
         self.throughput.attach(self.bus)

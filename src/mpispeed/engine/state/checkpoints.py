@@ -90,20 +90,13 @@ class Checkpoints:
         parts.require("save_checkpoint")
         parts.sharding.meet("engine.save_checkpoint()")
         waited = self._waited()
-        tag = f"global_step{parts.counters.global_steps}" if tag is None else str(tag)
-        tag = check_same_tag(parts.mesh.world.comm, tag, parts.plan.config.checkpoint.tag_validation)
         flags = SaveSettings(save_latest, exclude_frozen_parameters, overwrite)
-        contents = content(parts, client_state or {}, flags)
-        request = prepare(parts.mesh.world.comm, Path(save_dir), tag, **contents)
-        if self._begins(request, async_save):
-            self._pending = _Pending(start, time.perf_counter() - start)
-            self._say(f"copied {tag}, which is written while training goes on,", self._pending.stall_seconds, waited)
-            return True
-        report = carry_out(parts.mesh.world.comm, request)
-        stall = time.perf_counter() - start
-        self._say(f"saved {report.path}", stall, waited)
-        self._announce(report, stall, stall)
-        return True
+        parts.features.before_save()
+        try:
+            return self._save(Path(save_dir), tag, client_state or {}, flags, async_save, start, waited)
+        finally:
+            if not self.is_saving:
+                parts.features.after_save()
 
     @property
     def is_saving(self) -> bool:
@@ -126,6 +119,8 @@ class Checkpoints:
             report = saver.wait()
         finally:  # whoever is interrupted while waiting may wait again
             self._pending = pending if saver.is_pending() else None
+            if self._pending is None:
+                self._parts.features.after_save()
         if report is not None:
             seconds = time.perf_counter() - pending.started
             self._announce(report, min(seconds, report.seconds + pending.stall_seconds), pending.stall_seconds)
@@ -170,6 +165,31 @@ class Checkpoints:
         self._saver = None
 
     # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _save(
+        self,
+        folder: Path,
+        tag: str | None,
+        client_state: dict[str, Any],
+        flags: SaveSettings,
+        is_async: bool | None,
+        start: float,
+        waited: float,
+    ) -> bool:
+        """Collective over: all ranks."""
+        parts = self._parts
+        tag = f"global_step{parts.counters.global_steps}" if tag is None else str(tag)
+        tag = check_same_tag(parts.mesh.world.comm, tag, parts.plan.config.checkpoint.tag_validation)
+        request = prepare(parts.mesh.world.comm, folder, tag, **content(parts, client_state, flags))
+        if self._begins(request, is_async):
+            self._pending = _Pending(start, time.perf_counter() - start)
+            self._say(f"copied {tag}, which is written while training goes on,", self._pending.stall_seconds, waited)
+            return True
+        report = carry_out(parts.mesh.world.comm, request)
+        stall = time.perf_counter() - start
+        self._say(f"saved {report.path}", stall, waited)
+        self._announce(report, stall, stall)
+        return True
 
     def _begins(self, request: Request, is_asked: bool | None) -> bool:
         """Start the save in the background; False if it has to be written now. Collective over: all ranks."""
@@ -337,6 +357,9 @@ def _state(parts: Parts, whole: GlobalLayout, kept: Kept, client_state: dict[str
         },
         "client": client_state,
     }
+    states = parts.features.state()
+    if states:
+        state["features"] = states
     optimization = parts.optimization
     if optimization is not None:
         members = whole.names_by_group(names_by_group(parts))

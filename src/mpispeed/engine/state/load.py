@@ -167,6 +167,7 @@ def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], sett
         parts.scheduler.load_state_dict(state["lr_scheduler"])
     if settings.data_state and parts.loader is not None and "data_sampler" in state:
         parts.loader.load_state_dict(state["data_sampler"])
+    parts.features.load(state.get("features", {}))
     _take_generators(parts, source)
 
 

@@ -7,27 +7,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.events import Event
-from mpispeed.engine.state.checkpoints import Checkpoints
+from mpispeed.drill.inject import Injector, from_environment
+from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.step import Place
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.drill.inject import Injector
     from mpispeed.engine.backward import Counters
-    from mpispeed.engine.build.parts import Parts
     from mpispeed.engine.step import StepContext
 
 
-def attach(parts: Parts, injector: Injector) -> None:
-    """Inject faults into the passes and updates of a run, and after its saves.
+def attach(context: Context) -> Hooks | None:
+    """Inject the faults of MPISPEED_INJECT into the passes, updates and saves of a run.
 
-    Not through the bus, which swallows errors of its listeners.
+    Collective over: all ranks.
+
+    Raises:
+        ConfigError: on every rank, if the text cannot be read.
     """
-    parts.updates.precede(BeforeUpdate(injector, parts.counters))
-    module = _first_with_weights(parts.module)
+    injector = from_environment(context.mesh.world.comm)
+    if injector is None:
+        return None
+    module = _first_with_weights(context.module)
     if module is not None:
-        Passes(injector, parts.counters).attach(module)
-    parts.bus.subscribe(Event.SAVE_END, lambda event: injector.after_save(event["path"]))
+        Passes(injector, context.counters).attach(module)
+    # Not through the bus for the others: it swallows errors of its listeners.
+    context.bus.subscribe(Event.SAVE_END, lambda event: injector.after_save(event["path"]))
+    return Hooks(
+        [(Place.START, BeforeUpdate(injector, context.counters))],
+        before_save=injector.before_save,
+        after_save=injector.free_disk,
+    )
 
 
 class BeforeUpdate:
@@ -71,30 +82,3 @@ def _first_with_weights(module: nn.Module) -> nn.Module | None:
         if any(param.requires_grad for param in each.parameters(recurse=False)):
             return each
     return None
-
-
-class DrilledCheckpoints(Checkpoints):
-    """Checkpoints that call the injector before saves begin, and let it free the disk after them."""
-
-    def __init__(self, parts: Parts, injector: Injector) -> None:
-        super().__init__(parts)
-        self._injector = injector
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """As `Checkpoints.save_checkpoint`. Collective over: all ranks."""
-        self.wait_checkpoint()
-        self._injector.before_save()
-        try:
-            return super().save_checkpoint(*args, **kwargs)
-        finally:
-            if not self.is_saving:
-                self._injector.free_disk()
-
-    def wait_checkpoint(self) -> None:
-        """As `Checkpoints.wait_checkpoint`. Collective over: all ranks."""
-        was_saving = self.is_saving
-        try:
-            super().wait_checkpoint()
-        finally:
-            if was_saving:
-                self._injector.free_disk()
