@@ -173,7 +173,7 @@ def test_a_feature_of_one_rank_is_refused_on_all():
     feature = Feature("own", lambda context: None)
     with (
         known(*([feature] if world.rank == 1 else [])),
-        pytest.raises(ConfigError, match="rank 1 has registered the features own"),
+        pytest.raises(ConfigError, match="rank 1 has registered the features drills, own"),
     ):
         start(config(1, BATCH, 1, **WARM), TinyLM())
 
