@@ -49,7 +49,7 @@ class Settings:
         Raises:
             UsageError: gradients are sharded over ranks.
         """
-        if self.parts.optimization and not self.parts.optimization.grads.rest.is_replicated:
+        if self.parts.optimization and not self.parts.optimization.grads.shards.rest.is_replicated:
             msg = (
                 f"{what} is incompatible with gradients that are partitioned over ranks "
                 f"(zero_optimization.stage {self.plan.stage}); use stage 0 or 1, or gradient_accumulation_steps"

@@ -128,7 +128,7 @@ class _OfStore:
         finally:
             prefetcher = self._store.prefetcher
             if prefetcher is not None and not is_kept:
-                prefetcher.reshard(unit for unit in self._units if not self._store.is_resident(unit))
+                prefetcher.reshard(unit for unit in self._units if not self._store.shards.is_resident(unit))
 
     def _check(self) -> None:
         for param, place in self._params:
@@ -137,8 +137,8 @@ class _OfStore:
     def _keep(self, param: nn.Parameter, place: Place, root: int, failures: Failures) -> None:
         """Keep the values of rank `root` for `param`, which may have been given other memory."""
         store, unit, entry = self._store, place.unit, place.entry
-        if store.is_resident(unit):
-            whole: torch.Tensor | None = store.rest(unit)
+        if store.shards.is_resident(unit):
+            whole: torch.Tensor | None = store.shards.rest(unit)
         else:
             whole = None if store.prefetcher is None else store.prefetcher.full(unit)
         if whole is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Window
     from mpispeed.sharding.grads import GradStore
-    from mpispeed.sharding.params import ParamStore
+    from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.sharding.update_windows import StateStore, UpdateWindows
     from mpispeed.store.table import Unit
 
@@ -51,7 +51,7 @@ class OneBitExchange:
     def __init__(
         self,
         mesh: Mesh,
-        params: ParamStore,
+        params: ParamShards,
         grads: GradStore,
         states: StateStore,
         rule: Any,
@@ -75,7 +75,7 @@ class OneBitExchange:
         self._momenta, self._is_prepared = Momenta(mesh, params, states, groups), False
         self.sent = self.plain = 0
         self.shows_common = False
-        found = {dtype for unit in params.table.units for dtype in (params.dtypes(unit)[1], grads.dtype(unit))}
+        found = {dtype for unit in params.table.units for dtype in (params.dtypes(unit)[1], grads.shards.dtype(unit))}
         if found - {torch.float32}:
             odd = ", ".join(sorted(map(str, found - {torch.float32})))
             msg = (
@@ -159,7 +159,7 @@ class OneBitExchange:
             self._momenta.look()
             self._prepare(step)
         for unit in self._params.table.units:
-            grad = self._grads.reduced(unit)
+            grad = self._grads.shards.reduced(unit)
             if self.early is None or not self.early.has(unit):
                 self.code(unit, step, multiplier, grad, self.compressor)
             mask = self._momenta.masks[unit.index]
@@ -269,7 +269,7 @@ class OneBitExchange:
             return
         rule = self._drifts
         for unit in self._params.table.units:
-            drift = self._grads.reduced(unit)  # no longer needed, and zero in its holes
+            drift = self._grads.shards.reduced(unit)  # no longer needed, and zero in its holes
             for window, span in self._windows(unit, step):
                 rule.drift(window, drift[span.slice], threads=self._comm.threads)
             values = self.compressor.values(self.errors_of(unit), drift.numel())

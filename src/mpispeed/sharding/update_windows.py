@@ -13,14 +13,16 @@ import torch
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
 from mpispeed.optim.rule import Layerwise, Rule, Window
-from mpispeed.sharding.grads import GradStore
-from mpispeed.sharding.params import ParamStore
 from mpispeed.store.layout import Span
 from mpispeed.store.tiers import IN_MEMORY, Tiers
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
 
+    from mpispeed.sharding.grad_shards import GradShards
+    from mpispeed.sharding.grads import GradStore
+    from mpispeed.sharding.param_shards import ParamShards
+    from mpispeed.sharding.params import ParamStore
     from mpispeed.store.stored_tensor import Lease, StoredTensor
     from mpispeed.store.table import Table, Unit
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 class StateStore:
     """Optimizer state of this rank: one flat tensor per slot and unit, with the placement of masters."""
 
-    def __init__(self, table: Table, params: ParamStore, slots: Sequence[str], tiers: Tiers = IN_MEMORY) -> None:
+    def __init__(self, table: Table, params: ParamShards, slots: Sequence[str], tiers: Tiers = IN_MEMORY) -> None:
         """Start with zeros. Args: `tiers` says which slots are in swap files."""
         self.slots = tuple(slots)
         self.edits = 0  # how often slots were set by something else than an update
@@ -108,7 +110,7 @@ class UpdateWindows:
     Source: ZeRO-Infinity (arXiv 2104.07857), infinity offload engine: the overlap of disk and update.
     """
 
-    def __init__(self, params: ParamStore, grads: GradStore, state: StateStore, rule: Rule) -> None:
+    def __init__(self, params: ParamShards, grads: GradShards, state: StateStore, rule: Rule) -> None:
         """Args: `rule` decides whether windows are whole parameters, or parts of one, or of many at once."""
         self._params, self._grads, self._state = params, grads, state
         self._per_parameter = rule.wants_whole and (params.placement.is_replicated or isinstance(rule, Layerwise))

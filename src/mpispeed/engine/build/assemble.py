@@ -22,9 +22,8 @@ from mpispeed.engine.layerwise import LayerwiseUpdate
 from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.parts import Optimization, Parts
 from mpispeed.engine.build.recomputing import configure_recomputation
-from mpispeed.engine.build.stores import choose_reducer
 from mpispeed.plan.units import kinds_of
-from mpispeed.engine.build.stores import Sharding, shard
+from mpispeed.engine.build.stores import Sharding, make_grads, shard
 from mpispeed.engine.replica_groups import Sharing
 from mpispeed.engine.build.nvme_tiers import check_rule
 from mpispeed.optim.choice import build, rule_of
@@ -35,8 +34,7 @@ from mpispeed.optim.schedule import build_schedule
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.sharding.onebit_exchange import OneBitExchange
-from mpispeed.sharding.grads import Averaging, GradStore
-from mpispeed.sharding.hooks import GradHooks
+from mpispeed.sharding.grads import GradHooks, GradStore
 from mpispeed.sharding.replicated_params import broadcast_rest
 from mpispeed.sharding.update_windows import ZeroState
 from mpispeed.sharding.update_windows import StateStore, UpdateWindows
@@ -297,24 +295,8 @@ def _optimize(
     basic: torch.optim.Optimizer | None,
 ) -> tuple[Optimization, UpdateWindows]:
     table, params = sharding.table, sharding.params
-    is_wire_set = _cast_to(plan) is not None or plan.config.communication_data_type is not None
-    grads = GradStore(
-        table,
-        mesh,
-        rest=plan.states.grad,
-        target=plan.states.master,
-        accumulate=plan.policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32,
-        communicate=plan.policy.communicate if is_wire_set else None,
-        averaging=Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
-        is_overlapped=plan.is_overlapped,
-        scatters=plan.config.zero_optimization.reduce_scatter,
-        requires_all=not plan.config.zero_optimization.ignore_unused_parameters,
-        reducer=choose_reducer(plan, model, table),
-        wait=sharding.wait,
-        tiers=params.tiers,
-        arena=params.arena,  # buffers of one size serve both
-    )
-    states = StateStore(table, params, rule.state_names, params.tiers)
+    grads = make_grads(plan, mesh, model, sharding, is_cast=_cast_to(plan) is not None)
+    states = StateStore(table, params.shards, rule.state_names, params.tiers)
     landed = sharding.module_hooks.landed if sharding.module_hooks is not None else None
     # With fp16, scripts read the loss scale off the optimizer, and a client's own object does not have it.
     link = StepLink()
@@ -323,7 +305,7 @@ def _optimize(
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
     if params.rests_cut:
         vars(facade)["parameter_offload"] = ParameterOffload()
-    update_windows = UpdateWindows(params, grads, states, rule)
+    update_windows = UpdateWindows(params.shards, grads.shards, states, rule)
     onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
     state = ZeroState(params, grads, states, rule, groups)
@@ -354,7 +336,7 @@ def _make_onebit(
     try:
         with mesh.world.comm.together(ConfigError):
             onebit = OneBitExchange(
-                mesh, sharding.params, grads, states, rule, groups, update_windows, plan.placing.hops, channel
+                mesh, sharding.params.shards, grads, states, rule, groups, update_windows, plan.placing.hops, channel
             )
     except ConfigError:
         sharding.remove()
@@ -431,7 +413,7 @@ def _make_update(
     mesh: Mesh, params: ParamStore, optimization: Optimization, update_windows: UpdateWindows
 ) -> step.Update:
     rule, groups, optimizer = optimization.rule, optimization.groups, optimization.facade
-    has_parts = not params.placement.is_replicated or mesh["model"].size > 1
+    has_parts = not params.shards.placement.is_replicated or mesh["model"].size > 1
     if isinstance(rule, Layerwise) and has_parts:
         return LayerwiseUpdate(mesh, rule, update_windows, groups, optimizer, params)
     return step.Update(mesh, rule, update_windows, groups, optimizer)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from mpispeed.optim.rule import Rule
     from mpispeed.precision.scaler import LossScale
     from mpispeed.sharding.onebit_exchange import OneBitExchange
-    from mpispeed.sharding.grads import GradStore
-    from mpispeed.sharding.hooks import GradHooks
+    from mpispeed.sharding.grads import GradHooks, GradStore
     from mpispeed.sharding.params import ParamStore
     from mpispeed.sharding.update_windows import ZeroState
     from mpispeed.sharding.update_windows import StateStore

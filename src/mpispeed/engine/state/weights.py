@@ -149,7 +149,11 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     wanted = {id(value) for value in state.values()}
     for unit in parts.table.all_units:
         # A failure is kept until all gathers are done: the others take part in them.
-        full = parts.params.rest(unit) if parts.params.is_resident(unit) else parts.params.collected(unit)
+        full = (
+            parts.params.shards.rest(unit)
+            if parts.params.shards.is_resident(unit)
+            else parts.params.shards.collected(unit)
+        )
         if is_taker and failures.first is None:
             with failures.kept():
                 _copy_unit(unit, full, wanted, copies)
@@ -256,8 +260,8 @@ def load_by(parts: Parts, function: Callable[..., Any], state: Mapping[str, Any]
                         params.take(param)
             if failures.first is not None:
                 break
-            if params.is_resident(unit):  # the function may have set `.data`: make parameters views again
-                params.unshard(unit, params.rest(unit))
+            if params.shards.is_resident(unit):  # the function may have set `.data`: make parameters views again
+                params.shards.unshard(unit, params.shards.rest(unit))
     with comm.together(CheckpointError):
         failures.raise_first()
 
@@ -327,21 +331,21 @@ def _take_unit(
     if not items:
         return
     comm, params = parts.mesh["data"], parts.params
-    compute, master = params.dtypes(unit)
+    compute, master = params.shards.dtypes(unit)
     flat = torch.zeros(unit.layout.padded, dtype=master if unit.is_trainable else compute)
     with failures.kept():
         for entry, param in items if comm.rank == 0 else ():
             flat[entry.span.slice].copy_(given[id(param)].detach().reshape(-1))
     comm.broadcast(flat)
     with failures.kept():
-        span, target = params.span(unit), params.master(unit)
+        span, target = params.shards.span(unit), params.shards.master(unit)
         if not unit.is_trainable:
-            span, target = params.rest_span(unit), params.rest(unit)
+            span, target = params.shards.rest_span(unit), params.shards.rest(unit)
         for entry, _ in items:
             common = entry.span.intersect(span)
             if common.numel:
                 target[common.shifted(-span.start).slice].copy_(flat[common.slice])
-        put = params.put_master if unit.is_trainable else params.put_rest
+        put = params.shards.put_master if unit.is_trainable else params.shards.put_rest
         put(unit, target)
 
 
