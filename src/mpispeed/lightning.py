@@ -48,7 +48,8 @@ T = TypeVar("T")
 _CLIENT = "lightning"  # of Lightning's own state within the client state
 
 _HELD = "_mpispeed_held"
-_NO_EFFECT = {"allgather_bucket_size": 200_000_000, "sub_group_size": 1_000_000_000_000}
+_NO_EFFECT = {"allgather_bucket_size": (200_000_000, 0), "sub_group_size": (1_000_000_000_000, 2)}
+"""Lightning's own values, and the last stage at which the keys have no effect."""
 
 
 class MpiEnvironment(ClusterEnvironment):
@@ -260,11 +261,11 @@ class MpispeedStrategy(DeepSpeedStrategy):
         vars(model)[_HELD] = _Held(self.deepspeed_engine)
 
     def _create_default_config(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Lightning's config, without its own values of keys that have no effect here."""
+        """Lightning's config, without its own values of keys that have no effect at its stage."""
         config = super()._create_default_config(*args, **kwargs)
         zero = config.get("zero_optimization", {})
-        for key, value in _NO_EFFECT.items():
-            if zero.get(key) == value:
+        for key, (value, last) in _NO_EFFECT.items():
+            if zero.get(key) == value and zero.get("stage", 0) <= last:
                 del zero[key]
         return config
 

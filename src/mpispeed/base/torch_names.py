@@ -19,12 +19,10 @@ def schedules() -> dict[str, type[torch.optim.lr_scheduler.LRScheduler]]:
 
 
 def why_unusable(cls: type[torch.optim.Optimizer]) -> str:
-    """Reason why an optimizer cannot update windows of masters from dense gradients; empty if it can."""
+    """Reason why an optimizer cannot update windows of masters; empty if it can."""
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         return "its step() needs a closure that evaluates the model again"
-    if issubclass(cls, torch.optim.SparseAdam):
-        return "it takes sparse gradients only, and gradients are dense here"
     return ""
 
 

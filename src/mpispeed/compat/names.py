@@ -68,7 +68,7 @@ SERVED: dict[str, dict[str, str]] = {
     "monitor": {"mpispeed.monitor": "*"},
     "monitor.config": {
         "mpispeed.config.monitor": "Tensorboard=TensorBoardConfig Wandb=WandbConfig CsvMonitor=CSVConfig "
-        "Comet=CometConfig",
+        "Comet=CometConfig MonitorConfig=DeepSpeedMonitorConfig",
     },
     "ops.adagrad": {"mpispeed.optim": "CPUAdagrad=DeepSpeedCPUAdagrad"},
     "ops.adagrad.cpu_adagrad": {"mpispeed.optim": "CPUAdagrad=DeepSpeedCPUAdagrad"},
@@ -110,6 +110,7 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.utils": {
         "mpispeed.compat.runtime_utils": "see_memory_usage set_random_seed clip_grad_norm_ get_global_norm "
         "get_global_norm_of_tensors empty_cache move_to_device",
+        "mpispeed.compat.partitioned_tensor": "PartitionedTensor",
         "mpispeed.pipe": "partition_balanced partition_uniform",
     },
     "runtime.zero": {"mpispeed.zero": "*"},
@@ -117,6 +118,10 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.config.zero": "ZeroOptimization=DeepSpeedZeroConfig",
         "mpispeed.config.offload": "OffloadParam=DeepSpeedZeroOffloadParamConfig "
         "OffloadOptimizer=DeepSpeedZeroOffloadOptimizerConfig",
+    },
+    "runtime.zero.linear": {
+        "torch.nn": "Linear=LinearModuleForZeroStage3",
+        "torch.nn.functional": "linear=zero3_linear_wrap",
     },
     "runtime.zero.mics": {"mpispeed.zero": "MiCS_Init"},
     "runtime.zero.offload_config": {

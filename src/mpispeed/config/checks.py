@@ -105,6 +105,13 @@ def _check_offload(config: Config) -> Iterator[Problem]:
     if optimizer is not None and optimizer.device != "none" and not zero.stage:
         what = f"{show(optimizer.device)} needs {_ZERO}.stage 1 to 3, found 0"
         yield Problem(f"{_ZERO}.offload_optimizer.device", what, "set stage to 1, or remove offload_optimizer")
+    is_in_files = optimizer is not None and optimizer.device == "nvme"
+    if not zero.sub_group_size and (zero.stage == 3 or is_in_files):
+        what = "an update needs at least 1 element at once, found 0"
+        yield Problem(f"{_ZERO}.sub_group_size", what, "leave the key out")
+    if not zero.allgather_bucket_size and zero.stage:
+        what = "a message needs at least 1 element, found 0"
+        yield Problem(f"{_ZERO}.allgather_bucket_size", what, "leave the key out")
     if optimizer is not None and optimizer.ratio < 1 and zero.stage != 3:
         what = f"{optimizer.ratio} needs {_ZERO}.stage 3, found {zero.stage}"
         yield Problem(f"{_ZERO}.offload_optimizer.ratio", what, "set it to 1")
@@ -126,9 +133,6 @@ def _check_files(config: Config) -> Iterator[Problem]:
     if param is not None and param.device == "nvme":
         yield from _check_param_files(zero, param)
     if optimizer is not None and optimizer.device == "nvme":
-        if not zero.sub_group_size:
-            what = f"{_ZERO}.offload_optimizer.device nvme needs buffers of at least 1 element, found 0"
-            yield Problem(f"{_ZERO}.sub_group_size", what, "leave the key out")
         yield from _check_flat(config)
 
 
@@ -149,15 +153,12 @@ def _check_flat(config: Config) -> Iterator[Problem]:
     section = config.optimizer
     if section is None or section.type is None:
         return
-    kind = section.type.lower()
-    is_torch = kind in ("adam", "adamw") and section.params.get("torch_adam") is True
-    if kind in known.FLAT and not is_torch:
+    if section.type.lower() in known.FLAT:
         return
-    how = " with torch_adam and amsgrad or maximize" if is_torch else ""
-    what = f"{show(section.type)}{how} cannot keep its states in files"
+    what = f"{show(section.type)} cannot keep its states in files"
     own = ", ".join(known.FLAT.values())
     cure = f"use one of {own}, or set {_ZERO}.offload_optimizer.device to cpu"
-    yield Problem("optimizer.params.torch_adam" if is_torch else "optimizer.type", what, cure)
+    yield Problem("optimizer.type", what, cure)
 
 
 def _check_features(config: Config) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ class MixedQuantize(Section):
 class Group(Section):
     """Modules that share parameters of a technique."""
 
-    modules: Names = Field(["*"], description="Names or patterns of modules.")
+    modules: Names = Field(["*"], description='Names or patterns of modules; ["*"] is all Linear and Conv2d layers.')
     related_modules: list[Names] | None = Field(None, description="Modules pruned along.")
 
 
@@ -131,10 +131,23 @@ class PruningShared(Section):
 
 
 class RowPruning(Section):
-    """Prune rows, or channels."""
+    """Prune rows."""
 
     shared_parameters: PruningShared = subsection(PruningShared, "Common to all groups.")
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict, description="Name -> group.")
+
+
+class ChannelGroup(PruningGroup):
+    """Convolutions whose channels are pruned alike."""
+
+    modules: Names = Field(["*"], description='Names or patterns of modules; ["*"] is all Conv2d layers.')
+
+
+class ChannelPruning(Section):
+    """Prune channels of convolutions."""
+
+    shared_parameters: PruningShared = subsection(PruningShared, "Common to all groups.")
+    different_groups: dict[str, ChannelGroup] = Field(default_factory=dict, description="Name -> group.")
 
 
 class HeadShared(Section):
@@ -171,7 +184,7 @@ class CompressionTraining(Section):
     sparse_pruning: SparsePruning = subsection(SparsePruning, "Single weights.")
     row_pruning: RowPruning = subsection(RowPruning, "Rows.")
     head_pruning: HeadPruning = subsection(HeadPruning, "Attention heads.")
-    channel_pruning: RowPruning = subsection(RowPruning, "Channels.")
+    channel_pruning: ChannelPruning = subsection(ChannelPruning, "Channels.")
     layer_reduction: LayerReduction = subsection(LayerReduction, "Fewer layers.")
 
 

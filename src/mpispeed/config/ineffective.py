@@ -16,6 +16,8 @@ _GROUP = "groups of ranks are made for tensor_parallel.autotp_size; or pass an m
 PINNED = "page-locked memory is for transfers to a GPU"
 """True only if training runs on the host; callers that know the device drop such sentences."""
 
+_STAGE_0 = "every rank updates all parameters at stage 0"
+_NOT_CUT = "updates go in parts at stage 3, and for states in files (device nvme)"
 _FILES = "it is for states in files (device nvme), and none are"
 _THROUGHPUT = "steps are always timed, by the clock of the host, and reported by steps_per_print"
 
@@ -28,6 +30,14 @@ def _is_in_files(*names: str) -> Callable[[Config], bool]:
         return any(section is not None and section.device == "nvme" for section in sections)
 
     return asks
+
+
+def _cuts_updates(config: Config) -> bool:
+    return config.zero_optimization.stage == 3 or _is_in_files("offload_optimizer")(config)
+
+
+def _is_collected(config: Config) -> bool:
+    return config.zero_optimization.stage > 0
 
 
 def _is_outside(config: Config) -> bool:
@@ -46,11 +56,7 @@ NO_EFFECT: dict[str, str] = {
     "bf16.immediate_grad_update": "gradients are always added as soon as they are there",
     f"{_ZERO}.contiguous_gradients": "gradients always have buffers of their own",
     f"{_ZERO}.use_multi_rank_bucket_allreduce": "each rank has an equal part of every bucket: one message serves all",
-    f"{_ZERO}.allgather_partitions": "parameters are always collected by all-gather",
-    f"{_ZERO}.allgather_bucket_size": "parameters are gathered in the units of reduce_bucket_size",
     f"{_ZERO}.round_robin_gradients": "each rank has an equal part of every bucket already",
-    f"{_ZERO}.offload_param.pin_memory": PINNED,
-    f"{_ZERO}.offload_optimizer.pin_memory": PINNED,
     f"{_ZERO}.use_all_reduce_for_fetch_params": "parameters are fetched by all-gather, which sends half as much",
     f"{_ZERO}.memory_efficient_linear": "no module keeps its weights for the backward pass; they are fetched again",
     f"{_ZERO}.pipeline_loading_checkpoint": "no rank reads more of a checkpoint than its own part",
@@ -70,6 +76,9 @@ NO_EFFECT: dict[str, str] = {
     "timers.throughput.synchronized": _THROUGHPUT,
 }
 
+# As NO_EFFECT where the model is on the host.
+ON_HOST = dict.fromkeys((f"{_ZERO}.offload_param.pin_memory", f"{_ZERO}.offload_optimizer.pin_memory"), PINNED)
+
 # Path -> whether the settings give the key its effect, and why it has none without them.
 _IN_FILES = (
     "offload_param.nvme_path", "offload_param.buffer_count", "offload_param.buffer_size", "offload_param.max_in_cpu",
@@ -79,7 +88,8 @@ _IN_FILES = (
 _IO = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "backend")
 DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
     **{f"{_ZERO}.{key}": (_is_in_files(key.partition(".")[0]), _FILES) for key in _IN_FILES},
-    f"{_ZERO}.sub_group_size": (_is_in_files("offload_optimizer"), _FILES),
+    f"{_ZERO}.sub_group_size": (_cuts_updates, _NOT_CUT),
+    **{f"{_ZERO}.{key}": (_is_collected, _STAGE_0) for key in ("allgather_partitions", "allgather_bucket_size")},
     **{f"aio.{key}": (_is_in_files("offload_param", "offload_optimizer"), _FILES) for key in _IO},
     f"{_ZERO}.offload_optimizer.ratio": (_is_outside, "no optimizer states are outside the device"),
 }
@@ -88,33 +98,8 @@ DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
 def drop_unused(config: Config, spell: Callable[[str], str] = str) -> tuple[Config, list[str]]:
     """The settings without some that would contradict others, and a sentence on each.
 
-    These are offload_param below stage 3 and torch_adam with states in files. As in DeepSpeed, such a config works.
+    This is offload_param below stage 3. As in DeepSpeed, such a config works.
     """
-    config, first = _drop_param(config, spell)
-    config, second = _drop_torch_adam(config, spell)
-    return config, [*first, *second]
-
-
-_HINTS_OF_TORCH = ("torch_adam", "foreach", "capturable", "differentiable", "fused")
-
-
-def _drop_torch_adam(config: Config, spell: Callable[[str], str]) -> tuple[Config, list[str]]:
-    """Update states in files by the own Adam, whose formula is that of torch's; amsgrad and maximize it has not."""
-    section = config.optimizer
-    if section is None or not _is_in_files("offload_optimizer")(config) or section.params.get("torch_adam") is not True:
-        return config, []
-    kind, params = (section.type or "").lower(), section.params
-    if kind not in ("adam", "adamw") or params.get("amsgrad") or params.get("maximize"):
-        return config, []
-    is_decoupled = kind == "adamw" or params.get("adam_w_mode", True) is not False
-    usual = {"weight_decay": 0.01} if is_decoupled else {}  # as of torch.optim.AdamW
-    kept = {key: value for key, value in params.items() if key not in (*_HINTS_OF_TORCH, "maximize")}
-    without = config.model_copy(update={"optimizer": section.model_copy(update={"params": usual | kept})})
-    why = "states in files (device nvme) are updated by the own Adam, by the formula of torch's"
-    return without, [f"{spell('optimizer.params.torch_adam')} has no effect here: {why}"]
-
-
-def _drop_param(config: Config, spell: Callable[[str], str]) -> tuple[Config, list[str]]:
     zero = config.zero_optimization
     if zero.stage == 3 or zero.offload_param is None or zero.offload_param.device == "none":
         return config, []
@@ -130,7 +115,8 @@ def find_ineffective(config: Config, spell: Callable[[str], str] = str) -> list[
         config: the settings.
         spell: from a path to the path as the user wrote it.
     """
-    rows = [*NO_EFFECT.items(), *((path, why) for path, (works, why) in DEPENDENT.items() if not works(config))]
+    always = NO_EFFECT | ON_HOST
+    rows = [*always.items(), *((path, why) for path, (works, why) in DEPENDENT.items() if not works(config))]
     return [f"{spell(path)} has no effect here: {why}" for path, why in rows if _differs(config, path.split("."))]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -46,6 +47,28 @@ class Comet(Section):
     experiment_key: str | None = Field(None, description="Key of the experiment.")
     online: bool | None = Field(True, description="Send now, or keep for later.")
     mode: Literal["get", "create", "get_or_create"] | None = Field("get_or_create", description="Continue or create.")
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """The sections of all monitors, as `engine.monitor_config`.
+
+    Attributes:
+        tensorboard: of TensorBoard.
+        csv_monitor: of CSV files.
+        wandb: of Weights & Biases.
+        comet: of Comet.
+    """
+
+    tensorboard: Tensorboard
+    csv_monitor: CsvMonitor
+    wandb: Wandb
+    comet: Comet
+
+    @property
+    def enabled(self) -> bool:
+        """True if any is on."""
+        return any((self.tensorboard.enabled, self.csv_monitor.enabled, self.wandb.enabled, self.comet.enabled))
 
 
 class CommsLogger(Section):

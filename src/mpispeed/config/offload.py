@@ -26,7 +26,9 @@ class OffloadParam(Section):
         10**9, description="Device nvme: elements of each rank, in the order of units, that stay in host memory."
     )
     pin_memory: bool = Field(
-        False, description="Device nvme: buffers are page-locked for transfers to a GPU. No effect without a GPU."
+        False,
+        description="Memory of parameters on the host, and of their buffers with device nvme, is page-locked for "
+        "transfers to a GPU. No effect without a GPU.",
     )
 
 
@@ -41,7 +43,9 @@ class OffloadOptimizer(Section):
         "the longest part of a unit where that is shorter.",
     )
     pin_memory: bool = Field(
-        False, description="Device nvme: buffers are page-locked for transfers to a GPU. No effect without a GPU."
+        False,
+        description="Memory of masters, states and gradients on the host, and of their buffers with device nvme, is "
+        "page-locked for transfers to a GPU. No effect without a GPU.",
     )
     pipeline_read: bool = Field(False, description="Read the next part while the current one is updated.")
     pipeline_write: bool = Field(False, description="Write the last part while the current one is updated.")

@@ -40,8 +40,14 @@ class ZeroOptimization(Section):
     use_multi_rank_bucket_allreduce: bool = Field(
         True, description="One all-reduce for a bucket that spans several owners; used when reduce_scatter is off."
     )
-    allgather_partitions: bool = Field(True, description="Collect updated parameters by all-gather.")
-    allgather_bucket_size: Natural = Field(5 * 10**8, description="Elements gathered at once.")
+    allgather_partitions: bool = Field(
+        True, description="Collect updated parameters by all-gather; false: by a broadcast from each owner in turn."
+    )
+    allgather_bucket_size: Natural = Field(
+        5 * 10**8,
+        description="Most elements of one message that collects updated parameters, on the receiving side; an "
+        "all-gather has at least one element of each rank.",
+    )
     overlap_comm: bool | None = Field(
         None, description="Reduce during the backward pass; null is true at stage 3 and false below."
     )
@@ -51,7 +57,9 @@ class ZeroOptimization(Section):
     offload_optimizer: OffloadOptimizer | None = Field(None, description="Where masters and optimizer states rest.")
     sub_group_size: Natural = Field(
         10**9,
-        description="With offload_optimizer.device nvme: most fp32 elements of one buffer between disk and update.",
+        description="Stage 3: most elements that an optimizer updates at once; optimizers that look at whole "
+        "parameters, those of torch and 1-bit ones ignore it. With offload_optimizer.device nvme: most fp32 elements "
+        "of one buffer between disk and update.",
     )
     prefetch_bucket_size: Natural = Field(
         5 * 10**7, description="Stage 3: elements fetched before they are needed; 0 is off."

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpispeed.base.errors import UsageError
+from mpispeed.config.monitor import MonitorConfig
 from mpispeed.engine.config_getters import PATHS, REFUSED, read
 from mpispeed.engine.config_view import ConfigView
 from mpispeed.engine.facade import EngineOptimizer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from mpispeed.config.root import Config
     from mpispeed.engine.build.parts import Optimization, Parts
 
 METHODS: dict[str, Callable[[Parts], Any]] = {
@@ -81,6 +83,7 @@ PROPERTIES: dict[str, Callable[[Parts], Any]] = {
     "communication_data_type": lambda p: p.plan.policy.communicate,
     "config": lambda p: ConfigView(p.plan.config),
     "monitor": lambda p: p.monitors,
+    "monitor_config": lambda p: _monitor_config(p.plan.config),
     "tput_timer": lambda p: p.throughput,
 }
 
@@ -125,6 +128,10 @@ def _ratio(parts: Parts) -> float:
     """Fraction of the trained elements whose masters and optimizer states are offloaded; 1 without offloading."""
     offload = parts.plan.config.zero_optimization.offload_optimizer
     return 1.0 if offload is None else offload.ratio
+
+
+def _monitor_config(config: Config) -> MonitorConfig:
+    return MonitorConfig(config.tensorboard, config.csv_monitor, config.wandb, config.comet)
 
 
 def group_values(optimization: Optimization | None, key: str, default: Any) -> list[Any]:

@@ -229,18 +229,20 @@ def make_handle(
     client: torch.optim.Optimizer, rule: Rule, clear: Callable[[], None], link: StepLink
 ) -> Callable[[], None]:
     """Reduce a client's optimizer to its parameter groups and guard its methods; return a function that undoes this."""
+    given = ["parameter_offload", "averaged_gradients"]
     if isinstance(rule, Foreign):
         rule.take_step()
-        return guard(client, clear, link.step)
-    if any(client.state.values()):
+    elif any(client.state.values()):
         log.warning("the optimizer %s comes with state of earlier steps, which is dropped", type(client).__name__)
         client.state.clear()
     undo = guard(client, clear, link.step)
-    # Torch's own replaces the group dicts, which the engine would not see.
-    vars(client)["load_state_dict"] = partial(_load_groups, client.param_groups)
+    if not isinstance(rule, Foreign):
+        # Torch's own replaces the group dicts, which the engine would not see.
+        vars(client)["load_state_dict"] = partial(_load_groups, client.param_groups)
+        given.append("load_state_dict")
 
     def give_back() -> None:
-        for name in ("load_state_dict", "parameter_offload"):
+        for name in given:
             vars(client).pop(name, None)
         undo()
 

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from mpispeed.base import device as devices
 from mpispeed.base.log import once
 from mpispeed.native.block_probe import ALIGNMENT
 
@@ -20,8 +21,8 @@ _logger = logging.getLogger(__name__)
 def aligned(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     """A tensor of `nbytes` bytes (uint8) at the start of a page, in whole pages of its own, all zeros.
 
-    The memory is freed with the last tensor that views it. `pin`: page-locked for a GPU, where torch sees one. If torch
-    cannot pin it, that is logged once.
+    The memory is freed with the last tensor that views it. `pin`: page-locked where this process computes on a device,
+    or torch sees a GPU. If torch cannot pin it, that is logged once.
 
     Raises:
         ValueError: a negative length.
@@ -30,7 +31,7 @@ def aligned(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     if nbytes < 0:
         msg = f"aligned: {nbytes} bytes; a length cannot be negative"
         raise ValueError(msg)
-    if pin and torch.cuda.is_available():
+    if pin and _has_device():
         try:
             spare = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
             start = -spare.data_ptr() % ALIGNMENT
@@ -49,7 +50,7 @@ def aligned(nbytes: int, *, pin: bool = False) -> torch.Tensor:
 
 def lock_memory(memory: torch.Tensor) -> str:
     """Keep the pages of a host tensor in memory (mlock); "" or the reason why they are not."""
-    if memory.numel() == 0 or (torch.cuda.is_available() and memory.is_pinned()):
+    if memory.numel() == 0 or (_has_device() and memory.is_pinned()):
         return ""
     if _libc().mlock(memory.data_ptr(), memory.nbytes) == 0:
         return ""
@@ -60,8 +61,12 @@ def lock_memory(memory: torch.Tensor) -> str:
 
 def unlock_memory(memory: torch.Tensor) -> None:
     """Take back `lock_memory`; the memory itself stays."""
-    if memory.numel() and not (torch.cuda.is_available() and memory.is_pinned()):
+    if memory.numel() and not (_has_device() and memory.is_pinned()):
         _libc().munlock(memory.data_ptr(), memory.nbytes)
+
+
+def _has_device() -> bool:
+    return devices.used() is not None or torch.cuda.is_available()
 
 
 @cache

@@ -7,6 +7,7 @@ section 5.1.3 (memory-centric tiling).
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
@@ -89,6 +90,16 @@ class TiledLinear(nn.Module):
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
+
+    @property
+    def in_parts(self) -> list[int]:
+        """Bounds of the pieces of the input: 0, the end of each."""
+        return [0, *itertools.accumulate(self.in_sizes)]
+
+    @property
+    def out_parts(self) -> list[int]:
+        """Bounds of the pieces of the output: 0, the end of each."""
+        return [0, *itertools.accumulate(self.out_sizes)]
 
     def forward(self, input_: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Apply the layer.

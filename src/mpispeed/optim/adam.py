@@ -9,9 +9,9 @@ import torch
 
 from mpispeed.base.errors import UnsupportedOption
 from mpispeed.native.coefficients import Terms, adam_terms
-from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.host_rule import HostRule, read_hyper
 from mpispeed.optim.rule import RULES, Rule, drop_auto
+from mpispeed.optim.torch_adam import TorchAdam
 
 DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -54,8 +54,8 @@ def _build(name: str, is_decoupled: bool, params: dict[str, Any]) -> tuple[Rule,
     params = drop_auto(params)
     is_decoupled = bool(params.pop("adam_w_mode", True)) or is_decoupled
     if params.pop("torch_adam", False):
-        foreign = Foreign(torch.optim.AdamW if is_decoupled else torch.optim.Adam, params)
-        return foreign, dict(foreign.defaults)
+        theirs = TorchAdam(torch.optim.AdamW if is_decoupled else torch.optim.Adam, params)
+        return theirs, dict(theirs.defaults)
     if params.pop("amsgrad", False):
         msg = (
             f"amsgrad is true in the params of the optimizer {name}; this variant is not supported. "

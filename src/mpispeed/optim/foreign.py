@@ -113,6 +113,9 @@ class Foreign:
     Every window is one parameter, of its full shape when `Window.shape` is set, flat otherwise; its
     group is `key[1]`. One update is one `step()` over all given windows, so all of them have to stay in
     place until `update` returns. Gradients of the master's dtype are scaled in place.
+
+    `SparseAdam`, which takes rows, gets those that are not all zero: after the sum over ranks, the rows that any rank
+    used. A parameter without such a row gets no gradient.
     """
 
     state_names: tuple[str, ...] = ()
@@ -129,13 +132,14 @@ class Foreign:
         self.is_elementwise = is_elementwise(cls)
         self.kinds = frozenset(base.__name__ for base in cls.__mro__)  # names of what its state is that of
         self.is_client = not isinstance(optimizer, type)
-        self.optimizer = _make(optimizer, dict(params or {})) if isinstance(optimizer, type) else optimizer
+        self._takes_rows = issubclass(cls, torch.optim.SparseAdam)
+        self.optimizer = make_empty(optimizer, dict(params or {})) if isinstance(optimizer, type) else optimizer
         self.defaults: dict[str, Any] = dict(self.optimizer.defaults)
         self._step: Callable[[], Any] = self.optimizer.step
         self._bound: dict[tuple[Any, ...], nn.Parameter] = {}
 
     def update(self, windows: Iterable[Window], *, grad_scale: float = 1.0, threads: int = 1) -> None:
-        """Run one `step()` over all `windows`, with their gradients times `grad_scale`; then fill their `out`.
+        """Run one `step()` over all `windows`, with their gradients times `grad_scale`; then fill `out`, call `after`.
 
         The number of threads is that of torch; `threads` is not used.
 
@@ -148,7 +152,8 @@ class Foreign:
         parameters = [self._bind(window) for window in held]
         try:
             for window, parameter in zip(held, parameters, strict=True):
-                parameter.grad = _scaled(window, grad_scale).view_as(parameter)
+                grad = _scaled(window, grad_scale).view_as(parameter)
+                parameter.grad = _rows_of(grad) if self._takes_rows else grad
             self._step()
             self.optimizer._opt_called = True  # type: ignore[attr-defined] # as torch's schedulers want to see
         finally:
@@ -157,6 +162,8 @@ class Foreign:
         for window in held:
             if window.out is not None:
                 window.out.copy_(window.master)
+            if window.after is not None:
+                window.after()
 
     def take_step(self) -> None:
         """Keep the object's `step` for updates, as a scheduler may have wrapped it; before `guard` replaces it."""
@@ -278,8 +285,12 @@ class Foreign:
             group["params"] = []
 
 
-def _make(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer without parameters; a stand-in lets the constructor check the keywords and set its defaults."""
+def make_empty(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer without parameters; a stand-in lets the constructor check the keywords and set its defaults.
+
+    Raises:
+        ConfigError: it does not take the keywords `params`.
+    """
     check_keywords(cls, params, f"the optimizer {cls.__name__}", skip=1)
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
     try:
@@ -304,3 +315,9 @@ def _scaled(window: Window, grad_scale: float) -> Tensor:
     """The gradient in the master's dtype, times `grad_scale`; in place where the dtype allows it."""
     grad = window.grad.to(window.master.dtype)
     return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
+
+
+def _rows_of(grad: Tensor) -> Tensor | None:
+    """The rows of a gradient that are not all zero, as a sparse tensor; None if there are none."""
+    rows = grad.to_sparse(1)
+    return rows if rows.values().numel() else None

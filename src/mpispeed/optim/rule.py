@@ -32,6 +32,7 @@ class Window:
     key: tuple[Any, ...] = ()  # stable identity (unit, group index, start), for rules that keep their own objects
     shape: tuple[int, ...] | None = None  # set when the window is exactly one whole parameter
     entry: int | None = None  # set when all of it is of one parameter: its number, which is that of every rank
+    after: Callable[[], None] | None = None  # due after the update, where the rule keeps windows until all are there
 
 
 class Rule(Protocol):
@@ -62,6 +63,8 @@ class KeepsState(Protocol):
     A checkpoint reads `slots` and `window_scalars` of every window after an update. To resume, possibly with other
     windows, it passes to `restore`, for every new window, its part of the slots and the scalars of its parameter,
     before the first update.
+
+    It asks for all windows before it updates any, so it calls what is due `after` each.
     """
 
     kinds: frozenset[str]

@@ -35,7 +35,7 @@ class Offload:
         state_buffers, state_elements: buffers between files and updates, and the length of one in fp32.
         reads_ahead, writes_behind: overlap of updates with reads and writes.
         reserves: space of files is allocated at the start.
-        pin: buffers are page-locked.
+        pins_params, pins_states: their buffers are page-locked.
     """
 
     ratio: float = 1.0
@@ -47,7 +47,8 @@ class Offload:
     reads_ahead: bool = False
     writes_behind: bool = False
     reserves: bool = True
-    pin: bool = False
+    pins_params: bool = False
+    pins_states: bool = False
 
 
 def offload_of(zero: ZeroOptimization) -> Offload:
@@ -59,6 +60,7 @@ def offload_of(zero: ZeroOptimization) -> Offload:
             "memory_elements": param.max_in_cpu,
             "param_buffers": param.buffer_count,
             "param_elements": param.buffer_size,
+            "pins_params": param.pin_memory,
         }
     if optimizer is not None:
         found |= {
@@ -68,9 +70,9 @@ def offload_of(zero: ZeroOptimization) -> Offload:
             "reads_ahead": optimizer.pipeline_read,
             "writes_behind": optimizer.pipeline_write,
             "reserves": not optimizer.fast_init,
+            "pins_states": optimizer.pin_memory,
         }
-    pins = [section.pin_memory for section in (param, optimizer) if section is not None and section.device == "nvme"]
-    return Offload(**found, pin=any(pins))  # type: ignore[arg-type]
+    return Offload(**found)  # type: ignore[arg-type]
 
 
 def leading_units(sizes: Iterable[tuple[int, int]], limit: float) -> frozenset[int]:
@@ -117,5 +119,6 @@ def make_swap_plan(tensors: Cells, offload: Offload, table: Table) -> SwapPlan:
         reads_ahead=offload.reads_ahead,
         writes_behind=offload.writes_behind,
         reserves=offload.reserves,
-        pin=offload.pin,
+        pins_params=offload.pins_params,
+        pins_states=offload.pins_states,
     )

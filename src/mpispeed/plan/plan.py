@@ -15,6 +15,7 @@ from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.precision.policy import Policy, resolve
+from mpispeed.sharding.collecting import Collecting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,6 +103,17 @@ class Plan:
         """True if sharded parameters stay gathered during a step, as in pipelines."""
         is_asked = self.axes["pipe"] > 1 and not self.config.pipeline.per_micro_batch
         return is_asked and not self.states.param.is_replicated
+
+    @property
+    def collecting(self) -> Collecting:
+        """How updated parameters are collected."""
+        zero = self.config.zero_optimization
+        return Collecting(zero.allgather_bucket_size, by_broadcast=not zero.allgather_partitions)
+
+    @property
+    def window_elements(self) -> int | None:
+        """Most elements of a window of an update in memory; None: no limit."""
+        return self.config.zero_optimization.sub_group_size if self.stage == 3 else None
 
     @property
     def cast_by(self) -> str:

@@ -19,6 +19,7 @@ from mpispeed.sharding.module_hooks import ModuleHooks
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 from mpispeed.sharding.params import ParamStore
 from mpispeed.sharding.sharded_init import ShardedInit, find_init_shard
+from mpispeed.sharding.update_windows import take_edited
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait, Work
@@ -156,7 +157,7 @@ class _OfStore:
         store.wait(work, told)
         # With swap files a failure is raised only after all ranks have exchanged it.
         with failures.kept() if store.tiers.is_swapping else nullcontext():
-            store.take(param)
+            take_edited(store, param)
 
 
 class _OfBirth:

@@ -340,6 +340,11 @@ class GradHooks:
             self.deliver(param, grad)
 
 
+def is_summed(grads: GradStore) -> bool:
+    """True if all gradients are there, and summed over ranks or about to be."""
+    return grads.has_gradients and not grads.is_open and all(gradient.is_averaged for gradient in grads._gradients)
+
+
 def _write(view: torch.Tensor, grad: torch.Tensor, factor: float, *, adds: bool) -> None:
     """Put a gradient times `factor`, computed in the dtype of `view`, into it."""
     if adds:

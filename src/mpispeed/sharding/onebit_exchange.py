@@ -43,6 +43,7 @@ class OneBitExchange:
 
     Attributes:
         errors: errors of compression by unit; made when a unit is compressed for the first time.
+        step: number of the coming update.
         shows_common: parameters are those that ranks last agreed on, without later local updates.
         sent: bytes that this rank has sent in the exchanges of the last step.
         plain: bytes that sums of the same in fp32 would have sent.
@@ -73,8 +74,7 @@ class OneBitExchange:
         self.compressor, self._comm = Compressor(mesh, hops, params.tiers.device), mesh["data"]
         self.errors: dict[int, OneBitErrors] = {}
         self._momenta, self._is_prepared = Momenta(mesh, params, states, groups), False
-        self.sent = self.plain = 0
-        self.shows_common = False
+        self.step, self.sent, self.plain, self.shows_common = 1, 0, 0, False
         found = {dtype for unit in params.table.units for dtype in (params.dtypes(unit)[1], grads.shards.dtype(unit))}
         if found - {torch.float32}:
             odd = ", ".join(sorted(map(str, found - {torch.float32})))
@@ -96,7 +96,7 @@ class OneBitExchange:
         self._grads.expect(is_local=self.kind(step) is not Exchange.GRADIENT, early=self.early)
         if self.early is not None:
             self.early.begin(step)
-        self.sent = self.plain = 0
+        self.step, self.sent, self.plain = step, 0, 0
         self.shows_common = False  # an update fills parameters with local ones
         if self.kind(step) in LOCAL and self.kind(step - 1) not in LOCAL:
             self.clear_errors()  # they were of gradients
@@ -336,3 +336,8 @@ class OneBitExchange:
     def nbytes(self) -> int:
         """Bytes of errors and of full momenta on this rank."""
         return self._momenta.nbytes + sum(errors.nbytes for errors in self.errors.values())
+
+
+def is_local(onebit: OneBitExchange | None) -> bool:
+    """True while the model has this rank's own parameters, which differ from those of other ranks."""
+    return onebit is not None and onebit.is_apart(onebit.step - 1) and not onebit.shows_common

@@ -70,6 +70,18 @@ class ParamFacts:
         found: torch.Tensor = self._asked("ds_tensor").shard_of(self)
         return found
 
+    @property
+    def ds_secondary_tensor(self) -> torch.Tensor | None:
+        """A copy of this rank's part of the second copy that hpZ keeps, flat, maybe empty.
+
+        None without hpZ, and from an update to the next gather of the parameter.
+
+        Raises:
+            UsageError: its engine is gone.
+        """
+        found: torch.Tensor | None = self._asked("ds_secondary_tensor").second_of(self)
+        return found
+
     def partition_numel(self) -> int:
         """Elements of this rank's shard.
 
@@ -107,4 +119,5 @@ def serve_whole_params(asked: Callable[[nn.Parameter], Any], number: Callable[[n
     serve("ds_status", lambda *_: ZeroParamStatus.AVAILABLE)
     serve("ds_persist", lambda owner, param: owner.shard_numel(param) == param.numel())
     serve("ds_tensor", lambda owner, param: owner.shard_of(param))
+    serve("ds_secondary_tensor", lambda owner, param: owner.second_of(param))
     serve("partition_numel", lambda owner, param: lambda: owner.shard_numel(param))

@@ -12,6 +12,7 @@ import torch
 
 from mpispeed.base.errors import StoreError
 from mpispeed.sharding import sharded_param
+from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.quantized import Codes
 from mpispeed.store.arena import Arena
 from mpispeed.store.layout import Span
@@ -121,6 +122,12 @@ class UnitGatherer:
                 self._copies[unit.index] = part.clone()
         self._fresh.add(unit.index)
 
+    def copy_of(self, unit: Unit) -> tuple[torch.Tensor, Span] | None:
+        """The second copy of a unit while it is fresh, and its range of the flat buffer."""
+        if unit.index not in self._fresh or self._second is None:
+            return None
+        return self._copies[unit.index], own_span(self._mesh, self._second, unit.layout.padded)
+
     def forget(self, unit: Unit) -> None:
         """Mark the second copy of `unit` as out of date."""
         self._fresh.discard(unit.index)
@@ -181,6 +188,7 @@ class ParamShards:
         codes_frozen: bool = False,
         own_masters: bool = False,
         tiers: Tiers = IN_MEMORY,
+        collector: Collector | None = None,
     ) -> None:
         """Decide where everything will be; `adopt` fills it, unit by unit.
 
@@ -198,11 +206,13 @@ class ParamShards:
             codes_frozen: keep and gather sharded frozen units as 8-bit codes.
             own_masters: masters have memory of their own even if they have the dtype of the parameters.
             tiers: the states in swap files; units with parameters there are fetched like sharded ones.
+            collector: brings updated masters to replicated parameters; by all-gathers of whole units by default.
         """
         self.table, self.mesh, self.tiers = table, mesh, tiers
         self.compute, self.master_dtype, self.placement = compute, master, master_placement
         self.arena, self._codes_frozen, self._own_masters = Arena(tiers.device), codes_frozen, own_masters
         self.gatherer = UnitGatherer(mesh, gather=gather, second=second)
+        self.collector = collector or Collector(device=tiers.device)
         self.rests_cut = not param_placement.is_replicated
         is_cut = mesh.topology.group_size(param_placement.axes) > 1 or tiers.is_apart(PARAM)  # then it is fetched too
         self.placements = [
@@ -293,7 +303,8 @@ class ParamShards:
         if unit.is_trainable and not self._rest[unit.index].is_swapped:
             rest, own = self._rest[unit.index].get(), self.rest_span(unit)
             local = rest[self.span(unit).shifted(-own.start).slice]
-            all_gather_into(self.mesh, rest, local, self.placement, self.placements[unit.index], unit.layout.padded)
+            target = self.placements[unit.index]
+            self.collector.collect(self.mesh, rest, local, self.placement, target, unit.layout.padded)
 
     # -- where things are ----------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,7 +68,6 @@ class ParamStore:
     """
 
     is_of_init = False
-    is_apart: Callable[[], bool] = staticmethod(lambda: False)  # parameters are this rank's own, and not its masters
 
     def __init__(
         self,
@@ -174,15 +173,8 @@ class ParamStore:
         Values have to be equal on all ranks of the data axis. Local.
 
         Raises:
-            UsageError: the model has this rank's own parameters, which a 1-bit optimizer updates locally.
             StoreError: the parameter is not unsharded now.
         """
-        if self.is_apart():
-            msg = (
-                f"parameter {self._names.get(id(param), '?')!r} was edited between meetings of 0/1 Adam, where it is "
-                "this rank's own; call engine.eval() before, and engine.train() afterwards"
-            )
-            raise UsageError(msg)
         place = self.table.locate(param)
         if place is None or sharded_param.is_sharded(param):
             msg = f"parameter {self._names.get(id(param), '?')!r} is not whole; there is nothing to take over"
@@ -258,6 +250,16 @@ class ParamStore:
     def shard_numel(self, param: nn.Parameter) -> int:
         """Elements of this rank's shard at rest. Local."""
         return self._shard(param)[1].numel
+
+    def second_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A copy of this rank's part of the second copy; None while there is none or it is out of date. Local."""
+        self.require((Kind.lp_params,), "param.ds_secondary_tensor")
+        place = self.table.locate(param)
+        found = None if place is None else self.shards.gatherer.copy_of(place.unit)
+        if place is None or found is None:
+            return None
+        values, span = found
+        return values[place.entry.span.intersect(span).shifted(-span.start).slice].clone()
 
     def _shard(self, param: nn.Parameter) -> tuple[Unit, Span]:
         place = self.table.locate(param)

@@ -257,6 +257,10 @@ class ShardedInit:
         part = -(-numel // self.comm.size)
         return max(0, min(part, numel - self.comm.rank * part))
 
+    def second_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """None: second copies are taken by an engine."""
+        return None
+
     def left(self, param: nn.Parameter) -> None:
         """Forget `param`, which has another owner now."""
         if _is_of(param, self):

@@ -66,6 +66,9 @@ class Owner(Protocol):
     def shard_numel(self, param: nn.Parameter) -> int:
         """Elements of this rank's shard of `param`."""
 
+    def second_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A copy of this rank's part of the second copy (hpZ) of `param`; None without a fresh one."""
+
 
 _OWNERS = WeakIdKeyDictionary()
 """Parameter -> weak reference to its keeper. By the parameter and not by its `id`, which a new one may get again."""
@@ -238,6 +241,10 @@ class _AliasOwner:
     def shard_numel(self, param: torch.Tensor) -> int:
         """Elements of this rank's shard."""
         return self._param.partition_numel()  # type: ignore[attr-defined]
+
+    def second_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """A copy of this rank's part of the second copy, if there is a fresh one."""
+        return self._param.ds_secondary_tensor  # type: ignore[attr-defined]
 
 
 def _has_no_engine(param: torch.Tensor) -> bool:

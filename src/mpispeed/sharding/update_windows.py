@@ -6,18 +6,22 @@ import itertools
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpispeed.base import device as devices
-from mpispeed.base.errors import StoreError
-from mpispeed.optim.rule import Layerwise, Rule, Window
+from mpispeed.base.errors import StoreError, UsageError
+from mpispeed.optim.exchange import Exchanges
+from mpispeed.optim.rule import KeepsState, Layerwise, Rule, Window
 from mpispeed.store.layout import Span
 from mpispeed.store.tiers import IN_MEMORY, Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from torch import nn
 
     from mpispeed.sharding.grad_shards import GradShards
     from mpispeed.sharding.grads import GradStore
@@ -104,17 +108,37 @@ class _Borrowed:
 class UpdateWindows:
     """Yields the windows of one update, in unit order.
 
-    A window is done when the next one is asked for. States in swap files are read one chunk ahead and written behind,
-    as the tiers plan it; windows end at chunk boundaries.
+    A window is done when the next one is asked for, or, for a rule that keeps all of them, when it has called what is
+    due `after` it. States in swap files are read one chunk ahead and written behind, as the tiers plan it; windows end
+    at chunk boundaries.
 
     Source: ZeRO-Infinity (arXiv 2104.07857), infinity offload engine: the overlap of disk and update.
     """
 
-    def __init__(self, params: ParamShards, grads: GradShards, state: StateStore, rule: Rule) -> None:
-        """Args: `rule` decides whether windows are whole parameters, or parts of one, or of many at once."""
+    def __init__(
+        self,
+        params: ParamShards,
+        grads: GradShards,
+        state: StateStore,
+        rule: Rule,
+        *,
+        most_elements: int | None = None,
+    ) -> None:
+        """Lend parts of these tensors.
+
+        Args:
+            params: parameters and masters.
+            grads: their gradients.
+            state: slots of the optimizer.
+            rule: decides whether windows are whole parameters, or parts of one, or of many at once.
+            most_elements: of a window in memory, where `takes_any_cut(rule)`; None: no limit. Those of swap files are
+                as long as their buffers.
+        """
         self._params, self._grads, self._state = params, grads, state
         self._per_parameter = rule.wants_whole and (params.placement.is_replicated or isinstance(rule, Layerwise))
+        self._keeps_windows = isinstance(rule, KeepsState)
         self._plan = params.tiers.plan
+        self._most_elements = most_elements if takes_any_cut(rule) else None
         counts = [len(unit.layout.entries) for unit in params.table.units]
         self._first_entry = [0, *itertools.accumulate(counts)]
 
@@ -177,7 +201,10 @@ class UpdateWindows:
                         window.shape = borrowed.unit.layout.entries[entry].shape if common == span else None
                     yield window
                     if far is not None:
-                        self._bring(far, window)
+                        source, is_kept = (
+                            (window.master, not self.is_swapping) if window.out is None else (window.out, True)
+                        )
+                        self._bring(far, source, is_kept=is_kept)
             changed = True
         finally:
             waiting.popleft()
@@ -197,6 +224,8 @@ class UpdateWindows:
             length = own.numel
             if any(stored.is_swapped for stored in tensors) or (low is not None and low[0].is_swapped):
                 length = min(length, self._plan.window_elements)
+            elif self._most_elements is not None:
+                length = min(length, self._most_elements)
             for start in range(0, own.numel, max(length, 1)):
                 yield unit, Span(own.start + start, own.start + min(start + length, own.numel))
 
@@ -219,11 +248,17 @@ class UpdateWindows:
     def _window(
         self, borrowed: _Borrowed, index: int, span: Span, group: dict[str, Any], step: int
     ) -> tuple[Window, torch.Tensor | None]:
-        """A window, and the copy to be made after it if `out` is in other memory than the master."""
+        """A window, and the copy to be made of it if `out` is in other memory than the master.
+
+        The copy is due `after` the window instead, where a rule keeps windows until all are there.
+        """
         local = span.shifted(-borrowed.chunk.start).slice
         master, far = borrowed.master.wait()[local], None
         out = None if borrowed.out is None else borrowed.out.wait()[local]
-        if out is not None and out.device != master.device:
+        after = None
+        if out is not None and out.device != master.device and self._keeps_windows:
+            after, out = partial(self._round_and_bring, out, master), None
+        elif out is not None and out.device != master.device:
             # Rounded by the update, so that only the rounded values are copied.
             far, out = out, _room_beside(master, out) if out.dtype != master.dtype else None
         window = Window(
@@ -234,17 +269,26 @@ class UpdateWindows:
             step=step,
             out=out,
             key=(borrowed.unit.index, index, span.start),
+            after=after,
         )
         return window, far
 
-    def _bring(self, far: torch.Tensor, window: Window) -> None:
+    def _bring(self, far: torch.Tensor, source: torch.Tensor, *, is_kept: bool) -> None:
         """Copy the rounded values of an update to other memory.
 
         Asynchronous to a device, unless the source is a buffer that will be read into again; synchronous to the host.
         """
-        is_kept = window.out is not None or not self.is_swapping
-        source = window.master if window.out is None else window.out
         far.copy_(source, non_blocking=is_kept and devices.is_on_device(far))
+
+    def _round_and_bring(self, far: torch.Tensor, master: torch.Tensor) -> None:
+        """Copy an updated master to other memory; only rounded values travel."""
+        source = master if master.dtype == far.dtype else _room_beside(master, far).copy_(master)
+        self._bring(far, source, is_kept=source is not master or not self.is_swapping)
+
+
+def takes_any_cut(rule: Rule) -> bool:
+    """True if a rule gives the same bits however the range that it updates is cut, and keeps nothing by window."""
+    return rule.is_elementwise is True and not isinstance(rule, KeepsState | Exchanges)
 
 
 def _room_beside(master: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -268,6 +312,7 @@ class ZeroState:
         states: slots of the optimizer.
         rule: the update rule.
         groups: hyper-parameters of the parameter groups.
+        is_local: True while the model has this rank's own parameters, which differ from those of other ranks.
     """
 
     params: ParamStore
@@ -275,6 +320,7 @@ class ZeroState:
     states: StateStore
     rule: Rule
     groups: list[dict[str, Any]]
+    is_local: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         _STATES[self.params] = weakref.ref(self)
@@ -284,3 +330,21 @@ def state_of(params: ParamStore) -> ZeroState | None:
     """The state trained with `params`; None without an optimizer."""
     known = _STATES.get(params)
     return None if known is None else known()
+
+
+def take_edited(params: ParamStore, param: nn.Parameter) -> None:
+    """`ParamStore.take` of a parameter that a script edited. Local.
+
+    Raises:
+        UsageError: the model has this rank's own parameters, which a 1-bit optimizer updates locally.
+        StoreError: the parameter is not unsharded now.
+    """
+    state = state_of(params)
+    if state is not None and state.is_local():
+        place = params.table.locate(param)
+        msg = (
+            f"parameter {'?' if place is None else place.entry.name!r} was edited between meetings of 0/1 Adam, where "
+            "it is this rank's own; call engine.eval() before, and engine.train() afterwards"
+        )
+        raise UsageError(msg)
+    params.take(param)

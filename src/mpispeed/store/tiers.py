@@ -30,7 +30,7 @@ class SwapPlan:
 
     `tensors` maps (kind, unit index) to (elements, dtype) of swapped states. Windows of an update take `states_bytes`
     at most, `in_flight` of them at a time; parameters on their way to a gather take `param_buffers` buffers of
-    `param_bytes`. `reads_ahead`, `writes_behind`: of the update.
+    `param_bytes`. `reads_ahead`, `writes_behind`: of the update. `pins_params`, `pins_states`: buffers are page-locked.
     """
 
     tensors: Mapping[tuple[str, int], tuple[int, torch.dtype]] = field(default_factory=dict)
@@ -40,7 +40,8 @@ class SwapPlan:
     reads_ahead: bool = False
     writes_behind: bool = False
     reserves: bool = True
-    pin: bool = False
+    pins_params: bool = False
+    pins_states: bool = False
 
     @property
     def file_bytes(self) -> dict[str, int]:
@@ -89,7 +90,7 @@ class Tiers:
         *,
         device: torch.device = devices.HOST,
         on_host: Collection[str] = (),
-        pins: bool = False,
+        pins: Collection[str] = (),
     ) -> None:
         """Reserve the space of the plan.
 
@@ -99,13 +100,14 @@ class Tiers:
             options: of reading and writing files.
             device: the model's device.
             on_host: kinds kept in host memory all the same; those of optimizer states go with the masters.
-            pins: host memory of states is page-locked.
+            pins: kinds whose host memory is page-locked where the model is on a device.
 
         Raises:
             StoreError: a file cannot be made, or there is no space for it.
         """
         self.plan = plan or SwapPlan()
-        self.device, self._on_host, self._pins = device, frozenset(on_host), pins
+        self.device, self._on_host = device, frozenset(on_host)
+        self._pins = frozenset(pins) if device.type != "cpu" else frozenset()
         self.is_swapping = bool(self.plan.tensors)
         self.problem = ""  # the first failure of `keep`
         self._folders = {id(folder): folder for folder in (folders or {}).values()}
@@ -133,10 +135,13 @@ class Tiers:
         count = max(len(plan.window_kinds) * plan.in_flight, 1)
         widest = max(dtype.itemsize for _, dtype in plan.tensors.values())
         self._states = Pool(
-            _up(plan.window_elements * widest), count, name="offload_optimizer.buffer_count", pin=plan.pin
+            _up(plan.window_elements * widest), count, name="offload_optimizer.buffer_count", pin=plan.pins_states
         )
         self._params = Pool(
-            _up(max(plan.param_bytes, 1)), max(plan.param_buffers, 1), name="offload_param.buffer_size", pin=plan.pin
+            _up(max(plan.param_bytes, 1)),
+            max(plan.param_buffers, 1),
+            name="offload_param.buffer_size",
+            pin=plan.pins_params,
         )
         self._pools = [self._states, self._params]
 
@@ -146,8 +151,10 @@ class Tiers:
 
     def home(self, kind: str) -> torch.device:
         """Device of values of that kind while they are used: the host for those in swap files."""
-        group = kind if kind in (PARAM, GRAD) else MASTER
-        return devices.HOST if group in self._on_host else self.device
+        return devices.HOST if _group_of(kind) in self._on_host else self.device
+
+    def _is_pinned(self, kind: str) -> bool:
+        return _group_of(kind) in self._pins and self.home(kind).type == "cpu"
 
     def is_apart(self, kind: str) -> bool:
         """True if that kind is on another device than the model."""
@@ -156,7 +163,7 @@ class Tiers:
     def bring(self, kind: str, values: torch.Tensor, dtype: torch.dtype, *, copies: bool) -> torch.Tensor:
         """`values` in `dtype` on the device of that kind; themselves if they are so already, unless `copies`."""
         home = self.home(kind)
-        if home.type != "cpu" or not self._pins or values.device == home:
+        if not self._is_pinned(kind) or values.device == home:
             return values.to(device=home, dtype=dtype, copy=copies)
         return torch.empty(values.shape, dtype=dtype, device=home, pin_memory=True).copy_(values)
 
@@ -178,9 +185,7 @@ class Tiers:
         """A stored tensor of zeros; in a swap file nothing is written for them."""
         if self.holds(kind, unit):
             return self._swapped(kind, numel, dtype)
-        home = self.home(kind)
-        pins = self._pins and home.type == "cpu" and self.device.type != "cpu"
-        return MemoryTensor(torch.zeros(numel, dtype=dtype, device=home, pin_memory=pins))
+        return MemoryTensor(torch.zeros(numel, dtype=dtype, device=self.home(kind), pin_memory=self._is_pinned(kind)))
 
     def _swapped(self, kind: str, numel: int, dtype: torch.dtype) -> SwappedTensor:
         end = self._ends[kind] + padded_bytes(numel, dtype)
@@ -225,6 +230,11 @@ class Tiers:
             self.io = None
         for folder in self._folders.values():
             folder.remove()
+
+
+def _group_of(kind: str) -> str:
+    """Kind that decides about another: states of optimizers go with the masters."""
+    return kind if kind in (PARAM, GRAD) else MASTER
 
 
 def _up(size: int) -> int:

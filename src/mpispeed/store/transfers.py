@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from mpispeed.store.layout import Span
 from mpispeed.store.placement import Placement, moves, reduce_moves
 
 if TYPE_CHECKING:
+    from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.mesh.topology import Axes
 
@@ -111,11 +113,18 @@ def reduce_into(
 
 
 def all_gather_into(
-    mesh: Mesh, out: torch.Tensor, shard: torch.Tensor, source: Placement, target: Placement, padded: int
+    mesh: Mesh,
+    out: torch.Tensor,
+    shard: torch.Tensor,
+    source: Placement,
+    target: Placement,
+    padded: int,
+    *,
+    hop: Callable[[Comm, torch.Tensor, torch.Tensor], None] | None = None,
 ) -> None:
     """Gather this rank's range under `target` of a flat buffer that is sharded as `source` into `out`.
 
-    `shard` may be its own slice of `out`.
+    `shard` may be its own slice of `out`. `hop` does the work of `Comm.all_gather` in its place.
 
     Collective over: the axes over which `source` is sharded and `target` is not.
     Shapes: out [elements of this rank under `target`], shard [elements of this rank under `source`].
@@ -126,7 +135,10 @@ def all_gather_into(
         start = span.start - mesh.index(move.axes[0]) * span.numel
         span = Span(start, start + span.numel * comm.size)
         piece = out[span.shifted(-origin).slice]
-        comm.all_gather(piece, shard)
+        if hop is None:
+            comm.all_gather(piece, shard)
+        else:
+            hop(comm, piece, shard)
         shard = piece
     if shard.data_ptr() != out.data_ptr():
         out.copy_(shard)

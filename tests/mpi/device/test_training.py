@@ -71,6 +71,36 @@ def test_tiers_in_host_memory(device, on_host, section, how):
     same_bits(found, run(section, accumulation, None, dtype))
 
 
+PINS = [(1, (False, True)), (2, (False, True)), (3, (True, False)), (3, (True, True)), (3, (False, False))]
+
+
+@pytest.mark.parametrize(("stage", "pins"), in_turn(PINS, ranks=(2, 3)))
+def test_host_memory_is_page_locked_where_the_section_says_so(device, on_host, caplog, stage, pins):
+    sections = {"offload_optimizer": CPU | {"pin_memory": pins[1]}}
+    if stage == 3:
+        sections["offload_param"] = CPU | {"pin_memory": pins[0]}
+    settings = config(stage, BATCH, 1, dtype="bf16", zero=sections, **WARM)
+    engine = mpispeed.initialize(model=moved(TinyLM(), device), config=settings)[0]
+    params, parts = engine.parts.params, engine.parts.optimization
+    for unit in params.table.units:
+        slots = parts.states.of(unit).values()
+        cut_grads = [parts.grads.shards.stored(unit)[0].get()] if stage > 1 else []
+        assert [x.is_pinned() for x in (params.shards.master(unit), *slots, *cut_grads)] == [pins[1]] * (
+            3 + len(cut_grads)
+        )
+        assert stage < 3 or params.shards.rest(unit).is_pinned() == pins[0]
+    losses = train_averaged(engine, batches(2, BATCH))
+    engine.destroy()
+    assert "page-locked" not in caplog.text
+    on_host()
+    engine = mpispeed.initialize(model=TinyLM(), config=settings)[0]
+    assert not any(engine.parts.params.shards.master(unit).is_pinned() for unit in engine.parts.params.table.units)
+    assert train_averaged(engine, batches(2, BATCH)) == losses
+    engine.destroy()
+    asked = sum(pins) if stage == 3 else pins[1]
+    assert caplog.text.count("page-locked memory is for transfers to a GPU") == (asked if engine.mesh.rank == 0 else 0)
+
+
 @pytest.mark.parametrize(
     ("kinds", "dtype"),
     on_ranks([("optimizer",), ("param",), ("optimizer", "param")], ["fp32", "bf16"], ranks=(1, 2)),
@@ -109,21 +139,33 @@ def test_optimizers(device, on_host, optimizer):
     same_bits(found, run(section, 1, None, "bf16", **more))
 
 
-@pytest.mark.ranks(1, 2)
-def test_an_optimizer_of_the_script(device, on_host):
+OF_THE_SCRIPT = [
+    (zero_section(1), "fp32"),
+    (zero_section(1, offload_optimizer=CPU), "fp32"),
+    (zero_section(2, offload_optimizer={"device": "cpu", "pin_memory": True}), "bf16"),
+    (zero_section(3, offload_optimizer=CPU), "bf16"),
+    (zero_section(3, offload_optimizer=CPU), "fp32"),
+]
+
+
+@pytest.mark.parametrize(("section", "dtype"), in_turn(OF_THE_SCRIPT, ranks=(1, 2)), ids=str)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_optimizer_of_the_script(device, on_host, cls, section, dtype):
     def train(where):
         model = moved(TinyLM(), where)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        settings = config(0, BATCH, 1, **WARM, reduction="ordered") | {"zero_optimization": zero_section(1)}
+        optimizer = cls(model.parameters(), lr=1e-3)
+        settings = config(0, BATCH, 1, **WARM, reduction="ordered", **precision(dtype))
+        settings |= {"zero_optimization": section, "zero_allow_untested_optimizer": True}
         del settings["optimizer"]
         engine = mpispeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         losses = train_averaged(engine, batches(4, BATCH))
+        found = losses, {name: values.cpu() for name, values in weights(engine).items()}
         engine.destroy()
-        return losses
+        return found
 
     found = train(device)
     on_host()
-    assert found == train(None)
+    same_bits(found, train(None))
 
 
 def test_what_is_refused(device):

@@ -147,6 +147,7 @@ class Stop:
     step: int
 
 
+@pytest.mark.deepspeed_row("a18")
 def test_client_state_comes_back_with_its_types(mpi_tmp_path):
     client = {
         "text": "ein Wort",
@@ -171,6 +172,7 @@ def test_client_state_comes_back_with_its_types(mpi_tmp_path):
     second.destroy()
 
 
+@pytest.mark.deepspeed_row("a5")
 @pytest.mark.parametrize("in_background", [False, True])
 def test_an_existing_tag_is_replaced(in_background, mpi_tmp_path):
     """As scripts for DeepSpeed do it: `tag="best"`, or a run that resumes and saves at once."""

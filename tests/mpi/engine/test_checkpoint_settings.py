@@ -7,6 +7,7 @@ import mpispeed
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format import tags
 from mpispeed.ckpt.read.load import open_checkpoint
+from mpispeed.zero import ZeRORuntimeException
 from tests.zoo import same_bits
 from tests.zoo.models import Buffered, TinyLM, batches
 from tests.zoo.training import WARM, config, start, train_averaged, weights
@@ -100,6 +101,17 @@ def test_groups_are_found_by_their_parameters(turn, mpi_tmp_path):
     rates = [(group["lr"], group["weight_decay"]) for group in second.optimizer.param_groups]
     assert rates == ([(2e-3, 0.0), (1e-3, 0.1)] if turn else [(1e-3, 0.1), (2e-3, 0.0)])
     assert train_averaged(second, data[2:]) == pytest.approx(train_averaged(first, data[2:]), rel=1e-6)
+    for engine in (first, second):
+        engine.destroy()
+
+
+@pytest.mark.deepspeed_row("a17")
+def test_other_groups_than_the_stored_ones_are_the_error_that_scripts_catch(mpi_tmp_path):
+    first = grouped(False)
+    first.save_checkpoint(str(mpi_tmp_path))
+    second = start(config(1, BATCH, 1, **WARM), TinyLM())
+    with pytest.raises(ZeRORuntimeException, match=r"has 2 parameter groups and the optimizer 1; group .* alike"):
+        second.load_checkpoint(str(mpi_tmp_path))
     for engine in (first, second):
         engine.destroy()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpispeed.base.errors import UsageError
-from mpispeed.zero import safe_get_full_grad, safe_get_full_optimizer_state
+from mpispeed.zero import safe_get_full_grad, safe_get_full_optimizer_state, safe_update_full_grad_vectorized
 from tests.zoo import same_bits
 from tests.zoo.models import BATCH, Net, samples
 from tests.zoo.training import ADAM, config, own_part, start, train, weights
@@ -37,6 +37,67 @@ class Stream(torch.utils.data.IterableDataset):
 # -- backward ------------------------------------------------------------------------------------------------------
 
 
+def groups_of(model):
+    """Matrices, and vectors with another lr."""
+    params = list(model.parameters())
+    return [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() < 2], "lr": 3e-3}]
+
+
+def with_groups(kind, stage):
+    model, settings = Net(), config(stage, BATCH, 2, reduction="ordered")
+    if kind == "client":
+        return start(settings, model, optimizer=torch.optim.AdamW(groups_of(model), lr=1e-2))
+    return start(settings | ADAM, model, model_parameters=groups_of(model))
+
+
+def squares(tensors):
+    return sum(float(tensor.double().square().sum()) for tensor in tensors)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("kind", ["json", "client"])
+def test_averaged_gradients_are_those_of_the_update(kind, stage, comm):
+    one, other = (with_groups(kind, stage) for _ in range(2))
+    optimizer, batch = one.optimizer, samples(1)[0]
+    found = optimizer.averaged_gradients
+    assert dict(found) == {}
+    for engine in (one, other):
+        engine.backward(engine(*own_part(engine, batch)))
+        engine.step()
+    assert len(found) == (2 if stage == 2 else 0)  # stage 1 sums at the end only
+    one.backward(one(*own_part(one, batch, 1)))
+    assert list(found) == [0, 1]
+    for index, group in enumerate(groups_of(one.module)):
+        assert sum(comm.gather_objects(squares(found[index]))) == pytest.approx(
+            squares(map(safe_get_full_grad, group["params"])), rel=1e-6
+        )
+        if comm.size == 1:
+            assert [part.shape for part in found[index]] == [param.shape for param in group["params"]]
+        for part in found[index]:
+            part.mul_(2)
+    with pytest.raises(KeyError):
+        found[2]
+    one.step()
+    assert not found
+    other.backward(other(*own_part(other, batch, 1)))
+    safe_update_full_grad_vectorized([*other.module.parameters()], lambda grad, _: 2 * grad)
+    other.step()
+    same_bits(weights(one), weights(other))
+    one.destroy()
+    other.destroy()
+    assert not hasattr(optimizer, "averaged_gradients") or kind == "json"
+    assert not found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_averaged_gradients_are_of_stages_1_and_2(stage):
+    engine = start(config(stage, **ADAM))
+    assert not hasattr(engine.optimizer, "averaged_gradients")
+    engine.destroy()
+
+
+@pytest.mark.deepspeed_row("a9")
 @pytest.mark.parametrize("reduces", ["by hand", "in step"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_stay_local_until_they_are_reduced(stage, reduces, comm):
@@ -47,6 +108,20 @@ def test_gradients_stay_local_until_they_are_reduced(stage, reduces, comm):
         assert not any(state.is_averaged for state in other.parts.optimization.grads._gradients) or comm.size == 1
         if reduces == "by hand":
             other.allreduce_gradients(bucket_size=500_000_000)
+        other.step()
+    same_bits(weights(other), weights(one))
+    one.destroy()
+    other.destroy()
+
+
+@pytest.mark.deepspeed_row("a9")
+@STAGES
+def test_gradients_that_are_averaged_already_may_be_reduced_by_hand(stage):
+    one, other = start(config(stage, **ADAM)), start(config(stage, **ADAM))
+    for batch in samples(2):
+        train(one, [batch])
+        other.backward(other(*own_part(other, batch)))
+        other.allreduce_gradients()
         other.step()
     same_bits(weights(other), weights(one))
     one.destroy()
@@ -134,6 +209,7 @@ def test_the_optimizer_of_the_config_shows_its_states(stage, name, comm):
 # -- compilation -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.deepspeed_row("a13")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stage", [0, 2])  # at 3 `Net` reads a dtype of a cut weight, which the compiler cannot follow
 def test_compile(stage):

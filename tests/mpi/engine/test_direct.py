@@ -102,11 +102,14 @@ def joint(first, second, steps=STEPS):
             engine.step()
 
 
-@pytest.mark.parametrize(("left", "right"), [(0, 0), (1, 2), (3, 3), (2, 3)])
-def test_engines_that_share_a_loss_train_as_each_alone(left, right):
-    together = [start(config(stage, **ADAM)) for stage in (left, right)]
+@pytest.mark.deepspeed_row("a3")
+@pytest.mark.parametrize(
+    ("left", "right", "dtype"), [(0, 0, "fp32"), (1, 2, "fp32"), (3, 3, "fp32"), (2, 3, "fp32"), (1, 2, "bf16")]
+)
+def test_engines_that_share_a_loss_train_as_each_alone(left, right, dtype):
+    together = [start(config(stage, dtype=dtype, **ADAM)) for stage in (left, right)]
     joint(*together)
-    alone = [start(config(stage, **ADAM)) for stage in (left, right)]
+    alone = [start(config(stage, dtype=dtype, **ADAM)) for stage in (left, right)]
     run(alone[0], by_engine)
     run(alone[1], by_engine, factor=0.5)
     for one, other in zip(together, alone, strict=True):

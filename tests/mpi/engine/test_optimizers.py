@@ -251,6 +251,7 @@ def test_foreign_state_returns_from_a_checkpoint_at_every_stage(name, dtype, sta
         engine.destroy()
 
 
+@pytest.mark.deepspeed_row("a4")
 @pytest.mark.parametrize("stage", in_turn([0, 1, 2, 3], ranks=(1, 3, 4, 2)))
 def test_counts_and_flags_of_a_client_return_from_a_checkpoint(stage, comm, mpi_tmp_path):
     data, engines = samples(4), []

@@ -120,6 +120,7 @@ def test_trajectory_of_the_scale(stage, case):
     engine.destroy()
 
 
+@pytest.mark.deepspeed_row("a11")
 @pytest.mark.parametrize("stage", in_turn([1, 2, 3], ranks=(2, 3, 1, 4)))
 def test_the_scale_stops_at_its_minimum(stage):
     engine = start(config(stage, **ADAM, **fp16(initial_scale_power=1, hysteresis=1)))
@@ -129,8 +130,11 @@ def test_the_scale_stops_at_its_minimum(stage):
     engine.destroy()
 
 
-def test_stage_0_goes_on_at_the_least_scale_with_a_warning(caplog):
-    engine = start(config(0, **ADAM, **fp16(initial_scale_power=1, hysteresis=1)))
+@pytest.mark.deepspeed_row("a11")
+@pytest.mark.parametrize("optimizer", ["Adam", "OneBitAdam"])
+def test_stage_0_goes_on_at_the_least_scale_with_a_warning(optimizer, caplog):
+    section = {"optimizer": {"type": optimizer, "params": {"lr": 1e-2}}}
+    engine = start(config(0, **section, **fp16(initial_scale_power=1, hysteresis=1)))
     before = weights(engine)
     with recorded(caplog):
         assert run(engine, "TTTT") == [1] * 4

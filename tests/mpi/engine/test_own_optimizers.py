@@ -42,6 +42,7 @@ def halving(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
+@pytest.mark.deepspeed_row("a2")
 @pytest.mark.parametrize(("name", "stage"), on_ranks(sorted(CASES), [0, 1, 2, 3], ranks=(2, 3)))
 def test_trains_as_the_optimizer_alone(name, stage):
     cls, params = CASES[name]
@@ -67,6 +68,7 @@ OFFLOAD = {
 }
 
 
+@pytest.mark.deepspeed_row("a2", "a8")
 @pytest.mark.parametrize(
     ("dtype", "stage", "where"),
     in_turn(
@@ -111,6 +113,57 @@ def test_offloaded_and_resumed_with_the_bits_of_the_json(dtype, stage, where, mp
         train(engine, data[2:])
         results.append(weights(engine))
         engine.destroy()
+    for result in results[1:]:
+        same_bits(result, results[0])
+
+
+TORCH_ADAM = [
+    ("Adam", {}, "fp32", 1, "nvme"),
+    ("AdamW", {"amsgrad": True}, "bf16", 2, "nvme"),
+    ("Adam", {"adam_w_mode": False, "foreach": True}, "fp16", 3, "nvme"),
+    ("AdamW", {"maximize": True}, "fp32", 3, "ratio"),
+    ("Adam", {"amsgrad": True, "adam_w_mode": False}, "fp32", 2, "cpu"),
+    ("AdamW", {}, "bf16", 3, "nvme"),
+]
+
+
+@pytest.mark.deepspeed_row("a12")
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(("name", "params", "dtype", "stage", "where"), in_turn(TORCH_ADAM, ranks=(1, 2, 3)))
+def test_torch_adam_has_the_bits_of_torch_in_memory_and_in_files(name, params, dtype, stage, where, mpi_tmp_path):
+    """Also where one goes on with what the other saved; an object of the script is torch itself."""
+    memory = config(stage, dtype=dtype, gradient_clipping=0.3, reduction="ordered")
+    files = config(stage, dtype=dtype, gradient_clipping=0.3, reduction="ordered", zero=OFFLOAD[where])
+    if where != "cpu":
+        files["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(mpi_tmp_path / "disk")
+    section = {"optimizer": {"type": name, "params": {"lr": 1e-2, "torch_adam": True, **params}}}
+
+    def make(settings, seed=11):
+        model = Net(seed)
+        return start(settings | section, model, model_parameters=groups_of(model))
+
+    def client():
+        model, cls = Net(11), torch.optim.AdamW if params.get("adam_w_mode", True) else torch.optim.Adam
+        theirs = {key: value for key, value in params.items() if key != "adam_w_mode"}
+        return start(memory, model, optimizer=cls(groups_of(model), lr=1e-2, **theirs))
+
+    def finish(engine):
+        train(engine, data[2:])
+        found = weights(engine)
+        engine.destroy()
+        return found
+
+    data, results = samples(4), []
+    for tag, engine in (("files", make(files)), ("memory", make(memory)), ("", client())):
+        assert engine.parts.params.tiers.is_swapping == (tag == "files" and where != "cpu")
+        train(engine, data[:2])
+        if tag:
+            engine.save_checkpoint(str(mpi_tmp_path / tag))
+        results.append(finish(engine))
+    for tag, settings in (("files", memory), ("memory", files), ("files", files)):
+        engine = make(settings, seed=99)
+        engine.load_checkpoint(str(mpi_tmp_path / tag))
+        results.append(finish(engine))
     for result in results[1:]:
         same_bits(result, results[0])
 

@@ -14,6 +14,7 @@ from tests.zoo.training import ADAM, config, start, train, weights
 pytestmark = pytest.mark.mpi(min_size=1)
 
 
+@pytest.mark.deepspeed_row("a6")
 @pytest.mark.parametrize(
     ("first", "second"), in_turn([(0, 0), (1, 2), (2, 1), (3, 3), (3, 0), (0, 3)], ranks=(1, 3, 2, 2, 4))
 )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import mpispeed.comm as dist
-from mpispeed.base.errors import CommError
+from mpispeed.base.errors import CommError, UsageError
+from mpispeed.compat.partitioned_tensor import PartitionedTensor
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -114,3 +115,21 @@ def test_journal_and_summary():
         logger.setLevel(level)
     assert "all_reduce" in lines[0]
     assert "world" in lines[0]
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (5, 1), (2,), (), (0, 3)], ids=str)
+def test_each_rank_keeps_a_part_of_a_tensor(world, shape):
+    """As a pipeline of DeepSpeed sends activations between stages: parts and their description travel."""
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    cut = PartitionedTensor(whole, world.comm)
+    counts = world.comm.gather_objects(cut.data().numel())
+    assert (sum(counts), max(counts) - min(counts) < 2) == (whole.numel(), True)
+    assert cut.even_split == (len(set(counts)) == 1)
+    assert torch.equal(cut.full(), whole)
+    again = PartitionedTensor.from_meta(cut.to_meta(), cut.data().clone(), world.comm)
+    assert (again.full_size(), again.local_size()) == (list(shape), cut.local_size())
+    assert torch.equal(again.full("cpu"), whole)
+    other = cut.to_meta()
+    other[1 + len(shape)] += 1
+    with pytest.raises(UsageError, match=f"of its group, and the tensor was divided for rank .* of {world.size + 1};"):
+        PartitionedTensor.from_meta(other, cut.data(), world.comm)

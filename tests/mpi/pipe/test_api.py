@@ -258,6 +258,7 @@ class Grouped(Samples):
         return x[: 2 + index // BATCH], y[: 2 + index // BATCH]
 
 
+@pytest.mark.deepspeed_row("a7")
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_training_data_keep_their_order(world):
     data = 2 if world.size % 2 == 0 else 1

@@ -90,6 +90,7 @@ def marked(make, recompute=None):
 ROUTES = pytest.mark.parametrize("takes", [by_rank, by_values])
 
 
+@pytest.mark.deepspeed_row("a1")
 @ROUTES
 @pytest.mark.parametrize("recompute", [None, "kept graph"])
 def test_ranks_take_different_experts(takes, recompute):

@@ -11,7 +11,9 @@ from tests.zoo.models import Net, samples
 from tests.zoo.training import ADAM, config, own_part, start, train, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(2, 3)]
-NAMES = ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_tensor", "ds_persist", "partition_numel")
+NAMES = (
+    "ds_id", "ds_numel", "ds_shape", "ds_status", "ds_tensor", "ds_secondary_tensor", "ds_persist", "partition_numel",
+)  # fmt: skip
 
 
 def check_facts(params, comm):
@@ -22,6 +24,7 @@ def check_facts(params, comm):
         assert param.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
         assert param.ds_persist is False
         assert param.ds_tensor.numel() == param.partition_numel()
+        assert param.ds_secondary_tensor is None
         assert sum(comm.gather_objects(param.partition_numel())) == param.ds_numel
         assert not set(vars(param)) & set(NAMES)
     numbers = [param.ds_id for param in params]
@@ -66,6 +69,26 @@ def test_parameters_that_stay_whole_at_stage_3_tell():
         assert (param.ds_numel, param.partition_numel()) == (param.numel(), param.numel())
         assert torch.equal(param.ds_tensor, param.detach().flatten())
         assert not set(vars(param)) & set(NAMES)
+    engine.destroy()
+
+
+@pytest.mark.ranks(2, 4)
+def test_second_copies_are_there_from_a_gather_to_the_next_update(comm, monkeypatch):
+    monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", "2")
+    engine = start(config(3, zero={"zero_hpz_partition_size": 2}, **ADAM))
+    params = list(engine.module.parameters())
+    assert all(param.ds_secondary_tensor is None for param in params)
+    engine.backward(engine(*own_part(engine, samples(1)[0])))
+    for param in params:
+        assert param.ds_secondary_tensor.numel() >= param.ds_tensor.numel()
+        assert not set(vars(param)) & set(NAMES)
+        first = comm.rank // 2 * 2
+        parts = comm.gather_objects(param.ds_secondary_tensor)[first : first + 2]
+        with zero.GatheredParameters(param):
+            assert torch.equal(torch.cat(parts), param.detach().flatten())
+            assert param.ds_secondary_tensor is not None
+    engine.step()
+    assert all(param.ds_secondary_tensor is None for param in params)
     engine.destroy()
 
 

@@ -62,6 +62,7 @@ def test_folders_of_one_run_side_by_side(world, root):
     folder.remove()
 
 
+@pytest.mark.deepspeed_row("a8")
 def test_a_missing_folder_is_made(world, root):
     report = preflight(world.comm, world.node, root / "a" / "b", 1 << 20, Options())
     assert report.roots == [str(root / "a" / "b")] * world.size

@@ -81,6 +81,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.deepspeed_row("a18")
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_values_come_back_as_their_classes(tmp_path, value):
     found = back(tmp_path, value)
@@ -90,6 +91,7 @@ def test_values_come_back_as_their_classes(tmp_path, value):
     assert back(tmp_path, tree.copied(value)) == value
 
 
+@pytest.mark.deepspeed_row("a18")
 def test_classes_that_are_not_named_come_back_as_data(tmp_path):
     settings = Settings(Inner(Level.LOW, Path("y")), [1])
     found = back(tmp_path, {"settings": settings, "color": Color.BLUE, "pure": PurePosixPath("a/b")}, ())

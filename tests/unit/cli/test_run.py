@@ -109,8 +109,6 @@ def test_programs_of_other_kinds(here):
         (["--module", "--no_python", "x"], "--module and --no_python exclude each other"),
         (["-H", ".", "train.py"], "the host file . cannot be read"),
         (["-H", "no.hosts", "--num_nodes", "2", "train.py"], "give --hostfile FILE"),
-        (["-H", "hosts", "--no_ssh", "train.py"], "has to reach far-a, far-b; start inside a SLURM job"),
-        (["--autotuning", "run", "train.py"], "--autotuning run is not available"),
         (["-H", "hosts", "--num_gpus", "1", "--exclude", "far-a", "train.py"], "--num_gpus 1 cannot be combined"),
         (["-H", "hosts", "-i", "far-a", "-e", "far-b", "train.py"], "exclude each other"),
         (["--num_nodes", "2", "train.py"], "give --hostfile FILE"),
@@ -129,6 +127,18 @@ def test_what_is_refused(here, capsys, words, why):
     assert sum("notice:" not in line for line in error.splitlines()) == 1
 
 
+@pytest.mark.deepspeed_row("a14")
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["-H", "hosts", "--no_ssh", "train.py"], "has to reach far-a, far-b; start inside a SLURM job"),
+        (["--autotuning", "run", "train.py"], "--autotuning run is not available"),
+    ],
+)
+def test_options_of_deepspeed_that_are_not_served_say_why(here, capsys, words, why):
+    assert why in refused(capsys, *words)
+
+
 @pytest.mark.parametrize(
     ("name", "launcher"), [("OpenMPI", "mpirun"), ("pdsh", "mpirun"), ("SLURM", "srun"), ("auto", "auto")]
 )
@@ -142,6 +152,7 @@ def test_an_unknown_launcher_is_refused(here):
     assert "'jsrun' is none of auto, mpirun, srun" in done.output
 
 
+@pytest.mark.deepspeed_row("a14")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -150,6 +161,7 @@ def test_an_unknown_launcher_is_refused(here):
         (["--node_rank", "0"], "--node_rank is not needed"),
         (["--deepspeed"], "--deepspeed before the script is not needed"),
         (["--no_ssh"], ""),
+        (["--save_pid"], ""),
         (["--hostfile=no.hosts"], "there is no host file no.hosts"),
     ],
 )
@@ -162,6 +174,7 @@ def test_options_of_deepspeed_that_need_no_effect(here, capsys, words, said):
     assert bool(said) == bool(done.stderr)
 
 
+@pytest.mark.deepspeed_row("a14")
 def test_a_port_of_ssh(here):
     variables, argv = shown("-H", "hosts", "--ssh_port", "2222", "train.py")
     assert "-p 2222" in " ".join([*variables.values(), *argv])
@@ -194,6 +207,7 @@ def test_an_executable_called_deepspeed(here, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("mpispeed ")
 
 
+@pytest.mark.deepspeed_row("a14")
 def test_the_pid_is_kept_while_the_job_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = tmp_path / f"{os.getpid()}.deepspeed"

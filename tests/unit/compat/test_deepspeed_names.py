@@ -175,6 +175,17 @@ print(json.dumps([found.version, importlib.metadata.packages_distributions()["de
     assert last_line(child("-c", code)) == [VERSION, ["deepspeed"], VERSION]
 
 
+@pytest.mark.deepspeed_row("a19")
+def test_scripts_find_the_commit_and_the_branch_of_the_build():
+    """Those of DeepSpeed's releases that were made without a checkout."""
+    code = """
+import json, mpispeed.as_deepspeed, deepspeed
+from deepspeed.git_version_info import git_branch, git_hash, version
+print(json.dumps([deepspeed.__git_hash__, deepspeed.__git_branch__, git_hash, git_branch, version]))
+"""
+    assert last_line(child("-c", code)) == [*4 * ["[none]"], VERSION]
+
+
 def test_transformers_sees_deepspeed():
     code = """
 import mpispeed.as_deepspeed

@@ -204,6 +204,7 @@ def test_explain_says_where_the_batch_comes_from():
     assert rows["gradient_accumulation_steps"][1:] == (40, "derived: elasticity, on 7 ranks")
 
 
+@pytest.mark.deepspeed_row("a17")
 def test_the_scheduler_has_to_know_the_same_section():
     section = load(settings(DOCUMENTED)).config.elasticity
     known = settings(DOCUMENTED)["elasticity"]

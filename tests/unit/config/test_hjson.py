@@ -24,6 +24,7 @@ HJSON = """
 """
 
 
+@pytest.mark.deepspeed_row("a16")
 @pytest.mark.parametrize("text", [HJSON, HJSON.strip()[1:-1]], ids=["braces", "no braces"])
 def test_hjson(text, tmp_path):
     pytest.importorskip("hjson")
@@ -45,6 +46,7 @@ def test_hjson_has_no_key_twice_and_no_depth_without_end():
         parse("{a: " * 100 + "1\n" + "}" * 100, "f")
 
 
+@pytest.mark.deepspeed_row("a16")
 def test_without_hjson_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(ConfigError, match=r'if this is HJSON: pip install "mpispeed\[hjson\]"'):

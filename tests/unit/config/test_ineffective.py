@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mpispeed.config import load
-from mpispeed.config.ineffective import DEPENDENT, NO_EFFECT
+from mpispeed.config.ineffective import DEPENDENT, NO_EFFECT, ON_HOST
 from mpispeed.config.root import Config
 from mpispeed.config.section import inner_section, walk
 from mpispeed.config.unavailable import UNAVAILABLE
@@ -49,6 +49,7 @@ READ = {
     "elasticity.num_gpus_per_node",
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula", "activation_checkpointing", "walltime", "guard")
+BY_STAGE = {f"zero_optimization.{key}" for key in ("allgather_partitions", "allgather_bucket_size", "sub_group_size")}
 REFUSED = {row.path for row in UNAVAILABLE} | {"zero_optimization.legacy_stage1"}
 
 
@@ -70,12 +71,12 @@ def nested(path, value):
     return value
 
 
-@pytest.mark.parametrize("path", NO_EFFECT)
+@pytest.mark.parametrize("path", NO_EFFECT | ON_HOST)
 def test_each_warns_once_and_only_when_it_differs_from_the_default(path):
     default = FIELDS[path].default
     warnings = load(nested(path, other_than(default))).warnings
     assert [w.partition(" has no effect here: ")[0] for w in warnings] == [path]
-    assert NO_EFFECT[path] in warnings[0]
+    assert (NO_EFFECT | ON_HOST)[path] in warnings[0]
     assert load(nested(path, default)).warnings == []
 
 
@@ -84,10 +85,11 @@ def test_keys_that_need_others_warn_without_them(path):
     value = "disk" if path.endswith("_path") else other_than(FIELDS[path].default)
     settings = nested(path, value)
     zero = settings.setdefault("zero_optimization", {})
-    zero["stage"] = 3
+    zero["stage"] = 0 if path in BY_STAGE else 3
     warnings = load(settings).warnings
     assert [w.partition(" has no effect here: ")[0] for w in warnings] == [path]
     assert DEPENDENT[path][1] in warnings[0]
+    zero["stage"] = 3
     disk = {"device": "nvme", "nvme_path": "disk"}
     for name in ("offload_param", "offload_optimizer"):
         zero[name] = disk | zero.get(name, {})
@@ -100,11 +102,17 @@ def test_files_of_one_kind_give_no_effect_to_keys_of_the_other():
         "offload_optimizer": {"device": "cpu", "fast_init": True, "ratio": 0.5},
     }  # fmt: skip
     warnings = load({"zero_optimization": zero, "aio": {"block_size": 4096}}).warnings
-    assert {w.split()[0] for w in warnings} == {
-        "zero_optimization.sub_group_size", "zero_optimization.offload_optimizer.fast_init",
-    }  # fmt: skip
+    assert [w.split()[0] for w in warnings] == ["zero_optimization.offload_optimizer.fast_init"]
 
 
+@pytest.mark.parametrize("key", ["allgather_partitions", "allgather_bucket_size", "sub_group_size"])
+def test_keys_of_an_update_say_at_which_stages_they_have_no_effect(key):
+    value = False if key == "allgather_partitions" else 7
+    quiet = [s for s in range(4) if not load({"zero_optimization": {"stage": s, key: value}}).warnings]
+    assert quiet == ([3] if key == "sub_group_size" else [1, 2, 3])
+
+
+@pytest.mark.deepspeed_row("a10")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("section", [{"device": "cpu", "buffer_count": 2}, {"device": "nvme"}], ids=["cpu", "nvme"])
 def test_parameters_stay_where_they_are_below_stage_3(stage, section):
@@ -139,12 +147,13 @@ def is_accounted_for(path):
     """Read, refused, warned about, or part of a section that is off or refused as a whole."""
     keys = path.split(".")
     heads = {".".join(keys[:count]) for count in range(1, len(keys) + 1)}
-    return path in READ or path in NO_EFFECT or path in DEPENDENT or keys[0] in READ_SECTIONS or bool(heads & REFUSED)
+    is_listed = any(path in table for table in (READ, NO_EFFECT, ON_HOST, DEPENDENT))
+    return is_listed or keys[0] in READ_SECTIONS or bool(heads & REFUSED)
 
 
 def test_no_key_is_silently_ignored():
     leaves = [path for path, field in FIELDS.items() if inner_section(field.annotation)[0] is None]
     assert [path for path in leaves if not is_accounted_for(path)] == []
-    tables = (set(NO_EFFECT), set(DEPENDENT), READ, REFUSED)
+    tables = (set(NO_EFFECT), set(ON_HOST), set(DEPENDENT), READ, REFUSED)
     assert sum(map(len, tables)) == len(set().union(*tables)), "a key is in one table only"
-    assert set(NO_EFFECT) | set(DEPENDENT) | READ <= set(FIELDS)
+    assert set(NO_EFFECT) | set(ON_HOST) | set(DEPENDENT) | READ <= set(FIELDS)

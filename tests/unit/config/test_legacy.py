@@ -81,7 +81,7 @@ def test_bare_switches():
     assert load({"fp16": True}).origins["fp16.enabled"] == "given as fp16: true"
     old = load({"zero_optimization": True, "allgather_size": 1000})
     assert (old.config.zero_optimization.stage, old.config.zero_optimization.allgather_bucket_size) == (1, 1000)
-    assert [warning.split()[0] for warning in old.warnings] == ["zero_optimization:", *["allgather_size"] * 2]
+    assert [warning.split()[0] for warning in old.warnings] == ["zero_optimization:", "allgather_size"]
     assert load({"zero_optimization": False}).config.zero_optimization.stage == 0
 
 

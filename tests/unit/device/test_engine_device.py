@@ -14,6 +14,7 @@ from mpispeed.base.tensor_tree import move
 from mpispeed.config.load import validate
 from mpispeed.mesh import sim
 from mpispeed.mesh.collectives import stream_sync
+from mpispeed.native.page_memory import aligned
 from mpispeed.plan import device as engine_device
 from mpispeed.plan.plan import make_plan
 from mpispeed.store.arena import Arena
@@ -102,6 +103,37 @@ def test_kinds_of_states_are_at_home_where_they_were_put():
     assert tiers.zeros("exp_avg", 0, 5, torch.float32).get().device.type == "cpu"
     assert tiers.zeros(PARAM, 0, 5, torch.float32).get().device == device
     assert Tiers().home(MASTER) == Tiers().device == torch.device("cpu")
+
+
+def test_only_host_memory_of_the_kinds_that_ask_is_page_locked():
+    device = stand_in()
+    tiers = Tiers(device=device, on_host={PARAM, MASTER, GRAD}, pins={MASTER, GRAD})
+
+    def kept(where, kind):
+        brought = where.bring(kind, torch.ones(5, device=where.device), torch.float32, copies=False)
+        assert torch.equal(brought.cpu(), torch.ones(5))
+        return brought.is_pinned()
+
+    kinds = PARAM, MASTER, GRAD, "exp_avg"
+    assert [kept(tiers, kind) for kind in kinds] == [False, True, True, True]
+    assert [tiers.zeros(kind, 0, 5, torch.float32).get().is_pinned() for kind in kinds] == [False, True, True, True]
+    on_device = Tiers(device=device, pins={PARAM, MASTER})
+    assert on_device.zeros(MASTER, 0, 5, torch.float32).get().device == device
+    on_host = Tiers(pins={PARAM, MASTER})  # the model is on the host: nothing to transfer
+    assert not any(kept(on_host, kind) for kind in (PARAM, MASTER))
+    assert not on_host.zeros(MASTER, 0, 5, torch.float32).get().is_pinned()
+
+
+def test_buffers_of_files_are_page_locked_where_the_process_computes_on_a_device(monkeypatch):
+    device = stand_in()
+    monkeypatch.setattr(devices, "_USED", [])
+    assert not aligned(5000, pin=True).is_pinned()
+    devices.use(device)
+    buffer = aligned(5000, pin=True)
+    assert buffer.is_pinned()
+    assert buffer.data_ptr() % 4096 == 0
+    assert not buffer.any()
+    assert not aligned(5000).is_pinned()
 
 
 def test_scratch_is_used_again_in_the_order_of_streams():

@@ -222,6 +222,7 @@ def measure(source, ranks, **model):
             "optimizer state": parts.states.state_bytes,
             "gradients": parts.grads.shards.rest_bytes,
             "second copies": params.shards.second_bytes,
+            "pieces of updated parameters": params.shards.collector.arena.owned_bytes,
         }
         scratch = params.arena.owned_bytes
         engine.destroy()
@@ -245,6 +246,24 @@ def test_prediction_for_groups_of_ranks(accumulation, dtype, name):
     check_engine(4, 3, accumulation, dtype, is_overlapped=False, is_frozen="frozen" in name, **GROUPS[name])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stage", "dtype", "is_gathered", "most"),
+    pairwise([2, 3], [1, 2, 3], ["fp32", "bf16"], [True, False], [700, 10**6]),
+)
+def test_prediction_follows_how_updated_parameters_are_collected(ranks, stage, dtype, is_gathered, most):
+    keys = {"allgather_partitions": is_gathered, "allgather_bucket_size": most}
+    keys["stage3_param_persistence_threshold"] = 8000  # at stage 3 some units stay whole, others are cut
+    held, sent = check_engine(ranks, stage, 1, dtype, is_overlapped=False, **keys)
+    has_pieces = is_gathered and most == 700
+    assert bool(held["pieces of updated parameters"]) == has_pieces
+    assert bool(sent.get("broadcast")) == (not is_gathered)
+
+
+def test_prediction_for_broadcasts_in_groups_of_ranks():
+    check_engine(4, 3, 1, "bf16", is_overlapped=False, mics_shard_size=2, allgather_partitions=False)
+    check_engine(4, 3, 1, "bf16", is_overlapped=False, zero_hpz_partition_size=2, allgather_bucket_size=300)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_prediction_for_coded_sums(stage, monkeypatch):
     monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", "2")
@@ -262,18 +281,17 @@ def test_prediction_is_what_engines_measure(ranks, stage, accumulation, dtype, i
 def check_engine(ranks, stage, accumulation, dtype, *, is_overlapped, node=None, is_frozen=False, **zero):
     assert LENGTH  # the data's; widths below make units of different sizes
     source = config(stage, BATCH, accumulation, dtype=dtype, **WARM)
-    source["zero_optimization"].update(
-        overlap_comm=is_overlapped,
-        stage3_param_persistence_threshold=1000,
-        stage3_max_reuse_distance=15000,
-        stage3_prefetch_bucket_size=8000,
-        **zero,
-    )
+    limits = {
+        "stage3_param_persistence_threshold": 1000,
+        "stage3_max_reuse_distance": 15000,
+        "stage3_prefetch_bucket_size": 8000,
+    }
+    source["zero_optimization"] |= {"overlap_comm": is_overlapped, **limits, **zero}
     held, scratch, sent = measure(source, ranks, is_frozen=is_frozen)
     plan = make_plan(validate(source).config, ranks, torch.float32, ranks_per_node=node)
     budget = predict(gather_inputs(plan, on_meta(is_frozen=is_frozen)))
     assert {what: budget.bytes_of(what) for what in held} == held
-    verbs = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+    verbs = "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
     assert {verb: budget.sent_bytes(verb) for verb in verbs} == {verb: sent.get(verb, 0) for verb in verbs}
     predicted = budget.bytes_of("gathered parameters") + budget.bytes_of("gradient buckets")
     assert bool(budget.lag_bytes) <= is_overlapped
@@ -281,6 +299,7 @@ def check_engine(ranks, stage, accumulation, dtype, *, is_overlapped, node=None,
         assert scratch <= predicted
     else:
         assert scratch == predicted
+    return held, sent
 
 
 # -- machines --------------------------------------------------------------------------------------------------------

@@ -130,7 +130,9 @@ def test_the_config_is_a_mapping(engine):
 
 
 def test_monitor_and_timer(engine):
-    assert engine.monitor.enabled is False
+    assert engine.monitor.enabled is engine.monitor_config.enabled is False
+    assert engine.monitor_config.tensorboard is engine.plan.config.tensorboard
+    assert engine.monitor_config.csv_monitor.job_name == engine.monitor_config.tensorboard.job_name
     engine.monitor.write_events([("Mine/series", torch.tensor(1.0), 3)])
     assert engine.tput_timer.avg_samples_per_sec() == float("-inf")
     train(engine, samples(4))

@@ -22,6 +22,7 @@ def start(world, stage, model, optimizer):
     return engine_on(world, config(stage, **more), model, optimizer=optimizer)
 
 
+@pytest.mark.deepspeed_row("a4")
 @pytest.mark.parametrize(
     ("before", "after"),
     [((1, 0), (2, 1)), ((2, 1), (2, 1)), ((2, 2), (3, 3)), ((3, 3), (1, 0)), ((4, 3), (2, 0)), ((2, 0), (4, 2))],

@@ -281,6 +281,60 @@ def test_sparse_gradients_that_do_not_travel_as_rows_are_made_dense(stage):
         same_bits(theirs[1], ours[1])
 
 
+@pytest.mark.deepspeed_row("a15")
+@pytest.mark.parametrize("travels", [False, True])
+def test_sparse_adam_moves_only_the_rows_that_some_rank_used(travels, tmp_path):
+    """Its state returns from a checkpoint; plain torch takes the mean of both ranks' sparse gradients."""
+    tokens = torch.randint(0, 40, (4, 2, 3), generator=torch.Generator().manual_seed(5))
+
+    def model():
+        made = Words(500, 4, is_sparse=True)
+        made.out.requires_grad_(False)
+        return made
+
+    def job(world):
+        def begin(seen):
+            optimizer = torch.optim.SparseAdam(list(seen.embed.parameters()), lr=0.1)
+            settings = config(0, sparse_gradients=travels, reduction="ordered")
+            return engine_on(world, settings, seen, optimizer=optimizer)
+
+        def go_on(engine, batches):
+            for batch in batches:
+                engine.backward(engine(batch[world.rank]))
+                engine.step()
+            return engine
+
+        engine = go_on(begin(models[world.rank]), tokens[:2])
+        engine.save_checkpoint(str(tmp_path))
+        go_on(engine, tokens[2:]).destroy()
+        again = begin(model())
+        again.load_checkpoint(str(tmp_path))
+        found = go_on(again, tokens[2:]).module.embed.weight.detach().clone()
+        again.destroy()
+        return found
+
+    models, plain = [model(), model()], model()
+    found = sim.run(2, job)
+    optimizer = torch.optim.SparseAdam(list(plain.embed.parameters()), lr=0.1)
+    for batch in tokens:
+        optimizer.zero_grad()
+        for part in batch:
+            (plain(part) / 2).backward()
+        optimizer.step()
+    for table in (*found, models[0].embed.weight.detach()):
+        same_bits(table, found[0])
+        torch.testing.assert_close(table, plain.embed.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_adam_needs_whole_tables():
+    def job(world):
+        model = Words()
+        with pytest.raises(ConfigError, match=r"SparseAdam looks at whole tensors .* use stage 0"):
+            engine_on(world, config(1), model, optimizer=torch.optim.SparseAdam([model.embed.weight]))
+
+    sim.run(1, job)
+
+
 def test_a_model_without_embeddings_makes_sparse_gradients_a_warning(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("mpispeed"), "propagate", True)
     monkeypatch.setattr(logs, "_seen", set())

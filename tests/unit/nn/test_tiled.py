@@ -93,6 +93,8 @@ def test_sizes_are_even_and_the_larger_pieces_come_first():
     assert piece_sizes(23, 2) == [12, 11]
     assert piece_sizes(10, 4) == [3, 3, 2, 2]
     assert piece_sizes(3, 3) == [1, 1, 1]
+    layer = TiledLinear(23, 10, in_splits=2, out_splits=4)
+    assert (layer.in_parts, layer.out_parts) == ([0, 12, 23], [0, 3, 6, 8, 10])
 
 
 @pytest.mark.parametrize(("ins", "outs"), [(0, 0), (33, 33), (0, 1), (1, 33), (-1, 1)])

@@ -397,6 +397,7 @@ def test_sparse_gradients_are_refused_by_name(way: str) -> None:
             optimizer.step()
 
 
+@pytest.mark.deepspeed_row("a15")
 @pytest.mark.parametrize("hyper", [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}, {"weight_decay": 0.1}])
 def test_adagrad_takes_sparse_gradients(hyper) -> None:
     """Row by row, with the bits of the dense gradient."""

@@ -39,9 +39,9 @@ def values(seed: int) -> list[Tensor]:
 
 def torch_rule(name: str, params: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
     """The rule around torch's class, also where the name alone chooses an own rule."""
-    if name != "Adagrad":
+    if name not in ("Adagrad", "Adam", "AdamW"):
         return build(name, params)
-    rule = Foreign(torch.optim.Adagrad, params)
+    rule = Foreign(getattr(torch.optim, name), params)
     return rule, dict(rule.defaults)
 
 
@@ -155,12 +155,28 @@ def test_cuts_are_refused_where_shape_matters(name: str) -> None:
         rule.update([window])
 
 
-@pytest.mark.parametrize(("name", "why"), [("LBFGS", "closure"), ("SparseAdam", "sparse gradients")])
-def test_optimizers_that_cannot_work_are_refused(name: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        build(name, {})
-    with pytest.raises(ConfigError, match=why):
-        Foreign(getattr(torch.optim, name)([nn.Parameter(torch.ones(2))]))
+def test_optimizers_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="closure"):
+        build("LBFGS", {})
+    with pytest.raises(ConfigError, match="closure"):
+        Foreign(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
+
+
+def test_sparse_adam_gets_the_rows_that_are_not_zero() -> None:
+    plain = nn.Parameter(torch.arange(20.0).view(5, 4))
+    theirs = torch.optim.SparseAdam([plain], lr=0.1)
+    rule, group = build("SparseAdam", {"lr": 0.1})
+    master = plain.detach().clone().view(-1)
+    for step, rows in enumerate([[0, 3], [3], [], [1, 2]], 1):
+        grad = torch.zeros(5, 4)
+        for row in rows:
+            grad[row, 1:] = row + step
+        plain.grad = grad.to_sparse(1) if rows else None
+        theirs.step()
+        rule.update([Window(master, grad.view(-1), {}, group, step, key=(0, 0, 0), shape=(5, 4))])
+        assert torch.equal(master.view(5, 4), plain)
+    assert isinstance(rule, Foreign)
+    assert rule.window_scalars((0, 0, 0))["step"] == theirs.state[plain]["step"] == 3
 
 
 def test_client_keeps_identity_and_its_hyper_parameters_decide() -> None:
@@ -249,9 +265,7 @@ def test_masters_may_move_but_not_change_length() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
-@pytest.mark.parametrize(
-    ("name", "params"), [*ELEMENTWISE, ("Adam", {"torch_adam": True}), ("AdamW", {"torch_adam": True, "lr": 0.1})]
-)
+@pytest.mark.parametrize(("name", "params"), [*ELEMENTWISE, ("Adam", {}), ("AdamW", {"lr": 0.1})])
 def test_state_can_be_cut_again(name: str, params: dict[str, Any], before: int, after: int) -> None:
     rule, defaults = torch_rule(name, params)
     groups = [dict(defaults) for _ in SHAPES]

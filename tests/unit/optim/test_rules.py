@@ -15,10 +15,10 @@ from mpispeed.optim import CPULion
 from mpispeed.optim.adagrad import Adagrad
 from mpispeed.optim.adam import Adam
 from mpispeed.optim.choice import build
-from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.lamb import Lamb
 from mpispeed.optim.rule import RULES, KeepsState, Rule, Window
 from mpispeed.optim.sgd import SGD
+from mpispeed.optim.torch_adam import TorchAdam
 
 STEPS = 20
 LENGTH = 173
@@ -304,13 +304,52 @@ def test_table_of_adam_choices(name: str, torch_adam: bool, mode: bool | None, i
     assert params == before
     assert group["lr"] == 0.002
     if torch_adam:
-        assert isinstance(rule, Foreign)
+        assert isinstance(rule, TorchAdam)
+        assert not isinstance(rule, KeepsState)  # states come with the windows, so files can hold them
         assert type(rule.optimizer) is (torch.optim.AdamW if is_decoupled else torch.optim.Adam)
         assert group["weight_decay"] == (0.01 if is_decoupled else 0)
     else:
         assert isinstance(rule, Adam)
         assert rule.adam_w_mode is is_decoupled
         assert group == {"lr": 0.002, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("params", [{}, {"amsgrad": True}, {"foreach": True, "maximize": True}], ids=str)
+@pytest.mark.parametrize("cut", [100, 37, 5])
+def test_torch_adam_on_any_cut_has_the_bits_of_torch(name: str, params: dict[str, Any], cut: int) -> None:
+    hyper = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1, "eps": 1e-6, **params}
+    rule, group = build(name, {**hyper, "torch_adam": True, "adam_w_mode": name == "AdamW"})
+    torch.manual_seed(5)
+    master = torch.randn(100)
+    plain = nn.Parameter(master.clone())
+    theirs = getattr(torch.optim, name)([plain], **hyper)
+    states = {slot: torch.zeros(100) for slot in rule.state_names}
+    assert ("max_exp_avg_sq" in states) == ("amsgrad" in params)
+    out = torch.zeros(100, dtype=torch.bfloat16)
+    for step in range(1, 5):
+        group["lr"] = theirs.param_groups[0]["lr"] = 0.1 / step
+        grad = torch.randn(100, dtype=torch.bfloat16)
+        plain.grad = grad.float() * 0.5
+        theirs.step()
+        spans = [slice(start, start + cut) for start in range(0, 100, cut)]
+        kept = grad.clone()
+        rule.update(
+            (Window(master[s], grad[s], {k: v[s] for k, v in states.items()}, group, step, out=out[s]) for s in spans),
+            grad_scale=0.5,
+        )
+        assert torch.equal(grad, kept)
+        assert torch.equal(master, plain)
+        assert torch.equal(out, plain.bfloat16())
+    for slot, values in states.items():
+        assert torch.equal(values, theirs.state[plain][slot])
+
+
+def test_amsgrad_of_a_group_needs_maxima() -> None:
+    rule, group = build("Adam", {"torch_adam": True})
+    states = {slot: torch.zeros(2) for slot in rule.state_names}
+    with pytest.raises(ConfigError, match=r"amsgrad in optimizer\.params"):
+        rule.update([Window(torch.zeros(2), torch.ones(2), states, {**group, "amsgrad": True}, 1)])
 
 
 def test_own_rules_keep_state_in_windows() -> None:

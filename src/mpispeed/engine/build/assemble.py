@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
@@ -33,11 +34,12 @@ from mpispeed.optim.rule import Layerwise, Rule
 from mpispeed.optim.schedule import build_schedule
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
-from mpispeed.sharding.onebit_exchange import OneBitExchange
+from mpispeed.sharding.averaged_gradients import AveragedGradients
+from mpispeed.sharding.onebit_exchange import OneBitExchange, is_local
 from mpispeed.sharding.grads import GradHooks, GradStore
 from mpispeed.sharding.replicated_params import broadcast_rest
 from mpispeed.sharding.update_windows import ZeroState
-from mpispeed.sharding.update_windows import StateStore, UpdateWindows
+from mpispeed.sharding.update_windows import StateStore, UpdateWindows, takes_any_cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +98,8 @@ def assemble(
             plan, mesh, params, scaler, counters, optimization, update_windows, scheduler, sharing
         )
         if basic is not None:
-            optimization.unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link)
+            unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link)
+            optimization = dataclasses.replace(optimization, unguard=unguard)
     bus, loader = Bus(), None
     if training_data is not None:
         # DeepSpeed's pipelines read in order, its other engines do not.
@@ -297,6 +300,7 @@ def _optimize(
     table, params = sharding.table, sharding.params
     grads = make_grads(plan, mesh, model, sharding, is_cast=_cast_to(plan) is not None)
     states = StateStore(table, params.shards, rule.state_names, params.tiers)
+    _tell_uncut(plan, params, rule)
     landed = sharding.module_hooks.landed if sharding.module_hooks is not None else None
     # With fp16, scripts read the loss scale off the optimizer, and a client's own object does not have it.
     link = StepLink()
@@ -305,11 +309,27 @@ def _optimize(
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
     if params.rests_cut:
         vars(facade)["parameter_offload"] = ParameterOffload()
-    update_windows = UpdateWindows(params.shards, grads.shards, states, rule)
+    elif not params.shards.placement.is_replicated:
+        vars(facade)["averaged_gradients"] = AveragedGradients(grads, len(groups))
+    update_windows = UpdateWindows(
+        params.shards, grads.shards, states, rule, most_elements=plan.window_elements
+    )
     onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
-    state = ZeroState(params, grads, states, rule, groups)
+    state = ZeroState(params, grads, states, rule, groups, lambda: is_local(onebit))
     return Optimization(state, hooks, facade, basic or own, link, onebit=onebit), update_windows
+
+
+def _tell_uncut(plan: Plan, params: ParamStore, rule: Rule) -> None:
+    """Warn where `sub_group_size` would cut an update that has to stay as it is."""
+    most, span = plan.window_elements, params.shards.span
+    if most is None or takes_any_cut(rule) or all(span(unit).numel <= most for unit in params.table.units):
+        return
+    text = (
+        f"zero_optimization.sub_group_size {most} has no effect: optimizer {rule.name} gets whole parameters, or keeps "
+        "states of its own for the parts that it has been given"
+    )
+    logs.once(log, logging.WARNING, text)
 
 
 def _make_onebit(

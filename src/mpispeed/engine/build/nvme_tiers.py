@@ -163,12 +163,13 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
 
 
 def _where(plan: Plan) -> dict[str, Any]:
-    """Arguments of `Tiers`: the device, the kinds of state kept in host memory, and if that memory is pinned."""
+    """Arguments of `Tiers`: the device, the kinds of state kept in host memory, and those pinned there."""
     states, zero = plan.states, plan.config.zero_optimization
     tiers = {PARAM: states.param.tier, MASTER: states.master.tier, GRAD: states.grad.tier}
-    pins = any(section is not None and section.pin_memory for section in (zero.offload_param, zero.offload_optimizer))
+    sections = ((zero.offload_param, (PARAM,)), (zero.offload_optimizer, (MASTER, GRAD)))
+    pins = [kind for section, kinds in sections if section is not None and section.pin_memory for kind in kinds]
     on_host = [kind for kind, tier in tiers.items() if tier is not Tier.DEVICE]
-    return {"device": plan.device, "on_host": on_host, "pins": pins and plan.device.type != "cpu"}
+    return {"device": plan.device, "on_host": on_host, "pins": pins}
 
 
 def io_options(aio: Aio) -> Options:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mpispeed.store.table import Table
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Optimization:
     """Everything that exists only when there is an optimizer."""
 
@@ -104,7 +104,6 @@ class Parts:
 
     def expect_step(self) -> None:
         """Prepare a 1-bit optimizer for the next update; called after the counters have changed. Local."""
-        self.params.is_apart = lambda: self.is_local
         if self.optimization is not None and self.optimization.onebit is not None:
             self.optimization.onebit.begin(self.counters.update_count + 1)
 
@@ -113,12 +112,6 @@ class Parts:
         """True if parameters differ between data ranks, because a 1-bit optimizer makes local updates."""
         onebit = self.optimization.onebit if self.optimization else None
         return onebit is not None and onebit.is_apart(self.counters.update_count)
-
-    @property
-    def is_local(self) -> bool:
-        """True if the model holds this rank's local parameters now, which differ from those of other ranks."""
-        onebit = self.optimization.onebit if self.optimization else None
-        return onebit is not None and self.is_apart and not onebit.shows_common
 
     def show(self, *, is_training: bool, is_refreshed: bool = False) -> None:
         """Give the model its local parameters for training, or the common ones, where data ranks differ. Local.

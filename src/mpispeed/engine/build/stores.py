@@ -15,6 +15,7 @@ from mpispeed.engine.build.nvme_tiers import is_swapping, open_tiers, plan_swap
 from mpispeed.mesh.compressed.quantized import Feedback
 from mpispeed.mesh.deadlock import Watch
 from mpispeed.plan.units import deal_units
+from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.divergent_fetch import DivergentFetch
 from mpispeed.sharding.external import watch_external
 from mpispeed.sharding.grad_shards import GradShards
@@ -165,6 +166,7 @@ def shard(
             codes_frozen=zero.zero_quantized_nontrainable_weights,
             own_masters=own_masters,
             tiers=tiers,
+            collector=Collector(plan.collecting, plan.device),
         )
         waits = Watch(mesh, "data")
         undo.callback(waits.close)

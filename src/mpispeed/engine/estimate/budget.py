@@ -22,6 +22,7 @@ from mpispeed.engine.estimate.onebit_cost import Phase, error_bytes, momentum_by
 from mpispeed.engine.estimate.traffic import (
     Moved,
     Sent,
+    collecting_bytes,
     gather,
     is_coded_sum,
     moved,
@@ -129,6 +130,7 @@ def predict(facts: EstimateInputs) -> Budget:
     prompt = _rehearse(replace(played, is_overlapped=False), users) if facts.is_overlapped else outcome
     held = [*_held_at_rest(facts), *_buffers(facts)]
     device = Tier.DEVICE
+    held.append(Held("pieces of updated parameters", device, collecting_bytes(facts)))
     held.append(Held("gathered parameters", device, max(outcome.gathered_bytes, _held_bytes(facts))))
     held.append(Held("gradient buckets", device, outcome.scratch_bytes - outcome.gathered_bytes))
     gathers = [Sent("parameters", verb, axes, count) for (verb, axes), count in sorted(outcome.gathers.items())]

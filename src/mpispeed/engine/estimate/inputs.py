@@ -17,6 +17,7 @@ from mpispeed.optim.rule import KeepsState, Rule, Window
 from mpispeed.plan.offload_plan import Cells, Offload, leading_units, make_swap_plan, offload_of
 from mpispeed.plan.onebit_plan import OneBitPlan, onebit_plan_of
 from mpispeed.plan.units import deal_units
+from mpispeed.sharding.collecting import Collecting
 from mpispeed.sharding.leaf import mark_leaves_by_threshold
 from mpispeed.sharding.prefetch import Limits
 from mpispeed.sharding.quantized import Codes
@@ -59,6 +60,7 @@ class EstimateInputs:
         offload: settings of states outside the device.
         copies_checkpoint: checkpoints are copied and written in the background.
         gathers_once: sharded parameters are gathered once for all micro-batches of a step.
+        collecting: how updated parameters are collected.
         coding: plan of a 1-bit optimizer; None for other optimizers.
     """
 
@@ -86,6 +88,7 @@ class EstimateInputs:
     offload: Offload = field(default_factory=Offload)
     copies_checkpoint: bool = False
     gathers_once: bool = False
+    collecting: Collecting = field(default_factory=Collecting)
     coding: OneBitPlan | None = None
 
     def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
@@ -231,6 +234,7 @@ def gather_inputs(
         copies_checkpoint=plan.config.checkpoint.async_save,
         gathers_once=plan.gathers_once,
         coding=onebit_plan_of(plan, rule),
+        collecting=plan.collecting,
     )
 
 

@@ -15,6 +15,8 @@ from mpispeed.store.layout import BLOCK
 from mpispeed.store.placement import REPLICATED, Placement, Tier, moves, reduce_moves
 
 if TYPE_CHECKING:
+    import torch
+
     from mpispeed.engine.estimate.inputs import EstimateInputs
     from mpispeed.store.table import Unit
 
@@ -105,9 +107,20 @@ def sent_updates(facts: EstimateInputs) -> Iterable[Sent]:
     """Traffic from updated masters to the parameters' placement."""
     for unit in facts.table.units:
         itemsize = facts.dtypes(unit)[0].itemsize
-        for verb, axes, elements in _widening(facts, unit, facts.master, facts.rest(unit)):
+        for _, axes, elements in _widening(facts, unit, facts.master, facts.rest(unit)):
             n = facts.topology.group_size(axes)
-            yield Sent("updated parameters", verb, axes, elements * itemsize * (n - 1) // n)
+            verb, sent = facts.collecting.sent(elements // n, n)
+            yield Sent("updated parameters", verb, axes, sent * itemsize)
+
+
+def collecting_bytes(facts: EstimateInputs) -> int:
+    """Bytes of the buffers in which pieces of updated parameters arrive; they are kept from step to step."""
+    buffers: set[tuple[torch.dtype, int]] = set()
+    for unit in facts.table.units:
+        for _, axes, elements in _widening(facts, unit, facts.master, facts.rest(unit)):
+            n = facts.topology.group_size(axes)
+            buffers.add((facts.dtypes(unit)[0], facts.collecting.buffer_elements(elements // n, n)))
+    return sum(dtype.itemsize * numel for dtype, numel in buffers)
 
 
 def _widening(

@@ -220,16 +220,20 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
     names, buffer_names = _names_of_all(parts, whole_model)
     members = whole_model.names_by_group(names_by_group(parts))
     chunks: list[Unit] = []
+    saved = state.get("optimizer", {})
     with comm.together(CheckpointError):
         if settings.custom_load_fn is None:
             _check_names(parts, source, names, buffer_names, settings.strict)
             _check_shapes(parts, source, whole_model)
             _read_module(parts, source, whole_model)
+    with comm.together(ZeRORuntimeException):
+        takes_groups = saved and settings.optimizer_states and not settings.module_only
+        pairs = list(_matched(parts, source, saved["param_groups"], members)) if takes_groups else []
+    with comm.together(CheckpointError):
         if not settings.module_only:
             _forget_states(parts)
             if settings.optimizer_states:
-                saved = state.get("optimizer", {})
-                _take_groups(parts, source, saved, members, whole_model)
+                _take_groups(parts, source, saved, pairs, whole_model)
                 _read_slots(parts, source, saved, whole_model)
                 seen = _updates_of_state(parts, source, state)
                 chunks = onebit_state.read(parts, source, saved, whole_model, seen)
@@ -344,13 +348,17 @@ def _whole_state(source: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _take_groups(
-    parts: Parts, source: Checkpoint, saved: dict[str, Any], members: Sequence[Sequence[str]], whole: GlobalLayout
+    parts: Parts,
+    source: Checkpoint,
+    saved: dict[str, Any],
+    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    whole: GlobalLayout,
 ) -> None:
-    """Load hyper-parameters of the groups (except masks), and scalars of the rule."""
+    """Load hyper-parameters of the groups (except masks) from those they go with, and scalars of the rule."""
     if not saved or parts.optimization is None:
         return
     is_same_rule = saved["name"] == parts.optimization.rule.name
-    for group, stored in _matched(parts, source, saved["param_groups"], members):
+    for group, stored in pairs:
         for key, value in stored.items():
             if key not in ("params", MASK) and (is_same_rule or key in group):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
@@ -361,8 +369,14 @@ def _take_groups(
 def _matched(
     parts: Parts, source: Checkpoint, stored: Sequence[dict[str, Any]], members: Sequence[Sequence[str]]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Pairs of a group and the saved one: by their parameters, or by order if these do not match."""
-    groups = parts.optimization.groups if parts.optimization else []
+    """Pairs of a group and the saved one: by their parameters, or by order if these do not match.
+
+    Raises:
+        ZeRORuntimeException: they do not match, nor are they as many.
+    """
+    if parts.optimization is None:
+        return
+    groups = parts.optimization.groups
     by_names = {frozenset(group["params"]): group for group in stored}
     found = [by_names.get(frozenset(names)) for names in members]
     if len(by_names) == len(stored) and all(group is not None for group in found):

@@ -218,6 +218,7 @@ class Absence:
             item.storage = None
         self._stored += found
         params.arena.trim()
+        params.shards.collector.arena.trim()
         _give_to_system()
         if self._parts.mesh.rank == 0:
             log.info(

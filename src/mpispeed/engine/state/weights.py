@@ -18,6 +18,7 @@ from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import bits
 from mpispeed.mesh.collectives.together import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
+from mpispeed.sharding.update_windows import take_edited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -257,7 +258,7 @@ def load_by(parts: Parts, function: Callable[..., Any], state: Mapping[str, Any]
             with failures.kept():
                 for param in unit.params:
                     if before[id(param)] != _trace_of(param):
-                        params.take(param)
+                        take_edited(params, param)
             if failures.first is not None:
                 break
             if params.shards.is_resident(unit):  # the function may have set `.data`: make parameters views again
