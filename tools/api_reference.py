@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import mpispeed
+from mpispeed.engine.delegation import Value
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api.md"
 WIDTH = 100
@@ -114,7 +115,7 @@ def members(cls: type) -> Iterator[str]:
     for name in sorted(found):
         value = found[name]
         plain = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        if isinstance(value, property):
+        if isinstance(value, property | Value):
             yield f"- `.{name}`: {first_sentence(value)}"
         elif inspect.isfunction(plain):
             yield f"- `.{name}{call(plain, drops_first=not isinstance(value, staticmethod))}`: {first_sentence(plain)}"

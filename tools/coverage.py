@@ -36,7 +36,8 @@ from mpispeed.config.load import judge
 from mpispeed.config.root import Config
 from mpispeed.config.section import walk
 from mpispeed.config.unavailable import find_unavailable
-from mpispeed.engine import Engine, deepspeed_getters
+from mpispeed.engine import Engine
+from mpispeed.engine.delegation import REFUSED, Value
 
 try:
     import tomllib
@@ -234,27 +235,18 @@ def try_member(cls: type, name: Name) -> tuple[str, str]:
     missing_here = object()
     found = inspect.getattr_static(cls, name.path, missing_here)
     if found is missing_here:
-        return try_getter(name) if issubclass(cls, Engine) else (DIFFERS, "there is no such attribute")
+        return DIFFERS, "there is no such attribute"
     if name.kind == "property":
-        return (SAME, "") if isinstance(found, property) else (DIFFERS, "is no property")
+        return (SAME, "") if isinstance(found, property | Value) else (DIFFERS, "is no property")
+    if issubclass(cls, Engine) and name.path in REFUSED:
+        try:
+            getattr(cls, name.path)(None)
+        except UsageError as error:
+            return LATER, str(error)
     if name.kind == "value":
         return SAME, ""
     wrong = compare(name.signature, getattr(cls, name.path), drops_first=not isinstance(found, staticmethod))
     return (DIFFERS, wrong) if wrong else (SAME, "")
-
-
-def try_getter(name: Name) -> tuple[str, str]:
-    """A method that engines find in their tables of getters; those of missing features raise at once."""
-    is_known, method = deepspeed_getters.find(object(), name.path)
-    if not is_known or (name.path in deepspeed_getters.METHODS and name.signature.parameters):
-        return DIFFERS, "there is no such method"
-    if name.path in deepspeed_getters.METHODS:
-        return SAME, ""
-    try:
-        method()
-    except UsageError as error:
-        return LATER, str(error)
-    return SAME, ""
 
 
 def field_fault(cls: type, name: Name) -> str:

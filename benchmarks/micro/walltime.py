@@ -49,7 +49,7 @@ def measure(folder: str) -> dict[str, Any]:
     engine, _, _, _ = mpispeed.initialize(model=torch.nn.Linear(8, 8), config=settings)
     engine.backward(engine(torch.ones(1, 8)).sum())
     engine.step()
-    ending, group = engine._ending, engine.mesh.world.comm
+    ending, group = engine.run_end, engine.mesh.world.comm
     group.barrier()
     agreement = microseconds(ending._agree)
     requests.LOOK_SECONDS = 0.0

@@ -16,6 +16,7 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.compat.as_deepspeed import activate, find_real
 from mpispeed.engine.api import initialize
 from mpispeed.engine.distributed import init_distributed, join_world
+from mpispeed.engine.ownership import engine_of
 from mpispeed.mesh import launcher
 from mpispeed.plan.device import VARIABLE
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from mpispeed.engine.engine import Engine
     from mpispeed.mesh.world import World
 
 __all__ = ["MpiEnvironment", "MpispeedStrategy"]
@@ -47,7 +47,6 @@ T = TypeVar("T")
 
 _CLIENT = "lightning"  # of Lightning's own state within the client state
 
-_HELD = "_mpispeed_held"
 _NO_EFFECT = {"allgather_bucket_size": (200_000_000, 0), "sub_group_size": (1_000_000_000_000, 2)}
 """Lightning's own values, and the last stage at which the keys have no effect."""
 
@@ -114,19 +113,6 @@ class MpiEnvironment(ClusterEnvironment):
         return self._node_rank
 
 
-class _Held:
-    """Keeps the engine of a model alive with it, so that the next Trainer finds and takes apart what has its weights.
-
-    Copies of the model have none.
-    """
-
-    def __init__(self, engine: Engine | None = None) -> None:
-        self.engine = engine
-
-    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
-        return _Held, ()
-
-
 def _given(part: T | None, name: str) -> T:
     """A part that the Trainer has set.
 
@@ -141,9 +127,9 @@ def _given(part: T | None, name: str) -> T:
 
 def _let_go(model: nn.Module) -> None:
     """Give the model its whole weights back, if an engine has it. Collective over: all ranks."""
-    held = vars(model).pop(_HELD, None)
-    if held is not None and held.engine is not None:
-        held.engine.destroy()
+    engine = engine_of(model)
+    if engine is not None:
+        engine.destroy()
 
 
 class MpispeedStrategy(DeepSpeedStrategy):
@@ -252,13 +238,11 @@ class MpispeedStrategy(DeepSpeedStrategy):
         config = {key: value for key, value in (self.config or {}).items() if key not in ("optimizer", "scheduler")}
         _let_go(model)
         self.model, *_ = initialize(model=model, model_parameters=[], config=config)
-        vars(model)[_HELD] = _Held(self.model)
 
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         """An engine with the optimizer of the model or of the config. Collective over: all ranks."""
         _let_go(model)
         super()._initialize_deepspeed_train(model)
-        vars(model)[_HELD] = _Held(self.deepspeed_engine)
 
     def _create_default_config(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Lightning's config, without its own values of keys that have no effect at its stage."""

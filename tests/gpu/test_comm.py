@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpispeed.launch import plan_launch
-from mpispeed.mesh import SoloComm, sim
+from mpispeed.mesh import sim, solo_comm
 from mpispeed.mesh.collectives import device_collectives
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ def noise(rank, count, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_rank_stays_on_the_device(device, dtype):
-    comm, x = SoloComm(), noise(0, 1003, dtype)
+    comm, x = solo_comm(), noise(0, 1003, dtype)
     on_device, scale = x.to(device), 0.5 if dtype.is_floating_point else 1.0
     comm.all_reduce(x, scale=scale)
     comm.all_reduce(on_device, scale=scale)

@@ -18,7 +18,7 @@ GATE_SECONDS = 25.0
 
 def new_mesh(world):
     mesh = Mesh(Topology({"data": world.size}), world)
-    mesh["data"].timeout_seconds = GATE_SECONDS  # channels inherit it
+    mesh["data"].group.limits.timeout_seconds = GATE_SECONDS  # channels inherit it
     return mesh
 
 

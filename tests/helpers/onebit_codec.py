@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CommError
+from mpispeed.mesh.backends.solo import solo_comm
+from mpispeed.mesh.collectives import host_collectives
 from mpispeed.mesh.compressed import onebit, onebit_nodes
 from mpispeed.mesh.compressed.onebit import OneBitErrors, compressed_all_reduce, padded_length, sent_bytes
 from mpispeed.mesh.compressed.onebit_nodes import compressed_all_reduce_through, shard_length, zero_errors
@@ -127,18 +129,18 @@ def check_random_cases(world, cases=CASES):
 
 def record_messages(monkeypatch, comm):
     """A list of the rows of this rank: what it sends to every rank, then what it sends to all."""
-    rows, all_to_all, all_gather = [], onebit.chunking.all_to_all, onebit.chunking.all_gather
+    rows, all_to_all, all_gather = [], host_collectives.swap_chunks, host_collectives.gather_chunks
 
     def spy(verb, source):
         def call(over, out, x):
-            if over is comm:
+            if over is comm.group:
                 rows.append(source(x).clone())
             verb(over, out, x)
 
         return call
 
-    monkeypatch.setattr(onebit.chunking, "all_to_all", spy(all_to_all, lambda x: x.view(comm.size, -1)))
-    monkeypatch.setattr(onebit.chunking, "all_gather", spy(all_gather, lambda x: x.view(1, -1)))
+    monkeypatch.setattr(host_collectives, "swap_chunks", spy(all_to_all, lambda x: x.view(comm.size, -1)))
+    monkeypatch.setattr(host_collectives, "gather_chunks", spy(all_gather, lambda x: x.view(1, -1)))
     return rows
 
 
@@ -248,7 +250,7 @@ def check_refusals(world):
     with pytest.raises(CommError, match="contiguous"):
         compressed_all_reduce(comm, x.repeat(2)[::2], errors)
     with pytest.raises(CommError, match=r"make them with zero_errors\(100, 1, 1\)"):
-        alone = type("Alone", (), {"size": 1, "__str__": lambda _: "one"})()
+        alone = solo_comm()
         onebit_nodes.exchange_through(alone, alone, x, OneBitErrors.zeros(1000, 1), [])
     assert torch.equal(x, before)
     assert comm.comm_trace.entries().get((VERB, comm.axes)) == entries

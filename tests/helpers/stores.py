@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Factor
+from mpispeed.mesh.mesh import Factor, Mesh
 from mpispeed.plan.placements import Placing
 from mpispeed.sharding.grad_shards import GradShards
 from mpispeed.sharding.grads import GradStore

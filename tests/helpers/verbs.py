@@ -195,7 +195,7 @@ def check_any_source(comm: Comm) -> None:
     found = {}
     for _ in range(size - 1):
         x = torch.zeros(2, dtype=torch.int64)
-        poll = comm.post_recv_any(x, 3)
+        poll = comm.transport.post_recv_any(x, 3)
         source: list[int | None] = []
         nap_until(lambda poll=poll, source=source: source.append(poll()) or source[-1] is not None)
         found[source[-1]] = x.tolist()
@@ -274,7 +274,8 @@ def check_ordered_bits(comm: Comm, dtype: torch.dtype, counts: tuple[int, ...] =
 def check_chunks(comm: Comm, dtype: torch.dtype) -> None:
     """Small message and window limits force many messages and change no bit."""
     small = comm.duplicate()
-    small.chunk_bytes, small.window_bytes = 40 * comm.size, 24 * comm.size
+    limits = small.group.limits
+    limits.chunk_bytes, limits.window_bytes = 40 * comm.size, 24 * comm.size
     check_moves(small, dtype, count=53)
     if dtype in REDUCIBLE:
         check_reductions(small, dtype, count=37)

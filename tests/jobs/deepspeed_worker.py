@@ -38,6 +38,7 @@ def result_of(script):
 
 def main():
     results = {}
+    gc.freeze()  # else each collection looks at all that was imported
     for script in map(Path, sys.argv[2:]):
         results[script.stem] = result_of(script)
         text = json.dumps({"version": deepspeed.__version__, "results": results})

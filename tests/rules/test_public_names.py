@@ -65,6 +65,11 @@ def test_the_root_shows_type_checkers_the_same_names():
     assert shown | {"__version__"} == set(mpispeed.__all__)
 
 
+def test_type_checkers_see_the_getters_of_engines():
+    stub = tool("getter_stub")
+    assert stub.PAGE.read_text(encoding="utf-8") == stub.page(), "run: python tools/getter_stub.py"
+
+
 def test_the_api_reference_is_up_to_date():
     reference = tool("api_reference")
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run: python tools/api_reference.py"

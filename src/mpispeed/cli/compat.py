@@ -36,6 +36,17 @@ def wheel(folder: Path) -> None:
 
 
 @compat.command()
+def path() -> None:
+    """Print the folder that makes `import deepspeed` find mpispeed, for PYTHONPATH.
+
+    For programs that start others, as in PYTHONPATH=$(mpispeed compat path) accelerate launch ...
+    """
+    from mpispeed.compat.as_deepspeed import FOLDER
+
+    click.echo(FOLDER)
+
+
+@compat.command()
 @click.argument("module", default="")
 def names(module: str) -> None:
     """List DeepSpeed's names of MODULE, say runtime.zero: where each is here, or why it is not.

@@ -71,7 +71,9 @@ def main(arguments: list[str] | None = None) -> Any:
 
 
 def deepspeed_main(arguments: list[str] | None = None) -> Any:
-    """Entry point for an executable called deepspeed: its words are those of `mpispeed run`.
+    """Entry point for an executable called deepspeed: its words are those of `mpispeed run --torch-env`.
+
+    DeepSpeed's launcher sets the variables of torch, and libraries count ranks by them.
 
     No such executable is installed with this package, since another package of that name may be there.
 
@@ -80,7 +82,7 @@ def deepspeed_main(arguments: list[str] | None = None) -> Any:
     """
     words = sys.argv[1:] if arguments is None else arguments
     asks_version = words[:1] in (["-v"], ["-V"], ["--version"])
-    return main(["--version"] if asks_version else ["run", *words])
+    return main(["--version"] if asks_version else ["run", "--torch-env", *words])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from mpispeed.compat.names import VERSION
 
 log = logging.getLogger(__name__)
 
-#: holds the package `deepspeed` and the metadata of that name
+#: holds the package `deepspeed`, the metadata of that name, and the command
 FOLDER = Path(__file__).resolve().parents[1] / "_deepspeed"
 
 _INFO = f"deepspeed-{VERSION}.dist-info"
@@ -45,7 +45,7 @@ def activate(environ: MutableMapping[str, str] | None = None) -> bool:
     DeepSpeed itself, if it is installed, stays what it is: a warning says where it was found.
 
     Args:
-        environ: receives PYTHONPATH; None for `os.environ`.
+        environ: receives PYTHONPATH and PATH; None for `os.environ`.
 
     Returns:
         True if the names are served.
@@ -59,7 +59,17 @@ def activate(environ: MutableMapping[str, str] | None = None) -> bool:
         importlib.invalidate_caches()
     environ = os.environ if environ is None else environ
     environ["PYTHONPATH"] = with_folder(environ.get("PYTHONPATH", ""))
+    add_command(environ)
     return True
+
+
+def add_command(environ: MutableMapping[str, str]) -> None:
+    """Let PATH of `environ` find the command `deepspeed` of mpispeed, after any other of that name."""
+    folder = str(FOLDER / "bin")
+    entries = environ.get("PATH", os.defpath).split(os.pathsep)
+    if folder not in entries:
+        environ["PATH"] = os.pathsep.join([*entries, folder])
+    environ.setdefault("MPISPEED_PYTHON", sys.executable)
 
 
 def with_folder(python_path: str) -> str:

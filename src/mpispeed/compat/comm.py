@@ -19,9 +19,10 @@ import torch
 
 from mpispeed.base.errors import CommError
 from mpispeed.compat.comm_groups import group_of, position
-from mpispeed.mesh import comms_log
-from mpispeed.mesh.collectives import checks, chunking, roll_call, verbs
-from mpispeed.mesh.collectives.work import Poll, Work, in_this_mode, nap_until
+from mpispeed.mesh import comms_log, roll_call
+from mpispeed.mesh.collectives import host_collectives, verbs
+from mpispeed.mesh.collectives.transport import Poll
+from mpispeed.mesh.collectives.work import Work, in_this_mode, nap_until
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.world import DEFAULT_TIMEOUT_SECONDS
 from mpispeed.process_group import collectives, layouts
@@ -336,7 +337,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Comm | ProcessGro
 @logged()
 def send(tensor: torch.Tensor, dst: int, group: Comm | ProcessGroup | None = None, tag: int = 0) -> None:
     """Send `tensor` to world rank `dst`, which calls `recv` or `irecv`."""
-    verbs.SEND.meet(group_of(group).started, layouts.plain(tensor.detach()), position(group, dst), tag)
+    verbs.SEND.meet(group_of(group).started.group, layouts.plain(tensor.detach()), position(group, dst), tag)
 
 
 @logged()
@@ -345,7 +346,7 @@ def recv(tensor: torch.Tensor, src: int | None = None, group: Comm | ProcessGrou
     comm, target = group_of(group), tensor.detach()
     if src is not None:
         with layouts.filled(target) as flat:
-            verbs.RECV.meet(comm.started, flat, position(group, src), tag)
+            verbs.RECV.meet(comm.started.group, flat, position(group, src), tag)
         return src
     host = _received(target)
     poll, found = _post_recv_any(comm, host, tag)
@@ -410,7 +411,7 @@ def monitored_barrier(
     del wait_all_ranks
     comm = group_of(group)
     if timeout is None:
-        timeout = comm.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
+        timeout = comm.group.limits.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not seconds > 0:
         msg = f"monitored_barrier(timeout={timeout!r}): give a datetime.timedelta or seconds, above 0"
@@ -454,11 +455,11 @@ def _moved(tensors: Tensors) -> str:
 
 def _post_recv_any(comm: Comm, flat: torch.Tensor, tag: int) -> tuple[Poll, list[int]]:
     """Post a receive from any rank; a poll, and where the position of that rank will be."""
-    checks.tag(comm, tag, "recv")
-    group, found, polls = comm.started, list[int](), list[Poll]()
+    verbs.check_tag(comm.group, tag, "recv")
+    group, found, polls = comm.started.group, list[int](), list[Poll]()
     # The first piece tells the rank, from which the others come.
-    first, *rest = chunking.pieces(flat.view(-1), group.chunk_bytes)
-    source = group.post_recv_any(first, tag)
+    first, *rest = host_collectives.pieces(flat.view(-1), group.limits.chunk_bytes)
+    source = group.transport.post_recv_any(first, tag)
 
     def poll() -> bool:
         if not found:
@@ -466,7 +467,7 @@ def _post_recv_any(comm: Comm, flat: torch.Tensor, tag: int) -> tuple[Poll, list
             if rank is None:
                 return False
             found.append(rank)
-            polls.extend(group.post_recv(piece, rank, tag) for piece in rest)
+            polls.extend(group.transport.post_recv(piece, rank, tag) for piece in rest)
         while polls and polls[0]():
             polls.pop(0)
         return not polls

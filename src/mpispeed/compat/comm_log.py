@@ -11,7 +11,7 @@ from mpispeed.compat.comm_groups import current_world
 from mpispeed.mesh import comms_log
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.trace.comm_trace import CommTrace
+    from mpispeed.mesh.collectives.group import CommTrace
 
 log = logging.getLogger("mpispeed.comm")
 
@@ -76,14 +76,14 @@ def log_summary(show_straggler: bool = False) -> None:
     Collective over: all ranks of the job.
     """
     world, comms = current_world(), comms_log.of_process()
-    if not any(world.comm.library_gather_objects(comms.is_attached or bool(comms.rows()))):
+    if not any(world.comm.transport.library_gather_objects(comms.is_attached or bool(comms.rows()))):
         log.info("communication of rank %d\n%s", world.rank, world.comm_trace.summary())
         return
-    world.comm.library_barrier()
+    world.comm.transport.library_barrier()
     log.info("communication of rank %d\n%s", world.rank, comms.table())
     if show_straggler:
         log.info("waits of rank %d for other ranks\n%s", world.rank, comms.straggler_table(world.comm))
-    world.comm.library_barrier()
+    world.comm.transport.library_barrier()
 
 
 def _comms_section(config: object) -> Mapping[str, object]:

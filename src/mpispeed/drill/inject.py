@@ -48,7 +48,7 @@ def from_environment(comm: Comm, env: Mapping[str, str] = os.environ) -> Injecto
         ConfigError: on every rank, if the text cannot be read or names a rank that does not exist.
     """
     is_again = any(env.get(name, "0") not in ("", "0") for name in _RESTARTS)
-    text = comm.library_share("" if is_again else env.get(VARIABLE, "").strip(), 0)
+    text = comm.transport.library_share("" if is_again else env.get(VARIABLE, "").strip(), 0)
     if not text:
         return None
     faults = parse_faults(text, VARIABLE)

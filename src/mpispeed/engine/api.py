@@ -14,16 +14,15 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.config.accept import accept
 from mpispeed.config.elastic_batch import check_schedule, find_run_warnings
 from mpispeed.config.load import LoadedConfig, read_source
-from mpispeed.engine import preemption
+from mpispeed.drill.inject import from_environment
 from mpispeed.engine.build.assemble import assemble
 from mpispeed.engine.build.slicing import fit_layers
 from mpispeed.engine.distributed import DEFAULT_PORT, init_distributed
 from mpispeed.engine.engine import Engine
-from mpispeed.engine.observe import fault_injection
 from mpispeed.engine.observe.reports import watch
 from mpispeed.engine.ownership import register, release
 from mpispeed.engine.pipeline import PipelineEngine
-from mpispeed.mesh.collectives.together import agree_by_texts, together
+from mpispeed.mesh.comm import agree_by_texts, together
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.nn.tensor.tensor_cut import forget_own_cuts
 from mpispeed.optim.choice import kind_of
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.world import World
 
 _NO_MESH = "mpispeed.initialize: mesh_param is not supported; sequence parallelism is not there yet, leave it out"
@@ -112,18 +112,20 @@ def initialize(
     given = optimizer, model_parameters, training_data, lr_scheduler
     parts = assemble(plan, mesh, model, *given, collate_fn=collate_fn)
     watch(parts, loaded.warnings)
-    engine = PipelineEngine(parts, model) if isinstance(model, PipelineModule) else Engine(parts)
-    _attach(engine)
+    engine = _make_engine(parts, model)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _attach(engine: Engine) -> None:
-    """Attach drills, watchdog limits and the walltime to the engine. Collective over: all ranks."""
+def _make_engine(parts: Parts, model: nn.Module) -> Engine:
+    """An engine that is found later, watched, and resumed if its run is to end in time. Collective over: all ranks."""
+    made_of = parts, from_environment(parts.mesh.world.comm)
+    engine = PipelineEngine(model, *made_of) if isinstance(model, PipelineModule) else Engine(*made_of)
     register(engine)
-    fault_injection.attach(engine)
     guard = engine.plan.config.guard
     start.attach(engine.bus, guard.divergence_timeout, guard.hang_timeout)
-    preemption.attach(engine)
+    if engine.run_end is not None:
+        engine.run_end.begin()
+    return engine
 
 
 def _config_source(args: argparse.Namespace | None, config: Any) -> Any:

@@ -1,8 +1,10 @@
-"""Backward passes: checks and scaling of the loss, accumulation boundaries, and counters of steps."""
+"""Backward passes, started by the engine or by `loss.backward()`: their losses, accumulation, and counters of steps."""
 
 from __future__ import annotations
 
 import logging
+import time
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,9 +13,18 @@ import torch
 
 from mpispeed.base import log as logs
 from mpispeed.base.errors import UsageError
+from mpispeed.base.events import Event
+from mpispeed.sharding.module_hooks import in_backward
+from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from mpispeed.base.events import Bus
+    from mpispeed.precision.scaler import LossScale
+    from mpispeed.sharding.grads import GradStore
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,30 +58,51 @@ class Counters:
         self.pending_backwards = 0
 
 
-log = logging.getLogger(__name__)
-
-
 class Accumulation:
     """Accumulation boundaries; `override` sets the boundary by hand, `is_local` is True inside `no_sync`."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, counters: Counters) -> None:
+        self.steps, self._counters = steps, counters
         self.override: bool | None = None
         self.is_local = False
 
-    def is_boundary(self, finished: int) -> bool:
-        """True if the micro-batch that follows `finished` ones is the last of its global batch."""
-        return finished + 1 >= self.steps if self.override is None else self.override
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True from forward to step of the last micro-batch of a global batch."""
+        return self._counters.finished_micro_steps + 1 >= self.steps if self.override is None else self.override
 
-    def warn_of_fewer(self, backwards: int, finished: int) -> None:
-        """Warn before an update if there were fewer backward passes than micro-batches (`finished` + 1)."""
-        if self.override is None and 0 < backwards <= finished:
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Set the boundary by hand; None returns to counting micro-batches."""
+        self.override = is_boundary
+
+    def warn_of_fewer(self) -> None:
+        """Warn before an update if there were fewer backward passes than micro-batches."""
+        backwards, steps = self._counters.pending_backwards, self._counters.finished_micro_steps + 1
+        if self.override is None and 0 < backwards < steps:
             logs.once(
                 log,
                 logging.WARNING,
-                f"{backwards} backward passes for {finished + 1} micro-batches of an update; the gradients of the "
+                f"{backwards} backward passes for {steps} micro-batches of an update; the gradients of the "
                 "others count as zeros in the mean",
             )
+
+    def require_summed(self) -> None:
+        """Refuse an update inside of `no_sync`.
+
+        Raises:
+            UsageError: gradients are local.
+        """
+        if self.is_local:
+            msg = "engine.step() inside no_sync would update from unsummed gradients; leave the context first"
+            raise UsageError(msg)
+
+    @contextmanager
+    def overridden(self, is_boundary: bool) -> Iterator[None]:
+        """Context in which the boundary is set by hand."""
+        before, self.override = self.override, is_boundary
+        try:
+            yield
+        finally:
+            self.override = before
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -165,3 +197,121 @@ def scale_in_force() -> float:
 def divisor_in_force() -> int:
     """The number by which the loss of the running backward pass was divided."""
     return _InForce.divisor
+
+
+# -- passes that a script starts --------------------------------------------------------------------------------------
+
+
+class DirectBackward:
+    """Backward passes that a script starts with `loss.backward()`, over one engine or several.
+
+    The first gradient begins a pass, autograd's callback ends it.
+
+    Source: DeepSpeed's documentation, "Jointly Training Models With Shared Loss", and its backward API like torch's
+    (DeepSpeed pull request 7665).
+    """
+
+    def __init__(
+        self,
+        grads: GradStore | None,
+        scaler: LossScale,
+        accumulation: Accumulation,
+        bus: Bus,
+        *,
+        require: Callable[..., None],
+        end_backward: Callable[[], None],
+    ) -> None:
+        """Args: `grads` is None without an optimizer; `require` and `end_backward` are those of the engine's parts."""
+        self._grads, self._scaler, self._accumulation = grads, scaler, accumulation
+        self._bus, self._require, self._end_backward = bus, require, end_backward
+        self._is_open = False  # the first gradient of a pass has come, its end has not
+        # A nested pass (reentrant activation checkpointing) has ended, and autograd calls nothing at the end of the
+        # outer one: the next gradient, or the next call of the engine, ends it.
+        self._outlives = False
+        self._began = 0.0  # seconds of `time.perf_counter`
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale, for `engine.scale(loss).backward()`; without fp16 `loss` itself. Local."""
+        return scaled(loss, self._scaler.scale)
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Complete the gradient reductions now; `step` completes those that are left.
+
+        Args:
+            bucket_size: no effect; `zero_optimization.reduce_bucket_size` counts.
+
+        Collective over: the data axis.
+
+        Raises:
+            UsageError: there is no optimizer.
+        """
+        self.settle()
+        if self._grads is None:
+            msg = "engine.allreduce_gradients() needs an optimizer: set one in the config or pass it to initialize"
+            raise UsageError(msg)
+        self._grads.finish(codes=False)
+
+    def expect_gradient(self) -> None:
+        """Begin a pass if none is open; called before a gradient is accumulated. Local.
+
+        Raises:
+            UsageError: its loss was not multiplied by the loss scale of this engine.
+        """
+        grads = self._grads
+        if grads is None or (grads.is_open and not self._outlives):
+            return
+        if not grads.is_open:
+            self._require("backward", (Kind.lp_params, Kind.lp_grads))
+            _check_scale(self._scaler.scale)
+            is_local, steps = self._accumulation.is_local, self._accumulation.steps
+            is_due = self._accumulation.is_gradient_accumulation_boundary()
+            factor = divisor_in_force() / (1 if is_local else steps)  # another engine may have divided the loss
+            grads.begin_backward(reduces=is_due and not is_local, factor=factor)
+            self._is_open, self._began = True, time.perf_counter()
+        self._outlives = False
+        end = weakref.WeakMethod(self._end_of_autograd)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := end()) and method())
+
+    def settle(self) -> None:
+        """End a pass that outlived a nested one; discard a pass that an exception broke off."""
+        if in_backward():
+            return
+        end_scale()
+        if self._outlives:
+            self._end()
+        elif self._grads is not None:
+            self._is_open = self._grads.is_open = False
+
+    def _end_of_autograd(self) -> None:
+        """Autograd's callback: no nodes are left to run, or a nested pass has returned to the node that began it."""
+        if self._is_open:
+            self._outlives = torch._C._current_autograd_node() is not None
+            if not self._outlives:
+                self._end()
+
+    def _end(self) -> None:
+        self._is_open = self._outlives = False
+        self._end_backward()
+        self._bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - self._began)
+
+
+def _check_scale(own: float) -> None:
+    """Refuse gradients of a loss that was not multiplied by `own`.
+
+    Raises:
+        UsageError: the loss was multiplied by another factor.
+    """
+    found = scale_in_force()
+    if found == own:
+        return
+    if found == 1.0:
+        msg = (
+            f"loss.backward() with fp16 needs a loss that is multiplied by the loss scale, {own:g} now: call "
+            "engine.scale(loss).backward() or engine.backward(loss)"
+        )
+    else:
+        msg = (
+            f"gradients of a loss that another engine multiplied by its loss scale, {found:g}, reach an engine whose "
+            f"own is {own:g}; engines that share a loss need the same: use bf16, or the same static fp16.loss_scale"
+        )
+    raise UsageError(msg)

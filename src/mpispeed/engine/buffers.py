@@ -62,11 +62,16 @@ class Buffers:
         self._is_settled = False
         self.look()
 
+    @classmethod
+    def of(cls, model: nn.Module, comm: Comm) -> Buffers | None:
+        """Those of `model`; None where there are none, or one rank has all data."""
+        found = cls(model, comm) if comm.size > 1 else None
+        return found if found is not None and found._holders else None
+
     def look(self) -> None:
         """Record the present values as equal on all ranks, as after loading. Local."""
-        if self._comm.size > 1:
-            self._values = {name: _checksum(buffer) for name, buffer in self._named()}
-            self._changes = self._counted()
+        self._values = {name: _checksum(buffer) for name, buffer in self._named()}
+        self._changes = self._counted()
 
     def equalise(self, *, is_thorough: bool = False) -> None:
         """Give all data ranks the same buffers.
@@ -77,8 +82,6 @@ class Buffers:
 
         Collective over: the data axis.
         """
-        if self._comm.size == 1 or not self._holders:
-            return
         if is_thorough or not self._is_settled or self._mean(is_changed=self._counted() != self._changes):
             self._find_moving()
             self._mean(is_changed=False)

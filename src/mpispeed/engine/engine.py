@@ -2,86 +2,84 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 
-from mpispeed.base.device import Readback, start_reading
-from mpispeed.base.errors import MpispeedError, UsageError
+from mpispeed.base.device import start_reading
+from mpispeed.base.errors import MpispeedError
 from mpispeed.base.events import Event
 from mpispeed.base.tensor_tree import move
-from mpispeed.engine import deepspeed_getters
-from mpispeed.engine.backward import Accumulation, backward_scaled, divided, require_scalar, scale_loss
-from mpispeed.engine.deepspeed_calls import DeepSpeedCalls
-from mpispeed.engine.direct import DirectBackward, DirectPass
-from mpispeed.engine.preemption import EndsInTime
-from mpispeed.engine.settings import Settings
-from mpispeed.engine.state.api import Checkpoints
-from mpispeed.engine.state.offload_states import Absence, OffloadStates
+from mpispeed.engine import delegation
+from mpispeed.engine.backward import Accumulation, DirectBackward, backward_scaled, divided, require_scalar, scale_loss
+from mpispeed.engine.build.loaders import Loaders
+from mpispeed.engine.build.parts import Parts
+from mpispeed.engine.composition import compose
+from mpispeed.engine.getters import Getters
+from mpispeed.engine.state.checkpoints import Checkpoints
+from mpispeed.engine.state.offload_states import OffloadStates
 from mpispeed.engine.state.weights import Weights
-from mpispeed.engine.step import StepContext, with_scheduler
 from mpispeed.nn.sync_norm import release_norms
-from mpispeed.precision.cast import cast_inputs, naming_dtype
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Concatenate
 
-    from mpispeed.base.events import Bus
-    from mpispeed.engine.backward import Counters
-    from mpispeed.engine.build.parts import Optimization, Parts
-    from mpispeed.mesh.mesh import Mesh
+    from typing_extensions import Self
+
+    from mpispeed.base.device import Readback
+    from mpispeed.drill.inject import Injector
 
 
-class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, Checkpoints, EndsInTime, nn.Module):
+def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """The method of that name of the engine's object `name`, with its signature and text."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = getattr(getattr(self, name), method.__name__)(*args, **kwargs)
+        return result
+
+    call.__qualname__, call.__module__ = f"Engine.{method.__name__}", __name__
+    return call
+
+
+class Engine(Getters):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
-    Other names are looked up among the settings (`engine.gradient_clipping()`) and then on the model.
+    Other names are looked up on the model. DeepSpeed's getters are in `engine/delegation.py`.
+
+    Attributes:
+        module: the model.
+        parts: the components that the engine and its objects work on.
+        accumulation: the boundaries of global batches.
+        direct: backward passes that scripts start themselves.
+        updates: the updates.
+        checkpoints: saving and loading of whole runs.
+        weights: the model's weights as state dicts.
+        offload: states that leave memory on request.
+        loaders: the loader of the training data, and more of its kind.
+        run_end: what saves and ends the run in time, or None.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, injector: Injector | None = None) -> None:
+        """Args: `injector` has the faults of a drill. Collective over: all ranks, if the run is to end in time."""
         super().__init__()
-        self.module = parts.module
-        self.parts = parts
-        self.plan = parts.plan
-        self._accumulation = Accumulation(parts.plan.batch.gradient_accumulation_steps)
-        self._direct = DirectPass()
-        self._was_step_applied = False
-        self._norm: float | None = None
-        self._losses: list[float | Readback] = []  # of this batch
-        self._step_start = time.perf_counter()
-        self._is_closed = False
-        self._absence: Absence | None = None
-        self._tried_roots: set[str] = set()
-        self.client_state: dict[str, Any] = {}
+        made = compose(parts, injector)
+        self.module, self.parts = parts.module, parts
+        self.accumulation, self.direct, self.updates = made.accumulation, made.direct, made.updates
+        self.checkpoints, self.weights, self.offload = made.checkpoints, made.weights, made.offload
+        self.loaders, self.run_end = made.loaders, made.run_end
         if parts.optimization is not None:
             parts.optimization.link.attach(self._update_now)
-        self._listen()
 
     # -- components ------------------------------------------------------------------------------------------
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks as named axes."""
-        return self.parts.mesh
-
-    @property
-    def bus(self) -> Bus:
-        """The event bus, to which observers subscribe."""
-        return self.parts.bus
-
-    @property
-    def counters(self) -> Counters:
-        """Counters: micro_steps, global_steps, global_samples, skipped_steps."""
-        return self.parts.counters
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that `initialize` returned, or None."""
-        return self.parts.optimization.facade if self.parts.optimization else None
 
     @property
     def lr_scheduler(self) -> Any | None:
@@ -90,31 +88,27 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any | None) -> None:
-        if self.parts.optimization is not None:
-            self.parts.step_parts = with_scheduler(self.parts.step_parts, scheduler)
+        self.updates.follow(scheduler)
         self.parts.scheduler = scheduler
-
-    @property
-    def training_dataloader(self) -> Any | None:
-        """The loader made from `training_data`, or None."""
-        return self.parts.loader
 
     # -- one micro-batch ---------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; returns its output unchanged."""
-        self._require("forward", (Kind.lp_params,))
-        self._settle_direct()
-        micro_step, global_step = self.counters.micro_steps, self.counters.global_steps
-        self.bus.announce(Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training)
-        if self.plan.device.type != "cpu":
-            inputs, kwargs = move((inputs, kwargs), self.plan.device)
-        if self.plan.casts_inputs:
-            inputs = cast_inputs(inputs, self.plan.policy.compute)
+        parts = self.parts
+        parts.require("forward", (Kind.lp_params,))
+        self.direct.settle()
+        micro_step, global_step = parts.counters.micro_steps, parts.counters.global_steps
+        self.parts.bus.announce(
+            Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training
+        )
+        if parts.plan.device.type != "cpu":
+            inputs, kwargs = move((inputs, kwargs), parts.plan.device)
+        inputs, kwargs = parts.casting.inputs((inputs, kwargs))
         start = time.perf_counter()
-        with self.parts.sharding.unwinding(), naming_dtype(self.plan.policy.compute, self.plan.cast_by):
+        with parts.sharding.unwinding(), parts.casting.named():
             output = self.module(*inputs, **kwargs)
-        self.bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
+        self.parts.bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
         return output
 
     def backward(
@@ -142,23 +136,22 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
             UsageError: there is no optimizer, the loss is not a scalar, or `allreduce_gradients` is False where
                 gradients are sharded over ranks.
         """
-        self._require("backward", (Kind.lp_params, Kind.lp_grads))
-        grads, start = self._optimization("backward").grads, time.perf_counter()
-        self._settle_direct()
+        parts, is_local = self.parts, self.accumulation.is_local
+        parts.require("backward", (Kind.lp_params, Kind.lp_grads))
+        grads, start = parts.trained("backward").grads, time.perf_counter()
+        self.direct.settle()
         if not allreduce_gradients:
-            self._require_whole_grads("engine.backward(allreduce_gradients=False)")
-        divides = scale_wrt_gas and not self._accumulation.is_local
-        steps = self.plan.batch.gradient_accumulation_steps if divides else 1
+            parts.require_whole_grads("engine.backward(allreduce_gradients=False)")
+        steps = self.accumulation.steps if scale_wrt_gas and not is_local else 1
         loss = scale_loss(loss, steps)
         require_scalar(loss, "engine.backward", "sum or average it first")
         is_due = self.is_gradient_accumulation_boundary() and allreduce_gradients
-        grads.begin_backward(reduces=is_due and not self._accumulation.is_local)
-        named = naming_dtype(self.plan.policy.compute, self.plan.cast_by)
-        with self.parts.sharding.unwinding(), divided(steps), named:
-            backward_scaled(loss, self.parts.scaler.scale, retain_graph=retain_graph)
-        self.parts.end_backward()
-        self._losses.append(start_reading(loss))
-        self.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
+        grads.begin_backward(reduces=is_due and not is_local)
+        with parts.sharding.unwinding(), divided(steps), parts.casting.named():
+            backward_scaled(loss, parts.scaler.scale, retain_graph=retain_graph)
+        parts.end_backward()
+        self.updates.losses.append(start_reading(loss))
+        self.parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -173,53 +166,22 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
                 before an update.
             RunEnded: (a SystemExit) on all ranks: the run was saved because its job ends or it was asked to stop.
         """
-        self._optimization("step")
-        self._require("step")
-        if self._accumulation.is_local:
-            msg = "engine.step() inside no_sync would update from unsummed gradients; leave the context first"
-            raise UsageError(msg)
-        self._settle_direct()
-        self._was_step_applied = False
+        self.parts.trained("step")
+        self.parts.require("step")
+        self.accumulation.require_summed()
+        self.direct.settle()
+        self.updates.was_applied = False
         if self.is_gradient_accumulation_boundary():
-            self._accumulation.warn_of_fewer(self.counters.pending_backwards, self.counters.finished_micro_steps)
-            self._run_step(lr_kwargs or {})
-        self.counters.micro_steps += 1
-        self._end_step()
+            self.accumulation.warn_of_fewer()
+            self.updates.run(self.parts.plan.batch.train_batch_size, lr_kwargs or {})
+        self.parts.counters.micro_steps += 1
+        if self.run_end is not None:
+            self.run_end.end_step()
 
     def _update_now(self) -> None:
         """`step` at a boundary, wherever the micro-batches are; `optimizer.step()` calls it."""
-        accumulation = self._accumulation
-        before, accumulation.override = accumulation.override, True
-        try:
+        with self.accumulation.overridden(True):
             self.step()
-        finally:
-            accumulation.override = before
-
-    def _run_step(self, lr_kwargs: dict[str, Any]) -> None:
-        counters = self.counters
-        samples, lr, start = self.plan.batch.train_batch_size, self.get_lr(), time.perf_counter()
-        ctx = StepContext(counters.update_count + 1, self.parts.scaler.scale, samples, lr_kwargs)
-        for part in self.parts.step_parts:
-            part(ctx)
-        self.parts.buffers.equalise()
-        self._was_step_applied = not ctx.skip
-        counters.end_batch(samples, is_skipped=ctx.skip)
-        self._norm = self._norm if ctx.skip else ctx.norm
-        now = time.perf_counter()
-        self.bus.announce(
-            Event.STEP_END,
-            global_step=counters.global_steps,
-            samples=counters.global_samples,
-            loss=sum(map(float, self._losses)) if self._losses else None,  # the loss of a direct pass is unknown
-            lr=lr[0] if lr else 0.0,
-            norm=ctx.norm,
-            loss_scale=ctx.scale,
-            skipped=ctx.skip,
-            seconds=now - self._step_start,
-            update_seconds=now - start,
-        )
-        self._step_start, self._losses = now, []
-        self.parts.expect_step()
 
     def train_batch(self, data_iter: Iterator[Any], loss_fn: Callable[..., torch.Tensor] | None = None) -> float:
         """Run all micro-batches of one global batch and the step; returns this rank's mean loss.
@@ -231,10 +193,10 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
         Collective over: the data axis.
         """
         losses: list[float | Readback] = []
-        for _ in range(self.plan.batch.gradient_accumulation_steps):
+        for _ in range(self.accumulation.steps):
             batch = next(data_iter)
-            if self.plan.device.type != "cpu":
-                batch = move(batch, self.plan.device)
+            if self.parts.plan.device.type != "cpu":
+                batch = move(batch, self.parts.plan.device)
             arguments = batch if isinstance(batch, tuple | list) else (batch,)
             output = self(*arguments)
             losses.append(start_reading(self.backward(output if loss_fn is None else loss_fn(output, batch))))
@@ -243,14 +205,6 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
 
     # -- accumulation ------------------------------------------------------------------------------------------
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True from forward to step of the last micro-batch of a global batch."""
-        return self._accumulation.is_boundary(self.counters.finished_micro_steps)
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set the boundary by hand; None returns to counting micro-batches."""
-        self._accumulation.override = is_boundary
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which backward adds gradients locally, without reductions; the caller scales the loss.
@@ -258,8 +212,8 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
         Raises:
             UsageError: gradients are sharded over ranks, or the context is entered twice.
         """
-        self._require_whole_grads("no_sync context manager")
-        with self._accumulation.local():
+        self.parts.require_whole_grads("no_sync context manager")
+        with self.accumulation.local():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -268,26 +222,92 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
         if self.parts.optimization:
             self.parts.optimization.grads.clear()
 
+    # -- delegated -----------------------------------------------------------------------------------------------
+
+    is_gradient_accumulation_boundary = _delegated("accumulation", Accumulation.is_gradient_accumulation_boundary)
+    set_gradient_accumulation_boundary = _delegated("accumulation", Accumulation.set_gradient_accumulation_boundary)
+    set_train_batch_size = _delegated("parts", Parts.set_train_batch_size)
+    set_train_micro_batch_size = _delegated("parts", Parts.set_train_micro_batch_size)
+    compile = _delegated("parts", Parts.compile)
+    scale = _delegated("direct", DirectBackward.scale)
+    allreduce_gradients = _delegated("direct", DirectBackward.allreduce_gradients)
+    save_checkpoint = _delegated("checkpoints", Checkpoints.save_checkpoint)
+    wait_checkpoint = _delegated("checkpoints", Checkpoints.wait_checkpoint)
+    load_checkpoint = _delegated("checkpoints", Checkpoints.load_checkpoint)
+    module_state_dict = _delegated("weights", Weights.module_state_dict)
+    load_module_state_dict = _delegated("weights", Weights.load_module_state_dict)
+    save_16bit_model = save_fp16_model = _delegated("weights", Weights.save_16bit_model)
+    deepspeed_io = _delegated("loaders", Loaders.deepspeed_io)
+    set_data_post_process_func = _delegated("loaders", Loaders.set_data_post_process_func)
+    is_map_style_dataset = _delegated("loaders", Loaders.is_map_style_dataset)
+    is_iterable_style_dataset = _delegated("loaders", Loaders.is_iterable_style_dataset)
+    offload_states = _delegated("offload", OffloadStates.offload_states)
+    reload_states = _delegated("offload", OffloadStates.reload_states)
+    # Names that other libraries call.
+    _backward_epilogue = _delegated("direct", DirectBackward.settle)
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = module_state_dict
+
+    @property
+    def is_saving(self) -> bool:
+        """True while a checkpoint is being written in the background or has not been waited for."""
+        return self.checkpoints.is_saving
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """Goes into checkpoints that are made because the run ends, and comes back when it is resumed."""
+        return self.checkpoints.client_state
+
+    @client_state.setter
+    def client_state(self, state: dict[str, Any]) -> None:
+        self.checkpoints.client_state = state
+
+    @property
+    def must_stop(self) -> bool:
+        """True once the run was saved because it has to end; for loops where `walltime.ends_program` is false."""
+        return self.run_end is not None and self.run_end.must_stop
+
+    @property
+    def resumed_from(self) -> str | None:
+        """The checkpoint from which this run resumed by itself (its client state is in `client_state`), or None."""
+        return None if self.run_end is None else self.run_end.resumed_from
+
+    def heed_requests(self) -> None:
+        """Save or end the run now, if requested; for long evaluations, called by all ranks alike.
+
+        No effect within a global batch, or without `walltime.save_dir`. `engine.step` does the same at its end.
+
+        Collective over: all ranks.
+
+        Raises:
+            RunEnded: the run is saved and has to end.
+        """
+        if self.run_end is not None:
+            self.run_end.heed_between_steps()
+
+    def _backward_prologue(self) -> None:
+        """No operation: a pass begins with its first gradient. Scripts call this before `loss.backward()`."""
+
     # -- other names ---------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found, value = deepspeed_getters.find(self.__dict__.get("parts"), name)
-            return value if found else getattr(super().__getattr__("module"), name)
+            return getattr(super().__getattr__("module"), name)
 
-    def _optimization(self, verb: str) -> Optimization:
-        if self._is_closed:
-            msg = (
-                f"engine.{verb}() after engine.destroy(), or after its model was given to another engine: its hooks "
-                "and groups of ranks are gone; make a new engine"
-            )
-            raise UsageError(msg)
-        if self.parts.optimization is None:
-            msg = f'engine.{verb}() needs an optimizer: set "optimizer" in the config or pass one to initialize'
-            raise UsageError(msg)
-        return self.parts.optimization
+    def train(self, mode: bool = True) -> Self:
+        """As `torch.nn.Module.train`. Local.
+
+        Between synchronisations of 0/1 Adam, data ranks train local parameters and evaluate the common ones.
+
+        Raises:
+            UsageError: this has to switch between them, and states that it needs are offloaded.
+        """
+        super().train(mode)
+        self.parts.is_training = mode
+        if not self.parts.is_closed:
+            self.parts.show(is_training=mode)
+        return self
 
     # -- end -----------------------------------------------------------------------------------------------------
 
@@ -302,14 +322,14 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
             StoreError: on every rank, if weights in swap files cannot be read; everything else is still done.
             CheckpointError: on every rank, if the checkpoint could not be written; everything else is still done.
         """
-        if not self._is_closed:
+        if not self.parts.is_closed:
             try:
                 self.wait_checkpoint()
             finally:
-                if self._pending is None:  # pending after an interrupt: the save goes on, and needs the mesh
-                    self._is_closed = True
+                if not self.is_saving:  # saving after an interrupt: the save goes on, and needs the mesh
+                    self.parts.is_closed = True
                     self._take_apart()
-                    self._saver = None
+                    self.checkpoints.close()
 
     def _take_apart(self) -> None:
         if self.parts.optimization:
@@ -322,9 +342,12 @@ class Engine(DirectBackward, Settings, DeepSpeedCalls, Weights, OffloadStates, C
             if self.parts.optimization:
                 with suppress(MpispeedError):  # the channel may be broken already
                     self.parts.optimization.grads.pause()  # reductions under way use stores that are closed next
-            self._end_absence()
+            self.offload.end()
             self.parts.sharding.remove()
         finally:
             release_norms(self.module)
-            self.bus.announce(Event.CLOSE)
-            self.mesh.close()
+            self.parts.bus.announce(Event.CLOSE)
+            self.parts.mesh.close()
+
+
+delegation.install(Engine)

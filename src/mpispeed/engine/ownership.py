@@ -1,4 +1,4 @@
-"""Registry of engines by model; when a model is given to a new engine, its old one is destroyed."""
+"""Engines and their models: a model keeps its engine alive; given to a new engine, its old one is destroyed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import gc
 import itertools
 import logging
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from mpispeed.base.events import Event
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
     from torch import nn
 
     from mpispeed.engine.engine import Engine
@@ -23,14 +29,46 @@ _ENGINES: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary
 _NUMBERS = itertools.count()
 
 
+_HELD = "_mpispeed_held"
+
+
+class _Held:
+    """Holds an engine in the attributes of a parameter. Copies hold none."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return OrderedDict, ()  # which torch's loader of weights knows
+
+
 def register(engine: Engine) -> None:
-    """Add an engine, for as long as it lives."""
+    """Add an engine, for as long as it lives: as long as a script has the engine or a parameter of its model.
+
+    A script may keep the model or the optimizer alone. Hooks of a parameter could not hold the engine: the garbage
+    collector does not see that autograd has them, so engine and model would live for ever.
+    """
     _ENGINES[next(_NUMBERS)] = engine
+    params = list(engine.module.parameters())
+    for param in params:
+        vars(param)[_HELD] = _Held(engine)
+    engine.bus.subscribe(Event.CLOSE, lambda _: _let_go(params))
+
+
+def _let_go(params: Iterable[torch.Tensor]) -> None:
+    for param in params:
+        vars(param).pop(_HELD, None)
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The open engine that has parameters of `model`; None without one. Local."""
+    held = (vars(param).get(_HELD) for param in model.parameters())
+    return next((each.engine for each in held if each is not None), None)
 
 
 def newest_mesh() -> Mesh | None:
     """The mesh of the engine that was made last and is open; None without one."""
-    open_ones = [number for number, engine in _ENGINES.items() if not engine._is_closed]
+    open_ones = [number for number, engine in _ENGINES.items() if not engine.parts.is_closed]
     return _ENGINES[max(open_ones)].mesh if open_ones else None
 
 
@@ -61,6 +99,6 @@ def _owners(model: nn.Module) -> dict[int, Engine]:
     found: dict[int, Engine] = {}
     for number, engine in _ENGINES.items():
         own = {id(param) for param in engine.module.parameters()}
-        if not engine._is_closed and own and own <= wanted:
+        if not engine.parts.is_closed and own and own <= wanted:
             found[number] = engine
     return found

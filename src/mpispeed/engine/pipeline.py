@@ -25,6 +25,7 @@ from mpispeed.pipe.run import Executor, Place
 from mpispeed.pipe.schedule import InferenceSchedule, PipeSchedule, build
 
 if TYPE_CHECKING:
+    from mpispeed.drill.inject import Injector
     from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.comm import Comm
     from mpispeed.pipe.module import PipelineModule
@@ -60,9 +61,9 @@ class PipelineEngine(Engine):
     Source of the API: DeepSpeed's documentation of pipeline parallelism.
     """
 
-    def __init__(self, parts: Parts, model: PipelineModule) -> None:
+    def __init__(self, model: PipelineModule, parts: Parts, injector: Injector | None = None) -> None:
         """Collective over: all ranks."""
-        super().__init__(parts)
+        super().__init__(parts, injector)
         config, mesh = parts.plan.config.pipeline, parts.mesh
         self.is_pipe_parallel = model.num_stages > 1
         place = Place(model.stage_id, model.num_stages, model.num_chunks)
@@ -130,9 +131,6 @@ class PipelineEngine(Engine):
         """Apply `fn` to every batch that is loaded. Middle stages load none."""
         self._duties.batch_fn = fn
 
-    def _listen(self) -> None:
-        """No operation: gradients of backward passes outside the schedule are refused by the gradient store."""
-
     # -- training ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: Any = None) -> torch.Tensor:  # type: ignore[override]
@@ -160,23 +158,23 @@ class PipelineEngine(Engine):
         if loss_fn is not None:
             msg = "engine.train_batch(loss_fn=...): give the loss to PipelineModule(layers, loss_fn=...)"
             raise UsageError(msg)
-        self._optimization("train_batch")
-        self._require("train_batch")
+        self.parts.trained("train_batch")
+        self.parts.require("train_batch")
         self.train()
         duties, steps = self._duties, self.plan.batch.gradient_accumulation_steps
         duties.begin_training(self._feed(data_iter), steps)
         self._run(self._schedule(steps), is_training=True)
         loss = torch.tensor(duties.mean_loss)
-        self._end_step()
+        if self.run_end is not None:
+            self.run_end.end_step()
         return loss
 
     def _finish_batch(self, mean_loss: float) -> None:
         """Run the update, the last instruction of a schedule. Collective over: all ranks."""
-        self._losses = [mean_loss]
-        steps = self.plan.batch.gradient_accumulation_steps
-        self.counters.micro_steps += steps - 1
-        self._was_step_applied = False
-        self._run_step({})
+        batch = self.plan.batch
+        self.updates.losses = [mean_loss]
+        self.counters.micro_steps += batch.gradient_accumulation_steps - 1
+        self.updates.run(batch.train_batch_size, {})
         self.counters.micro_steps += 1
 
     def eval_batch(
@@ -207,7 +205,7 @@ class PipelineEngine(Engine):
         if reduce_output not in ("avg", None):
             msg = f'engine.eval_batch(reduce_output={reduce_output!r}): "avg" and None are known'
             raise UnimplementedUse(msg)
-        self._require("eval_batch")
+        self.parts.require("eval_batch")
         self.heed_requests()
         was_training, duties, place = self.training, self._duties, self._executor.place
         steps = num_micro_batches or self.plan.batch.gradient_accumulation_steps

@@ -15,7 +15,6 @@ from mpispeed.base.events import Event
 from mpispeed.base.tensor_tree import move
 from mpispeed.engine.backward import backward_scaled, require_scalar, scale_loss
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.precision.cast import cast_inputs, naming_dtype
 
 if TYPE_CHECKING:
     from mpispeed.base.split_grads import Backlog
@@ -98,9 +97,7 @@ class StageDuties:
         inputs, labels = batch
         if self._parts.plan.device.type != "cpu":
             inputs, labels = move((inputs, labels), self._parts.plan.device)
-        if self._parts.plan.casts_inputs:
-            inputs = cast_inputs((inputs,), self._parts.plan.policy.compute)[0]
-        return inputs, labels
+        return self._parts.casting.inputs((inputs,))[0], labels
 
     def look_ahead(self) -> str:
         """Take the first batch of a global batch, for `load`; "" or, where there is none, what to tell the user."""
@@ -134,8 +131,7 @@ class StageDuties:
             is_training=self._is_training,
         )
         start = time.perf_counter()
-        plan = self._parts.plan
-        with self._parts.sharding.running(self._model), naming_dtype(plan.policy.compute, plan.cast_by):
+        with self._parts.sharding.running(self._model), self._parts.casting.named():
             outputs = self._model.chunk(chunk)(inputs)
         bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
         return outputs

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,23 +27,43 @@ from mpispeed.walltime.requests import Asked, SignalWatch, TouchFiles
 from mpispeed.walltime.run_state import FAILED, FINISHED, RUNNING
 
 if TYPE_CHECKING:
+    from mpispeed.base.events import Bus
     from mpispeed.config.walltime import Walltime
+    from mpispeed.engine.backward import Counters
     from mpispeed.engine.build.parts import Parts
-    from mpispeed.plan.plan import Plan
+    from mpispeed.mesh.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
 
-class Saves(Protocol):
-    """Protocol of an engine that can save and resume."""
+def make_run_end(parts: Parts, checkpoints: Checkpoints) -> RunEnd | None:
+    """The object that ends a run that has `walltime.save_dir` in time and resumes it; None for others.
 
-    parts: Parts
+    Collective over: all ranks, if there is one.
+
+    Raises:
+        ConfigError: on every rank, if MPISPEED_WALLTIME of one is not a duration.
+    """
+    options = parts.plan.config.walltime
+    if options.save_dir is None or not options.enabled or parts.optimization is None:
+        if os.environ.get(LIMIT) and parts.mesh.rank == 0 and parts.optimization is not None:
+            log.warning("%s is set, but walltime.save_dir is not: nothing is saved before the job ends", LIMIT)
+        return None
+    with parts.mesh.world.comm.together(ConfigError):
+        limit = choose_limit(options.limit, os.environ.get(LIMIT))
+    slots = len(parts.optimization.rule.state_names)
+    own = sum(
+        param.numel() * (param.dtype.itemsize + 4 * (1 + slots) * param.requires_grad)
+        for param in parts.module.parameters()
+    )
+    run = Run(parts.mesh, parts.counters, parts.bus, own, parts.plan.config.checkpoint.use_node_local_storage)
+    return RunEnd(run, checkpoints, options, limit)
+
+
+class Checkpoints(Protocol):
+    """Saving and loading of the run, as by `engine.checkpoints`."""
+
     client_state: dict[str, Any]
-    _ending: RunEnding | None
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the engine."""
 
     @property
     def is_saving(self) -> bool:
@@ -66,78 +87,40 @@ class Saves(Protocol):
         """Collective over: all ranks."""
 
 
-class EndsInTime:
-    """Engine methods for the end of the job. See `docs/hpc/walltime.md`."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run that ends.
 
-    client_state: dict[str, Any]
-    _ending: RunEnding | None = None
-
-    @property
-    def must_stop(self) -> bool:
-        """True once the run was saved because it has to end; for loops where `walltime.ends_program` is false."""
-        return self._ending is not None and self._ending.must_stop
-
-    @property
-    def resumed_from(self) -> str | None:
-        """The checkpoint from which this run resumed by itself (its client state is in `client_state`), or None."""
-        return None if self._ending is None else self._ending.resumed_from
-
-    def heed_requests(self) -> None:
-        """Save or end the run now, if requested; for long evaluations, called by all ranks alike.
-
-        No effect within a global batch, or without `walltime.save_dir`. `engine.step` does the same at its end.
-
-        Collective over: all ranks.
-
-        Raises:
-            RunEnded: the run is saved and has to end.
-        """
-        if self._ending is not None:
-            self._ending.heed_between_steps()
-
-    def _end_step(self) -> None:
-        """Collective over: all ranks, after steps in which they agree."""
-        if self._ending is not None:
-            self._ending.end_step()
-
-
-def attach(engine: Saves) -> None:
-    """Let a run that has `walltime.save_dir` resume from its last checkpoint, and end in time.
-
-    Collective over: all ranks.
-
-    Raises:
-        CheckpointError: on every rank, if there is a checkpoint and it cannot be loaded.
-        ConfigError: on every rank, if MPISPEED_WALLTIME of one is not a duration.
+    Attributes:
+        mesh: its ranks.
+        counters: its steps.
+        bus: its events.
+        own_bytes: this rank's states in a checkpoint, as if it wrote those of all data ranks.
+        is_local: every node keeps checkpoints of its own.
     """
-    options, parts = engine.plan.config.walltime, engine.parts
-    if options.save_dir is None or not options.enabled or parts.optimization is None:
-        if os.environ.get(LIMIT) and parts.mesh.rank == 0 and parts.optimization is not None:
-            log.warning("%s is set, but walltime.save_dir is not: nothing is saved before the job ends", LIMIT)
-        return
-    with parts.mesh.world.comm.together(ConfigError):
-        limit = choose_limit(options.limit, os.environ.get(LIMIT))
-    ending = engine._ending = RunEnding(engine, options, limit)
-    try:
-        ending.begin()
-    except BaseException:
-        ending.close()
-        engine._ending = None
-        raise
+
+    mesh: Mesh
+    counters: Counters
+    bus: Bus
+    own_bytes: int
+    is_local: bool
 
 
-class RunEnding:
+class RunEnd:
     """The end of one run: requests to save or stop, the job's time limit, and the hand-off to the next job.
 
     Rank 0 knows the end of the job and looks for files; every rank watches its signals. After steps the ranks agree in
-    one all-reduce (maximum) of four numbers.
+    one all-reduce (maximum) of four numbers. See `docs/hpc/walltime.md`.
+
+    Attributes:
+        must_stop: the run was saved because it has to end.
+        resumed_from: the checkpoint from which this run resumed by itself, or None.
     """
 
-    def __init__(self, engine: Saves, options: Walltime, limit_seconds: float | None) -> None:
-        self._engine, self._options = engine, options
-        self._parts: Parts = engine.parts
+    def __init__(self, run: Run, checkpoints: Checkpoints, options: Walltime, limit_seconds: float | None) -> None:
+        self._run, self._checkpoints, self._options = run, checkpoints, options
         self._save_dir = Path(str(options.save_dir))
-        self._is_first = self._parts.mesh.rank == 0
+        self._is_first = self._run.mesh.rank == 0
         self._folder = run_state.run_folder(os.environ, self._save_dir)
         self._signals = SignalWatch(options.signals)
         self._files = TouchFiles(self._folder)
@@ -159,9 +142,23 @@ class RunEnding:
     # -- begin and end -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Install signal handlers, resume, and log what will happen. Collective over: all ranks."""
+        """Install signal handlers, resume, and log what will happen.
+
+        Collective over: all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if there is a checkpoint and it cannot be loaded.
+            ConfigError: on every rank, if another run uses the folder.
+        """
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
         rival = "" if self._leaving is None else self._leaving.find_rival()
-        self._parts.mesh.world.comm.agree(not rival, rival, ConfigError)
+        self._run.mesh.world.comm.agree(not rival, rival, ConfigError)
         if not self._signals.install():
             log.info("signals cannot be watched: initialize was not called in the main thread")
         for event, listener in (
@@ -170,12 +167,13 @@ class RunEnding:
             (Event.SAVE_END, self._on_save),
             (Event.CLOSE, self._on_close),
         ):
-            self._parts.bus.subscribe(event, listener)
-        size_bytes = self._size_bytes()
+            self._run.bus.subscribe(event, listener)
+        comm = self._run.mesh.world.comm
+        size_bytes = sum(comm.gather_objects(self._run.own_bytes)) / self._run.mesh["data"].size
         if self._options.resume:
             self._resume()
         if self._leaving is not None:
-            known = self._leaving.begin(self._save_dir, self._parts.counters.global_steps, self._saved[1])
+            known = self._leaving.begin(self._save_dir, self._run.counters.global_steps, self._saved[1])
             self._saves = SaveClock(size_bytes, known)
             self._job_end.start()
             self._describe()
@@ -184,23 +182,23 @@ class RunEnding:
 
     def _resume(self) -> None:
         """Collective over: all ranks."""
-        world, has_some = self._parts.mesh.world, False
+        world, has_some = self._run.mesh.world, False
         if world.local_rank == 0 and self._save_dir.is_dir():
             has_some = any(entry.is_dir() for entry in self._save_dir.iterdir())
         if not any(world.comm.gather_objects(has_some)):
             return
-        path, client = self._engine.load_checkpoint(str(self._save_dir))
+        path, client = self._checkpoints.load_checkpoint(str(self._save_dir))
         self.resumed_from = path
         if path is None:
             return
-        self._engine.client_state.update(client or {})
-        self._saved = (self._parts.counters.global_steps, Path(path).name)
-        log.info("walltime   resumed from %s at step %d", path, self._parts.counters.global_steps)
+        self._checkpoints.client_state.update(client or {})
+        self._saved = (self._run.counters.global_steps, Path(path).name)
+        log.info("walltime   resumed from %s at step %d", path, self._run.counters.global_steps)
 
     def _refuse_stopped(self) -> None:
         """End the run at once if a file STOP is left from before. Collective over: all ranks."""
         is_stopped = self._is_first and self._files.look() is Asked.STOP
-        if self._parts.mesh.world.comm.share(is_stopped):
+        if self._run.mesh.world.comm.share(is_stopped):
             self._end(Asked.STOP, "the file STOP", self._saved[1])
 
     def _describe(self) -> None:
@@ -222,16 +220,6 @@ class RunEnding:
         self._signals.restore()
         self._job_end.close()
 
-    def _size_bytes(self) -> float:
-        """Estimated bytes of a checkpoint. Collective over: all ranks."""
-        optimization, mesh = self._parts.optimization, self._parts.mesh
-        slots = len(optimization.rule.state_names) if optimization is not None else 0
-        sizes = [
-            param.numel() * (param.dtype.itemsize + 4 * (1 + slots) * param.requires_grad)
-            for param in self._parts.module.parameters()
-        ]
-        return sum(mesh.world.comm.gather_objects(sum(sizes))) / mesh["data"].size
-
     # -- events --------------------------------------------------------------------------------------------------
 
     def _on_batch(self, event: Mapping[str, Any]) -> None:
@@ -248,7 +236,7 @@ class RunEnding:
     def _on_close(self, event: Mapping[str, Any]) -> None:
         if self._is_closed:
             return
-        error, step = sys.exc_info()[1], self._parts.counters.global_steps
+        error, step = sys.exc_info()[1], self._run.counters.global_steps
         if self._leaving is not None and self._leaving.state == RUNNING:
             if error is None or isinstance(error, StopIteration) or (isinstance(error, SystemExit) and not error.code):
                 self._leaving.mark(FINISHED, step, "the program was done")
@@ -263,7 +251,7 @@ class RunEnding:
         if not self._has_stepped or self._is_closed or self.must_stop:
             return
         self._has_stepped, now = False, time.monotonic()
-        self._steps.note(self._parts.counters.global_steps, now - self._since, has_pause=self._has_pause)
+        self._steps.note(self._run.counters.global_steps, now - self._since, has_pause=self._has_pause)
         self._since, self._has_pause = now, False
         self._steps_to_check -= 1
         if self._steps_to_check <= 0:
@@ -272,7 +260,7 @@ class RunEnding:
     def heed_between_steps(self) -> None:
         """Agree on requests now, unless micro-batches are under way. Collective over: all ranks."""
         self._has_pause = True
-        if not (self._is_closed or self.must_stop or self._parts.counters.pending_backwards):
+        if not (self._is_closed or self.must_stop or self._run.counters.pending_backwards):
             self._agree()
 
     def _agree(self) -> None:
@@ -283,8 +271,8 @@ class RunEnding:
             found, next_steps = self._first_asks()
             asked = max(asked, found)
         # Maxima: the strongest request, the steps until the next check, the signal, and a rank that got one.
-        agreed = torch.tensor([asked, next_steps, number, self._parts.mesh.rank + 1 if number else 0])
-        self._parts.mesh.world.comm.all_reduce(agreed, "max")
+        agreed = torch.tensor([asked, next_steps, number, self._run.mesh.rank + 1 if number else 0])
+        self._run.mesh.world.comm.all_reduce(agreed, "max")
         strongest, self._steps_to_check, number, rank = agreed.tolist()
         if strongest == Asked.NOTHING:
             return
@@ -301,7 +289,7 @@ class RunEnding:
 
     def _first_asks(self) -> tuple[Asked, int]:
         """The request that rank 0 finds, and the steps until the next check."""
-        counters, pending = self._parts.counters, int(self._engine.is_saving)
+        counters, pending = self._run.counters, int(self._checkpoints.is_saving)
         left = self._job_end.left_seconds
         verdict = judge(left, counters.global_steps, self._steps, self._saves, self._margin, pending=pending)
         if verdict.is_last:
@@ -323,24 +311,24 @@ class RunEnding:
 
     def _save(self, in_background: bool | None) -> str:
         """Write a checkpoint unless this step has one already; return its tag. Collective over: all ranks."""
-        step = self._parts.counters.global_steps
+        step = self._run.counters.global_steps
         if self._saved[0] == step:
             return self._saved[1]
         tag, self._is_saving = self._options.tag.replace("{step}", str(step)), True
         try:
-            self._engine.save_checkpoint(
-                str(self._save_dir), tag, dict(self._engine.client_state), overwrite=True, async_save=in_background
+            self._checkpoints.save_checkpoint(
+                str(self._save_dir), tag, dict(self._checkpoints.client_state), overwrite=True, async_save=in_background
             )
         finally:
             self._is_saving = False
-        self._saved = (step, tag) if not self._engine.is_saving else self._saved
+        self._saved = (step, tag) if not self._checkpoints.is_saving else self._saved
         self._remove_old(tag)
         return tag
 
     def _remove_old(self, tag: str) -> None:
         """Remove older checkpoints with automatic tags, beyond `walltime.keep_last`."""
-        world, keep = self._parts.mesh.world, self._options.keep_last
-        is_local = self._parts.plan.config.checkpoint.use_node_local_storage
+        world, keep = self._run.mesh.world, self._options.keep_last
+        is_local = self._run.is_local
         if not keep or (world.local_rank if is_local else world.rank):
             return
         pattern = re.compile(re.escape(self._options.tag).replace(r"\{step\}", "[0-9]+"))
@@ -364,18 +352,18 @@ class RunEnding:
             tag = self._save(False)
         except CheckpointError as error:
             if self._leaving is not None:
-                step = self._parts.counters.global_steps
+                step = self._run.counters.global_steps
                 self._leaving.mark(FAILED, step, f"{reason}, and the save failed: {error}")
             raise
         self._end(asked, reason, tag, signal_name)
 
     def _end(self, asked: Asked, reason: str, tag: str, signal_name: str = "") -> None:
         """Mark the run, requeue the job if asked, and leave. Collective over: all ranks."""
-        step = self._parts.counters.global_steps
+        step = self._run.counters.global_steps
         if self._leaving is not None:
             seconds = 0.0 if self._saves.is_guess else self._saves.expected_seconds
             self._leaving.leave(Ending(asked, reason, tag, step, seconds, signal_name))
-        self._parts.mesh.world.comm.barrier()  # nobody leaves before the next job is submitted
+        self._run.mesh.world.comm.barrier()  # nobody leaves before the next job is submitted
         self.must_stop = True
         if self._options.ends_program:
             raise RunEnded(self._options.exit_code, tag=tag, step=step, reason=reason, loss=self._loss)
@@ -383,7 +371,7 @@ class RunEnding:
     def _finish_pending(self) -> None:
         """Wait for a checkpoint in the background; its failure is logged, and the next save is still tried."""
         try:
-            self._engine.wait_checkpoint()
+            self._checkpoints.wait_checkpoint()
         except CheckpointError as error:
             if self._is_first:
                 log.error("walltime   the checkpoint before this one failed: %s", error)  # noqa: TRY400

@@ -52,6 +52,11 @@ class Sharing:
         is_own_cut = any(cut.kind == OWN for cut in cuts(model).values())
         return cls(slices if slices.size > 1 else None, slices.rank == 0, ties, is_own_cut)
 
+    @property
+    def shares(self) -> bool:
+        """True if there is anything to share."""
+        return self.model is not None or bool(self.ties)
+
     def is_counted(self, unit: Unit) -> bool:
         """True on the rank that counts the unit in the norm and writes it, one of those that share it."""
         kind = unit.kind

@@ -1,10 +1,11 @@
-"""The optimizer step, a sequence of small parts that share a context."""
+"""The optimizer step, a sequence of small parts that share a context, and the updates of a run made of such steps."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
+import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +14,7 @@ import torch
 
 from mpispeed.base import log as logs
 from mpispeed.base.errors import StoreError, UsageError
+from mpispeed.base.events import Event
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.sharding.grad_shards import global_square_sum
 from mpispeed.sharding.param_shards import find_unbound
@@ -20,7 +22,10 @@ from mpispeed.sharding.param_shards import find_unbound
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mpispeed.base.device import Readback
+    from mpispeed.base.events import Bus
     from mpispeed.engine.backward import Counters
+    from mpispeed.engine.buffers import Buffers
     from mpispeed.engine.replica_groups import Sharing
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from mpispeed.sharding.onebit_exchange import OneBitExchange
     from mpispeed.sharding.params import ParamStore
     from mpispeed.sharding.update_windows import UpdateWindows
+    from mpispeed.store.table import Unit
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +111,9 @@ class MeasureNorm:
     rank has, is never larger: clipping by the former clips no less, and all ranks clip alike.
     """
 
-    def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing, counters: Counters) -> None:
-        self._mesh, self._grads, self._sharing, self._counters = mesh, grads, sharing, counters
+    def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing | None, counters: Counters) -> None:
+        self._mesh, self._grads, self._counters = mesh, grads, counters
+        self._counts: Callable[[Unit], bool] = (lambda _: True) if sharing is None else sharing.is_counted
 
     def __call__(self, ctx: StepContext) -> None:
         """Collective over: all ranks.
@@ -115,9 +122,8 @@ class MeasureNorm:
             UsageError: on every rank, if none has run a backward pass since the last update.
         """
         passes = float(self._counters.pending_backwards)
-        counts = self._sharing.is_counted
         total, everyone = global_square_sum(
-            self._mesh, self._grads.shards, threads=ctx.threads, counts=counts, note=passes
+            self._mesh, self._grads.shards, threads=ctx.threads, counts=self._counts, note=passes
         )
         self._look_for_passes(everyone)
         if self._grads.shards.is_local:
@@ -343,10 +349,86 @@ class CheckLrKwargs:
         self._advance.check(ctx.lr_kwargs)
 
 
-def with_scheduler(parts: Sequence[StepPart], scheduler: Any | None) -> list[StepPart]:
-    """The parts of a step with `scheduler` in place of the one that they had; None: without one."""
-    kept = [part for part in parts if not isinstance(part, CheckLrKwargs | AdvanceLr)]
-    if scheduler is None:
-        return kept
-    advance = AdvanceLr(scheduler)
-    return [CheckLrKwargs(advance), *kept, advance]
+# -- updates -------------------------------------------------------------------------------------------------------
+
+
+class Updates:
+    """The updates of a run: runs the parts of a step, counts it and announces it.
+
+    Attributes:
+        losses: losses of the passes since the last update; their sum is that of the batch.
+        was_applied: the last step changed parameters.
+        norm: L2 norm of the gradients at the last applied step, before clipping, unscaled; None before the first.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[StepPart],
+        scaler: LossScale,
+        counters: Counters,
+        bus: Bus,
+        *,
+        groups: list[dict[str, Any]],
+        scheduler: Any | None = None,
+        onebit: OneBitExchange | None = None,
+        buffers: Buffers | None = None,
+    ) -> None:
+        """Args: `parts` of a step in order, to which those of `scheduler` are added; `groups` of hyper-parameters."""
+        self._parts, self._scaler, self._counters, self._bus = parts, scaler, counters, bus
+        self._groups, self._onebit, self._buffers = groups, onebit, buffers
+        self.losses: list[float | Readback] = []
+        self.was_applied = False
+        self.norm: float | None = None
+        self._began = time.perf_counter()
+        self.follow(scheduler)
+
+    def follow(self, scheduler: Any | None) -> None:
+        """Advance this learning-rate scheduler from now on instead of the one before; None: none."""
+        kept = [part for part in self._parts if not isinstance(part, CheckLrKwargs | AdvanceLr)]
+        if scheduler is not None and kept:
+            advance = AdvanceLr(scheduler)
+            kept = [CheckLrKwargs(advance), *kept, advance]
+        self._parts = kept
+
+    def precede(self, part: StepPart) -> None:
+        """Run `part` before all others."""
+        self._parts = [part, *self._parts]
+
+    def rates(self) -> list[Any]:
+        """Learning rate of each parameter group."""
+        return [group.get("lr", 0.0) for group in self._groups]
+
+    def run(self, samples: int, lr_kwargs: dict[str, Any]) -> None:
+        """Update, after the last micro-batch of a global batch of so many samples.
+
+        Collective over: all ranks.
+
+        Raises:
+            UsageError: (on every rank) no rank has run a backward pass since the last update.
+        """
+        counters, start, rates = self._counters, time.perf_counter(), self.rates()
+        self.was_applied = False
+        ctx = StepContext(counters.update_count + 1, self._scaler.scale, samples, lr_kwargs)
+        for part in self._parts:
+            part(ctx)
+        if self._buffers is not None:
+            self._buffers.equalise()
+        self.was_applied = not ctx.skip
+        counters.end_batch(samples, is_skipped=ctx.skip)
+        self.norm = self.norm if ctx.skip else ctx.norm
+        now = time.perf_counter()
+        self._bus.announce(
+            Event.STEP_END,
+            global_step=counters.global_steps,
+            samples=counters.global_samples,
+            loss=sum(map(float, self.losses)) if self.losses else None,  # the loss of a direct pass is unknown
+            lr=rates[0] if rates else 0.0,
+            norm=ctx.norm,
+            loss_scale=ctx.scale,
+            skipped=ctx.skip,
+            seconds=now - self._began,
+            update_seconds=now - start,
+        )
+        self._began, self.losses = now, []
+        if self._onebit is not None:
+            self._onebit.begin(counters.update_count + 1)

@@ -11,7 +11,7 @@ from mpispeed.base.errors import ConfigError
 
 _PREFIXES = (
     "MPISPEED_", "MPI4PY_", "PYTHON", "MLFLOW", "WANDB", "HF_", "TORCH", "NCCL", "OMP_", "MKL_", "KMP_", "UCX_", "FI_",
-    "MPICH_", "MPIR_", "MV2_", "I_MPI_",
+    "MPICH_", "MPIR_", "MV2_", "I_MPI_", "ACCELERATE_",
 )  # fmt: skip
 _NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CUDA_HOME", "MASTER_ADDR", "MASTER_PORT")
 _FILES = (".deepspeed_env", ".mpispeed_env")

@@ -5,12 +5,11 @@ Offers `start` (join the job), `Topology` (arithmetic), `Mesh` (groups by axes),
 """
 
 from mpispeed.mesh import launcher
-from mpispeed.mesh.backends.solo import SoloComm
+from mpispeed.mesh.backends.solo import solo_comm
+from mpispeed.mesh.collectives.group import CommTrace, Entry
 from mpispeed.mesh.collectives.work import Work
 from mpispeed.mesh.comm import Comm
-from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Factor, Topology
-from mpispeed.mesh.trace.comm_trace import CommTrace, Entry
+from mpispeed.mesh.mesh import Factor, Mesh, Topology
 from mpispeed.mesh.world import World, current, start
 
 # Here and not only in start(): a script may import mpi4py itself in between, and MPI reads this when it is joined.
@@ -22,10 +21,10 @@ __all__ = [
     "Entry",
     "Factor",
     "Mesh",
-    "SoloComm",
     "Topology",
     "Work",
     "World",
     "current",
+    "solo_comm",
     "start",
 ]

@@ -15,8 +15,8 @@ import torch
 from mpispeed.base.registry import suggest
 
 if TYPE_CHECKING:
+    from mpispeed.mesh.collectives.group import CommTrace, Record
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.trace.comm_trace import CommTrace, Record
 
 log = logging.getLogger(__name__)
 
@@ -255,18 +255,18 @@ class CommsLog:
         Collective over: `comm`, all ranks.
         """
         own = self.rows()
-        counts = comm.library_gather_objects({key: len(row.latencies) for key, row in own.items()})
+        counts = comm.transport.library_gather_objects({key: len(row.latencies) for key, row in own.items()})
         common = [key for key in own if key.ranks == comm.size and len({c.get(key) for c in counts}) == 1]
-        everywhere = comm.library_share(common, 0)  # in one order, and only what rank 0 has too
+        everywhere = comm.transport.library_share(common, 0)  # in one order, and only what rank 0 has too
         head = ("Comm. Op", "Message Size", "Count", "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)",
                 "Avg straggler(ms)", "Latest rank")  # fmt: skip
         rows = []
         for key in everywhere:
             latencies = torch.tensor(own[key].latencies, dtype=torch.float64)
             least = latencies.clone()
-            comm.library_all_reduce(least, "min")
+            comm.transport.library_all_reduce(least, "min")
             waits = latencies - least
-            waited = comm.library_gather_objects(float(waits.sum()))
+            waited = comm.transport.library_gather_objects(float(waits.sum()))
             latest = min(range(comm.size), key=lambda rank: waited[rank])
             cells = (least.sum(), waits.sum(), trimmed_mean(least.tolist()), trimmed_mean(waits.tolist()))
             texts = (f"{1000 * float(x):.2f}" for x in cells)

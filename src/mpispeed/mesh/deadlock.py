@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mpispeed.base.errors import AgreementError, CommError
-from mpispeed.mesh.collectives.order_check import SHOWN, Key, by_text, text_of
 from mpispeed.mesh.collectives.progress import LAST_GATES_SECONDS, Progress
-from mpispeed.mesh.collectives.work import Work
+from mpispeed.mesh.collectives.work import SHOWN, Key, Work, by_text, described
 from mpispeed.mesh.exits import open_lock
-from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Axes
+from mpispeed.mesh.mesh import Axes, Mesh
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +136,7 @@ class Watch:
         if self._progress is not None:
             self._progress.is_watch = True
             self._progress.longest_nap_seconds = NAP_SECONDS
-            self._comm.timeout_seconds = None
+            self._comm.group.limits.timeout_seconds = None
 
     def wait(self, work: Work, describe: Callable[[], str]) -> None:
         """As `work.wait()`; `describe` gives the purpose, and is called only if it takes long.
@@ -191,7 +189,7 @@ class Watch:
         if time.monotonic() < self._next_round:
             return
         self._next_round = time.monotonic() + ROUND_SECONDS
-        own = report_of(self._mesh.rank, work, text_of(describe), self._channels())
+        own = report_of(self._mesh.rank, work, described(describe), self._channels())
         told: list[Report] = []
         self._round = self._comm.start(lambda comm: told.extend(comm.gather_objects(own)), "watch"), told
 
@@ -221,7 +219,7 @@ class Watch:
                 return False
         elif self._node_rank > 0:
             return False
-        own = report_of(self._mesh.rank, work, text_of(describe), self._channels())
+        own = report_of(self._mesh.rank, work, described(describe), self._channels())
         where = f" in channel {own.channel!r}" if own.channel else ""
         at = f", which is at operation {own.gate[1]}" if own.gate is not None else ""
         log.warning(

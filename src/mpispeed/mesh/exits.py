@@ -29,10 +29,11 @@ from typing import Any, NoReturn
 from mpispeed.base.errors import MpispeedError
 from mpispeed.base.recorder_file import State
 from mpispeed.base.traces import own_trace
+from mpispeed.mesh import recorder as recorders
+from mpispeed.mesh.collectives.transport import arrival
 from mpispeed.mesh.collectives.work import nap_until
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.ending import Ending
-from mpispeed.mesh.trace import recorder as recorders
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ class Exits:
     def _meet(self, limit_seconds: float | None) -> bool:
         """Wait for all ranks to come here; False if they do not within the limit."""
         if not hasattr(self, "_everyone"):
-            self._everyone = self._comm.arrive()
+            self._everyone = arrival(self._comm.transport)
         return nap_until(self._everyone, float("inf") if limit_seconds is None else limit_seconds)
 
     def leaves_with(self, status: object) -> None:
@@ -307,12 +308,12 @@ def open_lock(node: Comm) -> int | None:
             os.close(number)
         except OSError:
             path = ""
-    path = node.library_share(path, 0)
+    path = node.transport.library_share(path, 0)
     lock: int | None = None
     if path:
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    node.library_barrier()
+    node.transport.library_barrier()
     if path and node.rank == 0:
         Path(path).unlink(missing_ok=True)
     return lock

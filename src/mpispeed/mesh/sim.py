@@ -10,20 +10,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives.transport import Comparison, Pairs, Source
-from mpispeed.mesh.collectives.work import Poll
+from mpispeed.mesh.collectives.group import CommTrace, Group, Limits
+from mpispeed.mesh.collectives.transport import Comparison, Pairs, Poll, Source, Transport
 from mpispeed.mesh.comm import Comm
-from mpispeed.mesh.trace.comm_trace import CommTrace
 from mpispeed.mesh.world import World
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -54,7 +50,7 @@ class _Machine:
         self.changed = threading.Condition()
         self.failure: tuple[int, BaseException] | None = None
         self.ended: set[int] = set()
-        self.groups: dict[tuple[Any, ...], _Group] = {}
+        self.groups: dict[tuple[Any, ...], _Members] = {}
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Keep the first failure and wake everyone."""
@@ -90,7 +86,7 @@ class _Machine:
         raise CommError(msg)
 
 
-class _Group:
+class _Members:
     """State shared by the members of one simulated communicator."""
 
     def __init__(self, machine: _Machine, key: tuple[Any, ...], ranks: Sequence[int]) -> None:
@@ -148,12 +144,12 @@ class _Group:
         return True
 
 
-class SimComm(Comm):
-    """A group of simulated ranks."""
+class SimTransport(Transport):
+    """Primitives of a group of simulated ranks."""
 
-    def __init__(self, group: _Group, rank: int, axes: tuple[str, ...], reduction: str, comm_trace: CommTrace) -> None:
-        super().__init__(rank, group.ranks, axes, reduction, comm_trace)
-        self._group = group
+    def __init__(self, group: _Members, rank: int) -> None:
+        super().__init__(rank, len(group.ranks))
+        self._group, self._ranks = group, group.ranks
         self._named: dict[tuple[Any, ...], int] = {}
 
     def _meet(self, verb: str, value: Any, read: Callable[[list[Any]], T]) -> T:
@@ -224,7 +220,7 @@ class SimComm(Comm):
             return bool(taken)
 
         with group.machine.changed:
-            group.machine.wait(is_met, lambda: [self.ranks[src]], f"recv(tag={tag}) on rank {self.ranks[self.rank]}")
+            group.machine.wait(is_met, lambda: [self._ranks[src]], f"recv(tag={tag}) on rank {self._ranks[self.rank]}")
 
     def post_send(self, x: torch.Tensor, dst: int, tag: int) -> Poll:
         """Mail a copy."""
@@ -286,25 +282,24 @@ class SimComm(Comm):
 
         return poll
 
-    def split(self, color: int, ranks: Sequence[int], axes: tuple[str, ...]) -> Self:
+    def split(self, color: int, ranks: Sequence[int]) -> SimTransport:
         """The n-th group made of this one, by color; needs no meeting."""
-        group, own = self._group, self.ranks[self.rank]
+        group, own = self._group, self._ranks[self.rank]
         with group.machine.changed:
             key = (*group.key, group.made[self.rank], color)
             group.made[self.rank] += 1
-            made = group.machine.groups.setdefault(key, _Group(group.machine, key, ranks))
-        return type(self)(made, list(ranks).index(own), axes, self.reduction, self.comm_trace).inherit(self)
+            made = group.machine.groups.setdefault(key, _Members(group.machine, key, ranks))
+        return SimTransport(made, list(ranks).index(own))
 
-    def of_members(self, members: Sequence[int], name: str, axes: tuple[str, ...]) -> Self:
+    def of_members(self, members: Sequence[int], ranks: Sequence[int], name: str) -> SimTransport:
         """The n-th group of that name and these ranks; needs no meeting."""
-        group, ranks = self._group, [self.ranks[member] for member in members]
-        own = ranks.index(self.ranks[self.rank])
+        group, own = self._group, ranks.index(self._ranks[self.rank])
         with group.machine.changed:
             kind = (*group.key, name, *ranks)
             count = self._named[kind] = self._named.get(kind, 0) + 1
             key = (*kind, count)
-            made = group.machine.groups.setdefault(key, _Group(group.machine, key, ranks))
-        return type(self)(made, own, axes, self.reduction, self.comm_trace).inherit(self)
+            made = group.machine.groups.setdefault(key, _Members(group.machine, key, ranks))
+        return SimTransport(made, own)
 
     def close(self) -> None:
         """Do nothing."""
@@ -323,7 +318,7 @@ def run(
     The first error of any rank ends the run and is raised here.
     """
     machine = _Machine(timeout_seconds)
-    group = _Group(machine, (), range(size))
+    group = _Members(machine, (), range(size))
     results: dict[int, T] = {}
 
     def main(rank: int) -> None:
@@ -349,9 +344,9 @@ def run(
     return [results[rank] for rank in range(size)]
 
 
-def _world(group: _Group, rank: int, reduction: str, ranks_per_node: int) -> World:
-    comm = SimComm(group, rank, ("world",), reduction, CommTrace())
-    comm.timeout_seconds = group.machine.timeout_seconds
+def _world(group: _Members, rank: int, reduction: str, ranks_per_node: int) -> World:
+    limits, transport = Limits(timeout_seconds=group.machine.timeout_seconds), SimTransport(group, rank)
+    comm = Comm(Group(transport, group.ranks, ("world",), reduction, CommTrace(), limits=limits))
     first = rank // ranks_per_node * ranks_per_node
     node = comm.split(first, range(first, min(first + ranks_per_node, comm.size)), ("node",))
     return World(comm, node, node_count=-(-comm.size // ranks_per_node))

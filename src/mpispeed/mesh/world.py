@@ -17,11 +17,12 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.base.launched import RANK_PID, launched_rank
 from mpispeed.base.log import keep_lines_whole
 from mpispeed.mesh import exits, launcher
-from mpispeed.mesh.backends.solo import SoloComm
+from mpispeed.mesh.backends.solo import solo_comm
+from mpispeed.mesh.collectives.group import CommTrace, Group, Limits
 from mpispeed.mesh.collectives.progress import Progress
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.ending import Ending
-from mpispeed.mesh.trace.comm_trace import CommTrace
+from mpispeed.mesh.recorder import CallSequence
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,15 @@ GridCoords = Callable[[Sequence[int]], tuple[int, ...] | None]
 
 
 class World:
-    """All ranks, in `comm`, and those that share this rank's node, in `node`."""
+    """All ranks, in `comm`, and those that share this rank's node, in `node`.
+
+    Attributes:
+        rank: world rank of this process.
+        size: number of ranks.
+        local_rank: position among the ranks of this node.
+        local_size: number of ranks on this node.
+        comm_trace: the trace of all groups of this process.
+    """
 
     def __init__(
         self,
@@ -53,45 +62,20 @@ class World:
         ending: Ending | None = None,
         grid_coords: GridCoords = lambda _: None,
     ) -> None:
-        """Wire started verbs to a progress thread. Collective over: all ranks.
+        """Give started verbs a progress thread. Collective over: all ranks.
 
         `grid_coords` tells this rank's place on the library's own Cartesian grid of given sizes, if it has one.
         """
-        self.comm, self.node, self.node_count = comm, node, node_count
-        self.has_threads, self.ending, self.grid_coords = has_threads, ending or Ending(), grid_coords
+        self.node_count, self.has_threads = node_count, has_threads
+        self.ending, self.grid_coords = ending or Ending(), grid_coords
         self._channels: list[Progress] = []
         # Of groups of members, which other ranks do not know: their channels, by the group's id, which stays its own.
         self._own: dict[int, tuple[Comm, Progress]] = {}
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         progress = self.new_channel("world")
-        for group in (comm, node):
-            if group.size > 1:
-                group.start_on(progress)
-
-    @property
-    def rank(self) -> int:
-        """World rank of this process."""
-        return self.comm.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.comm.size
-
-    @property
-    def local_rank(self) -> int:
-        """Position among the ranks of this node."""
-        return self.node.rank
-
-    @property
-    def local_size(self) -> int:
-        """Number of ranks on this node."""
-        return self.node.size
-
-    @property
-    def comm_trace(self) -> CommTrace:
-        """The trace of all groups of this process."""
-        return self.comm.comm_trace
+        self.comm, self.node = (group.starting_on(progress) if group.size > 1 else group for group in (comm, node))
+        self.rank, self.size, self.comm_trace = comm.rank, comm.size, comm.comm_trace
+        self.local_rank, self.local_size = node.rank, node.size
 
     @property
     def channels(self) -> Sequence[Progress]:
@@ -114,17 +98,18 @@ class World:
             msg = f"a group of ranks {list(ranks)} needs different ranks out of 0..{self.size - 1}"
             raise ConfigError(msg)
         if self.size == 1:
-            return SoloComm(self.rank, ("group",), self.comm.reduction, self.comm_trace)
+            return solo_comm(self.rank, ("group",), self.comm.reduction, self.comm_trace)
         members = sorted(ranks) if is_member else [r for r in range(self.size) if r not in ranks]
         made = self.comm.split(0 if is_member else 1, members, ("group",))
         if made.size > 1:
-            made.start_on(self._channels[0])
+            made = made.starting_on(self._channels[0])
         return made if is_member else None
 
-    def group_of_members(self, ranks: Sequence[int], name: str) -> Comm:
+    def group_of_members(self, ranks: Sequence[int], name: str, reduction: str = "") -> Comm:
         """A group of some world ranks, in the given order, with traffic and a channel of its own.
 
-        The channel is ended by `close_group`, or with the world. `name` is the same on all members.
+        The channel is ended by `close_group`, or with the world. `name` is the same on all members; `reduction` is
+        that of the world by default.
 
         Collective over: `ranks` only.
         """
@@ -132,11 +117,11 @@ class World:
         times = self._made[name, tuple(ranks)]
         self._made[name, tuple(ranks)] = times + 1
         name = f"{name} made again {times}" if times else name
-        made = self.comm.of_members(ranks, name, ("torch",))
+        made = self.comm.of_members(ranks, name, ("torch",), reduction=reduction)
         channel = Progress(name, number=_own_number(name), is_threaded=self.has_threads)
-        self._own[id(made)] = made, channel
         if made.size > 1:
-            made.start_on(channel)
+            made = made.starting_on(channel)
+        self._own[id(made)] = made, channel
         return made
 
     def close_group(self, group: Comm) -> None:
@@ -144,8 +129,6 @@ class World:
         _, channel = self._own.pop(id(group), (None, None))
         if channel is not None:
             channel.close(LAST_SECONDS)
-            if group.started is not group:
-                group.started.close()
             group.close()
 
     def forget_group(self, group: Comm) -> None:
@@ -204,7 +187,7 @@ def start(reduction: str = "mpi", *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -
         world = _join(reduction, timeout)
     except ConfigError:
         # Every process stands alone here, so only the launcher's numbering tells which one may speak.
-        alone = SoloComm()
+        alone = solo_comm()
         exits.install(alone, alone, Ending(), is_silent=launched_rank() != 0)
         raise
     _PROCESS["world"] = world
@@ -229,10 +212,10 @@ def _join(reduction: str, timeout_seconds: float) -> World:
             warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
             from mpi4py import MPI
 
-        from mpispeed.mesh.backends.mpi import MpiComm, ending, grid_coords
+        from mpispeed.mesh.backends.mpi import MpiTransport, ending, grid_coords
     except (ImportError, RuntimeError, OSError) as error:
         launcher.check_alone(error)
-        return World(SoloComm(0, ("world",), reduction), SoloComm(0, ("node",), reduction), node_count=1)
+        return World(solo_comm(0, ("world",), reduction), solo_comm(0, ("node",), reduction), node_count=1)
     launcher.check(MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
     handle = MPI.COMM_WORLD.Dup()
     node_handle = handle.Split_type(MPI.COMM_TYPE_SHARED, handle.Get_rank())
@@ -240,13 +223,16 @@ def _join(reduction: str, timeout_seconds: float) -> World:
     node_count = handle.allreduce(int(node_handle.Get_rank() == 0))
     near = frozenset(node_ranks)
     comm_trace = CommTrace()
-    comm = MpiComm(handle, range(handle.Get_size()), ("world",), reduction, comm_trace, near)
-    node = MpiComm(node_handle, node_ranks, ("node",), reduction, comm_trace, near)
-    comm.timeout_seconds = node.timeout_seconds = timeout_seconds
+
+    def group(handle: MPI.Comm, ranks: Sequence[int], name: str) -> Comm:
+        limits, sequence = Limits(timeout_seconds=timeout_seconds), CallSequence.root(name, ranks)
+        transport = MpiTransport(handle, ranks, near)
+        return Comm(Group(transport, ranks, (name,), reduction, comm_trace, limits=limits, sequence=sequence))
+
     has_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     return World(
-        comm,
-        node,
+        group(handle, range(handle.Get_size()), "world"),
+        group(node_handle, node_ranks, "node"),
         node_count=node_count,
         has_threads=has_threads,
         ending=ending(),
@@ -260,7 +246,7 @@ def _export(world: World) -> None:
     facts = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
     stale = {name: os.environ[name] for name, value in facts.items() if os.environ.get(name, value) != value}
     os.environ.update(facts)
-    found = world.comm.library_gather_objects(stale)
+    found = world.comm.transport.library_gather_objects(stale)
     wrong = [rank for rank, settings in enumerate(found) if settings]
     if wrong and world.rank == 0:
         text = " ".join(f"{name}={value!r}" for name, value in found[wrong[0]].items())
@@ -273,7 +259,7 @@ def _export(world: World) -> None:
 def _share_cores(world: World) -> None:
     """Give torch the cores of this rank divided by the ranks of the node that may run on them."""
     own = launcher.cores()
-    others = world.node.library_gather_objects(own)
+    others = world.node.transport.library_gather_objects(own)
     sharing = sum(not own.isdisjoint(other) for other in others)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(own) // sharing))

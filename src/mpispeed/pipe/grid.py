@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mpispeed.base.errors import TopologyError
-from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Topology
+from mpispeed.mesh.mesh import Mesh, Topology
 from mpispeed.mesh.world import World, start
 from mpispeed.pipe.process_topology import ProcessTopology, _prime_factors
 
@@ -200,7 +199,7 @@ class PipelineParallelGrid(_Positions):
             color = int(self.stage_id in wanted)
             made = pipe.split(color, [pipe.ranks[stage] for stage in members], (name,))
             if made.size > 1 and pipe.progress is not None:
-                made.start_on(pipe.progress)
+                made = made.starting_on(pipe.progress)
             self._stage_groups[wanted] = made
         return self._stage_groups[wanted] if self.stage_id in wanted else None
 
@@ -208,8 +207,6 @@ class PipelineParallelGrid(_Positions):
         """Finish started operations and release all groups. Collective over: all ranks."""
         self.mesh.close()  # ends the thread of started verbs, also for the groups of stages
         for comm in self._stage_groups.values():
-            if comm.started is not comm:
-                comm.started.close()
             comm.close()
         self._stage_groups.clear()
 

@@ -25,7 +25,7 @@ from mpispeed.pipe.tied import Tied, attrs_of, make_equal, sum_gradients, weight
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.topology import Topology
+    from mpispeed.mesh.mesh import Topology
     from mpispeed.pipe.process_topology import ProcessTopology
 
 log = logging.getLogger(__name__)

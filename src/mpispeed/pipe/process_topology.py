@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from mpispeed.base.errors import TopologyError, UnknownAxis
-from mpispeed.mesh.topology import Topology
+from mpispeed.mesh.mesh import Topology
 
 
 class ProcessTopology:

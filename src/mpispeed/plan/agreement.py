@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.mesh.topology import Topology
+from mpispeed.mesh.mesh import Topology
 from mpispeed.nn.tensor import cuts
 from mpispeed.plan.own_slices import asks_for_slices
 

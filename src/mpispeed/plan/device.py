@@ -11,7 +11,7 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.units import format_ranks
 from mpispeed.mesh.collectives.device_collectives import POINTERS, takes_pointers
-from mpispeed.mesh.collectives.together import agree_by_texts, together
+from mpispeed.mesh.comm import agree_by_texts, together
 
 if TYPE_CHECKING:
     from torch import nn

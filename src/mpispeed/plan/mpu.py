@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.foreign_groups import ranks_of
-from mpispeed.mesh.topology import Topology
+from mpispeed.mesh.mesh import Topology
 
 if TYPE_CHECKING:
     from mpispeed.mesh.world import World

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.mesh.topology import Factor, Topology
+from mpispeed.mesh.mesh import Factor, Topology
 from mpispeed.store.placement import REPLICATED, Placement, Tier
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mpispeed.config.root import Config
-    from mpispeed.mesh.topology import Topology
+    from mpispeed.mesh.mesh import Topology
 
 UNIT_ELEMENTS_MAX = 2**31 - 1
 

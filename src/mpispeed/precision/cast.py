@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,29 @@ def naming_dtype(dtype: torch.dtype, setting: str) -> Iterator[None]:
                 *error.args[1:],
             )
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class Casting:
+    """Casts and advice for the inputs of a model that computes in `dtype`.
+
+    Attributes:
+        dtype: of the model.
+        setting: the section of the config by which it was cast, or "".
+        casts_inputs: floating inputs are cast too.
+    """
+
+    dtype: torch.dtype
+    setting: str
+    casts_inputs: bool
+
+    def inputs(self, tree: Any) -> Any:
+        """The model's inputs, cast if that is set."""
+        return cast_inputs(tree, self.dtype) if self.casts_inputs else tree
+
+    def named(self) -> AbstractContextManager[None]:
+        """Context of a pass through the model; see `naming_dtype`."""
+        return naming_dtype(self.dtype, self.setting)
 
 
 def cast_inputs(tree: Any, dtype: torch.dtype) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.comm import Comm
+from mpispeed.mesh.comm import Comm, carry
 from mpispeed.mesh.world import World
 from mpispeed.process_group.options import Options
 from mpispeed.process_group.torch_work import TorchWork
@@ -29,7 +29,6 @@ class Carrier(_Base):
         super().__init__(comm.rank, comm.size)
         self.options = options
         self._world, self._comm, self._store, self._is_open = world, comm, store, True
-        comm.reduction = comm.started.reduction = options.reduction
         self._name, self._desc = "", ""
 
     @property
@@ -84,7 +83,8 @@ class Carrier(_Base):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let started operations wait so long for other ranks."""
-        self.comm.timeout_seconds = self.comm.started.timeout_seconds = timeout.total_seconds()
+        for comm in (self.comm, self.comm.started):
+            comm.group.limits.timeout_seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Finish what was started, then free the group. Collective over: this group."""
@@ -104,7 +104,7 @@ class Carrier(_Base):
         if getattr(opts, "asyncOp", True):
             return TorchWork(outputs, self.comm.start(body, verb, outputs, label))
         # In the same turn as others: a call of one rank may meet an asynchronous one of another, as in torch's Join.
-        done = TorchWork(outputs, self.comm.carry(body, verb, outputs, label))
+        done = TorchWork(outputs, carry(self.comm, body, verb, outputs, label))
         done.wait()
         return done
 

@@ -11,7 +11,7 @@ from itertools import groupby
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives.dtypes import HALF_FLOATS
+from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
 from mpispeed.mesh.comm import Comm
 from mpispeed.process_group import layouts
 from mpispeed.process_group.reduction import Reduction

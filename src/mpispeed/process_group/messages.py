@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mpispeed.mesh.collectives import checks
+from mpispeed.mesh import recorder as recorders
+from mpispeed.mesh.collectives.verbs import check_tag
 from mpispeed.mesh.collectives.work import Posted, Work, in_this_mode
-from mpispeed.mesh.trace import recorder as recorders
+from mpispeed.mesh.comm import await_posted
 from mpispeed.process_group import layouts
 from mpispeed.process_group.carrier import Carrier, Tensors, one
 from mpispeed.process_group.torch_work import TorchWork
@@ -35,16 +36,16 @@ class Messages(Carrier):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive a tensor from whichever rank sends one first."""
         x = one(tensors)
-        checks.tag(self.comm, tag, "recv")
+        check_tag(self.comm.group, tag, "recv")
         flat = x.detach() if layouts.is_plain(x) and x.is_cpu else torch.empty(x.shape, dtype=x.dtype)
-        poll, found = self.comm.started.post_recv_any(flat.view(-1), tag), []
+        poll, found = self.comm.started.transport.post_recv_any(flat.view(-1), tag), []
 
         def has_come() -> bool:
             source = poll()
             found.extend([] if source is None else [source])
             return source is not None
 
-        work = self.comm.await_posted("recv", x, Posted([has_come], flat), recorders.NO_ROW)
+        work = await_posted(self.comm, "recv", x, Posted([has_come], flat), recorders.NO_ROW)
         if flat.data_ptr() != x.data_ptr():
             _then(work, lambda: x.detach().copy_(flat))
         return TorchWork([x], work, lambda: found[0])

@@ -154,7 +154,7 @@ def _create(given: Any, options: Any = None) -> MpiProcessGroup:
     chosen = options or (_STATE.get("options") if given.global_ranks_in_group else None) or Options()
     if not given.global_ranks_in_group:
         _STATE["options"] = chosen
-    comm = world.group_of_members(ranks, f"torch {given.group_id}")
+    comm = world.group_of_members(ranks, f"torch {given.group_id}", chosen.reduction)
     kind = MixedProcessGroup if chosen.device else MpiProcessGroup
     group = kind(world, comm, given.store, chosen)
     group.set_timeout(given.timeout)

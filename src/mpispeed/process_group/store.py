@@ -15,7 +15,7 @@ from torch.distributed import DistStoreError, Store
 
 from mpispeed.base.errors import CommError, ConfigError
 from mpispeed.base.units import format_ranks
-from mpispeed.mesh.collectives.work import Poll
+from mpispeed.mesh.collectives.transport import Poll
 from mpispeed.mesh.comm import Comm
 from mpispeed.process_group.store_server import (
     ANSWER_TAG,
@@ -235,17 +235,17 @@ class MpiStore(Store):
         header = words(request.op, slot, len(request.parts), body.numel(), request.number)
         kept: list[object] = [header, body, answer]
         self._under_way[slot] = kept
-        is_there = self._comm.post_recv(answer, 0, ANSWER_TAG + slot)
+        is_there = self._comm.transport.post_recv(answer, 0, ANSWER_TAG + slot)
         kept.append(is_there)
-        sends = [self._comm.post_send(header, 0, HEADER_TAG)]
+        sends = [self._comm.transport.post_send(header, 0, HEADER_TAG)]
         if request.parts:
-            sends.append(self._comm.post_send(body, 0, BODY_TAG + slot))
+            sends.append(self._comm.transport.post_send(body, 0, BODY_TAG + slot))
         kept.append(sends)
         self._await(is_there, request, limit_seconds)
         status, count, count_bytes = answer.tolist()
         found = empty_body(count_bytes)
         if count:
-            is_filled = self._comm.post_recv(found, 0, ANSWER_TAG + slot)
+            is_filled = self._comm.transport.post_recv(found, 0, ANSWER_TAG + slot)
             kept += [found, is_filled]
             self._await(is_filled, request, limit_seconds)
         self._await(lambda: all([poll() for poll in sends]), request, limit_seconds)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives.work import SHORTEST_NAP_SECONDS, Poll, nap_until
+from mpispeed.mesh.collectives.transport import Poll
+from mpispeed.mesh.collectives.work import SHORTEST_NAP_SECONDS, nap_until
 from mpispeed.mesh.comm import Comm
 from mpispeed.process_group.store_table import MOST_PARTS, TABLE_BYTES, Op, Request, Status, Table
 
@@ -111,7 +112,7 @@ class Server:
         self._comm, self._table = comm, table
         self._here = set(range(comm.size)) - {comm.rank}
         self._header = empty_words(HEADER_WORDS)
-        self._source = comm.post_recv_any(self._header, HEADER_TAG)
+        self._source = comm.transport.post_recv_any(self._header, HEADER_TAG)
         self._has_source = True
         self._bodies: list[tuple[Poll, int, list[int], torch.Tensor]] = []
         self._answers: deque[tuple[int, int, Status, Sequence[bytes]]] = deque()
@@ -140,7 +141,7 @@ class Server:
         if not self._thread.is_alive():
             return
         header = words(Op.BYE, 0, 0, 0, 0)
-        self._farewell = (self._comm.post_send(header, self._comm.rank, HEADER_TAG), header)
+        self._farewell = (self._comm.transport.post_send(header, self._comm.rank, HEADER_TAG), header)
         self._must_end = True
         self.wake()
         self._thread.join(2 * LAST_SECONDS)
@@ -191,12 +192,12 @@ class Server:
             self._answers.append((rank, slot, Status.DONE, ()))
         elif count:
             body = empty_body(count_bytes)
-            self._bodies.append((self._comm.post_recv(body, rank, BODY_TAG + slot), rank, header, body))
+            self._bodies.append((self._comm.transport.post_recv(body, rank, BODY_TAG + slot), rank, header, body))
         else:
             self._ask(rank, header, [])
         self._has_source = bool(self._here)
         if self._has_source:
-            self._source = self._comm.post_recv_any(self._header, HEADER_TAG)
+            self._source = self._comm.transport.post_recv_any(self._header, HEADER_TAG)
         return True
 
     def _take_bodies(self) -> bool:
@@ -225,6 +226,6 @@ class Server:
             body = pack(parts)
             header = words(status, len(parts), body.numel())
             for message in (header, body)[: 2 if parts else 1]:
-                self._sent.append((self._comm.post_send(message, rank, ANSWER_TAG + slot), message))
+                self._sent.append((self._comm.transport.post_send(message, rank, ANSWER_TAG + slot), message))
             has_sent = True
         return has_sent

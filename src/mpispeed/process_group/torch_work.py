@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpispeed.mesh import recorder as recorders
 from mpispeed.mesh.collectives.work import Work
-from mpispeed.mesh.trace import recorder as recorders
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _IS_KEPT_BY_TORCH = _VERSION >= (2, 9)

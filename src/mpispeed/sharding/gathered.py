@@ -12,7 +12,7 @@ from torch import nn
 
 from mpispeed.base.errors import AgreementError, StoreError, UsageError
 from mpispeed.base.units import format_list
-from mpispeed.mesh.collectives.together import Failures
+from mpispeed.mesh.comm import Failures
 from mpispeed.sharding import sharded_param
 from mpispeed.sharding.external import register_external_parameter
 from mpispeed.sharding.module_hooks import ModuleHooks

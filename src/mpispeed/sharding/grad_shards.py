@@ -9,7 +9,7 @@ import torch
 
 from mpispeed.base.device import is_on_device
 from mpispeed.base.errors import StoreError
-from mpispeed.mesh.collectives.together import text_of
+from mpispeed.mesh.comm import text_of
 from mpispeed.native import exact_squares
 from mpispeed.native.reduce import square_partials
 from mpispeed.store.arena import Arena
@@ -198,7 +198,8 @@ class GradShards:
                 far.append(self._own(unit, values))
             else:
                 yield self._square(unit, values, threads=threads)
-        yield exact_squares.square_partials(far, block=BLOCK)
+        if far:
+            yield exact_squares.square_partials(far, block=BLOCK)
 
     def _square(self, unit: Unit, values: torch.Tensor, *, threads: int) -> list[float]:
         return square_partials(self._own(unit, values), block=BLOCK, threads=threads)

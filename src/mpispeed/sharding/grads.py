@@ -303,14 +303,21 @@ class GradStore:
 class GradHooks:
     """Post-accumulate hooks that hand every finished gradient to a `GradStore` and clear `param.grad`.
 
-    Hooks do not keep the store alive: once it is gone, gradients stay with their parameters.
+    Hooks keep neither this object nor the store alive: once one is gone, gradients stay with their parameters.
     """
 
     def __init__(self, table: Table, grads: GradStore, landed: Callable[[Unit], None] | None = None) -> None:
         """Args: `landed` is called with each unit whose gradients have all arrived."""
         self._table, self._store, self._landed = table, weakref.ref(grads), landed
         self._expect: Callable[[], Callable[[], None] | None] = lambda: None
-        self._handles = [param.register_post_accumulate_grad_hook(self._carry) for param, _ in table.places()]
+        # Weak: the garbage collector does not see that autograd holds hooks, and could never collect what they hold.
+        own = weakref.WeakMethod(self._carry)
+
+        def hook(param: torch.Tensor) -> None:
+            if (carry := own()) is not None:
+                carry(param)
+
+        self._handles = [param.register_post_accumulate_grad_hook(hook) for param, _ in table.places()]
 
     def deliver(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Hand on a gradient that autograd did not put into `param.grad`; nothing if `param` is not trained here."""

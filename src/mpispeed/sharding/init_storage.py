@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import StoreError
-from mpispeed.mesh.collectives.together import text_of
+from mpispeed.mesh.comm import text_of
 from mpispeed.native.block_io import ALIGNMENT, BlockIO, Options
 from mpispeed.store.pool import Pool
 from mpispeed.store.preflight import preflight

@@ -57,7 +57,7 @@ class Compressor:
             return errors.worker[:padded]
         if self.device != HOST:
             return torch.zeros(padded, device=self.device)
-        return self.comm.scratch("values to code", padded, torch.float32).zero_()
+        return self.comm.group.scratch("values to code", padded, torch.float32).zero_()
 
     def mean(self, out: torch.Tensor, errors: OneBitErrors, values: torch.Tensor, squares: Sequence[float]) -> None:
         """Write the approximate mean over ranks of `values` into `out`, bitwise equal on all; of one rank, exact.
@@ -73,7 +73,7 @@ class Compressor:
             exchange(self.comm, out, errors, squares)
             return
         shard = mean_inside(self._inner, self._outer, values)
-        squares = compensate(errors.worker, shard, threads=self.comm.threads)
+        squares = compensate(errors.worker, shard, threads=self.comm.group.threads)
         exchange_through(self._inner, self._outer, out, errors, squares)
 
     def collect(self, errors: OneBitErrors) -> None:

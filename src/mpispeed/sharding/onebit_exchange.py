@@ -177,7 +177,7 @@ class OneBitExchange:
         Collective over: the data axis, through `compressor`.
         Shapes: grad [padded].
         """
-        values, threads = compressor.values(self.errors_of(unit), grad.numel()), compressor.comm.threads
+        values, threads = compressor.values(self.errors_of(unit), grad.numel()), compressor.comm.group.threads
         if self.kind(step) is Exchange.CODED_GRADIENT:
             squares = compensate(values, grad, keep=multiplier, threads=threads)
             self._exchange(unit, grad, values, squares, compressor)
@@ -271,15 +271,15 @@ class OneBitExchange:
         for unit in self._params.table.units:
             drift = self._grads.shards.reduced(unit)  # no longer needed, and zero in its holes
             for window, span in self._windows(unit, step):
-                rule.drift(window, drift[span.slice], threads=self._comm.threads)
+                rule.drift(window, drift[span.slice], threads=self._comm.group.threads)
             values = self.compressor.values(self.errors_of(unit), drift.numel())
-            squares = compensate(values, drift, threads=self._comm.threads)
+            squares = compensate(values, drift, threads=self._comm.group.threads)
             self._exchange(unit, drift, values, squares, self.compressor)
             mask = self._momenta.masks[unit.index]
             if mask is not None:
                 drift.masked_fill_(mask, 0.0)
             for window, span in self._windows(unit, step):
-                rule.settle(window, drift[span.slice], threads=self._comm.threads)
+                rule.settle(window, drift[span.slice], threads=self._comm.group.threads)
 
     def _windows(self, unit: Unit, step: int) -> Iterator[tuple[Window, Span]]:
         for window in self._update_windows.windows_of(unit, list(self._groups), step):

@@ -19,8 +19,7 @@ from mpispeed.store.transfers import reduce_into, remaining_axes
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait, Work
-    from mpispeed.mesh.mesh import Mesh
-    from mpispeed.mesh.topology import Axes
+    from mpispeed.mesh.mesh import Axes, Mesh
     from mpispeed.sharding.grad_shards import GradShards
     from mpispeed.store.arena import Arena
     from mpispeed.store.layout import Entry

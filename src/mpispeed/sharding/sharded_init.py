@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpispeed.base.errors import StoreError, UsageError
-from mpispeed.mesh.collectives.together import text_of
+from mpispeed.mesh.comm import text_of
 from mpispeed.sharding import sharded_param
 from mpispeed.sharding.init_storage import InMemory, OnDisk
 

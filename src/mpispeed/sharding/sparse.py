@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.mesh import Mesh
-    from mpispeed.mesh.topology import Axes
+    from mpispeed.mesh.mesh import Axes, Mesh
     from mpispeed.store.arena import Arena
     from mpispeed.store.layout import Entry
     from mpispeed.store.table import Unit

@@ -11,7 +11,7 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
-from mpispeed.mesh.collectives.together import text_of
+from mpispeed.mesh.comm import text_of
 from mpispeed.native.block_io import ALIGNMENT, BlockIO, Options
 from mpispeed.store.pool import Pool
 from mpispeed.store.stored_tensor import STEP, MemoryTensor, StoredTensor, SwappedTensor

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import StoreError
-from mpispeed.mesh.collectives.dtypes import HALF_FLOATS
+from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
 from mpispeed.store.arena import Arena
 from mpispeed.store.layout import Span
 from mpispeed.store.placement import Placement, moves, reduce_moves
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.mesh import Mesh
-    from mpispeed.mesh.topology import Axes
+    from mpispeed.mesh.mesh import Axes, Mesh
 
 
 def own_span(mesh: Mesh, placement: Placement, padded: int) -> Span:

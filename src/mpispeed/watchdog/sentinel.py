@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from mpispeed.base import recorder_file as form
 from mpispeed.base.recorder_file import Order, State
-from mpispeed.mesh.trace.recorder import FlightRecorder, caller
+from mpispeed.mesh.recorder import FlightRecorder, caller
 
 LOOK_SECONDS = 0.2
 HANDED_SECONDS = 0.3

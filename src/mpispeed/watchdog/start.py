@@ -17,8 +17,8 @@ from pathlib import Path
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import parse_duration
-from mpispeed.mesh.collectives.together import Failures, agree_by_texts, together
-from mpispeed.mesh.trace import recorder as recorders
+from mpispeed.mesh import recorder as recorders
+from mpispeed.mesh.comm import Failures, agree_by_texts, together
 from mpispeed.mesh.world import World
 from mpispeed.watchdog import report as reports
 from mpispeed.watchdog.node_ranks import Settings
@@ -53,12 +53,12 @@ def watch_over(world: World) -> None:
     Raises:
         ConfigError: on every rank: a limit is no positive number of seconds.
     """
-    if world.size == 1 or _STARTED or world.comm.sequence is None:
+    if world.size == 1 or _STARTED or world.comm.group.sequence is None:
         return
     _STARTED.append("tried")
-    with together(agree_by_texts(world.comm.library_gather_objects), ConfigError):
+    with together(agree_by_texts(world.comm.transport.library_gather_objects), ConfigError):
         limits = _seconds("MPISPEED_WATCH_SECONDS", WATCH_SECONDS), _seconds("MPISPEED_HANG_TIMEOUT", HANG_SECONDS)
-    told = world.comm.library_gather_objects((os.environ.get("MPISPEED_WATCH", "1"), limits))
+    told = world.comm.transport.library_gather_objects((os.environ.get("MPISPEED_WATCH", "1"), limits))
     if any(switch == "0" for switch, _ in told):
         return
     limits = told[0][1]
@@ -78,7 +78,7 @@ def attach(bus: Bus, watch_seconds: float, hang_seconds: float) -> None:
     recorder = recorders.current()
     if recorder is not None:
         allow(watch_seconds=watch_seconds, hang_seconds=hang_seconds)
-        bus.subscribe(Event.STEP_END, lambda event: recorder.steps(event["global_step"]))
+        bus.subscribe(Event.STEP_END, recorder.note_step)
 
 
 def allow(*, watch_seconds: float = 0.0, hang_seconds: float = 0.0) -> None:
@@ -114,14 +114,14 @@ def _open_recorders(world: World) -> Path | None:
         with failures.kept():
             parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
             path = tempfile.mkdtemp(prefix="mpispeed-ledger-", dir=parent)
-    path = world.node.library_share(path, 0)
+    path = world.node.transport.library_share(path, 0)
     if path:
         with failures.kept():
             recorders.open_recorder(Path(path) / f"rank-{world.rank}", world.rank, world.size, world.local_rank)
     problem = failures.text(plain=OSError)
-    if len(set(world.node.library_gather_objects(_pid_namespace()))) > 1:
+    if len(set(world.node.transport.library_gather_objects(_pid_namespace()))) > 1:
         problem = "ranks of one node do not see each other's processes: containers with process numbers of their own"
-    problems = [text for text in world.comm.library_gather_objects(problem) if text]
+    problems = [text for text in world.comm.transport.library_gather_objects(problem) if text]
     if problems:
         recorders.close_recorder()
         if path and world.local_rank == 0:
@@ -149,9 +149,11 @@ def _start_watchdogs(world: World, folder: Path, limits: tuple[float, float]) ->
                 listener, addresses = open_listener(), own_addresses()
         port = listener.getsockname()[1] if listener is not None else 0
         own = Node(socket.gethostname(), addresses, port, tuple(world.node.ranks))
-    nodes = [node for node in world.comm.library_gather_objects(own) if node is not None]
-    secret, (report_folder, is_run_folder) = world.comm.library_share((secrets.token_hex(32), _report_folder()), 0)
-    failures, pids = Failures(), world.node.library_gather_objects(os.getpid())
+    nodes = [node for node in world.comm.transport.library_gather_objects(own) if node is not None]
+    secret, (report_folder, is_run_folder) = world.comm.transport.library_share(
+        (secrets.token_hex(32), _report_folder()), 0
+    )
+    failures, pids = Failures(), world.node.transport.library_gather_objects(os.getpid())
     if is_leader:
         with failures.kept():
             handles = _handles(dict(zip(world.node.ranks, pids, strict=True)))
@@ -163,7 +165,7 @@ def _start_watchdogs(world: World, folder: Path, limits: tuple[float, float]) ->
         if failures.first is not None:
             remove_recorders(folder)
     problem = failures.text(doing=socket.gethostname(), plain=OSError)
-    problems = [text for text in world.comm.library_gather_objects(problem) if text]
+    problems = [text for text in world.comm.transport.library_gather_objects(problem) if text]
     if problems and world.rank == 0:
         log.warning("%d nodes have no watchdog, hangs there are not seen (%s)", len(problems), problems[0])
 

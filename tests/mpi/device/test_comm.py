@@ -32,7 +32,7 @@ def same(x, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", COUNTS)
 def test_sums(comm, device, window, count, dtype):
-    comm.reduction = "ordered"
+    comm.group.reduction = "ordered"
     scale = 0.375 if dtype.is_floating_point else 1.0
     own, whole = noise(comm.rank, count, dtype), noise(comm.rank, count * comm.size, dtype)
     expected, x = own.clone(), own.to(device)
@@ -110,7 +110,7 @@ def test_messages(comm, device, count):
 
 def test_started_verbs_keep_to_the_order_of_streams(comm, device, window):
     """What was queued before comes first, and what is queued after a wait comes after, without a word to the device."""
-    comm.reduction = "ordered"
+    comm.group.reduction = "ordered"
     streams = [torch.get_device_module(device).Stream(device=device) for _ in range(2)]
     for stream in streams:
         with torch.get_device_module(device).stream(stream):
@@ -168,17 +168,17 @@ def test_addresses_are_handed_on_where_that_is_asked_for(comm, monkeypatch):
     monkeypatch.setattr(device_collectives, "_finish", finished.append)
     size, rank, count = comm.size, comm.rank, 1003
     out, own = torch.zeros(size * count), noise(rank, count, torch.float32)
-    device_collectives.all_gather(comm, out, own)
+    device_collectives.all_gather(comm.group, out, own)
     assert torch.equal(out, torch.cat([noise(r, count, torch.float32) for r in range(size)]))
-    device_collectives.broadcast(comm, own, size - 1)
+    device_collectives.broadcast(comm.group, own, size - 1)
     assert torch.equal(own, noise(size - 1, count, torch.float32))
     whole, expected = noise(rank, size * count, torch.float32), torch.zeros(size * count)
-    device_collectives.all_to_all(comm, out, whole, None, None)
+    device_collectives.all_to_all(comm.group, out, whole, None, None)
     comm.all_to_all(expected, whole)
     assert torch.equal(out, expected)
     after, before = (rank + 1) % size, (rank - 1) % size
-    polls, _, bring = device_collectives.post_recv(comm, out, before, 7)
-    device_collectives.send(comm, whole, after, 7)
+    polls, _, bring = device_collectives.post_recv(comm.group, out, before, 7)
+    device_collectives.send(comm.group, whole, after, 7)
     while not all(poll() for poll in polls):
         pass
     assert bring is None

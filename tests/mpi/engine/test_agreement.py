@@ -8,8 +8,7 @@ from torch import nn
 
 import mpispeed
 from mpispeed.base.errors import ConfigError
-from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Topology
+from mpispeed.mesh.mesh import Mesh, Topology
 from mpispeed.plan.own_slices import find_own_cuts
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3)]

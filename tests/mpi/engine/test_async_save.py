@@ -122,7 +122,8 @@ def test_bad_client_state_is_refused_at_once(mpi_tmp_path):
 
 def test_a_slow_disk_of_one_rank_is_waited_for(mpi_tmp_path, monkeypatch, comm):
     engine = start(settings(), TinyLM())
-    engine.mesh.world.comm.timeout_seconds, before = 1.0, engine.mesh.world.comm.timeout_seconds
+    limits = engine.mesh.world.comm.group.limits
+    limits.timeout_seconds, before = 1.0, limits.timeout_seconds
     try:
         if comm.rank == comm.size - 1:
             real = payload.write_pieces
@@ -135,7 +136,7 @@ def test_a_slow_disk_of_one_rank_is_waited_for(mpi_tmp_path, monkeypatch, comm):
         engine.save_checkpoint(str(mpi_tmp_path), tag="t")
         engine.wait_checkpoint()
     finally:
-        engine.mesh.world.comm.timeout_seconds = before
+        limits.timeout_seconds = before
     assert open_checkpoint(mpi_tmp_path).tag == "t"
     engine.destroy()
 
@@ -187,6 +188,6 @@ def test_memory_of_the_copy_is_used_again(mpi_tmp_path):
     for _ in range(3):
         train_averaged(engine, batches(1, BATCH))
         engine.save_checkpoint(str(mpi_tmp_path))
-        places.add(engine._saver._snapshot._memory.data_ptr())
+        places.add(engine.checkpoints._saver._snapshot._memory.data_ptr())
     assert len(places) == 1
     engine.destroy()

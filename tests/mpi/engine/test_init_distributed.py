@@ -10,7 +10,7 @@ import pytest
 
 import mpispeed
 from mpispeed.base.errors import ConfigError
-from mpispeed.mesh.trace import recorder
+from mpispeed.mesh import recorder
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 PLACE = ("MASTER_ADDR", "MASTER_PORT")

@@ -1,8 +1,12 @@
 """A model that is wrapped a second time, without `destroy()`: by a trainer called twice, or a cell run again."""
 
+import copy
 import gc
+import io
+import weakref
 
 import pytest
+import torch
 
 import mpispeed
 from mpispeed.base.errors import UsageError
@@ -52,3 +56,53 @@ def test_an_engine_that_nobody_refers_to_any_more():
     engine = mpispeed.initialize(model=model, config=config(stage, **ADAM))[0]
     train(engine, samples(1))
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", in_turn([1, 3], ranks=(1, 2)))
+def test_a_script_may_keep_only_the_model_and_the_optimizer(stage):
+    def made():
+        engine = start(config(stage, **ADAM), Net())
+        return engine.module, engine.optimizer
+
+    model, optimizer = made()
+    gc.collect()
+    before = full(model)
+    for batch in samples(2):
+        model(*batch).backward()
+        optimizer.step()
+    assert all(not torch.equal(*pair) for pair in zip(before, full(model), strict=True))
+
+
+@pytest.mark.parametrize("stage", in_turn([2, 3], ranks=(2, 3)))
+def test_parameters_alone_keep_their_engine_until_they_go(stage):
+    def made():
+        engine = start(config(stage, **ADAM), Net())
+        train(engine, samples(1))
+        return list(engine.module.parameters()), weakref.ref(engine)
+
+    params, engine = made()
+    gc.collect()
+    assert all(mpispeed.zero.safe_get_full_fp32_param(param) is not None for param in params)
+    del params
+    gc.collect()
+    assert engine() is None
+
+
+@pytest.mark.ranks(1)
+def test_copies_of_a_model_hold_no_engine():
+    engine = start(config(1, **ADAM), Net())
+    reference = weakref.ref(engine)
+    copies = [copy.deepcopy(engine.module)]
+    for what, is_safe in ((next(engine.module.parameters()), True), (engine.module, False)):
+        file = io.BytesIO()
+        torch.save(what, file)
+        file.seek(0)
+        copies.append(torch.load(file, weights_only=is_safe))
+    del engine, what
+    gc.collect()
+    assert reference() is None
+    assert copies
+
+
+def full(model):
+    return [mpispeed.zero.safe_get_full_fp32_param(param).clone() for param in model.parameters()]

@@ -189,7 +189,7 @@ def test_a_save_in_the_background_is_complete_before_the_end(mpi_tmp_path, comm,
 def test_long_evaluations_can_be_left(mpi_tmp_path, comm):
     engine = make(mpi_tmp_path)
     train_averaged(engine, DATA[:2])
-    times = engine._ending._steps
+    times = engine.run_end._steps
     assert times.steps_to_pause(2) == math.inf
     engine.eval()
     engine(DATA[0][:2])

@@ -39,7 +39,7 @@ def test_many_messages_and_shared_memory(comm):
     for limit in ("chunk_bytes", "fast_bytes", None):
         made, out = comm.duplicate(), torch.zeros(comm.size * count)
         if limit:
-            setattr(made, limit, 4096)
+            setattr(made.group.limits, limit, 4096)
         quantized_all_gather(made, out, shard, block=256)
         results.append(out)
         made.close()

@@ -156,7 +156,7 @@ def test_any_send_meets_any_receive(world):
 
 @pytest.mark.ranks(3)
 def test_messages_of_any_rank(world, monkeypatch):
-    monkeypatch.setattr(world.comm.started, "chunk_bytes", 8)  # in three pieces
+    monkeypatch.setattr(world.comm.started.group.limits, "chunk_bytes", 8)  # in three pieces
     x = torch.zeros(3, 2).t()
     if world.rank:
         dist.send(numbered(2, 3), 0, tag=world.rank)

@@ -52,8 +52,9 @@ def test_many_messages_and_groups_over_a_network(comm):
     count, results = 20_001, []
     for limit in (None, "chunk_bytes", "far"):
         made, errors = comm.duplicate(), OneBitErrors.zeros(count, comm.size)
-        made.chunk_bytes = 1000 if limit == "chunk_bytes" else made.chunk_bytes
-        made.shares_memory = limit != "far"
+        if limit == "chunk_bytes":
+            made.group.limits.chunk_bytes = 1000
+        made.transport.shares_memory = limit != "far"
         for turn in range(2):
             x = onebit_codec.values(comm.rank, count, seed=turn)
             compressed_all_reduce(made, x, errors)

@@ -166,7 +166,7 @@ def test_a_rank_that_checkpoints_one_call_more(mesh, comm, rows):
 def test_a_rank_that_checkpoints_nothing(mesh, comm):
     """It never comes: the others are told after the time-out of the group."""
     group = mesh["model"]
-    group.started.timeout_seconds = 0.5
+    group.started.group.limits.timeout_seconds = 0.5
     checkpointing.configure(group, partition_activations=True)
     x, begin = torch.ones(4, 8, requires_grad=True), time.monotonic()
     if comm.rank > 0:

@@ -15,8 +15,7 @@ from torch import nn
 import mpispeed
 from mpispeed import zero
 from mpispeed.base.errors import ConfigError, StoreError
-from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Topology
+from mpispeed.mesh.mesh import Mesh, Topology
 from mpispeed.native import block_io
 from mpispeed.sharding import init_storage, sharded_init
 from mpispeed.store.stored_tensor import SwappedTensor

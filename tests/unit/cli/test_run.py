@@ -201,7 +201,8 @@ def test_an_executable_called_deepspeed(here, capsys, monkeypatch):
         deepspeed_main()
     assert not leaving.value.code
     first = capsys.readouterr().out
-    assert first == CliRunner().invoke(cli, ["run", "--hostfile=hosts", "--dry-run", "train.py", "--lr", "1"]).stdout
+    words = ["run", "--torch-env", "--hostfile=hosts", "--dry-run", "train.py", "--lr", "1"]
+    assert first == CliRunner().invoke(cli, words).stdout
     with pytest.raises(SystemExit):
         deepspeed_main(["--version"])
     assert capsys.readouterr().out.startswith("mpispeed ")

@@ -263,6 +263,17 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(tmp_path):
     assert "give another folder with --out" in done.stderr
 
 
+def test_a_path_for_programs_that_start_others_finds_names_and_command():
+    path = child("-m", "mpispeed", "compat", "path").stdout.strip()
+    code = "import deepspeed; from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME as name; print(name)"
+    assert child("-c", code, path=os.pathsep.join([path, CHECKOUT])).stdout.strip() == ".deepspeed_env"
+    done = subprocess.run(
+        [FOLDER / "bin" / "deepspeed", "--help"], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": CHECKOUT, "MPISPEED_PYTHON": sys.executable},
+    )  # fmt: skip
+    assert done.stdout.startswith("Usage: ")
+
+
 def test_the_command_lists_names():
     assert "runtime.zero.config" in child("-m", "mpispeed", "compat", "names").stdout.splitlines()
     rows_of = child("-m", "mpispeed", "compat", "names", "deepspeed.moe.layer").stdout

@@ -13,7 +13,7 @@ from mpispeed.base.errors import ConfigError, UnsupportedOption
 from mpispeed.base.tensor_tree import move
 from mpispeed.config.load import validate
 from mpispeed.mesh import sim
-from mpispeed.mesh.collectives import stream_sync
+from mpispeed.mesh.collectives.work import stream_sync
 from mpispeed.native.page_memory import aligned
 from mpispeed.plan import device as engine_device
 from mpispeed.plan.plan import make_plan
@@ -200,7 +200,7 @@ def test_memory_of_a_started_verb_lives_until_it_is_joined():
     devices.use(device)
     scratch = torch.ones(8, device=device)
     alive, target = weakref.ref(scratch), torch.zeros(8, device=device)
-    handed = stream_sync.begin()
+    handed = stream_sync()
     body = handed.carrying(lambda comm, scratch=scratch: target.add_(scratch))
     del scratch
     thread = threading.Thread(target=body, args=(None,))

@@ -13,11 +13,11 @@ from mpispeed.drill import inject
 from mpispeed.drill.faults import parse_faults
 from mpispeed.drill.inject import InjectedError, Injector, damage, from_environment
 from mpispeed.mesh import sim
-from mpispeed.mesh.backends.solo import SoloComm
+from mpispeed.mesh.backends.solo import solo_comm
 
 
 def injector(text):
-    return Injector(parse_faults(text), SoloComm())
+    return Injector(parse_faults(text), solo_comm())
 
 
 def test_a_fault_happens_once_at_its_place_and_step():
@@ -172,7 +172,7 @@ def test_only_the_asked_save_is_damaged(tmp_path):
 
 
 def test_the_environment():
-    comm = SoloComm()
+    comm = solo_comm()
     assert from_environment(comm, {}) is None
     assert from_environment(comm, {"MPISPEED_INJECT": "kill@step=9"}) is not None
     for name in ("MPISPEED_RESTART_COUNT", "SLURM_RESTART_COUNT"):

@@ -11,7 +11,7 @@ from mpispeed.config.load import validate
 from mpispeed.engine.estimate.budget import gather_inputs, predict
 from mpispeed.engine.estimate.feasibility import Limit, Setup, judge, machine_limits
 from mpispeed.mesh import sim
-from mpispeed.mesh.topology import Factor, Topology
+from mpispeed.mesh.mesh import Factor, Topology
 from mpispeed.plan.plan import make_plan
 from mpispeed.sharding.reducers import LEAST_ELEMENTS
 from mpispeed.store.placement import Placement

@@ -1,16 +1,16 @@
 """What users hold as the optimizer, and the getters of an engine."""
 
 import argparse
+import importlib
 
 import pytest
 import torch
 
 import mpispeed
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.engine import deepspeed_getters
 from mpispeed.engine.api import _config_source
 from mpispeed.engine.backward import Counters
-from mpispeed.engine.config_getters import PATHS, REFUSED
+from mpispeed.engine.delegation import COMPONENTS, HOMES, PROPERTIES, REFUSED, all_methods
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, StepLink
 from mpispeed.mesh import sim
 from mpispeed.monitor.by_hand import Monitors
@@ -107,13 +107,23 @@ def engine():
     found[0].destroy()
 
 
-def test_every_name_of_the_tables_answers(engine):
-    for name in deepspeed_getters.METHODS:
-        getattr(engine, name)()
-    for name in deepspeed_getters.PROPERTIES:
-        getattr(engine, name)
-    for name in PATHS:
-        getattr(engine, name)()
+def fits(value, annotation):
+    """Whether a value is of a type that is written as in the tables."""
+    names = {"torch": torch, **{name: getattr(importlib.import_module(place), name) for name, place in HOMES.items()}}
+    for word in annotation.split(" | "):
+        plain = word.partition("[")[0]
+        if plain == "Any" or (plain == "None" and value is None):
+            return True
+        if plain != "None" and isinstance(value, (int, float) if plain == "float" else eval(plain, names)):
+            return True
+    return False
+
+
+def test_every_name_of_the_tables_answers_with_its_type(engine):
+    for name, getter in all_methods().items():
+        assert fits(getattr(engine, name)(), getter.returns), name
+    for name, getter in {**COMPONENTS, **PROPERTIES}.items():
+        assert fits(getattr(engine, name), getter.returns), name
     for name in REFUSED:
         with pytest.raises(UsageError, match=rf"engine.{name}\(\): .* not available"):
             getattr(engine, name)(None, step=3)

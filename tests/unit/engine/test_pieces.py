@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpispeed.base.errors import StoreError
-from mpispeed.engine.state.local_shards import read_parts
+from mpispeed.engine.state.global_layout import read_parts
 from mpispeed.native import block_io
 from mpispeed.store.layout import Span
 from mpispeed.store.stored_tensor import STEP, MemoryTensor

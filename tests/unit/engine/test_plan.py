@@ -80,14 +80,21 @@ def test_what_is_cut_grows_with_the_stage():
 
 
 def test_boundaries_are_counted_or_set():
-    accumulation = Accumulation(3)
-    assert [accumulation.is_boundary(finished) for finished in range(3)] == [False, False, True]
-    assert accumulation.is_boundary(5)  # the steps were lowered meanwhile
+    counters = Counters()
+    accumulation = Accumulation(3, counters)
+
+    def boundaries():
+        for counters.micro_steps in range(3):
+            yield accumulation.is_gradient_accumulation_boundary()
+
+    assert list(boundaries()) == [False, False, True]
+    counters.micro_steps = 5
+    assert accumulation.is_gradient_accumulation_boundary()  # the steps were lowered meanwhile
     for override in (True, False):
-        accumulation.override = override
-        assert {accumulation.is_boundary(finished) for finished in range(3)} == {override}
-    accumulation.override = None
-    assert not accumulation.is_boundary(0)
+        accumulation.set_gradient_accumulation_boundary(override)
+        assert set(boundaries()) == {override}
+    accumulation.set_gradient_accumulation_boundary(None)
+    assert list(boundaries()) == [False, False, True]
 
 
 def test_counters_end_a_batch():

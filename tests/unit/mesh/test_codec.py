@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh import SoloComm, sim
+from mpispeed.mesh import sim, solo_comm
 from mpispeed.mesh.compressed.quantized import (
     Feedback,
     gather_bytes,
@@ -73,13 +73,13 @@ def test_gathers_mix_dtypes():
 def test_empty_shards():
     def fn(world):
         quantized_all_gather(world.comm, torch.empty(0), torch.empty(0), block=256)
-        quantized_reduce_scatter(world.comm, SoloComm(), torch.empty(0), torch.empty(0), block=256)
+        quantized_reduce_scatter(world.comm, solo_comm(), torch.empty(0), torch.empty(0), block=256)
 
     sim.run(2, fn)
 
 
 def test_refusals():
-    solo = SoloComm()
+    solo = solo_comm()
     x = torch.ones(512)
     with pytest.raises(CommError, match="out has 512 elements, 1 shards of 256"):
         quantized_all_gather(solo, x, torch.ones(256), block=256)

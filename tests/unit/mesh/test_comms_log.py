@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mpispeed.mesh.collectives.group import CommTrace, Record
 from mpispeed.mesh.comms_log import CommsLog, bandwidths, format_size, known_verbs, trimmed_mean
 from mpispeed.mesh.sim import run
-from mpispeed.mesh.trace.comm_trace import CommTrace, Record
 
 N = 4
 SECONDS = 0.002

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpispeed.base.errors import AgreementError
 from mpispeed.mesh import Mesh, Topology, World, sim
-from mpispeed.mesh.collectives.order_check import Key, by_text, code_of
+from mpispeed.mesh.collectives.work import Key, by_text, code_of
 from mpispeed.mesh.deadlock import Report, Watch, deadlock
 from tests.helpers import diverge
 
@@ -98,7 +98,7 @@ def test_without_threads_labels_are_compared_at_once():
 
 
 def test_codes_are_equal_in_every_process():
-    place = "mpispeed.mesh.collectives.order_check"
+    place = "mpispeed.mesh.collectives.work"
     program = f"from {place} import code_of; import sys; sys.stdout.write(str(code_of('fetch', 'head')))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert found == str(code_of("fetch", "head"))

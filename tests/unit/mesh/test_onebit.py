@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpispeed.mesh import SoloComm, sim
+from mpispeed.mesh import sim, solo_comm
 from mpispeed.mesh.compressed.onebit import OneBitErrors, compressed_all_reduce, padded_length, sent_bytes
 from mpispeed.mesh.compressed.onebit_nodes import compressed_all_reduce_through, mean_inside, shard_length, zero_errors
 from tests.helpers import onebit_codec
@@ -75,7 +75,7 @@ def test_a_32nd_of_fp32():
 
 
 def test_shapes_and_empty_buffers():
-    solo, x = SoloComm(), torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    solo, x = solo_comm(), torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
     flat = x.flatten()
     for y in (x, flat):
         compressed_all_reduce(solo, y, OneBitErrors.zeros(60, 1))
@@ -83,7 +83,7 @@ def test_shapes_and_empty_buffers():
 
     def empty(world):
         compressed_all_reduce(world.comm, torch.empty(0), OneBitErrors.zeros(0, world.size))
-        compressed_all_reduce_through(world.comm, SoloComm(), torch.empty(0), zero_errors(0, world.size, 1))
+        compressed_all_reduce_through(world.comm, solo_comm(), torch.empty(0), zero_errors(0, world.size, 1))
 
     sim.run(2, empty)
 
@@ -93,7 +93,7 @@ def test_the_mean_inside_is_not_rounded_to_16_bits(dtype):
     def fn(world):
         x = onebit_codec.values(world.rank, 101, dtype)
         before = x.clone()
-        shard = mean_inside(world.comm, SoloComm(), x).clone()
+        shard = mean_inside(world.comm, solo_comm(), x).clone()
         assert torch.equal(x, before)
         return shard
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.backends.solo import SoloComm
+from mpispeed.mesh.backends.solo import SoloTransport, solo_comm
 from mpispeed.mesh.collectives import progress as module
+from mpispeed.mesh.collectives.group import CommTrace, Group, Limits
 from mpispeed.mesh.collectives.progress import Progress
 
 
@@ -29,8 +30,8 @@ def test_nothing_is_queued_without_a_thread(channel, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(module, "threading", SimpleNamespace(Thread=NoThread, current_thread=threading.current_thread))
         for attempt in (
-            lambda: channel.submit(SoloComm(), lambda: None, "first"),
-            lambda: channel.carry(SoloComm(), lambda: None, "first"),
+            lambda: channel.submit(solo_comm().group, lambda: None, "first"),
+            lambda: channel.carry(solo_comm().group, lambda: None, "first"),
             lambda: channel.watch(lambda: False, "recv"),
         ):
             with pytest.raises(RuntimeError):
@@ -38,7 +39,7 @@ def test_nothing_is_queued_without_a_thread(channel, monkeypatch):
     assert not channel._tasks
     assert not channel._watched
     done = []
-    channel.submit(SoloComm(), lambda: done.append(1), "second").wait(60)
+    channel.submit(solo_comm().group, lambda: done.append(1), "second").wait(60)
     assert done == [1]
 
 
@@ -51,13 +52,13 @@ def test_the_thread_ends_what_an_interrupted_caller_left(channel, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(channel, "_carry_here", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            channel.carry(SoloComm(), lambda: done.append("first"), "first")
-    channel.submit(SoloComm(), lambda: done.append("second"), "second").wait(60)
+            channel.carry(solo_comm().group, lambda: done.append("first"), "first")
+    channel.submit(solo_comm().group, lambda: done.append("second"), "second").wait(60)
     assert done == ["first", "second"]
     assert not channel.is_own_thread()
 
 
-class Deserted(SoloComm):
+class Deserted(SoloTransport):
     """A group whose other ranks never come."""
 
     def __init__(self):
@@ -69,35 +70,37 @@ class Deserted(SoloComm):
         return self.gates[-1]
 
 
+def deserted(timeout_seconds=None):
+    limits = Limits(timeout_seconds=timeout_seconds)
+    return Group(Deserted(), (0,), (), "ordered", CommTrace(), limits=limits)
+
+
 @pytest.mark.parametrize("way", ("submit", "carry", "at once"))
 def test_a_gate_that_stays_open_keeps_its_buffer(way):
-    channel, group = Progress("deserted", is_threaded=way != "at once"), Deserted()
-    group.timeout_seconds = 0.0
+    channel, group = Progress("deserted", is_threaded=way != "at once"), deserted(0.0)
     start = channel.carry if way == "carry" else channel.submit
     with pytest.raises(CommError, match="not all ranks came"):
         start(group, lambda: None, "barrier").wait(60)
-    assert group.gates[0] in module._ABANDONED
+    assert group.transport.gates[0] in module._ABANDONED
     channel.close(0.0)
 
 
 def test_gates_of_a_channel_that_is_broken_off_keep_their_buffers(channel, monkeypatch):
     monkeypatch.setattr(module, "LAST_GATES_SECONDS", 0.0)
-    group = Deserted()
-    group.timeout_seconds = None
+    group = deserted()
     work = channel.submit(group, lambda: None, "barrier")
-    while not group.gates:
+    while not group.transport.gates:
         pass
     channel.break_off(CommError("broken off"), {channel._groups.add(group): 2})
     with pytest.raises(CommError, match="broken off"):
         work.wait(60)
-    assert len(group.gates) == 2
-    assert all(gate in module._ABANDONED for gate in group.gates)
+    assert len(group.transport.gates) == 2
+    assert all(gate in module._ABANDONED for gate in group.transport.gates)
 
 
 def test_a_channel_that_is_given_up_lets_its_callers_go():
-    channel, group = Progress("given up"), Deserted()
-    group.timeout_seconds = None
-    started, failures = channel.submit(Deserted(), lambda: None, "barrier"), []
+    channel, group = Progress("given up"), deserted()
+    started, failures = channel.submit(deserted(), lambda: None, "barrier"), []
     lone = Progress("given up too")
 
     def carry():
@@ -108,7 +111,7 @@ def test_a_channel_that_is_given_up_lets_its_callers_go():
 
     caller = threading.Thread(target=carry)
     caller.start()
-    while not group.gates:
+    while not group.transport.gates:
         pass
     for each in (channel, lone):
         each.abandon()

@@ -3,8 +3,8 @@
 import pytest
 
 from mpispeed.base.errors import CheckpointError, ConfigError, StoreError
-from mpispeed.mesh import SoloComm, sim
-from mpispeed.mesh.collectives.together import Failures, agree_by_texts, together
+from mpispeed.mesh import sim, solo_comm
+from mpispeed.mesh.comm import Failures, agree_by_texts, together
 
 
 def failing_on(ranks, failure, error=StoreError, **options):
@@ -52,12 +52,12 @@ def test_what_is_not_plain_is_told_with_its_type(failure, options, text):
 
 
 def test_a_rank_alone_is_not_named():
-    with pytest.raises(StoreError, match=r"^full$"), SoloComm().together(StoreError):
+    with pytest.raises(StoreError, match=r"^full$"), solo_comm().together(StoreError):
         raise StoreError("full")
 
 
 def test_what_is_no_failure_passes():
-    with pytest.raises(KeyboardInterrupt), SoloComm().together(StoreError):
+    with pytest.raises(KeyboardInterrupt), solo_comm().together(StoreError):
         raise KeyboardInterrupt
 
 

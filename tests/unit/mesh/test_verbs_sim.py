@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpispeed.mesh import SoloComm, sim
+from mpispeed.mesh import sim, solo_comm
 from tests.helpers import verbs
 
 SIZES = (1, 2, 3, 4)
@@ -48,7 +48,7 @@ def test_ordered_is_the_tree(size, dtype):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_chunks(size, dtype, reduction):
     def check(world):
-        world.comm.reduction = "ordered" if dtype in verbs.REALS else reduction
+        world.comm.group.reduction = "ordered" if dtype in verbs.REALS else reduction
         verbs.check_chunks(world.comm, dtype)
 
     sim.run(size, check, reduction=reduction)
@@ -82,11 +82,11 @@ def test_started(size):
 
 def test_one_rank_without_mpi():
     for dtype in verbs.REDUCIBLE:
-        verbs.check_reductions(SoloComm(), dtype)
+        verbs.check_reductions(solo_comm(), dtype)
     for dtype in verbs.MOVABLE:
-        verbs.check_moves(SoloComm(), dtype)
+        verbs.check_moves(solo_comm(), dtype)
     for check in (verbs.check_refusals, verbs.check_agreement, verbs.check_journal, verbs.check_started):
-        check(SoloComm())
+        check(solo_comm())
 
 
 def test_empty_tensors_meet():
@@ -103,4 +103,4 @@ def test_empty_tensors_meet():
 
 def test_unknown_reduction_is_refused():
     with pytest.raises(Exception, match=r"'ordered'.*'mpi'"):
-        SoloComm(reduction="fastest")
+        solo_comm(reduction="fastest")

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from mpispeed.base.errors import CommError, ConfigError
 from mpispeed.mesh import sim
-from mpispeed.mesh.backends.solo import SoloComm
+from mpispeed.mesh.backends.solo import solo_comm
 from mpispeed.process_group import store as stores
 from mpispeed.process_group import store_server, store_table
 from mpispeed.process_group.store import MpiStore, StoreTimeout
@@ -49,7 +49,7 @@ def result(store, name, *values):
 @given(st.lists(CALLS, max_size=25))
 @settings(max_examples=60)
 def test_one_rank_answers_as_a_hash_store_does(calls):
-    theirs, ours = dist.HashStore(), MpiStore(SoloComm())
+    theirs, ours = dist.HashStore(), MpiStore(solo_comm())
     for store in (theirs, ours):
         store.set_timeout(timedelta(milliseconds=1))
     for call in calls:
@@ -107,7 +107,7 @@ def test_limits_are_told_and_leave_the_table_as_it_was(monkeypatch):
     monkeypatch.setattr(store_table, "KEY_BYTES", 8)
     monkeypatch.setattr(store_table, "VALUE_BYTES", 16)
     monkeypatch.setattr(store_table, "TABLE_BYTES", 50)
-    store = MpiStore(SoloComm())
+    store = MpiStore(solo_comm())
     with pytest.raises(CommError, match="a key has 9 bytes; the store takes at most 8"):
         store.check(["k", "k" * 9])
     with pytest.raises(CommError, match="the value of key 'b' has 17 bytes; the store takes at most 16"):
@@ -133,7 +133,7 @@ def test_limits_are_told_and_leave_the_table_as_it_was(monkeypatch):
 
 
 def test_a_rank_alone_waits_for_its_other_threads():
-    store = MpiStore(SoloComm(), timedelta(0))  # no end, as in torch
+    store = MpiStore(solo_comm(), timedelta(0))  # no end, as in torch
     threading.Timer(0.05, store.set, ("key", "x")).start()
     assert store.get("key") == b"x"
     with pytest.raises(dist.DistStoreError, match=r"rank 0 waited 0.01 s for 'a/never'"):
@@ -241,13 +241,15 @@ def test_damaged_headers_are_answered_and_the_store_goes_on():
         if world.rank == 1:
             comm, answer = store._comm, store_server.empty_words(store_server.ANSWER_WORDS)
             for header in wrong:
-                got = comm.post_recv(answer, 0, store_server.ANSWER_TAG + header[1])
-                comm.post_send(store_server.words(*header), 0, store_server.HEADER_TAG)
+                got = comm.transport.post_recv(answer, 0, store_server.ANSWER_TAG + header[1])
+                comm.transport.post_send(store_server.words(*header), 0, store_server.HEADER_TAG)
                 if 0 <= header[1] < store_server.SLOTS:
                     store._await(got, Request(1, Op.SET, ()), 5.0)
                     body = store_server.empty_body(answer.tolist()[2])
                     store._await(
-                        comm.post_recv(body, 0, store_server.ANSWER_TAG + header[1]), Request(1, Op.SET, ()), 5
+                        comm.transport.post_recv(body, 0, store_server.ANSWER_TAG + header[1]),
+                        Request(1, Op.SET, ()),
+                        5,
                     )
                     assert "damaged" in store_server.unpack(body, 1)[0].decode()
             store.set("still", "there")
@@ -272,7 +274,7 @@ def test_a_library_without_threads_is_refused():
             MpiStore(world.comm, LIMIT, has_threads=False)
 
     sim.run(2, main)
-    MpiStore(SoloComm(), has_threads=False).close()
+    MpiStore(solo_comm(), has_threads=False).close()
 
 
 def test_a_rank_that_gets_no_answer_says_so(monkeypatch):

@@ -8,8 +8,7 @@ from torch import nn
 
 from mpispeed.base.errors import UsageError
 from mpispeed.mesh import sim
-from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Topology
+from mpispeed.mesh.mesh import Mesh, Topology
 from mpispeed.sharding.grad_shards import global_square_sum
 from mpispeed.sharding.reducers import Averaging
 from mpispeed.sharding.units import plan_units

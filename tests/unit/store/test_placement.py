@@ -5,8 +5,7 @@ import torch
 
 from mpispeed.base.errors import StoreError
 from mpispeed.mesh import sim
-from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.topology import Topology
+from mpispeed.mesh.mesh import Mesh, Topology
 from mpispeed.store.placement import REPLICATED, Move, Placement, moves, reduce_moves
 from mpispeed.store.transfers import all_gather_into, own_span, reduce_into
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mpispeed.base.recorder_file import Kind
-from mpispeed.mesh.trace.recorder import CallSequence, FlightRecorder
+from mpispeed.mesh.recorder import CallSequence, FlightRecorder
 from mpispeed.watchdog.deaths import Deaths
 from mpispeed.watchdog.exits import MemoryFacts
 from mpispeed.watchdog.node_ranks import Node, Settings

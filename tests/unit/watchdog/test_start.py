@@ -35,7 +35,7 @@ def test_a_limit_that_one_rank_cannot_read_is_refused_on_all(monkeypatch):
     monkeypatch.setattr(start, "_seconds", read)
 
     def fn(world):
-        world.comm.sequence = object()
+        world.comm.group.sequence = object()
         monkeypatch.setattr(start, "_STARTED", [])
         with pytest.raises(ConfigError, match=r"LookupError: planted \(on rank [012]\)"):
             start.watch_over(world)

@@ -9,9 +9,11 @@ import torch
 
 from mpispeed.base import recorder_file as form
 from mpispeed.base.recorder_file import Kind, Order, State
-from mpispeed.mesh.backends.solo import SoloComm
-from mpispeed.mesh.trace import recorder as recorders
-from mpispeed.mesh.trace.recorder import CallSequence, FlightRecorder
+from mpispeed.mesh import recorder as recorders
+from mpispeed.mesh.backends.solo import SoloTransport, solo_comm
+from mpispeed.mesh.collectives.group import CommTrace, Group
+from mpispeed.mesh.comm import Comm
+from mpispeed.mesh.recorder import CallSequence, FlightRecorder
 from mpispeed.watchdog.recorder_reader import RecorderView
 
 
@@ -214,9 +216,14 @@ def test_groups_of_one_name_and_other_ranks_are_others():
     assert CallSequence.root("node", (0, 1)).key != CallSequence.root("node", (2, 3)).key
 
 
+def recorded():
+    """A group of one rank that the recorder knows."""
+    sequence = CallSequence.root("data", (0,))
+    return Comm(Group(SoloTransport(), (0,), ("data",), "ordered", CommTrace(), sequence=sequence))
+
+
 def test_what_came_before_the_ledger_is_counted(tmp_path):
-    comm = SoloComm(0, ("data",))
-    comm.sequence = CallSequence.root("data", (0,))
+    comm = recorded()
     comm.all_reduce(torch.ones(4))
     recorders.open_recorder(tmp_path / "rank-0", 0, 1, 0)
     try:
@@ -228,8 +235,7 @@ def test_what_came_before_the_ledger_is_counted(tmp_path):
 
 def test_a_verb_writes_one_row_and_the_journal_one_record(pair):
     _, view = pair
-    comm = SoloComm(0, ("data",))
-    comm.sequence = CallSequence.root("data", (0,))
+    comm = recorded()
     records = []
     comm.comm_trace.subscribe(records.append)
     comm.all_reduce(torch.ones(4))
@@ -243,7 +249,7 @@ def test_a_verb_writes_one_row_and_the_journal_one_record(pair):
 
 def test_a_group_without_a_channel_is_not_in_the_ledger(pair):
     _, view = pair
-    SoloComm(0, ("data",)).all_reduce(torch.ones(4))
+    solo_comm(0, ("data",)).all_reduce(torch.ones(4))
     assert view.news() == []
 
 

@@ -22,7 +22,7 @@ from mpispeed.ckpt.format.errors import UnsupportedValue
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece
 from mpispeed.ckpt.write.request import SaveOptions
 from mpispeed.ckpt.write.save import SaveReport, save
-from mpispeed.mesh.backends.solo import SoloComm
+from mpispeed.mesh.backends.solo import solo_comm
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def import_checkpoint(
         tag = found.path.name if found.form in ("zero", "universal") else "imported"
     state = _state(found)
     saved = save(
-        SoloComm(),
+        solo_comm(),
         Path(folder),
         tag,
         params=[_info(param) for param in found.params.values()],

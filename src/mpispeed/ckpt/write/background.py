@@ -14,7 +14,7 @@ from mpispeed.ckpt.format import tree
 from mpispeed.ckpt.write.request import Request
 from mpispeed.ckpt.write.save import SaveReport, carry_out
 from mpispeed.ckpt.write.snapshot import Snapshot
-from mpispeed.mesh.collectives.together import Kinds, together
+from mpispeed.mesh.comm import Kinds, together
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ class BackgroundSaver:
 
     def __init__(self, comm: Comm) -> None:
         """Args: `comm`: a group over all ranks that nothing else uses."""
-        comm.timeout_seconds = None  # ranks wait for the slowest disk, however long it takes
+        comm.group.limits.timeout_seconds = None  # ranks wait for the slowest disk, however long it takes
         self._comm = cast("Comm", PatientComm(comm))
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None

@@ -14,40 +14,40 @@ from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus
 from mpispeed.engine import step
-from mpispeed.plan.onebit_plan import require_whole
-from mpispeed.engine.parameter_offload import ParameterOffload
-from mpispeed.engine.backward import Counters
-from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, StepLink, make_handle
-from mpispeed.engine.estimate.host_budget import require_host_budget
-from mpispeed.engine.layerwise import LayerwiseUpdate
+from mpispeed.engine.backward import Accumulation, Counters
+from mpispeed.engine.buffers import Buffers
 from mpispeed.engine.build.loaders import make_loader
-from mpispeed.engine.build.parts import Optimization, Parts
-from mpispeed.engine.build.recomputing import configure_recomputation
-from mpispeed.plan.units import kinds_of
-from mpispeed.engine.build.stores import Sharding, make_grads, shard
-from mpispeed.engine.replica_groups import Sharing
 from mpispeed.engine.build.nvme_tiers import check_rule
+from mpispeed.engine.build.parts import Optimization, Parts, Sharding
+from mpispeed.engine.build.recomputing import configure_recomputation
+from mpispeed.engine.build.stores import make_grads, shard
+from mpispeed.engine.estimate.host_budget import require_host_budget
+from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, ParameterOffload, StepLink, make_handle
+from mpispeed.engine.layerwise import LayerwiseUpdate
+from mpispeed.engine.replica_groups import Sharing
 from mpispeed.optim.choice import build, rule_of
 from mpispeed.optim.exchange import Drifts, Exchanges
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Layerwise, Rule
 from mpispeed.optim.schedule import build_schedule
 from mpispeed.pipe.module import PipelineModule
+from mpispeed.plan.onebit_plan import require_whole
+from mpispeed.plan.units import kinds_of
+from mpispeed.precision.cast import Casting
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.sharding.averaged_gradients import AveragedGradients
-from mpispeed.sharding.onebit_exchange import OneBitExchange, is_local
 from mpispeed.sharding.grads import GradHooks, GradStore
+from mpispeed.sharding.onebit_exchange import OneBitExchange, is_local
 from mpispeed.sharding.replicated_params import broadcast_rest
-from mpispeed.sharding.update_windows import ZeroState
-from mpispeed.sharding.update_windows import StateStore, UpdateWindows, takes_any_cut
+from mpispeed.sharding.update_windows import StateStore, UpdateWindows, ZeroState, takes_any_cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
 
-    from mpispeed.plan.plan import Plan
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.plan.plan import Plan
     from mpispeed.sharding.params import ParamStore
 
 log = logging.getLogger(__name__)
@@ -89,24 +89,29 @@ def assemble(
         configure_recomputation(plan, mesh)
     broadcast_rest(model, table, mesh, _cast_to(plan), plan.device)
     counters = Counters()
-    optimization, scheduler = None, None
-    parts_of_step: Sequence[step.StepPart] = ()
+    optimization, scheduler, loader, bus = None, None, None, Bus()
+    steps: Sequence[step.StepPart] = ()
     if rule is not None:
         optimization, update_windows = _optimize(plan, mesh, model, sharding, scaler, counters, rule, groups, basic)
         scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
-        parts_of_step = step_parts(
-            plan, mesh, params, scaler, counters, optimization, update_windows, scheduler, sharing
-        )
+        steps = step_parts(plan, mesh, params, scaler, counters, optimization, update_windows, sharing)
         if basic is not None:
             unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link)
             optimization = dataclasses.replace(optimization, unguard=unguard)
-    bus, loader = Bus(), None
     if training_data is not None:
         # DeepSpeed's pipelines read in order, its other engines do not.
         loader = make_loader(plan, mesh, training_data, collate_fn, shuffles=not isinstance(model, PipelineModule))
+    buffers = Buffers.of(model, mesh["data"])
+    updates = step.Updates(
+        steps, scaler, counters, bus, groups=groups, scheduler=scheduler,
+        onebit=optimization.onebit if optimization is not None else None, buffers=buffers,
+    )  # fmt: skip
+    casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
+    accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
     parts = Parts(
-        plan, mesh, model, sharding, bus, scaler, counters, optimization, scheduler, loader, parts_of_step, sharing
-    )
+        plan, mesh, model, sharding, bus, scaler, counters, casting, optimization, accumulation, updates, scheduler, loader,
+        sharing=sharing if sharing.shares else None, buffers=buffers,
+    )  # fmt: skip
     parts.expect_step()
     return parts
 
@@ -311,9 +316,7 @@ def _optimize(
         vars(facade)["parameter_offload"] = ParameterOffload()
     elif not params.shards.placement.is_replicated:
         vars(facade)["averaged_gradients"] = AveragedGradients(grads, len(groups))
-    update_windows = UpdateWindows(
-        params.shards, grads.shards, states, rule, most_elements=plan.window_elements
-    )
+    update_windows = UpdateWindows(params.shards, grads.shards, states, rule, most_elements=plan.window_elements)
     onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
     state = ZeroState(params, grads, states, rule, groups, lambda: is_local(onebit))
@@ -406,16 +409,15 @@ def step_parts(
     counters: Counters,
     optimization: Optimization,
     update_windows: UpdateWindows,
-    scheduler: Any | None,
     sharing: Sharing,
-) -> Sequence[step.StepPart]:
+) -> list[step.StepPart]:
     """The parts of a step in their order; see `engine/step.py`."""
     grads = optimization.grads
     parts: list[step.StepPart] = [
         step.CheckParams(params),
         step.FinishReduce(grads),
-        step.SumShared(grads, sharing),
-        step.MeasureNorm(mesh, grads, sharing, counters),
+        *([step.SumShared(grads, sharing)] if sharing.shares else []),
+        step.MeasureNorm(mesh, grads, sharing if sharing.shares else None, counters),
         step.AdjustScale(scaler, mesh, counters, grads),
         step.ScaleAndClip(plan.gradient_clipping),
         _make_update(mesh, params, optimization, update_windows),
@@ -426,7 +428,7 @@ def step_parts(
     if onebit is not None:
         at = next(index for index, part in enumerate(parts) if isinstance(part, step.Update))
         parts[at : at + 1] = [step.ExchangeBefore(onebit), parts[at], step.ExchangeAfter(onebit)]
-    return step.with_scheduler(parts, scheduler)
+    return parts
 
 
 def _make_update(

@@ -12,21 +12,21 @@ import torch
 
 from mpispeed.base.errors import ConfigError, MpispeedError, StoreError
 from mpispeed.base.units import format_bytes
-from mpispeed.plan.offload_plan import leading_units, make_swap_plan, offload_of
 from mpispeed.native.block_io import Options
 from mpispeed.optim.rule import KeepsState
+from mpispeed.plan.offload_plan import leading_units, make_swap_plan, offload_of
 from mpispeed.sharding.quantized import Codes
-from mpispeed.store.transfers import own_span
 from mpispeed.store.placement import Tier
 from mpispeed.store.preflight import preflight
 from mpispeed.store.swap import SwapFolder, run_name
 from mpispeed.store.tiers import GRAD, MASTER, PARAM, SwapPlan, Tiers
+from mpispeed.store.transfers import own_span
 
 if TYPE_CHECKING:
     from mpispeed.config.offload import Aio
-    from mpispeed.plan.plan import Plan
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
+    from mpispeed.plan.plan import Plan
     from mpispeed.store.table import Table, Unit
 
 log = logging.getLogger(__name__)

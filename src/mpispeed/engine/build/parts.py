@@ -2,36 +2,121 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import logging
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mpispeed.engine.buffers import Buffers
+from mpispeed.base.errors import UsageError
 from mpispeed.monitor.by_hand import Monitors, Throughput
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
 
     from mpispeed.base.events import Bus
-    from mpispeed.engine.backward import Counters
-    from mpispeed.plan.plan import Plan
-    from mpispeed.engine.build.stores import Sharding
+    from mpispeed.engine.backward import Accumulation, Counters
+    from mpispeed.engine.buffers import Buffers
     from mpispeed.engine.facade import StepLink
     from mpispeed.engine.replica_groups import Sharing
-    from mpispeed.engine.step import StepPart
+    from mpispeed.engine.step import Updates
+    from mpispeed.mesh.collectives.work import Wait
+    from mpispeed.mesh.deadlock import Watch
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
+    from mpispeed.plan.plan import Batch, Plan
+    from mpispeed.precision.cast import Casting
     from mpispeed.precision.scaler import LossScale
-    from mpispeed.sharding.onebit_exchange import OneBitExchange
     from mpispeed.sharding.grads import GradHooks, GradStore
+    from mpispeed.sharding.module_hooks import ModuleHooks
+    from mpispeed.sharding.onebit_exchange import OneBitExchange
+    from mpispeed.sharding.order import Order
     from mpispeed.sharding.params import ParamStore
-    from mpispeed.sharding.update_windows import ZeroState
-    from mpispeed.sharding.update_windows import StateStore
+    from mpispeed.sharding.update_windows import StateStore, ZeroState
     from mpispeed.store.table import Table
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OrderWatch:
+    """Warns when units are used in another order than in the pass before."""
+
+    order: Order
+    seen: int = 0
+
+    def look(self) -> None:
+        """Warn of deviations since the last call; called once in a pass."""
+        new, self.seen = self.order.deviations - self.seen, self.order.deviations
+        if new:
+            log.warning(
+                "%d times in the last pass parameters were used in another order than in the pass before; what comes "
+                "after such a place is fetched ahead only from where the known order goes on", new,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """A model's parameters under an engine; `module_hooks` is None where no parameter is sharded."""
+
+    table: Table
+    params: ParamStore
+    module_hooks: ModuleHooks | None
+    watch: OrderWatch | None = None
+    waits: Watch | None = None
+    wait: Wait | None = None  # waits for started reductions
+
+    def unwinding(self) -> AbstractContextManager[None]:
+        """Context of a call into the model; if an exception ends it, no unit stays in use."""
+        return nullcontext() if self.module_hooks is None else self.module_hooks.unwinding()
+
+    @contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """Context in which parts of the model are run separately."""
+        with self.unwinding(), nullcontext() if self.module_hooks is None else self.module_hooks.running(model):
+            yield
+
+    def end_backward(self) -> None:
+        """End a backward pass."""
+        if self.module_hooks is not None:
+            self.module_hooks.end_backward()
+        if self.watch is not None:
+            self.watch.look()
+
+    def meet(self, call: str) -> None:
+        """Wait until all ranks have made the same call; a rank that waits for something else is reported.
+
+        Collective over: the data axis.
+
+        Raises:
+            AgreementError: on every rank, if ranks made different calls, or wait for each other.
+        """
+        data = self.params.mesh["data"]
+        if self.waits is None or data.size == 1:
+            return
+        channel = self.params.mesh.channel("calls")
+        work = channel["data"].start(lambda _: None, "call", label=call, describe=lambda: f"all ranks to call {call}")
+        self.waits.wait(work, lambda: f"all ranks to call {call}")
+
+    def remove(self) -> None:
+        """Remove hooks and give the model its parameters back unsharded.
+
+        Collective over: the data axis.
+
+        Raises:
+            StoreError: on every rank, if swapped parameters of one cannot be read; everything else is still done.
+        """
+        if self.module_hooks is not None:
+            self.module_hooks.remove()
+        try:
+            self.params.give_back()
+        finally:
+            if self.waits is not None:
+                self.waits.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +154,14 @@ class Optimization:
 
 @dataclass(slots=True)
 class Parts:
-    """Components of one engine, as `assemble` built them."""
+    """Components of one engine, as `assemble` built them.
+
+    Attributes:
+        sharing: None where no parameter is shared along the pipe or the model axis.
+        buffers: None without persistent buffers, and where one rank has all data.
+        is_training: the mode that `engine.train` has set.
+        is_closed: `engine.destroy` was called.
+    """
 
     plan: Plan
     mesh: Mesh
@@ -78,19 +170,22 @@ class Parts:
     bus: Bus
     scaler: LossScale
     counters: Counters
+    casting: Casting
     optimization: Optimization | None
+    accumulation: Accumulation
+    updates: Updates
     scheduler: Any | None
     loader: Any | None
-    step_parts: Sequence[StepPart]
-    sharing: Sharing
+    sharing: Sharing | None
+    buffers: Buffers | None
+    is_training: bool = True
+    is_closed: bool = False
     is_compiled: bool = False  # by `engine.compile`
     monitors: Monitors = field(default_factory=Monitors)
     throughput: Throughput = field(default_factory=Throughput)
-    buffers: Buffers = field(init=False)
 
     def __post_init__(self) -> None:
         self.throughput.attach(self.bus)
-        self.buffers = Buffers(self.module, self.mesh["data"])
 
     @property
     def table(self) -> Table:
@@ -102,10 +197,108 @@ class Parts:
         """The store of parameters and masters."""
         return self.sharding.params
 
+    # -- what calls of the engine need -------------------------------------------------------------------------------
+
+    def trained(self, verb: str) -> Optimization:
+        """What trains the model, for `engine.<verb>()`.
+
+        Raises:
+            UsageError: the engine is closed, or has no optimizer.
+        """
+        if self.is_closed:
+            msg = (
+                f"engine.{verb}() after engine.destroy(), or after its model was given to another engine: its hooks "
+                "and groups of ranks are gone; make a new engine"
+            )
+            raise UsageError(msg)
+        if self.optimization is None:
+            msg = f'engine.{verb}() needs an optimizer: set "optimizer" in the config or pass one to initialize'
+            raise UsageError(msg)
+        return self.optimization
+
+    def require(self, verb: str, kinds: Collection[str] = tuple(Kind)) -> None:
+        """Require states of these kinds in memory, for `engine.<verb>()`.
+
+        Raises:
+            UsageError: `engine.offload_states` took some of them away.
+        """
+        params = self.sharding.params
+        if params.away:
+            params.require(kinds, f"engine.{verb}()")
+
+    def require_whole_grads(self, what: str) -> None:
+        """Require gradients that a rank can keep to itself.
+
+        Raises:
+            UsageError: gradients are sharded over ranks.
+        """
+        if self.optimization and not self.optimization.grads.shards.rest.is_replicated:
+            msg = (
+                f"{what} is incompatible with gradients that are partitioned over ranks "
+                f"(zero_optimization.stage {self.plan.stage}); use stage 0 or 1, or gradient_accumulation_steps"
+            )
+            raise UsageError(msg)
+
+    # -- settings that change ----------------------------------------------------------------------------------------
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the accumulation steps only.
+
+        Raises:
+            ConfigError: it is not a multiple of micro-batch size times data-parallel ranks.
+        """
+        self._set_batch(self.plan.batch.with_train_batch_size(train_batch_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size and with it the global batch; the accumulation steps stay.
+
+        For the caller's own loaders: `training_dataloader` keeps the micro-batch size it was made with.
+        """
+        self._set_batch(self.plan.batch.with_micro_batch_size(micro_batch_size))
+
+    def _set_batch(self, batch: Batch) -> None:
+        self.plan = self.plan.with_batch(batch)
+        self.accumulation.steps = batch.gradient_accumulation_steps
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        **more: Any,
+    ) -> None:
+        """Let torch compile the model: `engine.module.compile(backend=backend, **compile_kwargs)`.
+
+        Args:
+            backend: of `torch.compile`.
+            compile_kwargs: other arguments of `torch.compile`.
+            schedule: must be None: passes of DeepSpeed's own compiler.
+            more: as `compile_kwargs`.
+
+        Raises:
+            UsageError: a schedule is given.
+        """
+        if schedule is not None:
+            msg = "engine.compile(schedule=...): passes of DeepSpeed's own compiler are not available; leave it out"
+            raise UsageError(msg)
+        self.module.compile(backend=backend, **{**(compile_kwargs or {}), **more})
+        self.is_compiled = True
+
+    # -- backward passes and updates ---------------------------------------------------------------------------------
+
     def expect_step(self) -> None:
         """Prepare a 1-bit optimizer for the next update; called after the counters have changed. Local."""
         if self.optimization is not None and self.optimization.onebit is not None:
             self.optimization.onebit.begin(self.counters.update_count + 1)
+
+    def end_backward(self) -> None:
+        """End a backward pass. Collective over: the data axis, where gradients or parameters are sharded."""
+        self.counters.pending_backwards += 1
+        if self.optimization is not None:
+            self.optimization.grads.end_backward()
+        self.sharding.end_backward()
+
+    # -- local parameters of 1-bit optimizers ------------------------------------------------------------------------
 
     @property
     def is_apart(self) -> bool:
@@ -135,6 +328,10 @@ class Parts:
             else:
                 onebit.show_common()
 
+    def show_loaded(self) -> None:
+        """Give the model what the engine's mode needs, after parameters were written from masters. Local."""
+        self.show(is_training=self.is_training, is_refreshed=True)
+
     @contextmanager
     def common(self) -> Iterator[None]:
         """Context in which the model holds parameters that are equal on all data ranks."""
@@ -154,10 +351,3 @@ class Parts:
             self.optimization.hooks.remove()
             self.optimization.unguard()
         self.sharding.remove()
-
-    def end_backward(self) -> None:
-        """End a backward pass. Collective over: the data axis, where gradients or parameters are sharded."""
-        self.counters.pending_backwards += 1
-        if self.optimization is not None:
-            self.optimization.grads.end_backward()
-        self.sharding.end_backward()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from mpispeed.nn import activation_checkpointing
 
 if TYPE_CHECKING:
-    from mpispeed.plan.plan import Plan
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.plan.plan import Plan
 
 _made: activation_checkpointing.Checkpointer | None = None
 """The checkpointer configured by an engine: the next engine may replace it, but not one configured by the script."""

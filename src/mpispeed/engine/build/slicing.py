@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.plan.own_slices import asks_for_slices, find_cut_twice, find_own_cuts, find_unplaced, is_marked
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn import random
 from mpispeed.nn.sync_norm import synchronise_norms
 from mpispeed.nn.tensor import cuts, inject
+from mpispeed.plan.own_slices import asks_for_slices, find_cut_twice, find_own_cuts, find_unplaced, is_marked
 from mpispeed.sharding import sharded_param
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.plan.plan import Plan
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.plan.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,9 @@ def _find_other_group(model: nn.Module, comm: Comm) -> str:
 
 def _find_sharded(model: nn.Module, comm: Comm) -> str:
     """A sentence if parameters of layers to be sliced were sharded by `zero.Init` already, else ""."""
-    sharded = [name for name, param in model.named_parameters() if sharded_param.is_sharded(param)] if comm.size > 1 else []
+    sharded = (
+        [name for name, param in model.named_parameters() if sharded_param.is_sharded(param)] if comm.size > 1 else []
+    )
     if not sharded or cuts(model):
         return ""
     return (

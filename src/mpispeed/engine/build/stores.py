@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from mpispeed.base import log as logs
 from mpispeed.base.errors import StoreError
 from mpispeed.engine.build.nvme_tiers import is_swapping, open_tiers, plan_swap
+from mpispeed.engine.build.parts import OrderWatch, Sharding
 from mpispeed.mesh.compressed.quantized import Feedback
 from mpispeed.mesh.deadlock import Watch
 from mpispeed.plan.units import deal_units
@@ -41,96 +41,17 @@ from mpispeed.store.tiers import GRAD
 from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
     from mpispeed.mesh.collectives.work import Wait
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
-    from mpispeed.sharding.order import Order
     from mpispeed.sharding.reducers import Reducer
     from mpispeed.store.table import Table
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class OrderWatch:
-    """Warns when units are used in another order than in the pass before."""
-
-    order: Order
-    seen: int = 0
-
-    def look(self) -> None:
-        """Warn of deviations since the last call; called once in a pass."""
-        new, self.seen = self.order.deviations - self.seen, self.order.deviations
-        if new:
-            log.warning(
-                "%d times in the last pass parameters were used in another order than in the pass before; what comes "
-                "after such a place is fetched ahead only from where the known order goes on", new,
-            )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """A model's parameters under an engine; `module_hooks` is None where no parameter is sharded."""
-
-    table: Table
-    params: ParamStore
-    module_hooks: ModuleHooks | None
-    watch: OrderWatch | None = None
-    waits: Watch | None = None
-    wait: Wait | None = None  # waits for started reductions
-
-    def unwinding(self) -> AbstractContextManager[None]:
-        """Context of a call into the model; if an exception ends it, no unit stays in use."""
-        return nullcontext() if self.module_hooks is None else self.module_hooks.unwinding()
-
-    @contextmanager
-    def running(self, model: nn.Module) -> Iterator[None]:
-        """Context in which parts of the model are run separately."""
-        with self.unwinding(), nullcontext() if self.module_hooks is None else self.module_hooks.running(model):
-            yield
-
-    def end_backward(self) -> None:
-        """End a backward pass."""
-        if self.module_hooks is not None:
-            self.module_hooks.end_backward()
-        if self.watch is not None:
-            self.watch.look()
-
-    def meet(self, call: str) -> None:
-        """Wait until all ranks have made the same call; a rank that waits for something else is reported.
-
-        Collective over: the data axis.
-
-        Raises:
-            AgreementError: on every rank, if ranks made different calls, or wait for each other.
-        """
-        data = self.params.mesh["data"]
-        if self.waits is None or data.size == 1:
-            return
-        channel = self.params.mesh.channel("calls")
-        work = channel["data"].start(lambda _: None, "call", label=call, describe=lambda: f"all ranks to call {call}")
-        self.waits.wait(work, lambda: f"all ranks to call {call}")
-
-    def remove(self) -> None:
-        """Remove hooks and give the model its parameters back unsharded.
-
-        Collective over: the data axis.
-
-        Raises:
-            StoreError: on every rank, if swapped parameters of one cannot be read; everything else is still done.
-        """
-        if self.module_hooks is not None:
-            self.module_hooks.remove()
-        try:
-            self.params.give_back()
-        finally:
-            if self.waits is not None:
-                self.waits.close()
 
 
 def shard(
@@ -176,9 +97,7 @@ def shard(
         if not shards.is_all_resident:
             prefetcher = _make_prefetcher(plan, mesh, shards, waits.wait)
             mark_leaves_by_threshold(model, zero.module_granularity_threshold)
-            users = find_module_units(
-                model, table, needs=lambda unit: not shards.is_resident(unit), is_whole=is_leaf
-            )
+            users = find_module_units(model, table, needs=lambda unit: not shards.is_resident(unit), is_whole=is_leaf)
             module_hooks = ModuleHooks(prefetcher, users)
             undo.callback(module_hooks.remove)
             watch_external(model, table, module_hooks)
@@ -189,7 +108,9 @@ def shard(
     if prefetcher is None:
         return Sharding(table, params, None, None, waits, waits.wait if plan.is_overlapped else None)
     is_watched = zero.log_trace_cache_warnings and mesh.rank == 0
-    return Sharding(table, params, module_hooks, OrderWatch(prefetcher.order) if is_watched else None, waits, waits.wait)
+    return Sharding(
+        table, params, module_hooks, OrderWatch(prefetcher.order) if is_watched else None, waits, waits.wait
+    )
 
 
 def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait) -> Prefetcher:

@@ -30,7 +30,7 @@ from mpispeed.engine.estimate.traffic import (
     sent_gradients,
     sent_updates,
 )
-from mpispeed.mesh.collectives.dtypes import HALF_FLOATS
+from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
 from mpispeed.sharding.grad_shards import WRITES_BEHIND
 from mpispeed.sharding.leaf import is_leaf
 from mpispeed.sharding.module_units import find_module_units

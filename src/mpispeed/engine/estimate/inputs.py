@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from mpispeed.mesh.topology import Topology
+from mpispeed.mesh.mesh import Topology
 from mpispeed.optim.choice import build
 from mpispeed.optim.rule import KeepsState, Rule, Window
 from mpispeed.plan.offload_plan import Cells, Offload, leading_units, make_swap_plan, offload_of

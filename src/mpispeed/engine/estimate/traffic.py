@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpispeed.mesh.collectives.dtypes import HALF_FLOATS
+from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
 from mpispeed.mesh.compressed.quantized import gather_bytes, reduce_scatter_bytes
 from mpispeed.native.block_quant import default_block
 from mpispeed.native.codes import Grid

@@ -7,34 +7,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.events import Event
-from mpispeed.drill.inject import Injector, from_environment
+from mpispeed.engine.state.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from mpispeed.drill.inject import Injector
     from mpispeed.engine.backward import Counters
-    from mpispeed.engine.engine import Engine
+    from mpispeed.engine.build.parts import Parts
     from mpispeed.engine.step import StepContext
 
 
-def attach(engine: Engine) -> None:
-    """Inject the faults of MPISPEED_INJECT into this run; without it nothing is changed.
+def attach(parts: Parts, injector: Injector) -> None:
+    """Inject faults into the passes and updates of a run, and after its saves.
 
     Not through the bus, which swallows errors of its listeners.
-
-    Raises:
-        ConfigError: on every rank, if the text cannot be read.
     """
-    injector = from_environment(engine.parts.mesh.world.comm)
-    if injector is None:
-        return
-    parts = engine.parts
-    parts.step_parts = (BeforeUpdate(injector, parts.counters), *parts.step_parts)
+    parts.updates.precede(BeforeUpdate(injector, parts.counters))
     module = _first_with_weights(parts.module)
     if module is not None:
         Passes(injector, parts.counters).attach(module)
-    _wrap_saves(engine, injector)
-    engine.bus.subscribe(Event.SAVE_END, lambda event: injector.after_save(event["path"]))
+    parts.bus.subscribe(Event.SAVE_END, lambda event: injector.after_save(event["path"]))
 
 
 class BeforeUpdate:
@@ -80,28 +73,28 @@ def _first_with_weights(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _wrap_saves(engine: Engine, injector: Injector) -> None:
-    """Call the injector before saves begin, and let it free the disk after them."""
-    save, wait = engine.save_checkpoint, engine.wait_checkpoint
+class DrilledCheckpoints(Checkpoints):
+    """Checkpoints that call the injector before saves begin, and let it free the disk after them."""
 
-    def save_checkpoint(*args: Any, **kwargs: Any) -> bool:
-        """As the engine's method. Collective over: all ranks."""
-        wait_checkpoint()
-        injector.before_save()
+    def __init__(self, parts: Parts, injector: Injector) -> None:
+        super().__init__(parts)
+        self._injector = injector
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """As `Checkpoints.save_checkpoint`. Collective over: all ranks."""
+        self.wait_checkpoint()
+        self._injector.before_save()
         try:
-            return save(*args, **kwargs)
+            return super().save_checkpoint(*args, **kwargs)
         finally:
-            if not engine.is_saving:
-                injector.free_disk()
+            if not self.is_saving:
+                self._injector.free_disk()
 
-    def wait_checkpoint() -> None:
-        """As the engine's method. Collective over: all ranks."""
-        was_saving = engine.is_saving
+    def wait_checkpoint(self) -> None:
+        """As `Checkpoints.wait_checkpoint`. Collective over: all ranks."""
+        was_saving = self.is_saving
         try:
-            wait()
+            super().wait_checkpoint()
         finally:
             if was_saving:
-                injector.free_disk()
-
-    engine.__dict__["save_checkpoint"] = save_checkpoint
-    engine.__dict__["wait_checkpoint"] = wait_checkpoint
+                self._injector.free_disk()

@@ -12,7 +12,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes, format_duration
 from mpispeed.config.ineffective import PINNED
-from mpispeed.engine import deepspeed_getters
+from mpispeed.engine.delegation import momenta
 from mpispeed.engine.observe.onebit_report import watch_onebit
 from mpispeed.mesh import comms_log
 from mpispeed.monitor import step_times
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mpispeed.engine.build.parts import Parts
-    from mpispeed.mesh.trace.comm_trace import CommTrace
+    from mpispeed.mesh.collectives.group import CommTrace
     from mpispeed.native.block_io import BlockIO
     from mpispeed.pipe.schedule import PipeSchedule
 
@@ -42,12 +42,8 @@ class Progress:
         bus.subscribe(Event.STEP_END, self._on_step)
 
     def _head(self) -> str:
-        counters, optimization = self._parts.counters, self._parts.optimization
-        rates, momenta = (
-            deepspeed_getters.group_values(optimization, "lr", 0.0),
-            deepspeed_getters.momenta(optimization),
-        )
-        return f"step={counters.global_steps}, skipped={counters.skipped_steps}, lr={rates}, mom={momenta}"
+        counters, rates, moments = self._parts.counters, self._parts.updates.rates(), momenta(self._parts)
+        return f"step={counters.global_steps}, skipped={counters.skipped_steps}, lr={rates}, mom={moments}"
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
         if event["global_step"] % self._every == 0:

@@ -22,13 +22,12 @@ from mpispeed.ckpt.read.load import Checkpoint
 from mpispeed.ckpt.read.reader import Opened, find
 from mpispeed.engine.state import onebit_state
 from mpispeed.engine.state.client_state import Restorer, windows_of
-from mpispeed.engine.state.global_layout import GlobalLayout, named
-from mpispeed.engine.state.save import names_by_group, slice_streams
+from mpispeed.engine.state.global_layout import GlobalLayout, named, names_by_group, slice_streams
 from mpispeed.engine.state.weights import NAMES_SHOWN, load_by
 from mpispeed.nn.buffers import persistent_buffers
 from mpispeed.nn.random import get_rng_tracker, reseed_slices
 from mpispeed.optim.exchange import Exchange, Exchanges
-from mpispeed.optim.rule import KeepsState
+from mpispeed.optim.rule import KeepsNumbers, KeepsState
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding.momenta import MASK
 from mpispeed.store.layout import Span
@@ -219,6 +218,7 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
         load_by(parts, settings.custom_load_fn, whole, comm)
     names, buffer_names = _names_of_all(parts, whole_model)
     members = whole_model.names_by_group(names_by_group(parts))
+    onebit = parts.optimization.onebit if parts.optimization is not None else None
     chunks: list[Unit] = []
     saved = state.get("optimizer", {})
     with comm.together(CheckpointError):
@@ -235,13 +235,16 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
             if settings.optimizer_states:
                 _take_groups(parts, source, saved, pairs, whole_model)
                 _read_slots(parts, source, saved, whole_model)
-                seen = _updates_of_state(parts, source, state)
-                chunks = onebit_state.read(parts, source, saved, whole_model, seen)
-    if settings.module_only and parts.optimization is not None and parts.optimization.onebit is not None:
-        parts.optimization.onebit.drop_drift()
-    onebit_state.spread(parts, chunks)
+                if onebit is not None:
+                    seen = _updates_of_state(parts, source, state)
+                    chunks = onebit_state.read(parts, source, saved, whole_model, seen)
+    if onebit is not None:
+        if settings.module_only:
+            onebit.drop_drift()
+        onebit_state.spread(parts, chunks)
     parts.params.refresh()
-    parts.buffers.look()
+    if parts.buffers is not None:
+        parts.buffers.look()
 
 
 def _names_of_all(parts: Parts, whole: GlobalLayout) -> tuple[set[str], set[str]]:
@@ -362,8 +365,11 @@ def _take_groups(
         for key, value in stored.items():
             if key not in ("params", MASK) and (is_same_rule or key in group):
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    if not isinstance(parts.optimization.rule, KeepsState):
+    rule = parts.optimization.rule
+    if isinstance(rule, KeepsNumbers):
         onebit_state.read_numbers(parts, source, saved, whole)
+    elif not isinstance(rule, KeepsState):
+        rule.load_scalars(saved["scalars"]["of_rule"] if is_same_rule else {})
 
 
 def _matched(

@@ -37,12 +37,12 @@ ALL = tuple(Kind.__members__.values())
 
 
 class OffloadStates:
-    """Engine methods that free memory between phases of training."""
+    """Frees memory between phases of training."""
 
-    parts: Parts
-    _absence: Absence | None
-    _tried_roots: set[str]  # folders that passed the preflight
-    _is_closed: bool
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._absence: Absence | None = None
+        self._tried_roots: set[str] = set()  # folders that passed the preflight
 
     def offload_states(
         self,
@@ -73,16 +73,16 @@ class OffloadStates:
 
         Source: `offload_states` of DeepSpeed's documentation; device "nvme" is not part of it.
         """
-        if self._is_closed:
+        if self._parts.is_closed:
             msg = "engine.offload_states() after engine.destroy(): the engine holds nothing any more; make a new engine"
             raise UsageError(msg)
         kinds, device = _kinds(include), str(getattr(device, "value", device))
         if device not in DEVICES:
             msg = f"engine.offload_states: device is {device!r}; choose one of {', '.join(DEVICES)}"
             raise UsageError(msg)
-        if self.parts.plan.device.type != "cpu":
+        if self._parts.plan.device.type != "cpu":
             msg = (
-                f"engine.offload_states works on host memory, and this engine computes on {self.parts.plan.device}; "
+                f"engine.offload_states works on host memory, and this engine computes on {self._parts.plan.device}; "
                 "use zero_optimization.offload_optimizer and offload_param instead"
             )
             raise UnsupportedOption(msg)
@@ -93,13 +93,13 @@ class OffloadStates:
                 'device="nvme" moves them to swap files',
             )  # fmt: skip
             return
-        root = _root(self.parts, nvme_path)
-        self.parts.sharding.meet(f"engine.offload_states({', '.join(sorted(kinds))})")
-        absence = self._absence or Absence(self.parts, self._tried_roots)
+        root = _root(self._parts, nvme_path)
+        self._parts.sharding.meet(f"engine.offload_states({', '.join(sorted(kinds))})")
+        absence = self._absence or Absence(self._parts, self._tried_roots)
         try:
             absence.take_away(kinds, root)
         finally:
-            if self.parts.params.away:
+            if self._parts.params.away:
                 self._absence = absence
             else:
                 absence.close()
@@ -116,15 +116,11 @@ class OffloadStates:
             StoreError: on every rank, if states of one cannot be read or memory is short; all stay offloaded then.
         """
         if self._absence is not None:
-            self.parts.sharding.meet("engine.reload_states()")
+            self._parts.sharding.meet("engine.reload_states()")
             self._absence.end()
             self._absence = None
 
-    def _require(self, caller: str, kinds: Collection[str] = ALL) -> None:
-        if self._absence is not None:
-            self.parts.params.require(kinds, f"engine.{caller}()")
-
-    def _end_absence(self) -> None:
+    def end(self) -> None:
         """Bring the model's parameters back and drop other states. Collective over: all ranks."""
         absence, self._absence = self._absence, None
         if absence is not None:

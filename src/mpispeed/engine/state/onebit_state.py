@@ -65,12 +65,6 @@ class CodedTensors:
             for unit in parts.table.units:
                 self._average(unit)
 
-    @classmethod
-    def of(cls, parts: Parts, whole: GlobalLayout) -> CodedTensors | None:
-        """None for other optimizers. Collective over: the data axis, where states differ between its ranks."""
-        onebit = parts.optimization.onebit if parts.optimization else None
-        return None if onebit is None else cls(parts, whole, onebit)
-
     def _average(self, unit: Unit) -> None:
         share = self._shares[unit.index] = own_share(
             self._parts.mesh, self._parts.params.shards.placement, unit.layout.padded, "data"
@@ -160,14 +154,14 @@ def _windows(parts: Parts) -> Iterator[tuple[tuple[int, int, int], Entry]]:
 
 
 def read_numbers(parts: Parts, source: Checkpoint, saved: Mapping[str, Any], whole: GlobalLayout) -> None:
-    """Load the rule's scalars if the checkpoint is of the same rule; else reset them. Local."""
+    """Load the scalars that the rule keeps for each parameter if the checkpoint is of the same rule; else reset them.
+
+    Local; no effect for other rules.
+    """
     rule = parts.optimization.rule if parts.optimization else None
-    if rule is None:
+    if not isinstance(rule, KeepsNumbers):
         return
     is_same = saved["name"] == rule.name
-    if not isinstance(rule, KeepsNumbers):
-        rule.load_scalars(saved["scalars"]["of_rule"] if is_same else {})
-        return
     comm, stored, rows = parts.mesh["model"], set(source.names()), {}
     is_cut_alike = source.layout.get("model", 1) == comm.size
     for key, entry in _windows(parts):

@@ -16,7 +16,7 @@ import torch
 from mpispeed.base.errors import CheckpointError, UsageError
 from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import bits
-from mpispeed.mesh.collectives.together import Failures
+from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 from mpispeed.sharding.update_windows import take_edited
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from torch import nn
-    from typing_extensions import Self
 
     from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.comm import Comm
@@ -36,24 +35,10 @@ NAMES_SHOWN = 20
 
 
 class Weights:
-    """Engine methods for the model's weights."""
+    """The weights of an engine's model."""
 
-    parts: Parts
-    training: bool
-    _is_closed: bool
-
-    def train(self, mode: bool = True) -> Self:
-        """As `torch.nn.Module.train`. Local.
-
-        Between synchronisations of 0/1 Adam, data ranks train local parameters and evaluate the common ones.
-
-        Raises:
-            UsageError: this has to switch between them, and states that it needs are offloaded.
-        """
-        super().train(mode)  # type: ignore[misc]
-        if not self._is_closed:
-            self.parts.show(is_training=mode)
-        return self
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict in compute dtype.
@@ -65,19 +50,15 @@ class Weights:
 
         Collective over: the data axis.
         """
-        if not self.parts.plan.states.param.is_replicated:
-            return gather_state(self.parts, exclude_frozen=exclude_frozen_parameters)
-        left_out = _frozen_names(self.parts) if exclude_frozen_parameters else ()
-        state: dict[str, Any] = self.parts.module.state_dict()
+        if not self._parts.plan.states.param.is_replicated:
+            return gather_state(self._parts, exclude_frozen=exclude_frozen_parameters)
+        left_out = _frozen_names(self._parts) if exclude_frozen_parameters else ()
+        state: dict[str, Any] = self._parts.module.state_dict()
         state = {name: value for name, value in state.items() if name not in left_out}
-        if self.parts.is_apart:
-            with self.parts.common():
+        if self._parts.is_apart:
+            with self._parts.common():
                 state = copy.deepcopy(state)  # keeps tied tensors tied
         return state
-
-    # Names that other libraries call.
-    _zero3_consolidated_16bit_state_dict = module_state_dict
-    _consolidated_16bit_state_dict = module_state_dict
 
     def load_module_state_dict(
         self,
@@ -105,13 +86,13 @@ class Weights:
         """
         state_dict = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         if custom_load_fn is None:
-            take_state(self.parts, state_dict, strict=strict)
+            take_state(self._parts, state_dict, strict=strict)
         else:
-            load_by(self.parts, custom_load_fn, state_dict, self.parts.mesh["data"])
-        if self.parts.optimization is not None and self.parts.optimization.onebit is not None:
-            self.parts.optimization.onebit.drop_drift()
-        self.parts.params.refresh()
-        self.parts.show(is_training=self.training, is_refreshed=True)
+            load_by(self._parts, custom_load_fn, state_dict, self._parts.mesh["data"])
+        if self._parts.optimization is not None and self._parts.optimization.onebit is not None:
+            self._parts.optimization.onebit.drop_drift()
+        self._parts.params.refresh()
+        self._parts.show_loaded()
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -126,9 +107,7 @@ class Weights:
         Raises:
             CheckpointError: on every rank, if the file cannot be written, or ranks have only parts of the model.
         """
-        return save_weights(self.parts, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
-
-    save_fp16_model = save_16bit_model
+        return save_weights(self._parts, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
 
 
 # -- out -----------------------------------------------------------------------------------------------------------

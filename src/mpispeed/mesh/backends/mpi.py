@@ -5,27 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
 from mpi4py import MPI
 
-from mpispeed.base.recorder_file import Kind
 from mpispeed.mesh.backends import shared_memory
-from mpispeed.mesh.collectives import checks
-from mpispeed.mesh.collectives.dtypes import REDUCE_NAMES, move_name
-from mpispeed.mesh.collectives.transport import Comparison, Fast, Pairs, Source
-from mpispeed.mesh.collectives.work import Poll, nap_until
-from mpispeed.mesh.comm import Comm
+from mpispeed.mesh.collectives.host_collectives import is_own_cut
+from mpispeed.mesh.collectives.transport import EXCHANGE_TAG, Comparison, Fast, Pairs, Poll, Source, Transport
+from mpispeed.mesh.collectives.work import nap_until
 from mpispeed.mesh.ending import Ending
-from mpispeed.mesh.trace import recorder as recorders
-from mpispeed.mesh.trace.comm_trace import CommTrace
-from mpispeed.mesh.trace.recorder import CallSequence
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 AWAKE_POLLS = 32
 """How often a receive asks before it naps: a message that is there already takes the library a few rounds."""
@@ -43,12 +34,31 @@ _OPS = {
     "bxor": MPI.BXOR,
 }
 
+MOVE_NAMES = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
+"""MPI datatype by item size, for verbs that only move bytes."""
+
+REDUCE_NAMES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+}
+"""MPI datatype for reductions by the library; a dtype that is missing here is never handed to one."""
+
 MOST_TAGS = 32000
 """Tags of `of_members`; MPI grants at least 32,767 of them."""
 
 
 def _moved(x: torch.Tensor) -> list[Any]:
-    return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), getattr(MPI, move_name(x.dtype))]
+    return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), getattr(MPI, MOVE_NAMES[x.itemsize])]
 
 
 def _reduced(x: torch.Tensor) -> list[Any]:
@@ -79,26 +89,15 @@ def grid_coords(handle: MPI.Comm, sizes: Sequence[int]) -> tuple[int, ...]:
     return coords
 
 
-class MpiComm(Comm):
-    """A group of ranks on an MPI communicator of its own.
+class MpiTransport(Transport):
+    """Primitives of an MPI communicator of its own, which it frees.
 
-    `node_ranks` are the world ranks that share this rank's memory.
+    `ranks` are world ranks of the members; `node_ranks` those that share this rank's memory.
     """
 
-    def __init__(
-        self,
-        handle: MPI.Comm,
-        ranks: Sequence[int],
-        axes: tuple[str, ...],
-        reduction: str,
-        comm_trace: CommTrace,
-        node_ranks: frozenset[int] = frozenset(),
-        sequence: CallSequence | None = None,
-    ) -> None:
-        super().__init__(handle.Get_rank(), ranks, axes, reduction, comm_trace)
-        self.sequence = sequence or CallSequence.root(",".join(axes), ranks)
+    def __init__(self, handle: MPI.Comm, ranks: Sequence[int], node_ranks: frozenset[int] = frozenset()) -> None:
+        super().__init__(handle.Get_rank(), len(ranks), shares_memory=all(rank in node_ranks for rank in ranks))
         self._handle, self._node_ranks = handle, node_ranks
-        self.shares_memory = all(rank in node_ranks for rank in ranks)
         self._has_fast = self.size > 1 and self.shares_memory
         self._fast: Fast | None = None
 
@@ -115,7 +114,7 @@ class MpiComm(Comm):
 
     def allgather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """MPI_Allgather."""
-        is_in_place = checks.is_own_cut(out, shard, self.rank)
+        is_in_place = is_own_cut(out, shard, self.rank)
         self._handle.Allgather(MPI.IN_PLACE if is_in_place else _moved(shard), _moved(out))
 
     def library_all_reduce(self, x: torch.Tensor, op: str) -> None:
@@ -139,8 +138,8 @@ class MpiComm(Comm):
 
     def exchange_pairs(self, sends: Pairs, recvs: Pairs) -> None:
         """MPI_Irecv and MPI_Isend of all pairs at once."""
-        requests = [self._handle.Irecv(_moved(x), src, checks.EXCHANGE_TAG) for x, src in recvs]
-        requests += [self._handle.Isend(_moved(x), dst, checks.EXCHANGE_TAG) for x, dst in sends]
+        requests = [self._handle.Irecv(_moved(x), src, EXCHANGE_TAG) for x, src in recvs]
+        requests += [self._handle.Isend(_moved(x), dst, EXCHANGE_TAG) for x, dst in sends]
         MPI.Request.Waitall(requests)
 
     def library_send(self, x: torch.Tensor, dst: int, tag: int) -> None:
@@ -184,44 +183,18 @@ class MpiComm(Comm):
         test = self._handle.Iallreduce(MPI.IN_PLACE, [bounds, MPI.INT64_T], MPI.MIN).Test
         return lambda: (bounds[0], -bounds[1]) if test() else None
 
-    def split(self, color: int, ranks: Sequence[int], axes: tuple[str, ...]) -> Self:
+    def split(self, color: int, ranks: Sequence[int]) -> MpiTransport:
         """MPI_Comm_split, ordered by rank."""
-        with self._noting("split"):
-            return self._made_of(self._handle.Split(color, self.rank), ranks, axes, color)
+        return MpiTransport(self._handle.Split(color, self.rank), ranks, self._node_ranks)
 
-    def of_members(self, members: Sequence[int], name: str, axes: tuple[str, ...]) -> Self:
+    def of_members(self, members: Sequence[int], ranks: Sequence[int], name: str) -> MpiTransport:
         """MPI_Comm_create_group."""
-        ranks, everyone = [self.ranks[member] for member in members], self._handle.Get_group()
+        everyone = self._handle.Get_group()
         chosen = everyone.Incl(list(members))
         handle = MPI.Intracomm(self._handle).Create_group(chosen, crc32(name.encode()) % MOST_TAGS)
         chosen.Free()
         everyone.Free()
-        sequence = CallSequence.root(name, ranks)
-        return type(self)(handle, ranks, axes, self.reduction, self.comm_trace, self._node_ranks, sequence).inherit(
-            self
-        )
-
-    def _made_of(self, handle: MPI.Comm, ranks: Sequence[int], axes: tuple[str, ...], color: int) -> Self:
-        sequence = self.sequence.child(color, ",".join(axes), ranks) if self.sequence is not None else None
-        return type(self)(handle, ranks, axes, self.reduction, self.comm_trace, self._node_ranks, sequence).inherit(
-            self
-        )
-
-    @contextlib.contextmanager
-    def _noting(self, verb: str) -> Iterator[None]:
-        """Record the making of a group, which is collective although the trace counts no tensors."""
-        recorder = recorders.current()
-        row = recorders.NO_ROW
-        if self.sequence is not None:
-            if recorder is None:
-                recorders.skip(self.sequence, Kind.COLLECTIVE)
-            else:
-                row = recorder.begin(self.sequence, Kind.COLLECTIVE, verb)
-        try:
-            yield
-        finally:
-            if recorder is not None and row != recorders.NO_ROW:
-                recorder.end(row)
+        return MpiTransport(handle, ranks, self._node_ranks)
 
     def close(self) -> None:
         """MPI_Comm_free. Collective over: this group."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from mpispeed.mesh.collectives.reductions import combine
-from mpispeed.mesh.collectives.transport import Fast, Group
+from mpispeed.mesh.collectives.host_collectives import combine
+from mpispeed.mesh.collectives.transport import Fast, Transport, arrival
 from mpispeed.mesh.collectives.work import nap_until
 
 MEMORY_FOLDER = "/dev/shm"
@@ -26,7 +26,7 @@ TOTAL_BYTES = 64 << 20
 """Most that one group maps; with many ranks on a node, pieces get smaller instead."""
 
 
-def open_scratch(group: Group) -> SharedScratch | None:
+def open_scratch(group: Transport) -> SharedScratch | None:
     """Map one file of memory in all ranks; None on every rank if any of them cannot.
 
     Collective over: `group`, whose ranks are on one node.
@@ -74,7 +74,7 @@ def _map(path: str, total_bytes: int) -> torch.Tensor | None:
 class SharedScratch(Fast):
     """The shared buffers of one group. Shapes: 2 buffers of size + 1 slots of `piece_bytes`; the last holds results."""
 
-    def __init__(self, group: Group, memory: torch.Tensor, piece_bytes: int) -> None:
+    def __init__(self, group: Transport, memory: torch.Tensor, piece_bytes: int) -> None:
         self._group, self._piece_bytes = group, piece_bytes
         self._slots = memory.view(2, group.size + 1, piece_bytes)
         self._turn = 0
@@ -91,9 +91,9 @@ class SharedScratch(Fast):
 
     def _meet(self) -> None:
         """Wait for all ranks, asleep: a spinning rank would take the core from torch or from the rank it waits for."""
-        nap_until(self._group.arrive())
+        nap_until(arrival(self._group))
 
-    def all_reduce(self, x: torch.Tensor, scale: float) -> None:
+    def all_reduce(self, x: torch.Tensor, scale: float, threads: int) -> None:
         """Sum in place. Collective over: the group."""
         size, rank, window = self._group.size, self._group.rank, self._width(x.dtype) * self._group.size
         for start in range(0, x.numel(), window):
@@ -110,11 +110,11 @@ class SharedScratch(Fast):
                 slot.view(-1)[: piece.numel()].copy_(piece)
             self._meet()
             parts = [own if r == rank else buffer[r, rank] for r in range(size)]
-            combine(result[rank], parts, "sum", scale=scale, threads=self._group.threads)
+            combine(result[rank], parts, "sum", scale=scale, threads=threads)
             self._meet()
             piece.copy_(result.view(-1)[: piece.numel()])
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, scale: float) -> None:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, scale: float, threads: int) -> None:
         """Sum and keep this rank's shard. Collective over: the group."""
         size, rank, width = self._group.size, self._group.rank, self._width(full.dtype)
         columns = full.view(size, -1)
@@ -125,7 +125,7 @@ class SharedScratch(Fast):
             buffer[rank, rank + 1 :].copy_(piece[rank + 1 :])
             self._meet()
             parts = [piece[rank] if r == rank else buffer[r, rank] for r in range(size)]
-            combine(shard[start : start + width], parts, "sum", scale=scale, threads=self._group.threads)
+            combine(shard[start : start + width], parts, "sum", scale=scale, threads=threads)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Shards of all ranks in rank order. Collective over: the group."""

@@ -1,4 +1,4 @@
-"""Transport of one rank without MPI: every verb copies or does nothing."""
+"""One rank without MPI: every verb copies or does nothing."""
 
 from __future__ import annotations
 
@@ -8,22 +8,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives.transport import Comparison, Pairs, Source
-from mpispeed.mesh.collectives.work import Poll
+from mpispeed.mesh.collectives.group import CommTrace, Group
+from mpispeed.mesh.collectives.transport import Comparison, Pairs, Poll, Source, Transport
 from mpispeed.mesh.comm import Comm
-from mpispeed.mesh.trace.comm_trace import CommTrace
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from mpispeed.mesh.collectives.progress import Progress
 
 
-class SoloComm(Comm):
-    """A group of one rank."""
+def solo_comm(
+    rank: int = 0,
+    axes: tuple[str, ...] = (),
+    reduction: str = "ordered",
+    comm_trace: CommTrace | None = None,
+    progress: Progress | None = None,
+) -> Comm:
+    """A group of world rank `rank` alone; with `progress` its verbs keep the order of that channel."""
+    turn = None if progress is None else progress.drain
+    return Comm(Group(SoloTransport(), (rank,), axes, reduction, comm_trace or CommTrace(), turn=turn), progress)
 
-    def __init__(
-        self, rank: int = 0, axes: tuple[str, ...] = (), reduction: str = "ordered", comm_trace: CommTrace | None = None
-    ) -> None:
-        super().__init__(0, (rank,), axes, reduction, comm_trace or CommTrace())
+
+class SoloTransport(Transport):
+    """Primitives of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
 
     def alltoall(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Copy."""
@@ -88,15 +97,15 @@ class SoloComm(Comm):
         """A comparison that is always equal."""
         return lambda: (code, code)
 
-    def split(self, color: int, ranks: Sequence[int], axes: tuple[str, ...]) -> Self:
+    def split(self, color: int, ranks: Sequence[int]) -> SoloTransport:
         """Another group of this rank."""
-        del color
-        return type(self)(ranks[0], axes, self.reduction, self.comm_trace).inherit(self)
+        del color, ranks
+        return SoloTransport()
 
-    def of_members(self, members: Sequence[int], name: str, axes: tuple[str, ...]) -> Self:
+    def of_members(self, members: Sequence[int], ranks: Sequence[int], name: str) -> SoloTransport:
         """Another group of this rank."""
-        del members, name
-        return self.split(0, self.ranks, axes)
+        del members, ranks, name
+        return SoloTransport()
 
     def close(self) -> None:
         """Do nothing."""

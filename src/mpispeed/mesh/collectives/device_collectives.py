@@ -17,11 +17,11 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.device import is_on_device
-from mpispeed.mesh.collectives import chunking, host_collectives
+from mpispeed.mesh.collectives import host_collectives
 from mpispeed.mesh.collectives.work import in_this_mode
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.collectives.transport import Group
+    from mpispeed.mesh.collectives.group import Group
     from mpispeed.mesh.collectives.work import Posted
 
 WINDOW_BYTES = 16 << 20
@@ -240,9 +240,9 @@ def all_gather(group: Group, out: torch.Tensor, shard: torch.Tensor) -> None:
     if group.size == 1:
         _scale(out, shard, 1.0)
         return
-    if takes_pointers() and out.nbytes <= group.chunk_bytes:
+    if takes_pointers() and out.nbytes <= group.limits.chunk_bytes:
         _finish(device)
-        chunking.all_gather(group, out, shard)
+        host_collectives.gather_chunks(group, out, shard)
         return
     columns = out.view(group.size, shard.numel())
 
@@ -268,7 +268,7 @@ def all_to_all(
     if group.size == 1:
         _scale(out, x, 1.0)
         return
-    if takes_pointers() and (counts is not None or out.nbytes <= group.chunk_bytes):
+    if takes_pointers() and (counts is not None or out.nbytes <= group.limits.chunk_bytes):
         _finish(device)
         host_collectives.all_to_all(group, out, x, out_counts, counts)
         return
@@ -319,7 +319,7 @@ def send(group: Group, x: torch.Tensor, dst: int, tag: int) -> None:
         _finish(device)
         host_collectives.send(group, x, dst, tag)
         return
-    for piece in chunking.pieces(x, group.chunk_bytes):
+    for piece in host_collectives.pieces(x, group.limits.chunk_bytes):
         host_collectives.send(group, _fetched(piece), dst, tag)
 
 
@@ -330,7 +330,7 @@ def recv(group: Group, x: torch.Tensor, src: int, tag: int) -> None:
         _finish(device)
         host_collectives.recv(group, x, src, tag)
         return
-    for piece in chunking.pieces(x, group.chunk_bytes):
+    for piece in host_collectives.pieces(x, group.limits.chunk_bytes):
         host = devices.pinned(piece.numel(), piece.dtype)
         host_collectives.recv(group, host, src, tag)
         _fill(piece, host)

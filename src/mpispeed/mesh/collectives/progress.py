@@ -14,12 +14,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives.order_check import FAREWELL, Groups, Key, Label, Ready, Task, again
-from mpispeed.mesh.collectives.work import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Poll, Work, nap_until
-from mpispeed.mesh.trace import recorder as recorders
+from mpispeed.mesh import recorder as recorders
+from mpispeed.mesh.collectives.transport import Poll
+from mpispeed.mesh.collectives.work import (
+    FAREWELL,
+    LONGEST_NAP_SECONDS,
+    SHORTEST_NAP_SECONDS,
+    Groups,
+    Key,
+    Label,
+    Ready,
+    Task,
+    Work,
+    again,
+    nap_until,
+)
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.collectives.transport import Group
+    from mpispeed.mesh.collectives.group import Group
 
 log = logging.getLogger(__name__)
 

@@ -1,30 +1,18 @@
-"""A group of ranks as algorithms see it: members, limits, scratch, and unchecked primitives on flat tensors."""
+"""Primitives that a backend implements, on flat tensors over one group of ranks, without checks and limits."""
 
 from __future__ import annotations
 
 import abc
-import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives.work import Poll
-from mpispeed.mesh.trace.comm_trace import CommTrace
-from mpispeed.mesh.trace.recorder import CallSequence
+EXCHANGE_TAG, ROLL_CALL_TAG = 32000, 32767
+"""Tags of messages inside one verb, and of roll calls; the second is the largest that every MPI has."""
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-CHUNK_BYTES = 1 << 30
-"""Largest message; keeps counts below 2^31 elements for MPI libraries that refuse more."""
-
-WINDOW_BYTES = 64 << 20
-"""Scratch of the ordered reductions, per buffer; larger tensors pass through it in windows."""
-
-FAST_BYTES = 1 << 20
-"""From this size on ordered sums go through shared memory where ranks share it."""
+Poll = Callable[[], bool]
+"""Asks without blocking whether something has happened."""
 
 Comparison = Callable[[], tuple[int, int] | None]
 """Asks without blocking what a comparison has found: None while ranks are missing, then the least and greatest code."""
@@ -37,14 +25,14 @@ Pairs = Sequence[tuple[torch.Tensor, int]]
 
 
 class Fast(abc.ABC):
-    """A shortcut for ranks that share memory, with the same bits as the ordered path."""
+    """A shortcut for ranks that share memory, with the same bits as the ordered path; `threads` add up."""
 
     @abc.abstractmethod
-    def all_reduce(self, x: torch.Tensor, scale: float) -> None:
+    def all_reduce(self, x: torch.Tensor, scale: float, threads: int) -> None:
         """Sum in place."""
 
     @abc.abstractmethod
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, scale: float) -> None:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, scale: float, threads: int) -> None:
         """Sum and keep this rank's shard."""
 
     @abc.abstractmethod
@@ -59,9 +47,17 @@ class Fast(abc.ABC):
 class Transport(abc.ABC):
     """Primitives over one group of ranks; MPI, one rank alone and simulated ranks implement them.
 
-    Tensors are one-dimensional, contiguous, in host memory and at most `Group.chunk_bytes` long.
+    Tensors are one-dimensional, contiguous, in host memory and at most `Limits.chunk_bytes` long.
     Collective over: the group, but for the point-to-point primitives.
+
+    Attributes:
+        rank: position of this rank.
+        size: number of ranks.
+        shares_memory: all ranks of the group are on one node.
     """
+
+    def __init__(self, rank: int, size: int, *, shares_memory: bool = True) -> None:
+        self.rank, self.size, self.shares_memory = rank, size, shares_memory
 
     @abc.abstractmethod
     def alltoall(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -128,12 +124,12 @@ class Transport(abc.ABC):
         """Announce that this rank is here with `code`, 0 <= code < 2^63. Not blocking."""
 
     @abc.abstractmethod
-    def split(self, color: int, ranks: Sequence[int], axes: tuple[str, ...]) -> Self:
+    def split(self, color: int, ranks: Sequence[int]) -> Transport:
         """The group of equal `color`, whose world ranks are `ranks`. Collective over: this group."""
 
     @abc.abstractmethod
-    def of_members(self, members: Sequence[int], name: str, axes: tuple[str, ...]) -> Self:
-        """The group of some ranks of this one, in the given order. `name` is the same on all of them.
+    def of_members(self, members: Sequence[int], ranks: Sequence[int], name: str) -> Transport:
+        """The group of some ranks of this one, in the given order; `ranks` are their world ranks.
 
         Collective over: those ranks only; two groups that are made at the same time need different names.
         """
@@ -142,71 +138,15 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Release resources. Collective over: this group."""
 
-
-class Group(Transport):
-    """A group of ranks for algorithms: its members, limits and scratch beside the primitives."""
-
-    def __init__(
-        self, rank: int, ranks: Sequence[int], axes: tuple[str, ...], reduction: str, comm_trace: CommTrace
-    ) -> None:
-        if reduction not in ("ordered", "mpi"):
-            msg = f"reduction={reduction!r} is unknown; choose 'ordered' (same bits on any library) or 'mpi' (its own)"
-            raise CommError(msg)
-        self.rank, self.size = rank, len(ranks)
-        self.ranks, self.axes = ranks, axes
-        self.reduction, self.comm_trace = reduction, comm_trace
-        self.chunk_bytes, self.window_bytes, self.fast_bytes = CHUNK_BYTES, WINDOW_BYTES, FAST_BYTES
-        self.timeout_seconds: float | None = None
-        self.is_channel = False
-        self.sequence: CallSequence | None = None  # None: not in the recorder
-        self.shares_memory = True  # all ranks of the group are on one node
-        self._scratch: dict[tuple[str, int], torch.Tensor] = {}
-
-    def __str__(self) -> str:
-        return f"{','.join(self.axes) or 'a group'} ({self.size} rank{'s' if self.size > 1 else ''})"
-
-    def inherit(self, parent: Group) -> Self:
-        """Take limits and time-outs from the parent group."""
-        self.chunk_bytes, self.window_bytes = parent.chunk_bytes, parent.window_bytes
-        self.fast_bytes, self.timeout_seconds = parent.fast_bytes, parent.timeout_seconds
-        return self
-
-    @property
-    def threads(self) -> int:
-        """Threads a local sum may use; beside a computing main thread only one."""
-        return 1 if self.is_channel else torch.get_num_threads()
-
-    def scratch(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of this group that only grows. Shapes: [count]."""
-        wanted = count * dtype.itemsize
-        # One set per thread: channels run elsewhere, but a blocking verb may run beside a started send.
-        key = (name, threading.get_ident())
-        kept = self._scratch.get(key)
-        if kept is None or kept.numel() < wanted:
-            with torch.inference_mode(False):  # it serves calls outside of that mode too
-                kept = self._scratch[key] = torch.empty(wanted, dtype=torch.uint8)
-        return kept[:wanted].view(dtype)
-
-    def duplicate(self) -> Self:
-        """The same group with message traffic of its own. Collective over: this group."""
-        return self.split(0, self.ranks, self.axes)
-
-    def arrive(self) -> Poll:
-        """Announce that this rank is here; the poll is true once all are. Not blocking."""
-        comparison = self.compare(0)
-        return lambda: comparison() is not None
-
-    def window_elements(self, dtype: torch.dtype) -> int:
-        """Elements per rank and window so that a window of all ranks fits scratch and message limits."""
-        return max(1, min(self.window_bytes, self.chunk_bytes) // (self.size * dtype.itemsize))
-
-    @abc.abstractmethod
-    def take_turn(self) -> None:
-        """On a channel, wait until operations started before have ended."""
-
     def fast(self) -> Fast | None:
         """The shared-memory shortcut, if all ranks of the group share memory; the same answer on all of them.
 
         Collective over: this group, at the first call.
         """
         return None
+
+
+def arrival(transport: Transport) -> Poll:
+    """Announce that this rank is here; the poll is true once all are. Not blocking."""
+    comparison = transport.compare(0)
+    return lambda: comparison() is not None

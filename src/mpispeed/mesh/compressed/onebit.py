@@ -19,9 +19,11 @@ import torch
 
 from mpispeed.base.device import HOST, pinned
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives import checks, chunking
-from mpispeed.mesh.collectives.call import Call
-from mpispeed.mesh.collectives.work import Poll, nap_until
+from mpispeed.mesh.collectives import host_collectives
+from mpispeed.mesh.collectives.group import Call, Group
+from mpispeed.mesh.collectives.transport import Poll
+from mpispeed.mesh.collectives.verbs import flat_view
+from mpispeed.mesh.collectives.work import nap_until
 from mpispeed.native.one_bit import TILE, add_parts, compensate, decode, encode, scale_of
 from mpispeed.native.reduce import square_partials
 
@@ -89,11 +91,11 @@ def compressed_all_reduce(comm: Comm, x: torch.Tensor, errors: OneBitErrors, *, 
     Raises:
         CommError: the dtype, or `errors` is of another length.
     """
-    flat = checks.flat(comm, x, "compressed_all_reduce")
+    flat = flat_view(comm.group, x, "compressed_all_reduce")
     require_float(comm, flat)
     require_fitting(comm, flat.numel(), errors)
     require_together(comm, errors, flat.device)
-    squares = compensate(errors.worker[: flat.numel()], flat, threads=comm.threads)
+    squares = compensate(errors.worker[: flat.numel()], flat, threads=comm.group.threads)
     exchange(comm, flat, errors, squares, overlapped=overlapped)
 
 
@@ -144,12 +146,12 @@ def exchange(
     Collective over: `comm`.
     Shapes: out [count], in fp32, bf16 or fp16; `squares` are of the first `count` elements of errors.worker.
     """
-    run = _Exchange(comm, out, errors) if out.device == HOST else _DeviceExchange(comm, out, errors)
-    with Call(comm, "compressed_all_reduce", sent_bytes(out.numel(), comm.size), out):
+    run = _Exchange(comm.group, out, errors) if out.device == HOST else _DeviceExchange(comm.group, out, errors)
+    with Call(comm.group, "compressed_all_reduce", sent_bytes(out.numel(), comm.size), out):
         tail = errors.worker[out.numel() :].to(HOST)
         squares = [*squares, *square_partials(tail, block=TILE)] if tail.numel() else squares
         scale = scale_of(squares, errors.worker.numel())
-        is_cut = not comm.shares_memory if overlapped is None else overlapped
+        is_cut = not comm.transport.shares_memory if overlapped is None else overlapped
         if is_cut and comm.size > 1 and run.chunk > PIECE_ELEMENTS and out.device == HOST:
             run.in_pieces(scale)
         else:
@@ -159,12 +161,14 @@ def exchange(
 class _Exchange:
     """One exchange; rows of `sent` and `received` are messages to and from each rank: a scale, then bits."""
 
-    def __init__(self, comm: Comm, out: torch.Tensor, errors: OneBitErrors) -> None:
-        self.comm, self.out, self.errors = comm, out, errors
+    def __init__(self, group: Group, out: torch.Tensor, errors: OneBitErrors) -> None:
+        self.group, self.out, self.errors = group, out, errors
         self.chunk = errors.server.numel()
         self.width = SCALE_BYTES + self.chunk // 8
-        self.sent = comm.scratch("code sent", comm.size * self.width, torch.uint8).view(comm.size, self.width)
-        self.received = comm.scratch("code received", comm.size * self.width, torch.uint8).view(comm.size, self.width)
+        self.sent = group.scratch("code sent", group.size * self.width, torch.uint8).view(group.size, self.width)
+        self.received = group.scratch("code received", group.size * self.width, torch.uint8).view(
+            group.size, self.width
+        )
 
     # -- parts of both ways ------------------------------------------------------------------------------------------
 
@@ -172,13 +176,13 @@ class _Exchange:
         """Elements [begin, end) of the chunk of `rank`."""
         at = rank * self.chunk
         encode(_bits(self.sent[rank], begin, end), self.errors.worker[at + begin : at + end], scale,
-               threads=self.comm.threads)  # fmt: skip
+               threads=self.group.threads)  # fmt: skip
 
     def _sum(self, begin: int, end: int) -> list[float]:
         """Add all ranks' messages for [begin, end) of this rank's chunk to the server's error; returns the squares."""
-        weights = [_scale(row) / self.comm.size for row in self.received]
+        weights = [_scale(row) / self.group.size for row in self.received]
         parts = [_bits(row, begin, end) for row in self.received]
-        return add_parts(self.errors.server[begin:end], parts, weights, threads=self.comm.threads)
+        return add_parts(self.errors.server[begin:end], parts, weights, threads=self.group.threads)
 
     def _decode(self, rank: int, begin: int, end: int) -> None:
         """Elements [begin, end) of the chunk of `rank`, as far as `out` goes."""
@@ -187,43 +191,43 @@ class _Exchange:
         if part.numel():
             row = self.received[rank]
             bits = _bits(row, begin, begin + -(-part.numel() // 8) * 8)
-            decode(part, bits, _scale(row), threads=self.comm.threads)
+            decode(part, bits, _scale(row), threads=self.group.threads)
 
     # -- in two messages ---------------------------------------------------------------------------------------------
 
     def at_once(self, scale: float) -> None:
         """Compress, send, sum, compress, send, decode."""
-        comm = self.comm
-        for rank in range(comm.size):
+        group = self.group
+        for rank in range(group.size):
             _set_scale(self.sent[rank], scale)
             self._encode_worker(rank, 0, self.chunk, scale)
-        chunking.all_to_all(comm, self.received.view(-1), self.sent.view(-1))
+        host_collectives.swap_chunks(group, self.received.view(-1), self.sent.view(-1))
         squares = self._sum(0, self.chunk)
         own = self.sent[0]
         _set_scale(own, scale_of(squares, self.chunk))
-        encode(_bits(own, 0, self.chunk), self.errors.server, _scale(own), threads=comm.threads)
-        chunking.all_gather(comm, self.received.view(-1), own)
-        for rank in range(comm.size):
+        encode(_bits(own, 0, self.chunk), self.errors.server, _scale(own), threads=group.threads)
+        host_collectives.gather_chunks(group, self.received.view(-1), own)
+        for rank in range(group.size):
             self._decode(rank, 0, self.chunk)
 
     # -- in pieces, beside the wire ----------------------------------------------------------------------------------
 
     def in_pieces(self, scale: float) -> None:
         """As `at_once`; pieces are sent while others are compressed. A scale goes with the first piece of its row."""
-        comm, rank = self.comm, self.comm.rank
+        group, rank = self.group, self.group.rank
         cuts = [(b, min(b + PIECE_ELEMENTS, self.chunk)) for b in range(0, self.chunk, PIECE_ELEMENTS)]
-        peers = [(rank + step) % comm.size for step in range(1, comm.size)]
+        peers = [(rank + step) % group.size for step in range(1, group.size)]
         sends: list[Poll] = []
         squares: list[float] = []
         _set_scale(self.received[rank], scale)
-        arrivals = _Arrivals(comm, self.received, cuts, peers)
+        arrivals = _Arrivals(group, self.received, cuts, peers)
         summed = arrivals.together(lambda begin, end: squares.extend(self._sum(begin, end)))
         for begin, end in cuts:
             for peer in (*peers, rank):
                 _set_scale(self.sent[peer], scale)
                 self._encode_worker(peer, begin, end, scale)
                 if peer != rank:
-                    sends.append(comm.post_send(_piece(self.sent[peer], begin, end), peer, CODE_TAG))
+                    sends.append(group.transport.post_send(_piece(self.sent[peer], begin, end), peer, CODE_TAG))
             _bits(self.received[rank], begin, end).copy_(_bits(self.sent[rank], begin, end))
             summed(end)
         # Rows are filled again in the second phase: all messages of the first have to be complete.
@@ -231,11 +235,11 @@ class _Exchange:
         _wait_all(sends)
         own = self.received[rank]
         _set_scale(own, scale_of(squares, self.chunk))
-        decoded = _Arrivals(comm, self.received, cuts, peers).each(self._decode)
+        decoded = _Arrivals(group, self.received, cuts, peers).each(self._decode)
         for begin, end in cuts:
-            encode(_bits(own, begin, end), self.errors.server[begin:end], _scale(own), threads=comm.threads)
+            encode(_bits(own, begin, end), self.errors.server[begin:end], _scale(own), threads=group.threads)
             piece = _piece(own, begin, end)
-            sends += [comm.post_send(piece, peer, CODE_TAG) for peer in peers]
+            sends += [group.transport.post_send(piece, peer, CODE_TAG) for peer in peers]
             self._decode(rank, begin, end)
             decoded()
         _wait(decoded)
@@ -245,12 +249,12 @@ class _Exchange:
 class _DeviceExchange(_Exchange):
     """An exchange on a device. Messages are in pinned memory; each phase copies them in one piece."""
 
-    def __init__(self, comm: Comm, out: torch.Tensor, errors: OneBitErrors) -> None:
-        self.comm, self.out, self.errors = comm, out, errors
+    def __init__(self, group: Group, out: torch.Tensor, errors: OneBitErrors) -> None:
+        self.group, self.out, self.errors = group, out, errors
         self.chunk = errors.server.numel()
         self.width = SCALE_BYTES + self.chunk // 8
         self.sent, self.received = (
-            pinned(comm.size * self.width, torch.uint8).view(comm.size, self.width) for _ in range(2)
+            pinned(group.size * self.width, torch.uint8).view(group.size, self.width) for _ in range(2)
         )
 
     def _encode(self, rows: torch.Tensor, error: torch.Tensor, scale: float) -> None:
@@ -265,13 +269,13 @@ class _DeviceExchange(_Exchange):
 
     def at_once(self, scale: float) -> None:
         """Compress, send, sum, compress, send, decode."""
-        comm, device = self.comm, self.out.device
+        group, device = self.group, self.out.device
         self._encode(self.sent, self.errors.worker, scale)
-        chunking.all_to_all(comm, self.received.view(-1), self.sent.view(-1))
+        host_collectives.swap_chunks(group, self.received.view(-1), self.sent.view(-1))
         parts = [row[SCALE_BYTES:] for row in self.received.to(device)]
-        squares = add_parts(self.errors.server, parts, [_scale(row) / comm.size for row in self.received])
+        squares = add_parts(self.errors.server, parts, [_scale(row) / group.size for row in self.received])
         self._encode(self.sent[:1], self.errors.server, scale_of(squares, self.chunk))
-        chunking.all_gather(comm, self.received.view(-1), self.sent[0])
+        host_collectives.gather_chunks(group, self.received.view(-1), self.sent[0])
         for rank, row in enumerate(self.received.to(device)):
             part = self.out[rank * self.chunk : (rank + 1) * self.chunk]
             bits = row[SCALE_BYTES : SCALE_BYTES + -(-part.numel() // 8)]
@@ -281,9 +285,9 @@ class _DeviceExchange(_Exchange):
 class _Arrivals:
     """Posted receives of all pieces from all peers; pieces of one peer arrive in order."""
 
-    def __init__(self, comm: Comm, rows: torch.Tensor, cuts: Sequence[tuple[int, int]], peers: Sequence[int]) -> None:
+    def __init__(self, group: Group, rows: torch.Tensor, cuts: Sequence[tuple[int, int]], peers: Sequence[int]) -> None:
         self._cuts, self._peers = cuts, peers
-        self._polls = [[comm.post_recv(_piece(rows[p], *cut), p, CODE_TAG) for cut in cuts] for p in peers]
+        self._polls = [[group.transport.post_recv(_piece(rows[p], *cut), p, CODE_TAG) for cut in cuts] for p in peers]
         self._done = [0] * len(peers)  # pieces that have arrived
         self._used = [0] * len(peers)  # of these, how many were worked on
 

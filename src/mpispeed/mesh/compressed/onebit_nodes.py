@@ -16,7 +16,7 @@ import torch
 
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives import checks
+from mpispeed.mesh.collectives.verbs import flat_view
 from mpispeed.mesh.compressed.onebit import (
     OneBitErrors,
     compressed_all_reduce,
@@ -60,7 +60,7 @@ def compressed_all_reduce_through(
     Raises:
         CommError: the dtype, or `errors` is of another length.
     """
-    flat = checks.flat(outer, x, "compressed_all_reduce_through")
+    flat = flat_view(outer.group, x, "compressed_all_reduce_through")
     require_float(outer, flat)
     _require_fitting(inner, outer, flat.numel(), errors)
     require_together(outer, errors, flat.device)
@@ -68,7 +68,7 @@ def compressed_all_reduce_through(
         compressed_all_reduce(outer, flat, errors, overlapped=overlapped)
         return
     shard = mean_inside(inner, outer, flat)
-    squares = compensate(errors.worker, shard, threads=inner.threads)
+    squares = compensate(errors.worker, shard, threads=inner.group.threads)
     exchange_through(inner, outer, flat, errors, squares, overlapped=overlapped)
 
 
@@ -78,7 +78,7 @@ def mean_inside(inner: Comm, outer: Comm, x: torch.Tensor) -> torch.Tensor:
     Collective over: `inner`.
     Shapes: x [count], in fp32, bf16 or fp16; the result [shard_length], in fp32, with zeros for padding.
     """
-    flat = checks.flat(inner, x, "mean_inside")
+    flat = flat_view(inner.group, x, "mean_inside")
     length = shard_length(flat.numel(), inner.size, outer.size)
     whole = _whole(inner, flat, length)
     if whole is not flat:
@@ -101,7 +101,7 @@ def exchange_through(
     Raises:
         CommError: `errors` is of another length.
     """
-    flat = checks.flat(outer, out, "exchange_through")
+    flat = flat_view(outer.group, out, "exchange_through")
     _require_fitting(inner, outer, flat.numel(), errors)
     require_together(outer, errors, flat.device)
     length = errors.worker.numel()
@@ -123,7 +123,7 @@ def _whole(inner: Comm, flat: torch.Tensor, length: int) -> torch.Tensor:
 def _room(comm: Comm, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A buffer: scratch of the group, or a new one on a device, whose allocator reuses memory in stream order."""
     if device == HOST:
-        return comm.scratch(name, count, dtype)
+        return comm.group.scratch(name, count, dtype)
     return torch.empty(count, dtype=dtype, device=device)
 
 

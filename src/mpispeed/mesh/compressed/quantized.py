@@ -19,7 +19,7 @@ import torch
 
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives import checks
+from mpispeed.mesh.collectives.verbs import flat_view
 from mpispeed.native.block_quant import dequantize, dequantize_sum, quantize, sum_requantize
 from mpispeed.native.codes import Coded, Grid
 
@@ -135,7 +135,7 @@ def quantized_gather_through(comms: Sequence[Comm], out: torch.Tensor, shard: to
         return
     own = Grid(grid.piece, block)
     have = _room(hops[0], "own", own, VALUE_BITS, part.device)
-    quantize(have, part, own, threads=hops[0].threads)
+    quantize(have, part, own, threads=hops[0].group.threads)
     _gather_codes(hops, whole, have, grid)
 
 
@@ -182,7 +182,7 @@ def _gather_codes(hops: Sequence[Comm], whole: torch.Tensor, have: Coded, grid: 
         for target, source in zip(gathered, have, strict=True):
             comm.all_gather(target, source)
         have = gathered
-    dequantize(whole, _moved(have, whole.device), grid, threads=hops[0].threads)
+    dequantize(whole, _moved(have, whole.device), grid, threads=hops[0].group.threads)
 
 
 def quantized_reduce_scatter(
@@ -218,7 +218,7 @@ def quantized_reduce_scatter(
     if not hops:
         part.copy_(whole.float() * scale if scale != 1.0 else whole)
         return
-    threads, beta, place = hops[0].threads, feedback.beta if feedback else 0.0, whole.device
+    threads, beta, place = hops[0].group.threads, feedback.beta if feedback else 0.0, whole.device
     result = part if part.device == place else torch.empty_like(part, device=place)
     coded = _room(hops[0], "sent", grid, SUM_BITS, place)
     error = feedback.error("first", grid, place) if feedback else None
@@ -263,7 +263,7 @@ def reduce_scatter_bytes(count: int, inner: int, outer: int, block: int) -> tupl
 
 
 def _floats(comm: Comm, x: torch.Tensor, where: str) -> torch.Tensor:
-    flat = checks.flat(comm, x, where)
+    flat = flat_view(comm.group, x, where)
     if flat.dtype not in _FLOATS:
         msg = f"{where}: a tensor has dtype {flat.dtype}; use fp32, bf16 or fp16"
         raise CommError(msg)
@@ -283,8 +283,8 @@ def _room(comm: Comm, name: str, grid: Grid, bits: int, device: torch.device) ->
     if device != HOST:
         codes = torch.empty(grid.codes(bits), dtype=_CODES[bits], device=device)
         return Coded(codes, torch.empty(grid.scales, dtype=torch.float32, device=device))
-    codes = comm.scratch(f"codec {name} codes", grid.codes(bits), _CODES[bits])
-    return Coded(codes, comm.scratch(f"codec {name} scales", grid.scales, torch.float32))
+    codes = comm.group.scratch(f"codec {name} codes", grid.codes(bits), _CODES[bits])
+    return Coded(codes, comm.group.scratch(f"codec {name} scales", grid.scales, torch.float32))
 
 
 def _moved(coded: Coded, device: torch.device) -> Coded:

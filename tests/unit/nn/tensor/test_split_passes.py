@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpispeed.base.split_grads import Backlog, put_off, split
-from mpispeed.mesh.backends.solo import SoloComm
+from mpispeed.mesh.backends.solo import solo_comm
 from mpispeed.nn.tensor import ColumnLinear, RowLinear, VocabLinear
 
 MADE = {
@@ -19,7 +19,7 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 def test_weight_gradients_are_put_off_and_have_the_same_bits(name):
     torch.manual_seed(1)
-    layer, x = MADE[name](SoloComm()), torch.randn(3, 5, 6, requires_grad=True)
+    layer, x = MADE[name](solo_comm()), torch.randn(3, 5, 6, requires_grad=True)
     layer(x).square().sum().backward()
     expected = {id(param): param.grad for param in layer.parameters()}
     layer.zero_grad()

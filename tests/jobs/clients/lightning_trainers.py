@@ -1,20 +1,48 @@
-"""Runs of Lightning's Trainer with the strategy of this library: fit, validate, test, save, resume."""
+"""Lightning's Trainer with the strategy of this library: fit, validate, test, save on two ranks, resume on three."""
 
-import json
 import logging
-import sys
 import warnings
-from pathlib import Path
+from functools import partial
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import mpispeed
 from mpispeed.lightning import MpispeedStrategy
 
-ROWS, BATCH, STEPS, CLIP = 48, 12, 8, 0.3
+ROWS, BATCH, CLIP = 48, 12, 0.3
 """Rows of an epoch and of a step; two epochs."""
+
+SAVED = (1, 3)
+"""Stages whose runs on two ranks are saved after each epoch and resumed on three."""
+
+
+def cases(place):
+    """Name -> case, for this number of ranks."""
+    if place.ranks == 2:
+        return {
+            "lightning plain": plain,
+            **{f"lightning {stage}": partial(fit, place, stage) for stage in range(4)},
+            "lightning name": partial(run, place.own / "name", 2, "mpispeed", accumulate=1),
+            "lightning bf16": partial(fit_bf16, place),
+        }
+    if place.ranks == 3:
+        return {f"lightning resumed {stage}": partial(resume, place, stage) for stage in SAVED}
+    return {}
+
+
+def fit(place, stage):
+    strategy = MpispeedStrategy(config=config(stage))
+    return run(place.folder / f"lightning{stage}", place.ranks, strategy, save=stage in SAVED)
+
+
+def fit_bf16(place):
+    return run(place.own / "bf16", place.ranks, MpispeedStrategy(stage=3), precision="bf16-mixed")
+
+
+def resume(place, stage):
+    start = place.folder / f"lightning{stage}" / "epoch=0.ckpt"
+    return run(place.own / "on", place.ranks, MpispeedStrategy(config=config(stage)), resume_from=str(start))
 
 
 def data():
@@ -58,8 +86,10 @@ def steps_of(model, accumulate):
     return parts.mean(1).tolist()
 
 
-def run(folder, ranks, strategy, accumulate=2, resume=None, save=False, epochs=2, **settings):
+def run(folder, ranks, strategy, accumulate=2, resume_from=None, save=False, epochs=2, **settings):
     """Twelve rows a step on any number of ranks: Lightning shuffles, and gives each rank its part."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     micro = BATCH // ranks // accumulate
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1) if save else None
     trainer = Trainer(
@@ -70,7 +100,7 @@ def run(folder, ranks, strategy, accumulate=2, resume=None, save=False, epochs=2
     model = Model()
     loader = torch.utils.data.DataLoader(data(), batch_size=micro)
     other = torch.utils.data.DataLoader(data(), batch_size=ROWS // 12)
-    trainer.fit(model, loader, other, ckpt_path=resume)
+    trainer.fit(model, loader, other, ckpt_path=resume_from)
     fitted = {"losses": steps_of(model, accumulate), "val": float(trainer.callback_metrics["val"])}
     found = {**fitted, "rate": model.rates[-1], "ranks": trainer.world_size, "step": trainer.global_step}
     found["validated"] = trainer.validate(model, other, verbose=False)[0]["val"]
@@ -96,30 +126,5 @@ def plain():
         return {"losses": losses, "val": model.error(rows[:]).item()}
 
 
-def config(stage, **more):
-    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **more}
-
-
-def main(what, folder):
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    ranks = mpispeed.init_distributed().size
-    found = {}
-    if what == "fits":
-        for stage in range(4):
-            strategy = MpispeedStrategy(config=config(stage))
-            found[f"stage {stage}"] = run(folder / f"stage{stage}", ranks, strategy, save=stage in (1, 3))
-        found["name"] = run(folder / "name", ranks, "mpispeed", accumulate=1)
-        found["bf16"] = run(folder / "bf16", ranks, MpispeedStrategy(stage=3), precision="bf16-mixed")
-    else:
-        for stage in (1, 3):
-            start = folder / f"stage{stage}" / "epoch=0.ckpt"
-            strategy = MpispeedStrategy(config=config(stage))
-            found[f"stage {stage}"] = run(folder / "on", ranks, strategy, resume=str(start))
-    if mpispeed.comm.get_rank() == 0:
-        found["plain"] = plain()
-        (folder / f"found{ranks}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+def config(stage):
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}

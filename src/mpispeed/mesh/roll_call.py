@@ -9,12 +9,12 @@ import torch
 
 from mpispeed.base.errors import CommError
 from mpispeed.base.units import format_ranks
-from mpispeed.mesh.collectives.call import Call
-from mpispeed.mesh.collectives.checks import ROLL_CALL_TAG
-from mpispeed.mesh.collectives.work import Poll, nap_until
+from mpispeed.mesh.collectives.group import Call
+from mpispeed.mesh.collectives.transport import ROLL_CALL_TAG, Poll
+from mpispeed.mesh.collectives.work import nap_until
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.collectives.nonblocking import Started
+    from mpispeed.mesh.comm import Comm
 
 VERDICT_SECONDS = 10.0
 """Longest way of the verdict from rank 0, beyond its own time-out."""
@@ -24,7 +24,7 @@ _UNDER_WAY: list[tuple[Poll, torch.Tensor]] = []
 on their order, so they stay posted."""
 
 
-def monitored_barrier(comm: Started, timeout_seconds: float) -> None:
+def monitored_barrier(comm: Comm, timeout_seconds: float) -> None:
     """Return when all ranks have called.
 
     Rank 0 tells the others that it has come, waits for a message from each, and tells all who was there; a rank that
@@ -38,7 +38,7 @@ def monitored_barrier(comm: Started, timeout_seconds: float) -> None:
     if comm.size == 1:
         return
     _UNDER_WAY[:] = [(poll, x) for poll, x in _UNDER_WAY if not poll()]
-    with Call(comm, "barrier", 0):
+    with Call(comm.group, "barrier", 0):
         has_come = (_ask if comm.rank == 0 else _answer)(comm, timeout_seconds)
     missing = [comm.ranks[i] for i, came in enumerate(has_come.tolist()) if not came]
     if missing:
@@ -49,12 +49,12 @@ def monitored_barrier(comm: Started, timeout_seconds: float) -> None:
         raise CommError(msg)
 
 
-def _ask(comm: Started, timeout_seconds: float) -> torch.Tensor:
+def _ask(comm: Comm, timeout_seconds: float) -> torch.Tensor:
     """Who has come, asked by rank 0. Shapes: [size]."""
-    others, group = range(1, comm.size), comm.started
+    others, transport = range(1, comm.size), comm.started.group.transport
     here, marks = torch.ones(1, dtype=torch.uint8), torch.zeros(comm.size, 1, dtype=torch.uint8)
-    greetings = [(group.post_send(here, rank, ROLL_CALL_TAG), here) for rank in others]
-    late = {rank: group.post_recv(marks[rank], rank, ROLL_CALL_TAG) for rank in others}
+    greetings = [(transport.post_send(here, rank, ROLL_CALL_TAG), here) for rank in others]
+    late = {rank: transport.post_recv(marks[rank], rank, ROLL_CALL_TAG) for rank in others}
 
     def all_came() -> bool:
         for rank in [rank for rank, poll in late.items() if poll()]:
@@ -64,20 +64,24 @@ def _ask(comm: Started, timeout_seconds: float) -> torch.Tensor:
     nap_until(all_came, timeout_seconds)
     has_come = torch.ones(comm.size, dtype=torch.uint8)
     has_come[list(late)] = 0
-    verdicts = [(group.post_send(has_come, rank, ROLL_CALL_TAG), has_come) for rank in others]
+    verdicts = [(transport.post_send(has_come, rank, ROLL_CALL_TAG), has_come) for rank in others]
     _UNDER_WAY.extend((poll, marks) for poll in late.values())
     _UNDER_WAY.extend(_open([*greetings, *verdicts], 0.0 if late else VERDICT_SECONDS))
     return has_come
 
 
-def _answer(comm: Started, timeout_seconds: float) -> torch.Tensor:
+def _answer(comm: Comm, timeout_seconds: float) -> torch.Tensor:
     """Who has come, as rank 0 says. Shapes: [size]."""
-    group, here, greeting = comm.started, torch.ones(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    transport, here, greeting = (
+        comm.started.group.transport,
+        torch.ones(1, dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.uint8),
+    )
     has_come = torch.zeros(comm.size, dtype=torch.uint8)
-    sent = group.post_send(here, 0, ROLL_CALL_TAG), here
+    sent = transport.post_send(here, 0, ROLL_CALL_TAG), here
     messages = [
-        (group.post_recv(greeting, 0, ROLL_CALL_TAG), greeting),
-        (group.post_recv(has_come, 0, ROLL_CALL_TAG), has_come),
+        (transport.post_recv(greeting, 0, ROLL_CALL_TAG), greeting),
+        (transport.post_recv(has_come, 0, ROLL_CALL_TAG), has_come),
     ]
     # Rank 0 may come as late as its greeting is waited for, and takes as long again to its verdict.
     for (poll, _), seconds in zip(messages, (timeout_seconds, timeout_seconds + VERDICT_SECONDS), strict=True):

@@ -12,10 +12,11 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -39,7 +40,7 @@ _POSTED_AT = int(form.ROW.fields["posted"][1])  # type: ignore[index]
 _SEQ_MASK = (1 << 63) - 1
 
 _PASSED_OVER = ("/torch/", "/mpi4py/", "/contextlib.py", "/threading.py", "/runpy.py", "/concurrent/")
-_OWN = str(Path(__file__).resolve().parents[2]) + os.sep
+_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 
 _THREADS: dict[int, int] = {}
 """By a thread's number: 1 + the channel that is its own."""
@@ -269,9 +270,9 @@ class FlightRecorder:
         """True if the watchdog has told this rank to end."""
         return bool(self.header["order"][0] != form.Order.NONE)
 
-    def steps(self, count: int) -> None:
-        """Note that a step of training has ended."""
-        self.header["step"] = count
+    def note_step(self, event: Mapping[str, Any]) -> None:
+        """Note that a step of training has ended, `event["global_step"]`."""
+        self.header["step"] = event["global_step"]
         self.header["step_at"] = time.monotonic()
 
 
