@@ -111,9 +111,9 @@ def _status() -> dict[str, int]:
 def _accounted(engine: Any) -> dict[str, int]:
     params, optimization = engine.parts.params, engine.parts.optimization
     return {
-        "parameters": params.param_bytes,
-        "masters": params.master_bytes,
-        "gradients": optimization.grads.rest_bytes,
+        "parameters": params.shards.param_bytes,
+        "masters": params.shards.master_bytes,
+        "gradients": optimization.grads.shards.rest_bytes,
         "optimizer_state": optimization.states.state_bytes,
     }
 

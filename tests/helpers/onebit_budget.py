@@ -48,10 +48,10 @@ def held_bytes(engine: Any) -> dict[str, int]:
     coded = optimization.onebit
     errors = sum(one.nbytes for one in coded.errors.values())
     return {
-        "parameters": parts.param_bytes,
-        "masters": parts.master_bytes,
+        "parameters": parts.shards.param_bytes,
+        "masters": parts.shards.master_bytes,
         "optimizer state": optimization.states.state_bytes,
-        "gradients": optimization.grads.rest_bytes,
+        "gradients": optimization.grads.shards.rest_bytes,
         "1-bit errors": errors,
         "1-bit momentum": coded.nbytes - errors,  # this model has no element without a gradient
     }

@@ -76,7 +76,7 @@ def states_of(engine: Any) -> dict[str, torch.Tensor]:
     """Copies of masters, states and errors of this rank."""
     parts, found = engine.parts, {}
     for unit in parts.table.units:
-        found[f"{unit.index} master"] = parts.params.master(unit).clone()
+        found[f"{unit.index} master"] = parts.params.shards.master(unit).clone()
         for slot, tensor in parts.optimization.states.of(unit).items():
             found[f"{unit.index} {slot}"] = tensor.clone()
         errors = parts.optimization.onebit.errors.get(unit.index)

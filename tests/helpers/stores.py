@@ -9,7 +9,9 @@ from torch import nn
 
 from mpispeed.mesh.mesh import Factor, Mesh
 from mpispeed.plan.placements import Placing
-from mpispeed.sharding.grads import Averaging, GradStore
+from mpispeed.sharding.grad_shards import GradShards
+from mpispeed.sharding.grads import GradStore
+from mpispeed.sharding.reducers import Averaging, SumChannel, SumGradients
 from mpispeed.sharding.units import plan_units
 from mpispeed.store.placement import Placement
 from mpispeed.store.table import Table
@@ -38,17 +40,15 @@ def table_of(model: nn.Module, parts: int) -> Table:
 
 
 def store_of(mesh: Mesh, rest: Placement, target: Placement | None = None, **more: Any) -> GradStore:
-    """A store over `small_model`; `more` overrides the arguments of `GradStore`."""
+    """A store over `small_model`; `more`: a table, and arguments of the objects of which the store is made."""
     size = mesh["data"].size
-    arguments: dict[str, Any] = {
-        "accumulate": torch.float32,
-        "communicate": torch.float32,
-        "averaging": Averaging.of(size),
-        "is_overlapped": False,
-        **more,
-    }
-    table = arguments.pop("table", None) or table_of(small_model(), size)
-    return GradStore(table, mesh, rest=rest, target=target or rest, **arguments)
+    table = more.pop("table", None) or table_of(small_model(), size)
+    accumulate = more.pop("accumulate", torch.float32)
+    shards = GradShards(table, mesh, rest=rest, target=target or rest, accumulate=accumulate)
+    channel = SumChannel.of(mesh, is_overlapped=more.pop("is_overlapped", False))
+    averaging, requires_all = more.pop("averaging", Averaging.of(size)), more.pop("requires_all", False)
+    sums = SumGradients(shards, channel.mesh, averaging, **{"communicate": torch.float32, **more})
+    return GradStore(shards, sums, channel, requires_all=requires_all)
 
 
 def gradient(rank: int, micro: int, entry: Any) -> torch.Tensor:
@@ -71,9 +71,9 @@ def collect(mesh: Mesh, store: GradStore) -> list[torch.Tensor]:
     """Each unit's gradients as one whole buffer, from all ranks' ranges; fails if copies differ."""
     found = []
     for unit in store.table.units:
-        span = store.target_span(unit)
+        span = store.shards.target_span(unit)
         whole = torch.full((unit.layout.padded,), float("nan"))
-        for start, values in mesh["data"].gather_objects((span.start, store.reduced(unit).clone())):
+        for start, values in mesh["data"].gather_objects((span.start, store.shards.reduced(unit).clone())):
             there = whole[start : start + values.numel()]
             assert bool(there.isnan().all()) or torch.equal(there, values.float())
             there.copy_(values)

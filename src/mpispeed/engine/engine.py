@@ -101,7 +101,7 @@ class Engine(Getters):
         self.parts.bus.announce(
             Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training
         )
-        if parts.features.changes_batches:
+        if parts.features.batches:
             inputs, kwargs = parts.features.batch((inputs, kwargs), is_training=self.training)
         if parts.plan.device.type != "cpu":
             inputs, kwargs = move((inputs, kwargs), parts.plan.device)

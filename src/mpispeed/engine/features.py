@@ -116,9 +116,9 @@ class Attached:
     """The features of one engine that are on."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """None are on yet; `batches` are the functions that change inputs of the model."""
         self._hooks: dict[str, Hooks] = {}
-        self._batches: list[Callable[[Any, bool], Any]] = []
+        self.batches: list[Callable[[Any, bool], Any]] = []
 
     def attach(self, context: Context) -> list[tuple[Place, StepPart]]:
         """Attach the rows of the table to a run; returns their parts of a step.
@@ -133,7 +133,7 @@ class Attached:
                 hooks = feature.attach(replace(context, settings=_settings(feature, context.plan)))
             if hooks is not None:
                 self._hooks[feature.name] = hooks
-        self._batches = [hooks.batch for hooks in self._hooks.values() if hooks.batch is not None]
+        self.batches = [hooks.batch for hooks in self._hooks.values() if hooks.batch is not None]
         return [row for hooks in self._hooks.values() for row in hooks.step_parts]
 
     @property
@@ -141,14 +141,9 @@ class Attached:
         """Names of the features that are on."""
         return list(self._hooks)
 
-    @property
-    def changes_batches(self) -> bool:
-        """True if a feature changes inputs of the model."""
-        return bool(self._batches)
-
     def batch(self, inputs: Any, *, is_training: bool) -> Any:
         """The inputs of a forward pass, as features change them."""
-        for change in self._batches:
+        for change in self.batches:
             inputs = change(inputs, is_training)
         return inputs
 

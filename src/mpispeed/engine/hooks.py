@@ -83,4 +83,4 @@ class Context:
         Raises:
             StoreError: on every rank, if a swap file of one cannot be read or written.
         """
-        edit_masters(self.params, edit)
+        edit_masters(self.params.shards, edit)

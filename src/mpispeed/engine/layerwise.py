@@ -54,7 +54,7 @@ class LayerwiseUpdate(Update):
 
     def _sum(self) -> None:
         """Collective over: the axes over which masters are sharded, and the model axis."""
-        self._sums = _sum_in_order(self._mesh[self._params.placement.axes], self._sums)
+        self._sums = _sum_in_order(self._mesh[self._params.shards.placement.axes], self._sums)
         if self._sliced.numel():
             self._sums[self._sliced] = _sum_in_order(self._mesh["model"], self._sums[self._sliced])
 

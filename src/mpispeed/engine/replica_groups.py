@@ -72,9 +72,9 @@ class Sharing:
         """
         for unit in grads.table.units:
             for comm in self._summed_over(unit):
-                values = grads.reduced(unit)
+                values = grads.shards.reduced(unit)
                 comm.all_reduce(values)
-                grads.put_reduced(unit, values)
+                grads.shards.put_reduced(unit, values)
 
     def find_unlike(self, model: nn.Module, kinds: Mapping[int, Kind], group_of: Mapping[int, int]) -> str:
         """A sentence if stages have a tied weight in different parameter groups, or frozen on one only; else "".

@@ -17,8 +17,8 @@ from mpispeed.base import log as logs
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine.facade import EngineOptimizer
-from mpispeed.sharding.norm import global_square_sum
-from mpispeed.sharding.params import find_unbound
+from mpispeed.sharding.grad_shards import global_square_sum
+from mpispeed.sharding.param_shards import find_unbound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,7 +91,7 @@ class CheckParams:
     """Refuse a step whose result the model would not see."""
 
     def __init__(self, params: ParamStore) -> None:
-        self._params = params
+        self._shards = params.shards
 
     def __call__(self, ctx: StepContext) -> None:
         """Local.
@@ -99,7 +99,7 @@ class CheckParams:
         Raises:
             UsageError: a parameter was given other data than the engine's.
         """
-        name = find_unbound(self._params)
+        name = find_unbound(self._shards)
         if name:
             msg = (
                 f"parameter {name!r} was given other data (param.data = ...) after initialize, which training would "
@@ -131,12 +131,12 @@ class MeasureNorm:
         """
         passes = math.nan if self._counters.has_failed else float(self._counters.pending_backwards)
         total, everyone = global_square_sum(
-            self._mesh, self._grads, threads=ctx.threads, counts=self._counts, note=passes
+            self._mesh, self._grads.shards, threads=ctx.threads, counts=self._counts, note=passes
         )
         if any(map(math.isnan, everyone)):
             raise BatchFailed
         self._look_for_passes(everyone)
-        if self._grads.is_local:
+        if self._grads.shards.is_local:
             total /= self._mesh["data"].size
         ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
         ctx.skip = not math.isfinite(total)

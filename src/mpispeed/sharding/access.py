@@ -54,11 +54,11 @@ class _Found:
     @property
     def common(self) -> Span:
         """The range of the unit's buffer that belongs to the parameter and whose masters are here."""
-        return self.place.entry.span.intersect(self.store.span(self.place.unit))
+        return self.place.entry.span.intersect(self.store.shards.span(self.place.unit))
 
     def own(self, held: torch.Tensor) -> torch.Tensor:
         """The parameter's part of a tensor over the range of the masters."""
-        return held[self.common.shifted(-self.store.span(self.place.unit).start).slice]
+        return held[self.common.shifted(-self.store.shards.span(self.place.unit).start).slice]
 
     def own_of(self, value: torch.Tensor) -> torch.Tensor:
         """The part of a flat whole value that belongs here."""
@@ -91,7 +91,7 @@ def get_full_fp32_params(params: Iterable[nn.Parameter]) -> list[torch.Tensor | 
     Raises:
         UsageError: no engine has one of the parameters.
     """
-    return _collect([find_place(param) for param in params], ParamStore.master)
+    return _collect([find_place(param) for param in params], lambda store, unit: store.shards.master(unit))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor, *, refresh: bool = False) -> None:
@@ -110,17 +110,17 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor, *, refres
     if found is None:
         return
     store, unit, entry = found.store, found.place.unit, found.place.entry
-    flat = _flat(found, value, entry.numel).to(store.dtypes(unit)[1])
-    master = store.master(unit)
+    flat = _flat(found, value, entry.numel).to(store.shards.dtypes(unit)[1])
+    master = store.shards.master(unit)
     found.own(master).copy_(found.own_of(flat))
-    store.put_master(unit, master)
-    if not refresh and store.low_precision(unit) is not None:
+    store.shards.put_master(unit, master)
+    if not refresh and store.shards.low_precision(unit) is not None:
         return
-    rest, held = store.rest(unit), store.rest_span(unit)
+    rest, held = store.shards.rest(unit), store.shards.rest_span(unit)
     common = entry.span.intersect(held)
     rest[common.shifted(-held.start).slice].copy_(flat[common.shifted(-entry.offset).slice])
-    store.put_rest(unit, rest)
-    whole = None if store.prefetcher is None or store.is_resident(unit) else store.prefetcher.settled(unit)
+    store.shards.put_rest(unit, rest)
+    whole = None if store.prefetcher is None or store.shards.is_resident(unit) else store.prefetcher.settled(unit)
     if whole is not None:
         whole[entry.span.slice].copy_(flat)
 
@@ -133,7 +133,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
         StoreError: only on the rank whose swap files cannot be read.
     """
     found = _find_cut(param, "safe_get_local_fp32_param")
-    return None if found is None else found.own(found.store.master(found.place.unit)).clone()
+    return None if found is None else found.own(found.store.shards.master(found.place.unit)).clone()
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -152,13 +152,13 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if found is None:
         return
     store, unit = found.store, found.place.unit
-    master = store.master(unit)
+    master = store.shards.master(unit)
     found.own(master).copy_(_flat(found, value, found.common.numel))
-    store.put_master(unit, master)
-    if store.low_precision(unit) is None:
+    store.shards.put_master(unit, master)
+    if store.shards.low_precision(unit) is None:
         if store.prefetcher is not None:
             store.prefetcher.reshard([unit])
-        store.publish(unit)
+        store.shards.publish(unit)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def get_full_grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
     found = [find_place(param) for param in params]
     for store in _stores(found):
         _finished(store)
-    return _collect(found, lambda store, unit: _grads(store).reduced(unit), are_grads=True)
+    return _collect(found, lambda store, unit: _grads(store).shards.reduced(unit), are_grads=True)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     if found is not None:
         _refuse_coded(found)
         flat, entry, grads = _flat(found, value, found.place.entry.numel), found.place.entry, _finished(found.store)
-        span = entry.span.intersect(grads.target_span(found.place.unit))
+        span = entry.span.intersect(grads.shards.target_span(found.place.unit))
         _put_grad(found, span, flat[span.shifted(-entry.offset).slice])
 
 
@@ -231,7 +231,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     if found is None:
         return None
     grads, unit = _finished(found.store), found.place.unit
-    return grads.reduced(unit)[found.common.shifted(-grads.target_span(unit).start).slice].clone()
+    return grads.shards.reduced(unit)[found.common.shifted(-grads.shards.target_span(unit).start).slice].clone()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -253,9 +253,9 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def _put_grad(found: _Found, span: Span, own: torch.Tensor) -> None:
     """Set a range of the unit's buffer."""
     grads, unit = _finished(found.store), found.place.unit
-    values = grads.reduced(unit)
-    values[span.shifted(-grads.target_span(unit).start).slice].copy_(own)
-    grads.put_reduced(unit, values)
+    values = grads.shards.reduced(unit)
+    values[span.shifted(-grads.shards.target_span(unit).start).slice].copy_(own)
+    grads.shards.put_reduced(unit, values)
 
 
 def _finished(store: ParamStore) -> GradStore:
@@ -381,7 +381,7 @@ def _check_key(found: _Found, key: str) -> None:
 
 def windows_of(state: ZeroState, unit: Unit) -> list[Window]:
     """The windows of a unit on this rank."""
-    update_windows = UpdateWindows(state.params, state.grads, state.states, state.rule)
+    update_windows = UpdateWindows(state.params.shards, state.grads.shards, state.states, state.rule)
     return list(update_windows.windows_of(unit, state.groups, 0))
 
 
@@ -390,7 +390,7 @@ def state_held(store: ParamStore, unit: Unit, key: str) -> torch.Tensor:
     state = state_of(store)
     if state is not None and key in state.states.slots:
         return state.states.of(unit)[key]
-    master, start = store.master(unit), store.span(unit).start
+    master, start = store.shards.master(unit), store.shards.span(unit).start
     held = torch.zeros_like(master)
     if state is not None and isinstance(state.rule, KeepsState):
         for window in windows_of(state, unit):
@@ -409,7 +409,7 @@ def _put_state(found: _Found, own: torch.Tensor, key: str) -> None:
     if state is not None and key in state.states.slots:
         state.states.put(unit, {key: held})
     if state is not None and isinstance(state.rule, KeepsState):
-        start = store.span(unit).start
+        start = store.shards.span(unit).start
         for window in windows_of(state, unit):
             span = Span(window.key[2], window.key[2] + window.master.numel())
             if span.intersect(found.common).numel:
@@ -478,7 +478,7 @@ def _collect(found: Sequence[_Found | None], held: Held, *, are_grads: bool = Fa
             unit = units[index]
             part = _read(held, store, unit)
             full = store.arena.take(unit.layout.padded, part.dtype)
-            source = REPLICATED if are_grads and _grads(store).is_local else store.placement
+            source = REPLICATED if are_grads and _grads(store).shards.is_local else store.shards.placement
             all_gather_into(store.mesh, full, part, source, REPLICATED, unit.layout.padded)
             for place, at in mine:
                 if place.unit is unit:

@@ -36,13 +36,13 @@ class AveragedGradients(Mapping[int, "list[torch.Tensor]"]):
         if grads is None or group not in range(self._groups):
             raise KeyError(group)
         grads.pause()
-        grads.drain()
+        grads.shards.drain()
         found = []
         for unit in grads.table.units:
-            span, values = grads.target_span(unit), None
+            span, values = grads.shards.target_span(unit), None
             for entry, common in unit.layout.overlaps(span):
                 if entry.group == group and common.numel:
-                    values = grads.reduced(unit) if values is None else values
+                    values = grads.shards.reduced(unit) if values is None else values
                     part = values[common.shifted(-span.start).slice]
                     found.append(part.view(entry.shape) if common == entry.span else part)
         return found

@@ -19,6 +19,7 @@ from mpispeed.sharding.module_hooks import ModuleHooks
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 from mpispeed.sharding.params import ParamStore
 from mpispeed.sharding.sharded_init import ShardedInit, find_init_shard
+from mpispeed.sharding.update_windows import take_edited
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait, Work
@@ -128,7 +129,7 @@ class _OfStore:
         finally:
             prefetcher = self._store.prefetcher
             if prefetcher is not None and not is_kept:
-                prefetcher.reshard(unit for unit in self._units if not self._store.is_resident(unit))
+                prefetcher.reshard(unit for unit in self._units if not self._store.shards.is_resident(unit))
 
     def _check(self) -> None:
         for param, place in self._params:
@@ -137,8 +138,8 @@ class _OfStore:
     def _keep(self, param: nn.Parameter, place: Place, root: int, failures: Failures) -> None:
         """Keep the values of rank `root` for `param`, which may have been given other memory."""
         store, unit, entry = self._store, place.unit, place.entry
-        if store.is_resident(unit):
-            whole: torch.Tensor | None = store.rest(unit)
+        if store.shards.is_resident(unit):
+            whole: torch.Tensor | None = store.shards.rest(unit)
         else:
             whole = None if store.prefetcher is None else store.prefetcher.full(unit)
         if whole is None:
@@ -156,7 +157,7 @@ class _OfStore:
         store.wait(work, told)
         # With swap files a failure is raised only after all ranks have exchanged it.
         with failures.kept() if store.tiers.is_swapping else nullcontext():
-            store.take(param)
+            take_edited(store, param)
 
 
 class _OfBirth:

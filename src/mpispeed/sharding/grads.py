@@ -3,140 +3,100 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from mpispeed.base.errors import UsageError
 from mpispeed.base.units import format_list
-from mpispeed.sharding.grad_buffers import GradBuffers
-from mpispeed.sharding.reducers import Backlog, PlainReducer, Reducer, limit_of
-from mpispeed.store.arena import Arena
-from mpispeed.store.tiers import GRAD, IN_MEMORY, Tiers
-from mpispeed.store.transfers import remaining_axes
+from mpispeed.sharding.reducers import Backlog, Held, UnitGradient, limit_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mpispeed.mesh.collectives.work import Wait, Work
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.sharding.grad_shards import GradShards
+    from mpispeed.sharding.reducers import Reduction, SumChannel, SumGradients
     from mpispeed.store.layout import Entry
-    from mpispeed.store.placement import Placement
     from mpispeed.store.table import Table, Unit
-
-PARTIAL_AXES = ("data",)
-"""Each data-parallel rank sees its own samples, so raw gradients are partial sums over this axis."""
 
 NAMES_SHOWN = 8
 
-
-@dataclass(slots=True)
-class _UnitState:
-    """Progress of a unit in the current micro-step and since the last clear."""
-
-    bucket: torch.Tensor | None = None  # where gradients land in this micro-step
-    views: dict[str, torch.Tensor] = field(default_factory=dict)  # the bucket's part of each entry, made when asked for
-    landed: set[str] = field(default_factory=set)  # entries that arrived in this micro-step
-    written: set[str] = field(default_factory=set)  # entries that hold a value since the last clear
-    seen: set[str] = field(default_factory=set)  # entries that got a gradient since the last clear
-    is_launched: bool = False  # all that landed in this micro-step is in a sum over ranks
-    holds_sum: bool = False  # the accumulator at rest holds sums over ranks, all or the inner ones
-    is_averaged: bool = False  # it holds sums over all ranks, averaged
-    carried: torch.Tensor | None = None  # a finished sum that gradients of a later backward add to
-    work: Work | None = None
+_CODED_ALREADY = (
+    "a backward pass after the gradients of this step were coded: with overlap_comm a 1-bit optimizer takes one "
+    "backward pass at an accumulation boundary; add the losses, or set zero_optimization.overlap_comm to false"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Averaging:
-    """Factors around the sum over ranks: `g = after * sum(before * g)`; their product is 1 / ranks by default."""
+class Early(Protocol):
+    """Compresses local gradients unit by unit during backward; `onebit_early.EarlyOneBit` is one."""
 
-    before: float
-    after: float
+    def __call__(self, unit: Unit, grad: torch.Tensor) -> None:
+        """Agree on a unit."""
 
-    @classmethod
-    def of(cls, ranks: int, *, is_prescaled: bool = False, predivide: float = 1.0) -> Averaging:
-        """The factors of `prescale_gradients` and `gradient_predivide_factor`."""
-        if is_prescaled:
-            return cls(1.0 / ranks, 1.0)
-        return cls(1.0 / predivide, predivide / ranks)
+    def is_ready(self) -> bool:
+        """True if units can be compressed early now."""
+
+    def takes(self, unit: Unit) -> bool:
+        """False for a unit that is compressed later."""
+
+    def has(self, unit: Unit) -> bool:
+        """True if the unit was compressed for the coming update."""
+
+    def end(self, *, is_applied: bool) -> None:
+        """Tell that the update has taken the compressed units, or never will."""
 
 
-class GradStore(GradBuffers):
+class GradStore:
     """Gradients of all units under one placement.
 
     Replicated: micro-steps add into full accumulators, and the sum over ranks is taken once, in the backward pass that
     `begin_backward` was told of. Sharded: every micro-step is summed over ranks and this rank's shard added to the
-    accumulator. Sharded over a part of the data axes: a micro-step is summed over these, and accumulators are summed
-    over the others once (MiCS, arXiv 2205.00119, two-hop synchronization). `target` is the placement in which the sum
-    is needed: it may be sharded while the gradients are replicated. `finish` sums what is left.
+    accumulator. Sharded over a part of the data axes: sums are completed once, as `SumGradients` says. The target
+    placement of `shards` may be sharded while gradients are replicated. `finish` sums what is left.
+
+    Attributes:
+        shards: the accumulators.
+        is_open: a backward pass runs.
+        has_gradients: a backward pass has ended since the last clear.
+        reduces_now: units are summed in this backward pass.
     """
 
+    early: Early | None = None
+    _has_several = False  # several backward passes were made over gradients that had been summed
+    is_early = False  # local gradients are coded as they come, by `early`
+
     def __init__(
-        self,
-        table: Table,
-        mesh: Mesh,
-        *,
-        rest: Placement,
-        target: Placement,
-        accumulate: torch.dtype,
-        communicate: torch.dtype | None,
-        averaging: Averaging,
-        is_overlapped: bool,
-        scatters: bool = True,
-        requires_all: bool = False,
-        reducer: Reducer | None = None,
-        wait: Wait | None = None,
-        tiers: Tiers = IN_MEMORY,
-        arena: Arena | None = None,
+        self, shards: GradShards, sums: SumGradients, channel: SumChannel, *, requires_all: bool = False
     ) -> None:
         """Start without gradients.
 
         Args:
-            table: the units.
-            mesh: the ranks.
-            rest: placement of the accumulators.
-            target: placement of the sums; `rest` itself, or any sharded one if `rest` is replicated.
-            accumulate: dtype of accumulators.
-            communicate: dtype of messages; None: that of each unit's parameters.
-            averaging: factors around the sum over ranks.
-            is_overlapped: sums run beside the backward pass.
-            scatters: False: buckets are all-reduced, and each rank takes its range.
+            shards: the accumulators.
+            sums: carries out sums over ranks.
+            channel: says when they run.
             requires_all: `finish` refuses parameters that got no gradient.
-            reducer: sums a bucket over the axes of sharding (the data axis if replicated); plain sums by default.
-            wait: waits for started sums; if given, sums that are not overlapped are started too, so that it sees them.
-            tiers: the sharded accumulators that are in swap files.
-            arena: gives buckets; its own by default.
         """
-        self.averaging = averaging
-        self._accumulate, self._communicate, self._requires_all = accumulate, communicate, requires_all
-        super().__init__(table, mesh, rest, target, self.dtype, tiers)
-        # A single rank has no peers, but gradients may have to be copied to the host.
-        self.is_overlapped = is_overlapped and (mesh["data"].size > 1 or tiers.is_apart(GRAD))
-        self.arena = Arena(tiers.device) if arena is None else arena
-        outer = remaining_axes(mesh, target, PARTIAL_AXES)
-        self._outer = outer if not rest.is_replicated and mesh.topology.group_size(outer) > 1 else ()
-        partial = target.axes if self._outer else PARTIAL_AXES
-        self._reducer = reducer or PlainReducer(partial, target, scatters=scatters)
-        self._is_started = self.is_overlapped or (wait is not None and mesh["data"].size > 1)
-        self._wait_for: Wait = wait or (lambda work, _: work.wait())
-        self._channel = mesh.channel("grads") if self._is_started else mesh
-        self._states = [_UnitState() for _ in table.units]
-        self._backlog = Backlog(limit_of(unit.layout.padded for unit in table.units))
-        self._next = len(table.units) - 1
-        self.is_open = False  # a backward pass runs
+        self.shards, self.sums, self.table = shards, sums, shards.table
+        self.is_overlapped = channel.is_overlapped
+        self._arena, self._channel, self._requires_all = shards.arena, channel, requires_all
+        self._keeps = not shards.rest.is_replicated  # accumulators are no buckets
+        self._gradients = [UnitGradient(unit.name) for unit in self.table.units]
+        self._backlog = Backlog(limit_of(unit.layout.padded for unit in self.table.units))
+        self._next = len(self.table.units) - 1
+        self.is_open = False
         self._factor = 1.0
-        self.has_gradients = False  # a backward pass has ended since the last clear
+        self.has_gradients = False
         self._is_due = True
         self.reduces_now = True
         self.is_given_up = False  # gradients may be missing: they are going to be dropped
 
-    def dtype(self, unit: Unit) -> torch.dtype:
-        """The dtype in which gradients of the unit are accumulated."""
-        return torch.float64 if unit.dtype == torch.float64 else self._accumulate
-
     # -- one micro-step ------------------------------------------------------------------------------------
+
+    def expect(self, *, is_local: bool, early: Early | None) -> None:
+        """Prepare for one update; gradients stay this rank's own if `is_local`, and `early` may compress them."""
+        self.shards.is_local, self.early, self.is_early = is_local, early, False
 
     def begin_backward(self, *, reduces: bool, factor: float = 1.0) -> None:
         """Prepare for one backward pass.
@@ -146,23 +106,31 @@ class GradStore(GradBuffers):
             factor: for gradients whose loss was not multiplied by it.
         """
         self._factor = factor
-        self._choose_early(is_again=reduces and any(state.is_averaged for state in self._states))
-        reduces = reduces and (self.is_early or not self.is_local)
-        self.reduces_now = reduces or not self.rest.is_replicated
+        self._choose_early(is_again=reduces and any(gradient.is_averaged for gradient in self._gradients))
+        reduces = reduces and (self.is_early or not self.shards.is_local)
+        self.reduces_now = reduces or self._keeps
         self.is_open, self._is_due = True, reduces
         self._next = len(self.table.units) - 1
-        for unit, state in zip(self.table.units, self._states, strict=True):
-            state.landed.clear()
-            if state.is_averaged and (self.rest.is_replicated or self._outer):
-                self._carry(unit, state)
-            state.is_launched = False
+        for unit, gradient in zip(self.table.units, self._gradients, strict=True):
+            if gradient.is_averaged and (self.sums.outer or not self._keeps):
+                # Local gradients added to an average would be counted once per rank.
+                self._settle(unit)
+                gradient.put_aside(self.shards.copied(unit))
+            gradient.begin_micro_step()
 
-    def _carry(self, unit: Unit, state: _UnitState) -> None:
-        """Put a sum over ranks aside: local gradients added to it would be counted once per rank."""
-        self._settle(unit, state)
-        state.carried = self.copied(unit)
-        state.written.clear()
-        state.holds_sum = state.is_averaged = False
+    def _choose_early(self, *, is_again: bool) -> None:
+        """Decide if this backward pass compresses units as they come.
+
+        Not in a second pass over the same gradients, nor ever after a script has made such a pass.
+
+        Raises:
+            UsageError: units were compressed already, and no earlier pass has shown that there are several.
+        """
+        if is_again and self.is_early:
+            raise UsageError(_CODED_ALREADY)
+        self._has_several = self._has_several or is_again
+        is_local = self.shards.is_local
+        self.is_early = self.early is not None and is_local and not self._has_several and self.early.is_ready()
 
     def land(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
         """Take one gradient from autograd; starts the unit's reduction when it was the last one missing.
@@ -170,35 +138,39 @@ class GradStore(GradBuffers):
         Raises:
             UsageError: no backward pass was begun, or the unit's gradients are already on their way in this one.
         """
-        state = self._states[unit.index]
-        if not self.is_open or state.is_launched:
+        gradient = self._gradients[unit.index]
+        if not self.is_open or gradient.is_launched:
             raise _untimely(unit, entry, is_open=self.is_open)
-        view = state.views.get(entry.name)
-        if view is None:
-            view = self._bucket(unit, state)[entry.span.slice].view(entry.shape)
-            state.views[entry.name] = view
-        self._reducer.note(unit, entry, grad)
+        self._fill(unit, gradient)
+        self.sums.reducer.note(unit, entry, grad)
         dense = grad if grad.layout == torch.strided else grad.to_dense()
-        _write(view, dense, self._factor, adds=entry.name in state.written)
-        for names in (state.written, state.landed, state.seen):
-            names.add(entry.name)
+        _write(gradient.view(entry), dense, self._factor, adds=entry.name in gradient.written)
+        gradient.land(entry.name)
         if self.reduces_now:
             self._launch_ready()
 
     def has_landed(self, unit: Unit) -> bool:
         """True if every gradient of the unit has arrived in this backward pass."""
-        return len(self._states[unit.index].landed) == len(unit.layout.entries)
+        return len(self._gradients[unit.index].landed) == len(unit.layout.entries)
 
-    def _bucket(self, unit: Unit, state: _UnitState) -> torch.Tensor:
-        if state.bucket is None:
-            if self.rest.is_replicated:
-                state.bucket = self.whole(unit)
-            else:
-                state.bucket = self.arena.take(unit.layout.padded, self.wire_dtype(unit))
-                for hole in unit.layout.holes():
-                    state.bucket[hole.slice].zero_()
-                state.written.clear()
-        return state.bucket
+    def _fill(self, unit: Unit, gradient: UnitGradient) -> None:
+        """See to it that the unit has a bucket."""
+        if gradient.bucket is not None:
+            return
+        if not self._keeps:
+            gradient.use(self.shards.whole(unit), is_new=False)
+            return
+        bucket = self._arena.take(unit.layout.padded, self.sums.wire_dtype(unit))
+        for hole in unit.layout.holes():
+            bucket[hole.slice].zero_()
+        gradient.use(bucket, is_new=True)
+
+    def _complement(self, unit: Unit, gradient: UnitGradient) -> None:
+        """Fill the bucket with zeros for gradients that never came."""
+        self._fill(unit, gradient)
+        for entry in unit.layout.entries:
+            if entry.name not in gradient.written:
+                gradient.view(entry).zero_()
 
     def end_backward(self) -> None:
         """Reduce the units that are still waiting, with zeros for gradients that never came.
@@ -210,108 +182,69 @@ class GradStore(GradBuffers):
         if self.reduces_now:
             self._launch_rest()
 
-    def _launch_rest(self) -> None:
-        for unit in reversed(self.table.units):
-            state = self._states[unit.index]
-            if state.is_launched:
-                continue
-            self._launch(unit, state, self._filled(unit, state))
-
-    def _filled(self, unit: Unit, state: _UnitState) -> torch.Tensor:
-        """The bucket, with zeros for gradients that never came."""
-        bucket = self._bucket(unit, state)
-        for entry in unit.layout.entries:
-            if entry.name not in state.written:
-                bucket[entry.span.slice].zero_()
-        return bucket
-
     # -- sums over ranks -------------------------------------------------------------------------------------
 
     def _launch_ready(self) -> None:
         """Start reductions in plan order, last unit first; a unit that is ready early waits for its turn."""
         while self._next >= 0:
             unit = self.table.units[self._next]
-            state = self._states[unit.index]
-            if len(state.landed) < len(unit.layout.entries):
+            if not self.has_landed(unit):
                 return
-            self._launch(unit, state, self._bucket(unit, state))
+            self._fill(unit, self._gradients[unit.index])
+            self._launch(unit)
 
-    def _launch(self, unit: Unit, state: _UnitState, bucket: torch.Tensor) -> None:
+    def _launch_rest(self) -> None:
+        for unit in reversed(self.table.units):
+            gradient = self._gradients[unit.index]
+            if not gradient.is_launched:
+                self._complement(unit, gradient)
+                self._launch(unit)
+
+    def _launch(self, unit: Unit) -> None:
         self._next = unit.index - 1
-        state.is_launched = True
-        state.bucket = None
-        state.views.clear()
-        adds = state.holds_sum and not self.rest.is_replicated
-        completes = self._is_due or not self._outer
-        carried = state.carried if completes else None
-        state.holds_sum, state.is_averaged = True, completes
-        if completes:
-            state.carried = None
+        self._settle(unit)  # of the previous micro-step
+        completes = self._is_due or not self.sums.outer
+        reduction = self._gradients[unit.index].launch(keeps=self._keeps, completes=completes)
         squares = completes and self._is_due
-        self._run(
-            unit, state, lambda: self._reduce(unit, bucket, carried, adds=adds, completes=completes, squares=squares)
-        )
+        self._run(unit, reduction, lambda: self._take(unit, reduction, squares=squares))
 
-    def _run(self, unit: Unit, state: _UnitState, work: Callable[[], None]) -> None:
+    def _take(self, unit: Unit, reduction: Reduction, *, squares: bool) -> None:
+        if self.is_early and reduction.bucket is not None:
+            self._code(unit, reduction.bucket)
+        else:
+            self.sums.take(unit, reduction, squares=squares)
+
+    def _code(self, unit: Unit, values: torch.Tensor) -> None:
+        """Compress local gradients now, unless they are summed over other axes first; their squares are kept."""
+        if self.early is not None and self.early.takes(unit):
+            self.shards.square(unit, values)
+            self.early(unit, values)
+
+    def _run(self, unit: Unit, reduction: Reduction, work: Callable[[], None]) -> None:
         """Do `work` in its turn on the channel, or at once."""
-        if not self._is_started:
+        if not self._channel.is_started:
             work()
+            self._wait_for(unit, reduction)
             return
-        self._settle(unit, state)  # of the previous micro-step
-        self._backlog.add(unit.layout.padded, functools.partial(self._settle, unit, state))
-        state.work = self._channel["data"].start(
+        self._backlog.add(unit.layout.padded, lambda: self._wait_for(unit, reduction))
+        reduction.work = self._channel.mesh["data"].start(
             lambda _: work(),
             "sum",
             label=f"unit {unit.index}",
             describe=lambda: f"the sum of the gradients of {unit.name!r}",
         )
         if not self.is_overlapped:
-            self._settle(unit, state)
+            self._wait_for(unit, reduction)
 
-    def _settle(self, unit: Unit, state: _UnitState) -> None:
+    def _settle(self, unit: Unit) -> None:
         """Wait for the reduction started for `unit`."""
-        if state.work is not None:
-            self._wait_for(state.work, lambda: f"the sum of the gradients of {unit.name!r}")
-            state.work = None
+        reduction = self._gradients[unit.index].reduction
+        if reduction is not None:
+            self._wait_for(unit, reduction)
 
-    def _reduce(
-        self, unit: Unit, bucket: torch.Tensor, carried: torch.Tensor | None, *, adds: bool, completes: bool,
-        squares: bool,
-    ) -> None:  # fmt: skip
-        """Sum a bucket; on the channel's progress thread when overlapped, so it touches only this unit's buffers."""
-        if self.is_early:
-            self._code(unit, bucket)
-            return
-        before, after = self.averaging.before, 1.0 if self._outer else self.averaging.after
-        wire = _scaled(bucket, before, self.wire_dtype(unit), self.arena)
-        target = self.begin(unit, reads=adds)
-        if adds:
-            wide = torch.promote_types(target.dtype, wire.dtype)
-            part = self.arena.take(target.numel(), wide, on_host=target.device.type == "cpu")
-            self._reducer(self._channel, unit, wire, part, after, self.arena)
-            target.add_(part)
-            self.arena.give(part)
-        else:
-            self._reducer(self._channel, unit, wire, target, after, self.arena)
-        if completes:
-            self._complete(unit, target, carried)
-        self.end(unit, target, squares=squares)
-        if wire is not bucket:
-            self.arena.give(wire)
-        if not self.rest.is_replicated:
-            self.arena.give(bucket)
-
-    def _complete(self, unit: Unit, target: torch.Tensor, carried: torch.Tensor | None) -> None:
-        """Sum over the axes along which ranks hold equal ranges, in the accumulator's own dtype."""
-        if self._outer:
-            self._channel[self._outer].all_reduce(target, scale=self.averaging.after)
-        if carried is not None:
-            target.add_(carried)
-
-    def _complete_late(self, unit: Unit, carried: torch.Tensor | None) -> None:
-        target = self.begin(unit, reads=True)
-        self._complete(unit, target, carried)
-        self.end(unit, target, squares=True)
+    def _wait_for(self, unit: Unit, reduction: Reduction) -> None:
+        wait = self._channel.wait
+        reduction.settle(lambda work: wait(work, lambda: f"the sum of the gradients of {unit.name!r}"))
 
     def finish(self, *, codes: bool = True) -> None:
         """Complete all sums over ranks, starting those not started; `codes` says that no more gradients will come.
@@ -322,51 +255,102 @@ class GradStore(GradBuffers):
             UsageError: on every rank, if gradients of all parameters are required and one of a rank is missing.
             StoreError: on every rank, if swapped gradients of one could not be read or written.
         """
-        if not self.is_local or (self.is_early and codes):
+        is_local = self.shards.is_local
+        if not is_local or (self.is_early and codes):
             self._sum_rest()
-        for unit, state in zip(self.table.units if self.is_local else (), self._states, strict=False):
-            if not state.is_averaged:
-                self._filled(unit, state)
+        for unit, gradient in zip(self.table.units if is_local else (), self._gradients, strict=False):
+            if not gradient.is_averaged:
+                self._complement(unit, gradient)
         self._backlog.clear()
-        self.drain()
+        self.shards.drain()
         if self._requires_all:
-            _require_all(self.table, () if self.is_given_up else self._states, self.mesh["data"])
+            _require_all(self.table, () if self.is_given_up else self._gradients, self.shards.mesh["data"])
 
     def _sum_rest(self) -> None:
         self._is_due = True
         self._launch_rest()
         for unit in reversed(self.table.units):
-            state = self._states[unit.index]
-            if not state.is_averaged:
-                carried, state.carried, state.is_averaged = state.carried, None, True
-                self._run(unit, state, functools.partial(self._complete_late, unit, carried))
+            gradient = self._gradients[unit.index]
+            if gradient.held is Held.PART:
+                self._settle(unit)
+                reduction = gradient.complete()
+                self._run(unit, reduction, functools.partial(self._take, unit, reduction, squares=True))
 
     def clear(self) -> None:
         """Forget all gradients; the next one of each parameter overwrites."""
         self._backlog.clear()
         self.has_gradients = self.is_given_up = False
-        self._reducer.forget()
-        self.forget_squares()
-        for index, state in enumerate(self._states):
-            if state.bucket is not None and not self.rest.is_replicated:
-                self.arena.give(state.bucket)
-            self._states[index] = _UnitState()
+        self.sums.reducer.forget()
+        if self.early is not None:
+            self.early.end(is_applied=False)
+        self.shards.forget_squares()
+        for gradient in self._gradients:
+            bucket = gradient.let_go()
+            if bucket is not None and self._keeps:
+                self._arena.give(bucket)
+        self._gradients = [UnitGradient(unit.name) for unit in self.table.units]
 
     def pause(self) -> None:
         """Wait for the sums that were started; afterwards only its stored tensor refers to an accumulator."""
         self._backlog.clear()
-        for state in self._states if self.rest.is_replicated else ():
-            state.bucket = None  # it is the accumulator, and is taken from there again
-            state.views.clear()
+        for gradient in () if self._keeps else self._gradients:
+            gradient.let_go()  # it is the accumulator, and is taken from there again
 
     def rescale(self, factor: float, *, is_overflow: bool) -> None:
         """Tell error feedback that the loss scale was multiplied by `factor`."""
-        self._reducer.adjust(factor, is_overflow=is_overflow)
+        self.sums.reducer.adjust(factor, is_overflow=is_overflow)
+
+
+class GradHooks:
+    """Post-accumulate hooks that hand every finished gradient to a `GradStore` and clear `param.grad`.
+
+    Hooks keep neither this object nor the store alive: once one is gone, gradients stay with their parameters.
+    """
+
+    def __init__(self, table: Table, grads: GradStore, landed: Callable[[Unit], None] | None = None) -> None:
+        """Args: `landed` is called with each unit whose gradients have all arrived."""
+        self._table, self._store, self._landed = table, weakref.ref(grads), landed
+        self._expect: Callable[[], Callable[[], None] | None] = lambda: None
+        # Weak: the garbage collector does not see that autograd holds hooks, and could never collect what they hold.
+        own = weakref.WeakMethod(self._carry)
+
+        def hook(param: torch.Tensor) -> None:
+            if (carry := own()) is not None:
+                carry(param)
+
+        self._handles = [param.register_post_accumulate_grad_hook(hook) for param, _ in table.places()]
+
+    def deliver(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Hand on a gradient that autograd did not put into `param.grad`; nothing if `param` is not trained here."""
+        grads, place = self._store(), self._table.find(param)
+        if grads is None or place is None:
+            return
+        grads.land(place.unit, place.entry, grad)
+        if self._landed is not None and grads.has_landed(place.unit):
+            self._landed(place.unit)
+
+    def listen(self, expect: Callable[[], None]) -> None:
+        """Call the method `expect` before each gradient that autograd brings, as long as its object lives."""
+        self._expect = weakref.WeakMethod(expect)
+
+    def remove(self) -> None:
+        """Take all hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _carry(self, param: torch.Tensor) -> None:
+        grad = param.grad
+        if grad is not None and self._store() is not None:
+            param.grad = None  # first: a gradient that is refused must not be added to the next one
+            if (expect := self._expect()) is not None:
+                expect()
+            self.deliver(param, grad)
 
 
 def is_summed(grads: GradStore) -> bool:
     """True if all gradients are there, and summed over ranks or about to be."""
-    return grads.has_gradients and not grads.is_open and all(state.is_averaged for state in grads._states)
+    return grads.has_gradients and not grads.is_open and all(gradient.is_averaged for gradient in grads._gradients)
 
 
 def _write(view: torch.Tensor, grad: torch.Tensor, factor: float, *, adds: bool) -> None:
@@ -392,31 +376,23 @@ def _untimely(unit: Unit, entry: Entry, *, is_open: bool) -> UsageError:
     )
 
 
-def _scaled(bucket: torch.Tensor, factor: float, dtype: torch.dtype, arena: Arena) -> torch.Tensor:
-    """`bucket` times `factor` in `dtype`: in place, or in a buffer of the arena."""
-    if bucket.dtype == dtype:
-        return bucket.mul_(factor) if factor != 1.0 else bucket
-    wire = arena.take(bucket.numel(), dtype)
-    return torch.mul(bucket, factor, out=wire) if factor != 1.0 else wire.copy_(bucket)
-
-
-def _require_all(table: Table, states: Sequence[_UnitState], comm: Comm) -> None:
+def _require_all(table: Table, gradients: Sequence[UnitGradient], comm: Comm) -> None:
     """Collective over: the group.
 
     Raises:
         UsageError: on every rank, if a parameter of one got no gradient since the last clear.
     """
-    missing = _missing_sentence(table, states)
+    missing = _missing_sentence(table, gradients)
     comm.agree(not missing, missing, UsageError)
 
 
-def _missing_sentence(table: Table, states: Sequence[_UnitState]) -> str:
+def _missing_sentence(table: Table, gradients: Sequence[UnitGradient]) -> str:
     """Names of parameters without a gradient since the last clear, as a sentence; empty if there are none."""
     names = [
         entry.name
-        for unit, state in zip(table.units, states, strict=False)  # no states: nothing is asked for
+        for unit, gradient in zip(table.units, gradients, strict=False)  # no gradients: nothing is asked for
         for entry in unit.layout.entries
-        if entry.name not in state.seen
+        if entry.name not in gradient.seen
     ]
     if not names:
         return ""

@@ -18,7 +18,8 @@ from torch import nn
 from mpispeed.base.errors import UsageError
 from mpispeed.sharding import sharded_param
 from mpispeed.sharding.leaf_calls import LeafCall, LeafCalls
-from mpispeed.sharding.params import ParamStore, find_edited
+from mpispeed.sharding.param_shards import find_edited
+from mpispeed.sharding.params import ParamStore
 
 if TYPE_CHECKING:
     from mpispeed.sharding.module_units import ModuleUnits
@@ -93,7 +94,7 @@ class ModuleHooks:
 
     def __init__(self, prefetcher: Prefetcher, users: Sequence[ModuleUnits]) -> None:
         self._prefetcher = prefetcher
-        self._table = prefetcher.params.table
+        self._table = prefetcher.shards.table
         self._units: dict[int, tuple[Unit, ...]] = {}
         self._names: dict[int, str] = {}
         self._module_hooks: list[_Frame] = []
@@ -126,7 +127,7 @@ class ModuleHooks:
         """Fetch `units` too whenever `module` runs."""
         if id(module) not in self._names:
             self._watch(module, "", ())
-        known, is_whole = self._units[id(module)], self._prefetcher.params.is_resident
+        known, is_whole = self._units[id(module)], self._prefetcher.shards.is_resident
         self._units[id(module)] = known + tuple(unit for unit in units if unit not in known and not is_whole(unit))
 
     def drop_external(self, module: nn.Module, units: Sequence[Unit]) -> None:
@@ -183,7 +184,7 @@ class ModuleHooks:
         if frame.saving is not None:
             frame.saving.__exit__()
         # Modules recomputed in backward are used by that backward right afterwards.
-        edited = next((name for unit in frame.units if (name := find_edited(self._prefetcher.params, unit))), "")
+        edited = next((name for unit in frame.units if (name := find_edited(self._prefetcher.shards, unit))), "")
         self._prefetcher.unhold(frame.units, reshards=not in_backward())
         if edited:
             self._prefetcher.reshard(frame.units)
@@ -254,7 +255,7 @@ class ModuleHooks:
         if index is None:
             return None
         unit = self._table.all_units[index]
-        return unit if tensor.dtype == self._prefetcher.params.dtypes(unit)[0] else None
+        return unit if tensor.dtype == self._prefetcher.shards.dtypes(unit)[0] else None
 
     def leaf_call(self, unit: Unit) -> LeafCall | None:
         """The running call of a leaf that has `unit`."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.sharding.params import ParamStore
+    from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.sharding.update_windows import StateStore
     from mpispeed.store.layout import Entry
     from mpispeed.store.table import Unit
@@ -30,7 +30,7 @@ class Momenta:
         masks: True where a group's mask says 0, by unit; None where no group of it has one.
     """
 
-    def __init__(self, mesh: Mesh, params: ParamStore, states: StateStore, groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, mesh: Mesh, params: ParamShards, states: StateStore, groups: Sequence[dict[str, Any]]) -> None:
         """Raises ConfigError where a mask does not fit its group."""
         self._mesh, self._params, self._states = mesh, params, states
         found = {unit.index: _mask(unit, groups) for unit in params.table.units}

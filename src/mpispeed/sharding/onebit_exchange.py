@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Window
     from mpispeed.sharding.grads import GradStore
-    from mpispeed.sharding.params import ParamStore
+    from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.sharding.update_windows import StateStore, UpdateWindows
     from mpispeed.store.table import Unit
 
@@ -43,6 +43,7 @@ class OneBitExchange:
 
     Attributes:
         errors: errors of compression by unit; made when a unit is compressed for the first time.
+        step: number of the coming update.
         shows_common: parameters are those that ranks last agreed on, without later local updates.
         sent: bytes that this rank has sent in the exchanges of the last step.
         plain: bytes that sums of the same in fp32 would have sent.
@@ -51,7 +52,7 @@ class OneBitExchange:
     def __init__(
         self,
         mesh: Mesh,
-        params: ParamStore,
+        params: ParamShards,
         grads: GradStore,
         states: StateStore,
         rule: Any,
@@ -73,9 +74,8 @@ class OneBitExchange:
         self.compressor, self._comm = Compressor(mesh, hops, params.tiers.device), mesh["data"]
         self.errors: dict[int, OneBitErrors] = {}
         self._momenta, self._is_prepared = Momenta(mesh, params, states, groups), False
-        self.sent = self.plain = 0
-        self.shows_common = False
-        found = {dtype for unit in params.table.units for dtype in (params.dtypes(unit)[1], grads.dtype(unit))}
+        self.step, self.sent, self.plain, self.shows_common = 1, 0, 0, False
+        found = {dtype for unit in params.table.units for dtype in (params.dtypes(unit)[1], grads.shards.dtype(unit))}
         if found - {torch.float32}:
             odd = ", ".join(sorted(map(str, found - {torch.float32})))
             msg = (
@@ -96,7 +96,7 @@ class OneBitExchange:
         self._grads.expect(is_local=self.kind(step) is not Exchange.GRADIENT, early=self.early)
         if self.early is not None:
             self.early.begin(step)
-        self.sent = self.plain = 0
+        self.step, self.sent, self.plain = step, 0, 0
         self.shows_common = False  # an update fills parameters with local ones
         if self.kind(step) in LOCAL and self.kind(step - 1) not in LOCAL:
             self.clear_errors()  # they were of gradients
@@ -159,7 +159,7 @@ class OneBitExchange:
             self._momenta.look()
             self._prepare(step)
         for unit in self._params.table.units:
-            grad = self._grads.reduced(unit)
+            grad = self._grads.shards.reduced(unit)
             if self.early is None or not self.early.has(unit):
                 self.code(unit, step, multiplier, grad, self.compressor)
             mask = self._momenta.masks[unit.index]
@@ -269,7 +269,7 @@ class OneBitExchange:
             return
         rule = self._drifts
         for unit in self._params.table.units:
-            drift = self._grads.reduced(unit)  # no longer needed, and zero in its holes
+            drift = self._grads.shards.reduced(unit)  # no longer needed, and zero in its holes
             for window, span in self._windows(unit, step):
                 rule.drift(window, drift[span.slice], threads=self._comm.group.threads)
             values = self.compressor.values(self.errors_of(unit), drift.numel())
@@ -336,3 +336,8 @@ class OneBitExchange:
     def nbytes(self) -> int:
         """Bytes of errors and of full momenta on this rank."""
         return self._momenta.nbytes + sum(errors.nbytes for errors in self.errors.values())
+
+
+def is_local(onebit: OneBitExchange | None) -> bool:
+    """True while the model has this rank's own parameters, which differ from those of other ranks."""
+    return onebit is not None and onebit.is_apart(onebit.step - 1) and not onebit.shows_common

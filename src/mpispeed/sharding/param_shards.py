@@ -1,26 +1,30 @@
-"""Shards of parameters and masters on this rank, and the kinds of model states that can leave memory."""
+"""Shards of parameters and masters on this rank, and the gathers that unshard them: plain, in codes, or from copies."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from enum import Enum
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import StoreError
 from mpispeed.sharding import sharded_param
+from mpispeed.sharding.collecting import Collector
+from mpispeed.sharding.quantized import Codes
+from mpispeed.store.arena import Arena
 from mpispeed.store.layout import Span
-from mpispeed.store.transfers import own_span
+from mpispeed.store.placement import REPLICATED, Placement
+from mpispeed.store.stored_tensor import MemoryTensor, StoredTensor
+from mpispeed.store.tiers import IN_MEMORY, MASTER, PARAM, Tiers
+from mpispeed.store.transfers import all_gather_into, own_span
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from torch import nn
-
+    from mpispeed.mesh.collectives.work import Work
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.sharding.gather import UnitGatherer
-    from mpispeed.store.placement import Placement
-    from mpispeed.store.stored_tensor import StoredTensor
+    from mpispeed.store.stored_tensor import Lease
     from mpispeed.store.table import Table, Unit
 
 
@@ -45,77 +49,315 @@ class OffloadStateTypeEnum(str, Enum):
         return self.value
 
 
-class ParamShards:
-    """Parameters and masters that a `ParamStore` holds on this rank, and their bytes."""
+class UnitGather(Protocol):
+    """Carries out a gather, plain or quantized."""
 
-    mesh: Mesh
-    table: Table
-    compute: torch.dtype | None
-    master_dtype: torch.dtype
-    placement: Placement  # of masters
-    _placements: list[Placement]  # of parameters
-    _rest: list[StoredTensor]
-    _masters: list[StoredTensor]
-    _shared: set[int]  # units whose masters are their parameters
-    _gatherer: UnitGatherer
-    away: frozenset[str] = frozenset()  # kinds of states that `engine.offload_states` took away
+    def __call__(
+        self, mesh: Mesh, out: torch.Tensor, shard: torch.Tensor, source: Placement, target: Placement, padded: int
+    ) -> None:
+        """As `store.transfers.all_gather_into`."""
+
+
+class UnitGatherer:
+    """Gathers units; holds second copies and the codes of frozen shards.
+
+    Source: ZeRO++ (arXiv 2306.10209): hpZ: the second copy is taken while a unit is unsharded, and gathers read it
+    until the next update.
+    """
+
+    def __init__(self, mesh: Mesh, *, gather: UnitGather = all_gather_into, second: Placement | None = None) -> None:
+        """Args: `second` is the placement of second copies, a prefix of the placement at rest."""
+        self._mesh, self._gather, self._second = mesh, gather, second
+        self._copies: dict[int, torch.Tensor] = {}
+        self._fresh: set[int] = set()
+        self.codes: dict[int, Codes] = {}
+
+    def start(
+        self, channel: Mesh, unit: Unit, full: torch.Tensor, rest: StoredTensor, source: Placement,
+        reader: Callable[[], str],
+    ) -> Work:  # fmt: skip
+        """Start to fill `full` with the whole unit; `rest` is this rank's shard under `source`.
+
+        Collective over: the axes of `source`, or of the second copy while that is fresh.
+
+        Raises:
+            StoreError: from the work's `wait`, on every rank, if one of them cannot read its shard.
+        """
+        codes, second = self.codes.get(unit.index), self._second
+        copy = self._copies[unit.index] if unit.index in self._fresh else None
+        if copy is not None and second is not None:
+            source = second
+        # Reading begins now, before the channel gets to the gather.
+        lease = rest.lend(0, rest.numel) if copy is None and codes is None else None
+
+        def collect(_: Any) -> None:
+            if copy is not None:
+                all_gather_into(channel, full, copy, source, REPLICATED, unit.layout.padded)
+                return
+            if codes is not None:
+                codes.all_gather_into(channel, full, source, REPLICATED)
+            elif lease is not None:
+                self._gather(channel, full, lease.wait(), source, REPLICATED, unit.layout.padded)
+            if second is not None:
+                self._take(second, unit, full)
+
+        work = channel[source.axes].start(
+            collect,
+            "fetch",
+            label=f"unit {unit.index}",
+            describe=lambda: f"the parameters of {unit.name!r} for {reader()}",
+            ready=partial(_outcome, lease) if lease is not None and rest.is_swapped else None,
+        )
+        if lease is not None:
+            # Also when another rank cannot read its shard.
+            work.after(partial(lease.give_back, changed=False))
+        return work
+
+    def _take(self, second: Placement, unit: Unit, full: torch.Tensor) -> None:
+        part = full[own_span(self._mesh, second, unit.layout.padded).slice]
+        if unit.index in self._copies:
+            self._copies[unit.index].copy_(part)
+        else:
+            with torch.inference_mode(False):  # later gathers write to it outside of that mode
+                self._copies[unit.index] = part.clone()
+        self._fresh.add(unit.index)
+
+    def copy_of(self, unit: Unit) -> tuple[torch.Tensor, Span] | None:
+        """The second copy of a unit while it is fresh, and its range of the flat buffer."""
+        if unit.index not in self._fresh or self._second is None:
+            return None
+        return self._copies[unit.index], own_span(self._mesh, self._second, unit.layout.padded)
+
+    def forget(self, unit: Unit) -> None:
+        """Mark the second copy of `unit` as out of date."""
+        self._fresh.discard(unit.index)
+
+    def drop_copies(self) -> None:
+        """Free second copies."""
+        self._copies.clear()
+        self._fresh.clear()
+
+    @property
+    def second_bytes(self) -> int:
+        """Bytes of second copies on this rank."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of quantized shards on this rank."""
+        return sum(codes.nbytes for codes in self.codes.values())
+
+
+def _outcome(lease: Lease) -> str | None:
+    """State of a lease: None while it is pending, "" once the data are here, else the error."""
+    if not lease.is_ready():
+        return None
+    try:
+        lease.wait()
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+class ParamShards:
+    """Parameters that the model computes with, and their masters: one tensor of each per unit.
+
+    At rest a unit is one tensor: the full flat buffer, of which the parameters are views, or this rank's shard of it,
+    and the parameters are sharded. Where compute and master dtype agree, the master is a slice of that tensor and costs
+    no memory of its own. Frozen units have no masters.
+
+    Attributes:
+        placement: of masters.
+        placements: of parameters at rest, by unit.
+        gatherer: gathers units; has second copies and codes.
+        marks: versions and addresses of the parameters of a unit when it was unsharded.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        mesh: Mesh,
+        *,
+        compute: torch.dtype | None,
+        master: torch.dtype,
+        master_placement: Placement,
+        param_placement: Placement = REPLICATED,
+        second: Placement | None = None,
+        resident: Collection[int] = (),
+        gather: UnitGather = all_gather_into,
+        codes_frozen: bool = False,
+        own_masters: bool = False,
+        tiers: Tiers = IN_MEMORY,
+        collector: Collector | None = None,
+    ) -> None:
+        """Decide where everything will be; `adopt` fills it, unit by unit.
+
+        Args:
+            table: the units.
+            mesh: the ranks.
+            compute: dtype to compute in; None: that of each unit's parameters.
+            master: dtype of masters.
+            master_placement: placement of masters.
+            param_placement: placement of parameters at rest, a prefix of `master_placement`.
+            second: placement of second copies, taken while a unit is unsharded and gathered from until the next update;
+                a prefix of `param_placement`.
+            resident: indices of persistent units, never sharded.
+            gather: carries out gathers.
+            codes_frozen: keep and gather sharded frozen units as 8-bit codes.
+            own_masters: masters have memory of their own even if they have the dtype of the parameters.
+            tiers: the states in swap files; units with parameters there are fetched like sharded ones.
+            collector: brings updated masters to replicated parameters; by all-gathers of whole units by default.
+        """
+        self.table, self.mesh, self.tiers = table, mesh, tiers
+        self.compute, self.master_dtype, self.placement = compute, master, master_placement
+        self.arena, self._codes_frozen, self._own_masters = Arena(tiers.device), codes_frozen, own_masters
+        self.gatherer = UnitGatherer(mesh, gather=gather, second=second)
+        self.collector = collector or Collector(device=tiers.device)
+        self.rests_cut = not param_placement.is_replicated
+        is_cut = mesh.topology.group_size(param_placement.axes) > 1 or tiers.is_apart(PARAM)  # then it is fetched too
+        self.placements = [
+            param_placement if (is_cut and unit.index not in resident) or tiers.holds(PARAM, unit.index) else REPLICATED
+            for unit in table.all_units
+        ]
+        self._rest: list[StoredTensor] = []
+        self._masters: list[StoredTensor] = []
+        self._shared: set[int] = set()  # units whose masters are their parameters
+        self.marks: dict[int, list[tuple[int, int]]] = {}
+
+    def adopt(self, unit: Unit, source: torch.Tensor) -> None:
+        """Keep what is ours of the next unit, in the order of their indices, and make its parameters what they rest as.
+
+        Shapes: source [padded], in the dtype of the unit.
+        """
+        compute, master = self.dtypes(unit)
+        own, span = self.rest_span(unit), self.span(unit)
+        rest = source[own.slice].to(compute, copy=not self.is_resident(unit) and not self.tiers.is_apart(PARAM))
+        if not self.is_resident(unit):
+            rest = self.tiers.bring(PARAM, rest, compute, copies=False)
+        if self._codes_frozen and not unit.is_trainable and not self.is_resident(unit) and Codes.takes(compute):
+            self.gatherer.codes[unit.index] = Codes(rest)
+            rest = rest[:0].clone()
+        self._rest.append(self.tiers.keep(PARAM, unit.index, rest))
+        # Masters of another dtype start from the model as given, before it is rounded to the compute dtype.
+        if not unit.is_trainable:
+            self._masters.append(MemoryTensor(rest[:0].clone()))
+        elif master != compute or self._own_masters or self.tiers.home(MASTER) != rest.device:
+            values = self.tiers.bring(MASTER, source[span.slice], master, copies=True)
+            self._masters.append(self.tiers.keep(MASTER, unit.index, values))
+        else:
+            self._shared.add(unit.index)
+            is_same = own == span and self._rest[-1].is_swapped
+            self._masters.append(self._rest[-1] if is_same else MemoryTensor(rest[span.shifted(-own.start).slice]))
+        if self.is_resident(unit):
+            self.unshard(unit, rest)
+        else:
+            self.reshard(unit)
+
+    # -- the parameters of the model ---------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit, full: torch.Tensor) -> None:
+        """Make the unit's parameters views of `full`. Shapes: full [padded]."""
+        for entry, param in zip(unit.layout.entries, unit.params, strict=True):
+            sharded_param.to_unsharded(param, full[entry.span.slice].view(entry.shape))
+        self.mark(unit)
+
+    def mark(self, unit: Unit) -> None:
+        """Note the versions and addresses of the unit's parameters, to find those that are edited."""
+        self.marks[unit.index] = [(param._version, param.data_ptr()) for param in unit.params]
+
+    def reshard(self, unit: Unit) -> None:
+        """Make the unit's parameters sharded."""
+        for param in unit.params:
+            sharded_param.to_sharded(param, self.dtypes(unit)[0], self.tiers.device)
+
+    def start_gather(self, channel: Mesh, unit: Unit, full: torch.Tensor, reader: Callable[[], str]) -> Work:
+        """Start to fill `full` with the full unit, from the second copy while that is fresh.
+
+        Collective over: the axes over which the unit, or its second copy, is sharded.
+        """
+        source, shard = self.placements[unit.index], self._rest[unit.index]
+        return self.gatherer.start(channel, unit, full, shard, source, reader)
+
+    def collected(self, unit: Unit) -> torch.Tensor:
+        """A copy of the full unit as it is stored, without the rounding of quantized gathers.
+
+        Collective over: the axes over which the unit is sharded; the data axis if it is swapped.
+        Shapes: [padded].
+
+        Raises:
+            StoreError: on every rank, if one cannot read its part from its swap file.
+        """
+        with self.mesh["data"].together(StoreError) if self._rest[unit.index].is_swapped else nullcontext():
+            shard = self.rest(unit)
+        full = torch.empty(unit.layout.padded, dtype=self.dtypes(unit)[0], device=self.tiers.device)
+        all_gather_into(self.mesh, full, shard, self.placements[unit.index], REPLICATED, unit.layout.padded)
+        return full
+
+    def publish(self, unit: Unit) -> None:
+        """Bring updated masters to the parameters; the rule has filled the low-precision copy already.
+
+        Collective over: the axes over which masters are sharded and parameters are not.
+        """
+        self.gatherer.forget(unit)
+        # Swapped parameters have the placement of masters: the update has written them already.
+        if unit.is_trainable and not self._rest[unit.index].is_swapped:
+            rest, own = self._rest[unit.index].get(), self.rest_span(unit)
+            local = rest[self.span(unit).shifted(-own.start).slice]
+            target = self.placements[unit.index]
+            self.collector.collect(self.mesh, rest, local, self.placement, target, unit.layout.padded)
+
+    # -- where things are ----------------------------------------------------------------------------------------
 
     def is_resident(self, unit: Unit) -> bool:
         """True if the unit's parameters are never sharded."""
-        return self._placements[unit.index].is_replicated
+        return self.placements[unit.index].is_replicated
 
     @property
     def is_all_resident(self) -> bool:
         """True if no parameter is ever sharded."""
-        return all(placement.is_replicated for placement in self._placements)
+        return all(placement.is_replicated for placement in self.placements)
 
-    def require(self, kinds: Collection[str], caller: str) -> None:
-        """Check that states of these kinds are here.
+    def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
+        """Compute and master dtype of a unit; fp64 parameters and integers keep theirs throughout."""
+        if unit.dtype == torch.float64 or not unit.dtype.is_floating_point:
+            return unit.dtype, unit.dtype
+        return unit.dtype if self.compute is None else self.compute, self.master_dtype
 
-        Raises:
-            UsageError: `engine.offload_states` took some of them away.
-        """
-        missing = sorted(self.away.intersection(kinds))
-        if missing:
-            msg = (
-                f"{caller} needs {', '.join(missing)}, which engine.offload_states() took away; call "
-                "engine.reload_states() first, on all ranks"
-            )
-            raise UsageError(msg)
+    def rest_span(self, unit: Unit) -> Span:
+        """The range of the unit's flat buffer that this rank holds at rest."""
+        return own_span(self.mesh, self.placements[unit.index], unit.layout.padded)
+
+    def span(self, unit: Unit) -> Span:
+        """The range of the unit's flat buffer whose masters this rank holds; empty for frozen units."""
+        if not unit.is_trainable:
+            return Span(0, 0)
+        return own_span(self.mesh, self.placement, unit.layout.padded)
+
+    # -- values ------------------------------------------------------------------------------------------------------
 
     def stored_shard(self, unit: Unit) -> StoredTensor:
         """The stored tensor of the parameters that this rank holds between uses."""
         return self._rest[unit.index]
 
-    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
-        """A copy of this rank's shard at rest. Local."""
-        self.require((OffloadStateTypeEnum.lp_params,), "param.ds_tensor")
-        unit, common = self._shard(param)
-        return self.rest(unit)[common.shifted(-self.rest_span(unit).start).slice].clone()
+    def rest(self, unit: Unit) -> torch.Tensor:
+        """This rank's shard of the parameters, in compute dtype; a copy where it is quantized or swapped.
 
-    def shard_numel(self, param: nn.Parameter) -> int:
-        """Elements of this rank's shard at rest. Local."""
-        return self._shard(param)[1].numel
+        Shapes: [rest_span(unit).numel].
+        """
+        codes = self.gatherer.codes.get(unit.index)
+        return self._rest[unit.index].get() if codes is None else codes.values()
 
-    def second_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of this rank's part of the second copy; None while there is none or it is out of date. Local."""
-        self.require((OffloadStateTypeEnum.lp_params,), "param.ds_secondary_tensor")
-        place = self.table.locate(param)
-        found = None if place is None else self._gatherer.copy_of(place.unit)
-        if place is None or found is None:
-            return None
-        values, span = found
-        return values[place.entry.span.intersect(span).shifted(-span.start).slice].clone()
+    def put_rest(self, unit: Unit, values: torch.Tensor) -> None:
+        """Set this rank's shard; copies nothing if `values` are what `rest` returned.
 
-    def _shard(self, param: nn.Parameter) -> tuple[Unit, Span]:
-        place = self.table.locate(param)
-        if place is None:
-            sharded_param.refuse(param, "param.ds_tensor")
-        return place.unit, place.entry.span.intersect(self.rest_span(place.unit))
-
-    def drop_second(self) -> None:
-        """Drop second copies; the next gather takes new ones. Equal on all ranks."""
-        self._gatherer.drop_copies()
+        Shapes: values [rest_span(unit).numel].
+        """
+        codes = self.gatherer.codes.get(unit.index)
+        if codes is not None:
+            codes.keep(values)
+        else:
+            self._rest[unit.index].put(values)
+        self.gatherer.forget(unit)
 
     def stored_master(self, unit: Unit) -> StoredTensor:
         """The stored tensor of this rank's masters."""
@@ -128,59 +370,6 @@ class ParamShards:
     def put_master(self, unit: Unit, values: torch.Tensor) -> None:
         """Set the masters here; copies nothing if `values` are what `master` returned from memory."""
         self._masters[unit.index].put(values)
-
-    @property
-    def param_bytes(self) -> int:
-        """Parameters at rest in memory, frozen ones that are in units included."""
-        return sum(rest.memory_bytes for rest in self._rest) + self._gatherer.code_bytes
-
-    @property
-    def second_bytes(self) -> int:
-        """Second copies."""
-        return self._gatherer.second_bytes
-
-    @property
-    def master_bytes(self) -> int:
-        """Masters in memory that are not the parameters themselves."""
-        return sum(stored.memory_bytes for i, stored in enumerate(self._masters) if i not in self._shared)
-
-    def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
-        """Compute and master dtype of a unit; fp64 parameters and integers keep theirs throughout."""
-        if unit.dtype == torch.float64 or not unit.dtype.is_floating_point:
-            return unit.dtype, unit.dtype
-        return unit.dtype if self.compute is None else self.compute, self.master_dtype
-
-    # -- where things are ----------------------------------------------------------------------------------------
-
-    def rest_span(self, unit: Unit) -> Span:
-        """The range of the unit's flat buffer that this rank holds at rest."""
-        return own_span(self.mesh, self._placements[unit.index], unit.layout.padded)
-
-    def span(self, unit: Unit) -> Span:
-        """The range of the unit's flat buffer whose masters this rank holds; empty for frozen units."""
-        if not unit.is_trainable:
-            return Span(0, 0)
-        return own_span(self.mesh, self.placement, unit.layout.padded)
-
-    def rest(self, unit: Unit) -> torch.Tensor:
-        """This rank's shard of the parameters, in compute dtype; a copy where it is quantized or swapped.
-
-        Shapes: [rest_span(unit).numel].
-        """
-        codes = self._gatherer.codes.get(unit.index)
-        return self._rest[unit.index].get() if codes is None else codes.values()
-
-    def put_rest(self, unit: Unit, values: torch.Tensor) -> None:
-        """Set this rank's shard; copies nothing if `values` are what `rest` returned.
-
-        Shapes: values [rest_span(unit).numel].
-        """
-        codes = self._gatherer.codes.get(unit.index)
-        if codes is not None:
-            codes.keep(values)
-        else:
-            self._rest[unit.index].put(values)
-        self._gatherer.forget(unit)
 
     def fill(self, unit: Unit, values: torch.Tensor) -> None:
         """Fill the unit's low-precision copy here, where there is one; masters stay. Local.
@@ -204,3 +393,46 @@ class ParamShards:
         if not unit.is_trainable or unit.index in self._shared:
             return None
         return self._rest[unit.index], self.span(unit).start - self.rest_span(unit).start
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def param_bytes(self) -> int:
+        """Parameters at rest in memory, frozen ones that are in units included."""
+        return sum(rest.memory_bytes for rest in self._rest) + self.gatherer.code_bytes
+
+    @property
+    def second_bytes(self) -> int:
+        """Second copies."""
+        return self.gatherer.second_bytes
+
+    @property
+    def master_bytes(self) -> int:
+        """Masters in memory that are not the parameters themselves."""
+        return sum(stored.memory_bytes for i, stored in enumerate(self._masters) if i not in self._shared)
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Parameters and masters of this rank in swap files."""
+        own = [stored for index, stored in enumerate(self._masters) if index not in self._shared]
+        return sum(stored.file_bytes for stored in (*self._rest, *own))
+
+
+def find_edited(shards: ParamShards, unit: Unit) -> str:
+    """Name of a parameter of `unit` that was edited in place or given other data since it was unsharded, else "".
+
+    Changes through `param.data` are not seen: torch does not count them.
+    """
+    pairs = zip(unit.layout.entries, unit.params, shards.marks.get(unit.index, ()), strict=False)
+    changed = (e.name for e, param, mark in pairs if (param._version, param.data_ptr()) != mark)
+    return next(changed, "")
+
+
+def find_unbound(shards: ParamShards) -> str:
+    """Name of a persistent parameter that does not view its unit's memory any more, else ""."""
+    for unit in shards.table.units:
+        if shards.is_resident(unit):
+            for entry, param, mark in zip(unit.layout.entries, unit.params, shards.marks[unit.index], strict=True):
+                if entry.numel and param.data_ptr() != mark[1]:
+                    return entry.name
+    return ""

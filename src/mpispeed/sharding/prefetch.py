@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait, Work
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.sharding.divergent_fetch import DivergentFetch
-    from mpispeed.sharding.params import ParamStore
+    from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.store.arena import Arena
     from mpispeed.store.table import Unit
 
@@ -55,7 +55,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        params: ParamStore,
+        shards: ParamShards,
         channel: Mesh,
         arena: Arena,
         limits: Limits,
@@ -66,7 +66,7 @@ class Prefetcher:
         """Start with nothing unsharded.
 
         Args:
-            params: the parameters of units.
+            shards: the parameters at rest.
             channel: carries the gathers.
             arena: gives the full buffers.
             limits: budgets.
@@ -74,9 +74,9 @@ class Prefetcher:
             rounds: agreement on the union of wanted units before each fetch; None: all ranks do the same.
         """
         self.rounds = rounds
-        self.params, self.limits, self.tally = params, limits, Tally()
+        self.shards, self.limits, self.tally = shards, limits, Tally()
         self._channel, self._arena, self._wait = channel, arena, wait
-        self._units = params.table.all_units
+        self._units = shards.table.all_units
         self.order = Order([unit.layout.padded for unit in self._units])
         self._full: dict[int, torch.Tensor] = {}
         self._owners: dict[int, int] = {}  # address of a buffer -> index of the unit in it
@@ -86,7 +86,7 @@ class Prefetcher:
         self._ahead: set[int] = set()
         self._recent: list[int] = []
         self._bound: dict[int, set[int]] = {}
-        self._largest = max((u.layout.padded for u in self._units if not params.is_resident(u)), default=0)
+        self._largest = max((u.layout.padded for u in self._units if not shards.is_resident(u)), default=0)
 
     # -- use ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Prefetcher:
         for work in self._works.values():
             work.settle()
         for index in sorted(self._full):
-            self.params.reshard(self._units[index])
+            self.shards.reshard(self._units[index])
         self._works.clear()
         self._full.clear()
         self._owners.clear()
@@ -230,8 +230,8 @@ class Prefetcher:
     def _serve(self, index: int) -> None:
         """Take part in a gather whose result only other ranks need."""
         unit = self._units[index]
-        scratch = self._arena.take(unit.layout.padded, self.params.dtypes(unit)[0])
-        work = self.params.start_gather(self._channel, unit, scratch, lambda: "other ranks")
+        scratch = self._arena.take(unit.layout.padded, self.shards.dtypes(unit)[0])
+        work = self.shards.start_gather(self._channel, unit, scratch, lambda: "other ranks")
         self._wait(work, lambda: f"parameters {unit.name!r}, which another rank needs")
         self._arena.give(scratch)
         self.tally.served += 1
@@ -239,21 +239,21 @@ class Prefetcher:
     # -- one unit --------------------------------------------------------------------------------------------
 
     def _start(self, unit: Unit, reader: Callable[[], str]) -> None:
-        full = self._arena.take(unit.layout.padded, self.params.dtypes(unit)[0])
+        full = self._arena.take(unit.layout.padded, self.shards.dtypes(unit)[0])
         self._full[unit.index] = full
         self._users[unit.index] = _looking_at(full)
         self._owners[full.untyped_storage().data_ptr()] = unit.index
         self.tally.fetches += 1
         self.tally.live_elements += unit.layout.padded
         self.tally.peak_elements = max(self.tally.peak_elements, self.tally.live_elements)
-        self._works[unit.index] = self.params.start_gather(self._channel, unit, full, reader)
+        self._works[unit.index] = self.shards.start_gather(self._channel, unit, full, reader)
 
     def _arrive(self, unit: Unit, reader: Callable[[], str]) -> None:
         self._ahead.discard(unit.index)
         work = self._works.pop(unit.index, None)
         if work is not None:
             self._wait(work, lambda: f"parameters {unit.name!r} for {reader()}")
-            self.params.unshard(unit, self._full[unit.index])
+            self.shards.unshard(unit, self._full[unit.index])
 
     def _release(self, index: int) -> None:
         unit = self._units[index]
@@ -261,7 +261,7 @@ class Prefetcher:
         if work is not None:
             self._wait(work, lambda: f"parameters {unit.name!r}, which are not needed any more")
         else:
-            self.params.reshard(unit)
+            self.shards.reshard(unit)
         if index in self._ahead:
             self._ahead.discard(index)
             self.tally.unused += 1

@@ -89,7 +89,8 @@ class ShardedInit:
             if param is not None and _is_uncut(param):
                 _INIT_SHARD[param] = InitShard(self, f"{type(module).__name__}.{name}", param.numel(), param.dtype)
                 self._keep(param, 0)
-                sharded_param.to_sharded(param, self, param.dtype)
+                sharded_param.to_sharded(param, param.dtype)
+                sharded_param.watch(param, self)
 
     def _keep(self, param: nn.Parameter, root: int) -> None:
         """Give all ranks the values of rank `root`, and keep this rank's shard of them."""
@@ -178,7 +179,8 @@ class ShardedInit:
     def _seal(self, param: nn.Parameter) -> None:
         self._lingering.pop(id(param), None)
         self.live_elements -= _INIT_SHARD[param].numel
-        sharded_param.to_sharded(param, self, param.dtype)
+        sharded_param.to_sharded(param, param.dtype)
+        sharded_param.watch(param, self)
 
     def settle(self, except_for: Sequence[nn.Parameter] = (), *, is_final: bool = False) -> None:
         """Reshard parameters that stray reads have left unsharded, with changes that were made.

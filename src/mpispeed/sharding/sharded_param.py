@@ -136,8 +136,8 @@ class ShardedParam(ParamFacts):
 # -- shard and unshard ---------------------------------------------------------------------------------------------
 
 
-def to_sharded(param: nn.Parameter, owner: Owner, dtype: torch.dtype, device: torch.device | None = None) -> None:
-    """Drop the data of `param`; from now on `owner` answers for it, and its dtype is `dtype`.
+def to_sharded(param: nn.Parameter, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Drop the data of `param`, for which its owner answers; its dtype is `dtype` from now on.
 
     Its device is reported as `device`, by default that of its data.
     """
@@ -147,7 +147,6 @@ def to_sharded(param: nn.Parameter, owner: Owner, dtype: torch.dtype, device: to
     if not issubclass(cls, ShardedParam):
         param.data = _stand_in(dtype, device).expand(shape)
         param.__class__ = _sharded_class(cls)
-    watch(param, owner)
 
 
 def to_unsharded(param: nn.Parameter, data: torch.Tensor) -> None:

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base import device as devices
-from mpispeed.base.errors import StoreError
+from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.optim.exchange import Exchanges
 from mpispeed.optim.rule import KeepsState, Layerwise, Rule, Window
-from mpispeed.sharding.grads import GradStore
-from mpispeed.sharding.params import ParamStore
 from mpispeed.store.layout import Span
 from mpispeed.store.tiers import IN_MEMORY, Tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
+    from torch import nn
+
+    from mpispeed.sharding.grad_shards import GradShards
+    from mpispeed.sharding.grads import GradStore
+    from mpispeed.sharding.param_shards import ParamShards
+    from mpispeed.sharding.params import ParamStore
     from mpispeed.store.stored_tensor import Lease, StoredTensor
     from mpispeed.store.table import Table, Unit
 
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 class StateStore:
     """Optimizer state of this rank: one flat tensor per slot and unit, with the placement of masters."""
 
-    def __init__(self, table: Table, params: ParamStore, slots: Sequence[str], tiers: Tiers = IN_MEMORY) -> None:
+    def __init__(self, table: Table, params: ParamShards, slots: Sequence[str], tiers: Tiers = IN_MEMORY) -> None:
         """Start with zeros. Args: `tiers` says which slots are in swap files."""
         self.slots = tuple(slots)
         self.edits = 0  # how often slots were set by something else than an update
@@ -114,8 +118,8 @@ class UpdateWindows:
 
     def __init__(
         self,
-        params: ParamStore,
-        grads: GradStore,
+        params: ParamShards,
+        grads: GradShards,
         state: StateStore,
         rule: Rule,
         *,
@@ -295,7 +299,7 @@ def _room_beside(master: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return devices.pinned(out.numel(), out.dtype)
 
 
-def edit_masters(params: ParamStore, edit: Callable[[str, torch.Tensor], None]) -> None:
+def edit_masters(params: ParamShards, edit: Callable[[str, torch.Tensor], None]) -> None:
     """Call `edit(name, values)` for this rank's range of each trained parameter, and keep what it changes in place.
 
     `values` is flat, in the dtype of masters; ranges of states in swap files come in several pieces. The low-precision
@@ -312,7 +316,7 @@ def edit_masters(params: ParamStore, edit: Callable[[str, torch.Tensor], None]) 
         params.tiers.settle()
 
 
-def _edit_unit(params: ParamStore, unit: Unit, edit: Callable[[str, torch.Tensor], None]) -> None:
+def _edit_unit(params: ParamShards, unit: Unit, edit: Callable[[str, torch.Tensor], None]) -> None:
     own, stored, low = params.span(unit), params.stored_master(unit), params.low_precision(unit)
     length = max(1, min(own.numel, params.tiers.plan.window_elements) if stored.is_swapped else own.numel)
     for start in range(own.start, own.stop, length):
@@ -350,6 +354,7 @@ class ZeroState:
         states: slots of the optimizer.
         rule: the update rule.
         groups: hyper-parameters of the parameter groups.
+        is_local: True while the model has this rank's own parameters, which differ from those of other ranks.
     """
 
     params: ParamStore
@@ -357,6 +362,7 @@ class ZeroState:
     states: StateStore
     rule: Rule
     groups: list[dict[str, Any]]
+    is_local: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         _STATES[self.params] = weakref.ref(self)
@@ -366,3 +372,21 @@ def state_of(params: ParamStore) -> ZeroState | None:
     """The state trained with `params`; None without an optimizer."""
     known = _STATES.get(params)
     return None if known is None else known()
+
+
+def take_edited(params: ParamStore, param: nn.Parameter) -> None:
+    """`ParamStore.take` of a parameter that a script edited. Local.
+
+    Raises:
+        UsageError: the model has this rank's own parameters, which a 1-bit optimizer updates locally.
+        StoreError: the parameter is not unsharded now.
+    """
+    state = state_of(params)
+    if state is not None and state.is_local():
+        place = params.table.locate(param)
+        msg = (
+            f"parameter {'?' if place is None else place.entry.name!r} was edited between meetings of 0/1 Adam, where "
+            "it is this rank's own; call engine.eval() before, and engine.train() afterwards"
+        )
+        raise UsageError(msg)
+    params.take(param)

@@ -84,15 +84,17 @@ def test_host_memory_is_page_locked_where_the_section_says_so(device, on_host, c
     params, parts = engine.parts.params, engine.parts.optimization
     for unit in params.table.units:
         slots = parts.states.of(unit).values()
-        cut_grads = [parts.grads.stored(unit)[0].get()] if stage > 1 else []
-        assert [x.is_pinned() for x in (params.master(unit), *slots, *cut_grads)] == [pins[1]] * (3 + len(cut_grads))
-        assert stage < 3 or params.rest(unit).is_pinned() == pins[0]
+        cut_grads = [parts.grads.shards.stored(unit)[0].get()] if stage > 1 else []
+        assert [x.is_pinned() for x in (params.shards.master(unit), *slots, *cut_grads)] == [pins[1]] * (
+            3 + len(cut_grads)
+        )
+        assert stage < 3 or params.shards.rest(unit).is_pinned() == pins[0]
     losses = train_averaged(engine, batches(2, BATCH))
     engine.destroy()
     assert "page-locked" not in caplog.text
     on_host()
     engine = mpispeed.initialize(model=TinyLM(), config=settings)[0]
-    assert not any(engine.parts.params.master(unit).is_pinned() for unit in engine.parts.params.table.units)
+    assert not any(engine.parts.params.shards.master(unit).is_pinned() for unit in engine.parts.params.table.units)
     assert train_averaged(engine, batches(2, BATCH)) == losses
     engine.destroy()
     asked = sum(pins) if stage == 3 else pins[1]

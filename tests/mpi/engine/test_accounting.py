@@ -28,11 +28,11 @@ def test_bytes_of_model_states(stage, dtype):
     size = 4 if dtype == "fp32" else 2
     cut = 1 if stage == 0 else ranks
     parts = engine.parts
-    assert parts.params.param_bytes == size * psi // (ranks if stage == 3 else 1)
+    assert parts.params.shards.param_bytes == size * psi // (ranks if stage == 3 else 1)
     # fp32 masters are the parameters themselves
-    assert parts.params.master_bytes == (0 if dtype == "fp32" else 4 * psi // cut)
+    assert parts.params.shards.master_bytes == (0 if dtype == "fp32" else 4 * psi // cut)
     assert parts.optimization.states.state_bytes == 8 * psi // cut
-    assert parts.optimization.grads.rest_bytes == 4 * psi // (ranks if stage >= 2 else 1)
+    assert parts.optimization.grads.shards.rest_bytes == 4 * psi // (ranks if stage >= 2 else 1)
     engine.destroy()
     # padding itself stays small: checked on a model of a realistic size
     layout = FlatLayout([("a", (4096, 1024), 0), ("b", (4096,), 0)], ranks)
@@ -85,8 +85,13 @@ def test_all_states_together_are_16_bytes_for_each_parameter():
     train_averaged(engine, batches(1, BATCH))
     psi, ranks, parts = sum(p.numel() for p in engine.parameters()), engine.mesh["data"].size, engine.parts
     assert padded_elements(engine) <= 1.02 * psi
-    grads = parts.optimization.grads.rest_bytes
-    found = parts.params.param_bytes + parts.params.master_bytes + parts.optimization.states.state_bytes + grads
+    grads = parts.optimization.grads.shards.rest_bytes
+    found = (
+        parts.params.shards.param_bytes
+        + parts.params.shards.master_bytes
+        + parts.optimization.states.state_bytes
+        + grads
+    )
     # Rajbhandari et al., SC20, section 5: (2 + 2 + 12) / ranks
     assert 16 * psi / ranks <= found <= 1.05 * 16 * psi / ranks
     assert {sharded_param.is_sharded(param) for param in engine.parameters()} == {ranks > 1}

@@ -105,7 +105,7 @@ def test_gradients_stay_local_until_they_are_reduced(stage, reduces, comm):
     for batch in samples(2):
         train(one, [batch])
         other.backward(other(*own_part(other, batch)), False, True, scale_wrt_gas=True)  # positions as in DeepSpeed
-        assert not any(state.is_averaged for state in other.parts.optimization.grads._states) or comm.size == 1
+        assert not any(state.is_averaged for state in other.parts.optimization.grads._gradients) or comm.size == 1
         if reduces == "by hand":
             other.allreduce_gradients(bucket_size=500_000_000)
         other.step()

@@ -127,7 +127,7 @@ def test_parts_run_at_their_places(mpi_tmp_path):
         first = context.params.table.units[0]
 
         def note(place):
-            return lambda ctx: seen.append((place, float(context.params.master(first).sum())))
+            return lambda ctx: seen.append((place, float(context.params.shards.master(first).sum())))
 
         return Hooks([(place, note(place)) for place in reversed(Place)])
 

@@ -43,7 +43,7 @@ def test_exchanges_beside_backward_change_no_bit(name, how):
     for batch in samples(FREEZE + 8):
         run_step(plain, batch)
         grads = early.parts.optimization.grads
-        coded += grads.is_local and grads.early.is_ready()
+        coded += grads.shards.is_local and grads.early.is_ready()
         run_step(early, batch)
         first, second = states_of(plain), states_of(early)
         same_bits(second, first)

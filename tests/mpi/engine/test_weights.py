@@ -119,7 +119,7 @@ def test_the_values_of_rank_0_are_taken_with_full_precision(stage, dtype):
     assert engine.module.passing[0] == 11  # not persistent
     wanted = dict(source.named_parameters())
     for unit in engine.parts.table.units:  # masters are not rounded to the compute dtype
-        span, master = engine.parts.params.span(unit), engine.parts.params.master(unit)
+        span, master = engine.parts.params.shards.span(unit), engine.parts.params.shards.master(unit)
         for entry, common in unit.layout.overlaps(span):
             theirs = wanted[entry.name].detach().reshape(-1)[common.shifted(-entry.offset).slice]
             assert torch.equal(master[common.shifted(-span.start).slice], theirs)
@@ -167,9 +167,9 @@ def masters(engine):
     """Copies of this rank's parts of the masters, by parameter."""
     params, found = engine.parts.params, {}
     for unit in engine.parts.table.units:
-        span = params.span(unit)
+        span = params.shards.span(unit)
         for entry, common in unit.layout.overlaps(span):
-            found[entry.name] = params.master(unit)[common.shifted(-span.start).slice].clone()
+            found[entry.name] = params.shards.master(unit)[common.shifted(-span.start).slice].clone()
     return found
 
 

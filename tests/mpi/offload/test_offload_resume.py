@@ -104,7 +104,7 @@ def test_frozen_swapped_parameters_are_saved_and_loaded(disk, mpi_tmp_path):
         model.blocks[0].requires_grad_(False)
         engines.append(make(disk, ("nvme", "none"), model=model))
     first, second = engines
-    assert any(first.parts.params.stored_shard(unit).is_swapped for unit in first.parts.table.frozen)
+    assert any(first.parts.params.shards.stored_shard(unit).is_swapped for unit in first.parts.table.frozen)
     train_averaged(first, batches(2, BATCH))
     first.save_checkpoint(str(mpi_tmp_path))
     second.load_checkpoint(str(mpi_tmp_path))
@@ -369,7 +369,10 @@ def test_settings_and_reports_tell_where_states_are(combo, disk, records):
     moved = []
     engine.bus.subscribe(Event.SWAP, moved.append)
     train_averaged(engine, batches(3, BATCH))
-    swapped = {"params": engine.parts.params.swapped_bytes, "states": engine.parts.optimization.states.swapped_bytes}
+    swapped = {
+        "params": engine.parts.params.shards.swapped_bytes,
+        "states": engine.parts.optimization.states.swapped_bytes,
+    }
     assert (swapped["params"] > 0) == ("nvme" in combo)
     assert (swapped["states"] > 0) == (combo[1] == "nvme")
     engine.destroy()

@@ -53,9 +53,9 @@ def held_bytes(engine):
     parts = engine.parts
     params, optimization = parts.params, parts.optimization
     return {
-        "lp_params": params.param_bytes,
-        "hp_params": params.master_bytes,
-        "lp_grads": optimization.grads.rest_bytes,
+        "lp_params": params.shards.param_bytes,
+        "hp_params": params.shards.master_bytes,
+        "lp_grads": optimization.grads.shards.rest_bytes,
         "optim_states": optimization.states.state_bytes,
     }
 

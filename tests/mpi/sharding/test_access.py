@@ -43,7 +43,7 @@ def backward(engine, seed=5):
 def cut_of(engine, param):
     """This rank's range of the flattened parameter."""
     store, place = engine.parts.params, engine.parts.table.locate(param)
-    return place.entry.span.intersect(store.span(place.unit)).shifted(-place.entry.offset)
+    return place.entry.span.intersect(store.shards.span(place.unit)).shifted(-place.entry.offset)
 
 
 def values_like(param, seed):

@@ -111,5 +111,6 @@ def test_parameters_that_are_cut_count_whole():
     model, owner = TinyLM(), Owner()
     before = estimate.count_params(model)
     for param in model.parameters():
-        sharded_param.to_sharded(param, owner, param.dtype)
+        sharded_param.to_sharded(param, param.dtype)
+        sharded_param.watch(param, owner)
     assert estimate.count_params(model) == before

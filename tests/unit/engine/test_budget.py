@@ -217,12 +217,12 @@ def measure(source, ranks, **model):
         sent["all_reduce"] -= 2 * 8 * (ranks - 1) // ranks  # of `train_engine`: the mean loss
         params, parts = engine.parts.params, engine.parts.optimization
         held = {
-            "parameters": params.param_bytes,
-            "masters": params.master_bytes,
+            "parameters": params.shards.param_bytes,
+            "masters": params.shards.master_bytes,
             "optimizer state": parts.states.state_bytes,
-            "gradients": parts.grads.rest_bytes,
-            "second copies": params.second_bytes,
-            "pieces of updated parameters": params.collector.arena.owned_bytes,
+            "gradients": parts.grads.shards.rest_bytes,
+            "second copies": params.shards.second_bytes,
+            "pieces of updated parameters": params.shards.collector.arena.owned_bytes,
         }
         scratch = params.arena.owned_bytes
         engine.destroy()

@@ -340,12 +340,12 @@ def measure(world, source, model, data):
     tiers.settle()
     after = tiers.io.counters if tiers.io is not None else None
     memory = {
-        "parameters": params.param_bytes,
-        "masters": params.master_bytes,
+        "parameters": params.shards.param_bytes,
+        "masters": params.shards.master_bytes,
         "optimizer state": parts.states.state_bytes,
-        "gradients": parts.grads.rest_bytes,
+        "gradients": parts.grads.shards.rest_bytes,
     }
-    swapped = params.swapped_bytes + parts.states.swapped_bytes + parts.grads.swapped_bytes
+    swapped = params.shards.swapped_bytes + parts.states.swapped_bytes + parts.grads.shards.swapped_bytes
     found = {
         "memory": {what: size for what, size in memory.items() if size},
         "swapped": swapped,

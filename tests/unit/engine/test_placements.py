@@ -226,7 +226,7 @@ def test_dtypes_of_messages_and_accumulators(stage, wire, kept):
         grads = engine.parts.optimization.grads
         psi = sum(unit.layout.padded for unit in grads.table.units)
         assert engine.mesh.comm_trace.total_bytes("reduce_scatter") == psi * DTYPES[wire].itemsize // 2
-        assert grads.rest_bytes == psi * DTYPES[kept].itemsize // (1 if stage == 1 else 2)
+        assert grads.shards.rest_bytes == psi * DTYPES[kept].itemsize // (1 if stage == 1 else 2)
         engine.destroy()
 
     sim.run(2, job)

@@ -178,8 +178,8 @@ def test_every_rank_reads_only_its_own_part(tmp_path, monkeypatch):
         here.rank = world.rank
         engine.load_checkpoint(str(tmp_path))
         table, params = engine.parts.table, engine.parts.params
-        own = sum(c.numel for u in table.units for _, c in u.layout.overlaps(params.span(u)))
-        frozen = sum(c.numel for u in table.frozen for _, c in u.layout.overlaps(params.rest_span(u)))
+        own = sum(c.numel for u in table.units for _, c in u.layout.overlaps(params.shards.span(u)))
+        frozen = sum(c.numel for u in table.frozen for _, c in u.layout.overlaps(params.shards.rest_span(u)))
         engine.destroy()
         return 3 * own + frozen + 3  # master and two slots; the buffer is everybody's
 

@@ -132,7 +132,8 @@ def test_another_keeper_takes_over():
     def work(world):
         _, module = init_shard(world)
         other = Other()
-        sharded_param.to_sharded(module.weight, other, torch.bfloat16)
+        sharded_param.to_sharded(module.weight, torch.bfloat16)
+        sharded_param.watch(module.weight, other)
         assert sharded_init.find_init_shard(module.weight) is None
         assert sharded_init.find_init_shard(module.bias) is not None
         assert module.weight.dtype == torch.bfloat16

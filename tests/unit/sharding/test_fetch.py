@@ -62,7 +62,7 @@ def limited(stage, **limits):
 
 def watched(prefetcher):
     """Note every gather that is started and check the budget then; returns the list."""
-    started, start, show = [], prefetcher._start, prefetcher.params.unshard
+    started, start, show = [], prefetcher._start, prefetcher.shards.unshard
     largest = max(unit.layout.padded for unit in prefetcher._units)
     needed = max(sum(u.layout.padded for u in group) for group in bound_together(prefetcher))
 
@@ -76,7 +76,7 @@ def watched(prefetcher):
         assert unit.index not in prefetcher._works or prefetcher._works[unit.index].is_done()
         show(unit, full)
 
-    prefetcher._start, prefetcher.params.unshard = noting, showing
+    prefetcher._start, prefetcher.shards.unshard = noting, showing
     return started
 
 
@@ -215,7 +215,7 @@ def test_more_than_the_budget_at_once_is_an_error_that_says_how_much_is_needed()
 
 def test_dropping_what_is_held_is_refused():
     def act(engine, prefetcher, model):
-        units = prefetcher.params.table.all_units[:2]
+        units = prefetcher.shards.table.all_units[:2]
         prefetcher.open(units)
         assert not is_sharded(units[0].params[0])
         with pytest.raises(StoreError, match=units[0].name):
@@ -230,7 +230,7 @@ def test_dropping_what_is_held_is_refused():
 
 def test_a_view_that_somebody_kept_stays_right():
     def act(engine, prefetcher, model):
-        units = prefetcher.params.table.all_units
+        units = prefetcher.shards.table.all_units
         prefetcher.open(units[:1])
         view = units[0].params[0].detach()
         values = view.clone()

@@ -9,10 +9,11 @@ from torch import nn
 from mpispeed.base.errors import UsageError
 from mpispeed.mesh import sim
 from mpispeed.mesh.mesh import Mesh, Topology
-from mpispeed.sharding.grads import Averaging, GradStore
-from mpispeed.sharding.norm import global_square_sum
+from mpispeed.sharding.grad_shards import global_square_sum
+from mpispeed.sharding.reducers import Averaging
 from mpispeed.sharding.units import plan_units
 from mpispeed.store.placement import REPLICATED, Placement
+from tests.helpers.stores import store_of
 
 DATA = Placement(("data",))
 ROWS = {"whole": (REPLICATED, REPLICATED), "whole to cut": (REPLICATED, DATA), "cut": (DATA, DATA)}
@@ -27,16 +28,8 @@ def make_store(world, row, *, overlap=False, wire=torch.float32, averaging=None)
     mesh = Mesh(Topology({"pipe": 1, "data": world.size, "model": 1}), world, reduction="ordered")
     table = plan_units(model, {id(p): 0 for p in model.parameters()}, world.size, 10**9)
     rest, target = ROWS[row]
-    store = GradStore(
-        table,
-        mesh,
-        rest=rest,
-        target=target,
-        accumulate=torch.float32,
-        communicate=wire,
-        averaging=averaging or Averaging.of(world.size),
-        is_overlapped=overlap,
-    )
+    averaging = averaging or Averaging.of(world.size)
+    store = store_of(mesh, rest, target, table=table, communicate=wire, averaging=averaging, is_overlapped=overlap)
     return table, mesh, store
 
 
@@ -61,7 +54,9 @@ def check_mean(store, table, size, micros, skip=()):
             if entry.name not in skip:
                 total = sum(gradient(r, m, entry) for r in range(size) for m in micros)
                 whole[entry.span.slice] = (total / size).reshape(-1)
-        torch.testing.assert_close(store.reduced(unit), whole[store.target_span(unit).slice], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            store.shards.reduced(unit), whole[store.shards.target_span(unit).slice], rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -82,7 +77,7 @@ def test_mean_over_ranks_and_micro_steps(size, row, overlap):
         store.end_backward()
         store.finish()
         check_mean(store, table, size, [7])
-        assert store.arena.taken_count == 0
+        assert store.shards.arena.taken_count == 0
         mesh.close()
 
     sim.run(size, work)
@@ -129,11 +124,11 @@ def test_16_bit_wire_sums_in_fp32(row):
         store.end_backward()
         store.finish()
         for unit in table.units:
-            for entry, common in unit.layout.overlaps(store.target_span(unit)):
+            for entry, common in unit.layout.overlaps(store.shards.target_span(unit)):
                 rounded = [gradient(r, 0, entry).bfloat16().float().reshape(-1) for r in range(3)]
                 mean = (rounded[0] + rounded[1] + rounded[2]) * (1 / 3)
                 expected = mean[common.start - entry.offset : common.stop - entry.offset]
-                own = store.reduced(unit)[common.shifted(-store.target_span(unit).start).slice]
+                own = store.shards.reduced(unit)[common.shifted(-store.shards.target_span(unit).start).slice]
                 # whole gradients are rounded once more for the way back
                 torch.testing.assert_close(own, expected, rtol=2**-8 if row == "whole" else 1e-6, atol=1e-7)
         mesh.close()
@@ -151,7 +146,7 @@ def test_norm_has_the_same_bits_for_every_placement(size):
             land_all(store, table, 0, 0)  # equal on all ranks, so that the mean is exact for every size
             store.end_backward()
             store.finish()
-            sums.append(global_square_sum(mesh, store, threads=1)[0])
+            sums.append(global_square_sum(mesh, store.shards, threads=1)[0])
             mesh.close()
         return sums
 

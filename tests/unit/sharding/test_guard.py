@@ -25,7 +25,8 @@ class Shelf:
     def put(self, *params):
         for param in params:
             self.data[id(param)] = param.data
-            sharded_param.to_sharded(param, self, param.dtype)
+            sharded_param.to_sharded(param, param.dtype)
+            sharded_param.watch(param, self)
 
     def describe(self, param):
         return f"on a shelf of {len(self.data)}"
@@ -42,7 +43,8 @@ class Shelf:
     def close(self, params):
         self.calls.append(("close", len(params)))
         for param in params:
-            sharded_param.to_sharded(param, self, param.dtype)
+            sharded_param.to_sharded(param, param.dtype)
+            sharded_param.watch(param, self)
 
 
 def parameter(*shape):

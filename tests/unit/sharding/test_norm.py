@@ -6,7 +6,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpispeed.sharding.norm import compress
+from mpispeed.sharding.grad_shards import compress
 
 doubles = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e150, max_value=1e150)
 

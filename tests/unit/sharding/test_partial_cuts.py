@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mpispeed.mesh import sim
-from mpispeed.sharding.grads import Averaging
-from mpispeed.sharding.norm import global_square_sum
+from mpispeed.sharding.grad_shards import global_square_sum
+from mpispeed.sharding.reducers import Averaging
 from tests.helpers.stores import DATA, INNER, NESTED, NODES, WHOLE, backward, collect, gradient, mesh_of, store_of
 from tests.zoo import same_bits
 
@@ -28,7 +28,7 @@ def stage_2(world, micros, **more):
     for micro in range(micros):
         backward(store, world.rank, micro, reduces=micro == micros - 1)
     store.finish()
-    result = collect(mesh, store), global_square_sum(mesh, store, threads=1)[0]
+    result = collect(mesh, store), global_square_sum(mesh, store.shards, threads=1)[0]
     mesh.close()
     return result
 
@@ -46,8 +46,8 @@ def test_one_micro_step_has_the_bits_of_stage_2(row, overlap, wire, known):
         store = store_of(mesh, placement, is_overlapped=overlap, communicate=wire)
         backward(store, world.rank, 0, reduces=known)
         store.finish()
-        found, norm = collect(mesh, store), global_square_sum(mesh, store, threads=1)[0]
-        assert store.arena.taken_count == 0
+        found, norm = collect(mesh, store), global_square_sum(mesh, store.shards, threads=1)[0]
+        assert store.shards.arena.taken_count == 0
         mesh.close()
         expected, expected_norm = stage_2(world, 1, communicate=wire)
         same_bits(found, expected)
@@ -117,7 +117,7 @@ def test_boundaries_known_late_missed_and_repeated(row, overlap):
         backward(store, world.rank, 8, reduces=True)
         store.finish()
         check_mean(mesh, store, [8])
-        assert store.arena.taken_count == 0
+        assert store.shards.arena.taken_count == 0
         mesh.close()
 
     sim.run(ranks, work)
@@ -223,7 +223,7 @@ def test_wire_and_accumulation_dtypes(size, wire, accumulate, rest):
         for micro in range(2):
             backward(store, world.rank, micro, reduces=micro == 1)
         store.finish()
-        assert {store.reduced(unit).dtype for unit in store.table.units} == {accumulate}
+        assert {store.shards.reduced(unit).dtype for unit in store.table.units} == {accumulate}
         bits = min({torch.float16: 11, torch.bfloat16: 8, torch.float32: 20}[kind] for kind in (wire, accumulate))
         bound = 5 * 2.0**-bits  # gradients, sums and the accumulator are rounded, values are of order 1
         for unit, found in zip(store.table.units, collect(mesh, store), strict=True):

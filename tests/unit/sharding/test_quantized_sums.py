@@ -6,8 +6,7 @@ from torch import nn
 
 from mpispeed.mesh import sim
 from mpispeed.mesh.compressed.quantized import Feedback, reduce_scatter_bytes
-from mpispeed.sharding.grads import PARTIAL_AXES
-from mpispeed.sharding.reducers import PlainReducer, QuantizedReducer
+from mpispeed.sharding.reducers import PARTIAL_AXES, PlainReducer, QuantizedReducer
 from mpispeed.store.layout import BLOCK
 from tests.helpers.stores import NESTED, WHOLE, backward, collect, gradient, mesh_of, store_of, table_of
 
@@ -92,11 +91,11 @@ def test_errors_are_forgotten_after_an_overflow_and_follow_the_loss_scale():
         backward(store, world.rank, 0, reduces=True)
         store.finish()
         (unit,) = (unit for unit in store.table.units if unit.name == "blocks.0")
-        first = store.reduced(unit).clone()
+        first = store.shards.reduced(unit).clone()
         store.rescale(0.5, is_overflow=True)
         backward(store, world.rank, 0, reduces=True)
         store.finish()
-        again = store.reduced(unit) - first  # the second micro-step was added to the first
+        again = store.shards.reduced(unit) - first  # the second micro-step was added to the first
         mesh.close()
         return torch.equal(again, first)
 
@@ -117,7 +116,7 @@ def test_a_doubled_loss_scale_doubles_sums_of_doubled_gradients():
                         store.land(unit, entry, gradient(world.rank, step, entry) * factor)
                 store.end_backward()
                 store.finish()
-                last = store.reduced(store.table.units[0]).clone()
+                last = store.shards.reduced(store.table.units[0]).clone()
                 store.clear()
                 if step == 0 and factors[1] != 1.0:
                     store.rescale(2.0, is_overflow=False)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from mpispeed.mesh import sim
-from mpispeed.sharding.grads import PARTIAL_AXES, Averaging
-from mpispeed.sharding.hooks import GradHooks
+from mpispeed.sharding.grads import GradHooks
+from mpispeed.sharding.reducers import PARTIAL_AXES, Averaging
 from mpispeed.sharding.sparse import RowReducer, find_tables
 from tests.helpers.stores import WHOLE, mesh_of, store_of, table_of
 
@@ -57,11 +57,11 @@ def run_steps(world, model, *, travels_as_rows, micros=2, counts=None, **more):
                 model(tokens(world.rank, 10 * step + micro, count)).backward()
             store.end_backward()
         store.finish()
-        results.append([store.reduced(unit).clone() for unit in table.units])
+        results.append([store.shards.reduced(unit).clone() for unit in table.units])
         entries = mesh.comm_trace.entries()
         store.clear()
     hooks.remove()
-    assert store.arena.taken_count == 0
+    assert store.shards.arena.taken_count == 0
     mesh.close()
     return results, entries, table, names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.nvme_tiers import check_rule
 from mpispeed.engine.build.parts import Optimization, Parts, Sharding
 from mpispeed.engine.build.recomputing import configure_recomputation
-from mpispeed.engine.build.stores import choose_reducer, shard
+from mpispeed.engine.build.stores import make_grads, shard
 from mpispeed.engine.estimate.host_budget import require_host_budget
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, ParameterOffload, StepLink, make_handle
 from mpispeed.engine.layerwise import LayerwiseUpdate
@@ -35,9 +36,8 @@ from mpispeed.plan.units import kinds_of
 from mpispeed.precision.cast import Casting
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.sharding.averaged_gradients import AveragedGradients
-from mpispeed.sharding.grads import Averaging, GradStore
-from mpispeed.sharding.hooks import GradHooks
-from mpispeed.sharding.onebit_exchange import OneBitExchange
+from mpispeed.sharding.grads import GradHooks, GradStore
+from mpispeed.sharding.onebit_exchange import OneBitExchange, is_local
 from mpispeed.sharding.replicated_params import broadcast_rest
 from mpispeed.sharding.update_windows import StateStore, UpdateWindows, ZeroState, takes_any_cut
 
@@ -96,7 +96,8 @@ def assemble(
         scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
         steps = step_parts(plan, mesh, params, scaler, counters, optimization, update_windows, sharing)
         if basic is not None:
-            optimization.unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link)
+            unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link)
+            optimization = dataclasses.replace(optimization, unguard=unguard)
     if training_data is not None:
         # DeepSpeed's pipelines read in order, its other engines do not.
         loader = make_loader(plan, mesh, training_data, collate_fn, shuffles=not isinstance(model, PipelineModule))
@@ -302,24 +303,8 @@ def _optimize(
     basic: torch.optim.Optimizer | None,
 ) -> tuple[Optimization, UpdateWindows]:
     table, params = sharding.table, sharding.params
-    is_wire_set = _cast_to(plan) is not None or plan.config.communication_data_type is not None
-    grads = GradStore(
-        table,
-        mesh,
-        rest=plan.states.grad,
-        target=plan.states.master,
-        accumulate=plan.policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32,
-        communicate=plan.policy.communicate if is_wire_set else None,
-        averaging=Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
-        is_overlapped=plan.is_overlapped,
-        scatters=plan.config.zero_optimization.reduce_scatter,
-        requires_all=not plan.config.zero_optimization.ignore_unused_parameters,
-        reducer=choose_reducer(plan, model, table),
-        wait=sharding.wait,
-        tiers=params.tiers,
-        arena=params.arena,  # buffers of one size serve both
-    )
-    states = StateStore(table, params, rule.state_names, params.tiers)
+    grads = make_grads(plan, mesh, model, sharding, is_cast=_cast_to(plan) is not None)
+    states = StateStore(table, params.shards, rule.state_names, params.tiers)
     _tell_uncut(plan, params, rule)
     landed = sharding.module_hooks.landed if sharding.module_hooks is not None else None
     # With fp16, scripts read the loss scale off the optimizer, and a client's own object does not have it.
@@ -329,19 +314,19 @@ def _optimize(
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
     if params.rests_cut:
         vars(facade)["parameter_offload"] = ParameterOffload()
-    elif not params.placement.is_replicated:
+    elif not params.shards.placement.is_replicated:
         vars(facade)["averaged_gradients"] = AveragedGradients(grads, len(groups))
-    update_windows = UpdateWindows(params, grads, states, rule, most_elements=plan.window_elements)
+    update_windows = UpdateWindows(params.shards, grads.shards, states, rule, most_elements=plan.window_elements)
     onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
-    state = ZeroState(params, grads, states, rule, groups)
+    state = ZeroState(params, grads, states, rule, groups, lambda: is_local(onebit))
     return Optimization(state, hooks, facade, basic or own, link, onebit=onebit), update_windows
 
 
 def _tell_uncut(plan: Plan, params: ParamStore, rule: Rule) -> None:
     """Warn where `sub_group_size` would cut an update that has to stay as it is."""
-    most = plan.window_elements
-    if most is None or takes_any_cut(rule) or all(params.span(unit).numel <= most for unit in params.table.units):
+    most, span = plan.window_elements, params.shards.span
+    if most is None or takes_any_cut(rule) or all(span(unit).numel <= most for unit in params.table.units):
         return
     text = (
         f"zero_optimization.sub_group_size {most} has no effect: optimizer {rule.name} gets whole parameters, or keeps "
@@ -374,7 +359,7 @@ def _make_onebit(
     try:
         with mesh.world.comm.together(ConfigError):
             onebit = OneBitExchange(
-                mesh, sharding.params, grads, states, rule, groups, update_windows, plan.placing.hops, channel
+                mesh, sharding.params.shards, grads, states, rule, groups, update_windows, plan.placing.hops, channel
             )
     except ConfigError:
         sharding.remove()
@@ -450,7 +435,7 @@ def _make_update(
     mesh: Mesh, params: ParamStore, optimization: Optimization, update_windows: UpdateWindows
 ) -> step.Update:
     rule, groups, optimizer = optimization.rule, optimization.groups, optimization.facade
-    has_parts = not params.placement.is_replicated or mesh["model"].size > 1
+    has_parts = not params.shards.placement.is_replicated or mesh["model"].size > 1
     if isinstance(rule, Layerwise) and has_parts:
         return LayerwiseUpdate(mesh, rule, update_windows, groups, optimizer, params)
     return step.Update(mesh, rule, update_windows, groups, optimizer)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from mpispeed.plan.plan import Batch, Plan
     from mpispeed.precision.cast import Casting
     from mpispeed.precision.scaler import LossScale
-    from mpispeed.sharding.grads import GradStore
-    from mpispeed.sharding.hooks import GradHooks
+    from mpispeed.sharding.grads import GradHooks, GradStore
     from mpispeed.sharding.module_hooks import ModuleHooks
     from mpispeed.sharding.onebit_exchange import OneBitExchange
     from mpispeed.sharding.order import Order
@@ -121,7 +120,7 @@ class Sharding:
                 self.waits.close()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Optimization:
     """Everything that exists only when there is an optimizer."""
 
@@ -235,7 +234,7 @@ class Parts:
         Raises:
             UsageError: gradients are sharded over ranks.
         """
-        if self.optimization and not self.optimization.grads.rest.is_replicated:
+        if self.optimization and not self.optimization.grads.shards.rest.is_replicated:
             msg = (
                 f"{what} is incompatible with gradients that are partitioned over ranks "
                 f"(zero_optimization.stage {self.plan.stage}); use stage 0 or 1, or gradient_accumulation_steps"
@@ -291,7 +290,6 @@ class Parts:
 
     def expect_step(self) -> None:
         """Prepare a 1-bit optimizer for the next update; called after the counters have changed. Local."""
-        self.params.is_apart = lambda: self.is_local
         if self.optimization is not None and self.optimization.onebit is not None:
             self.optimization.onebit.begin(self.counters.update_count + 1)
 
@@ -309,12 +307,6 @@ class Parts:
         """True if parameters differ between data ranks, because a 1-bit optimizer makes local updates."""
         onebit = self.optimization.onebit if self.optimization else None
         return onebit is not None and onebit.is_apart(self.counters.update_count)
-
-    @property
-    def is_local(self) -> bool:
-        """True if the model holds this rank's local parameters now, which differ from those of other ranks."""
-        onebit = self.optimization.onebit if self.optimization else None
-        return onebit is not None and self.is_apart and not onebit.shows_common
 
     def show(self, *, is_training: bool, is_refreshed: bool = False) -> None:
         """Give the model its local parameters for training, or the common ones, where data ranks differ. Local.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,16 +18,26 @@ from mpispeed.plan.units import deal_units
 from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.divergent_fetch import DivergentFetch
 from mpispeed.sharding.external import watch_external
-from mpispeed.sharding.grads import PARTIAL_AXES
+from mpispeed.sharding.grad_shards import GradShards
+from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.leaf import is_leaf, mark_leaves_by_threshold
 from mpispeed.sharding.module_hooks import ModuleHooks
 from mpispeed.sharding.module_units import find_module_units
+from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.params import ParamStore
 from mpispeed.sharding.prefetch import Limits, Prefetcher
 from mpispeed.sharding.quantized import all_gather_quantized
-from mpispeed.sharding.reducers import PlainReducer, QuantizedReducer
+from mpispeed.sharding.reducers import (
+    PARTIAL_AXES,
+    Averaging,
+    PlainReducer,
+    QuantizedReducer,
+    SumChannel,
+    SumGradients,
+)
 from mpispeed.sharding.sparse import RowReducer, find_tables
 from mpispeed.sharding.units import choose_resident
+from mpispeed.store.tiers import GRAD
 from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
@@ -34,50 +45,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from mpispeed.mesh.collectives.work import Wait
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
     from mpispeed.sharding.reducers import Reducer
     from mpispeed.store.table import Table
 
 log = logging.getLogger(__name__)
-
-
-def _take_over(
-    plan: Plan,
-    mesh: Mesh,
-    model: nn.Module,
-    group_of: Mapping[int, int],
-    compute: torch.dtype | None,
-    slots: Sequence[str],
-    own_masters: bool,
-) -> tuple[Table, ParamStore]:
-    """The units, and the store that now holds their parameters. Collective over: all ranks."""
-    zero = plan.config.zero_optimization
-    table = deal_units(plan, model, group_of)
-    resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
-    tiers = open_tiers(plan, mesh, plan_swap(plan, mesh, table, resident, compute, slots))
-    try:
-        params = ParamStore(
-            table,
-            mesh,
-            compute=compute,
-            master=torch.float32,
-            master_placement=plan.states.master,
-            param_placement=plan.states.param,
-            second=plan.states.second,
-            resident=resident,
-            gather=all_gather_quantized if zero.zero_quantized_weights else all_gather_into,
-            codes_frozen=zero.zero_quantized_nontrainable_weights,
-            own_masters=own_masters,
-            tiers=tiers,
-            collector=Collector(plan.collecting, plan.device),
-        )
-        if is_swapping(plan):
-            mesh.world.comm.agree(not tiers.problem, tiers.problem, StoreError)
-    except BaseException:
-        tiers.close()
-        raise
-    return table, params
 
 
 def shard(
@@ -95,14 +69,53 @@ def shard(
     Collective over: all ranks.
     """
     zero = plan.config.zero_optimization
-    table, params = _take_over(plan, mesh, model, group_of, compute, slots, own_masters)
-    waits = Watch(mesh, "data")
-    if mesh["data"].size > 1:
-        mesh.channel("calls")
-    wait = waits.wait
-    if params.is_all_resident:
-        params.connect(wait)
-        return Sharding(table, params, None, None, waits, wait if plan.is_overlapped else None)
+    table = deal_units(plan, model, group_of)
+    resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
+    with ExitStack() as undo:
+        tiers = open_tiers(plan, mesh, plan_swap(plan, mesh, table, resident, compute, slots))
+        undo.callback(tiers.close)
+        shards = ParamShards(
+            table,
+            mesh,
+            compute=compute,
+            master=torch.float32,
+            master_placement=plan.states.master,
+            param_placement=plan.states.param,
+            second=plan.states.second,
+            resident=resident,
+            gather=all_gather_quantized if zero.zero_quantized_weights else all_gather_into,
+            codes_frozen=zero.zero_quantized_nontrainable_weights,
+            own_masters=own_masters,
+            tiers=tiers,
+            collector=Collector(plan.collecting, plan.device),
+        )
+        waits = Watch(mesh, "data")
+        undo.callback(waits.close)
+        if mesh["data"].size > 1:
+            mesh.channel("calls")
+        prefetcher, module_hooks = None, None
+        if not shards.is_all_resident:
+            prefetcher = _make_prefetcher(plan, mesh, shards, waits.wait)
+            mark_leaves_by_threshold(model, zero.module_granularity_threshold)
+            users = find_module_units(model, table, needs=lambda unit: not shards.is_resident(unit), is_whole=is_leaf)
+            module_hooks = ModuleHooks(prefetcher, users)
+            undo.callback(module_hooks.remove)
+            watch_external(model, table, module_hooks)
+        params = ParamStore(shards, prefetcher=prefetcher, reader=module_hooks, wait=waits.wait)
+        if is_swapping(plan):
+            mesh.world.comm.agree(not tiers.problem, tiers.problem, StoreError)
+        undo.pop_all()
+    if prefetcher is None:
+        return Sharding(table, params, None, None, waits, waits.wait if plan.is_overlapped else None)
+    is_watched = zero.log_trace_cache_warnings and mesh.rank == 0
+    return Sharding(
+        table, params, module_hooks, OrderWatch(prefetcher.order) if is_watched else None, waits, waits.wait
+    )
+
+
+def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait) -> Prefetcher:
+    """The prefetcher of sharded units. Collective over: all ranks."""
+    zero = plan.config.zero_optimization
     limits = Limits(
         ahead=zero.prefetch_bucket_size if plan.is_overlapped else 0,
         live=zero.max_live_parameters,
@@ -110,15 +123,38 @@ def shard(
     )
     channel, rounds = mesh.channel("params"), None
     if zero.divergent_modules == "union":
-        rounds = DivergentFetch(channel, plan.states.param.axes, len(table.all_units), wait=wait)
-    prefetcher = Prefetcher(params, channel, params.arena, limits, wait=wait, rounds=rounds)
-    mark_leaves_by_threshold(model, zero.module_granularity_threshold)
-    users = find_module_units(model, table, needs=lambda unit: not params.is_resident(unit), is_whole=is_leaf)
-    module_hooks = ModuleHooks(prefetcher, users)
-    watch_external(model, table, module_hooks)
-    params.connect(wait, prefetcher, module_hooks)
-    is_watched = zero.log_trace_cache_warnings and mesh.rank == 0
-    return Sharding(table, params, module_hooks, OrderWatch(prefetcher.order) if is_watched else None, waits, wait)
+        rounds = DivergentFetch(channel, plan.states.param.axes, len(shards.table.all_units), wait=wait)
+    return Prefetcher(shards, channel, shards.arena, limits, wait=wait, rounds=rounds)
+
+
+def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding, *, is_cast: bool) -> GradStore:
+    """The store of gradients; `is_cast`: parameters are cast to the compute dtype, and messages with them.
+
+    Collective over: all ranks, where sums are started.
+    """
+    zero, params = plan.config.zero_optimization, sharding.params
+    is_wire_set = is_cast or plan.config.communication_data_type is not None
+    shards = GradShards(
+        sharding.table,
+        mesh,
+        rest=plan.states.grad,
+        target=plan.states.master,
+        accumulate=plan.policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32,
+        tiers=params.tiers,
+        arena=params.arena,  # buffers of one size serve both
+    )
+    channel = SumChannel.of(
+        mesh, is_overlapped=plan.is_overlapped, wait=sharding.wait, is_copied=params.tiers.is_apart(GRAD)
+    )
+    sums = SumGradients(
+        shards,
+        channel.mesh,
+        Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
+        communicate=plan.policy.communicate if is_wire_set else None,
+        reducer=choose_reducer(plan, model, sharding.table),
+        scatters=zero.reduce_scatter,
+    )
+    return GradStore(shards, sums, channel, requires_all=not zero.ignore_unused_parameters)
 
 
 def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer | None:

@@ -31,7 +31,7 @@ from mpispeed.engine.estimate.traffic import (
     sent_updates,
 )
 from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
-from mpispeed.sharding.grad_buffers import WRITES_BEHIND
+from mpispeed.sharding.grad_shards import WRITES_BEHIND
 from mpispeed.sharding.leaf import is_leaf
 from mpispeed.sharding.module_units import find_module_units
 from mpispeed.sharding.prefetch import Limits
@@ -51,7 +51,7 @@ ORDER = (
 """Order of the kinds of state held between steps."""
 
 NORM_BYTES = 512
-"""Bytes that each rank contributes to the exact sum of squares of all gradients (`sharding.norm`)."""
+"""Bytes that each rank contributes to the exact sum of squares of all gradients (`sharding.grad_shards`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from mpispeed.sharding.reducers import Backlog, limit_of
 
 if TYPE_CHECKING:
     from mpispeed.sharding.module_units import ModuleUnits
-    from mpispeed.sharding.params import ParamStore
+    from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.store.arena import Arena
     from mpispeed.store.table import Table, Unit
 
@@ -69,7 +69,7 @@ class PaperArena:
 
 
 class PaperParams:
-    """The interface of `ParamStore` that `Prefetcher` uses; counts the bytes of every gather."""
+    """The interface of `ParamShards` that `Prefetcher` uses; counts the bytes of every gather."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class DryRun:
         self._writes_behind = writes_behind
         self._arena, self._outcome = PaperArena(), Outcome()
         self._prefetcher = Prefetcher(
-            cast("ParamStore", params), cast("Any", None), cast("Arena", self._arena), limits, wait=_is_done
+            cast("ParamShards", params), cast("Any", None), cast("Arena", self._arena), limits, wait=_is_done
         )
         self._modules = [(module, own) for module in model.modules() if (own := list(module.parameters(recurse=False)))]
         self._buckets: dict[int, list[torch.Tensor]] = {}

@@ -185,14 +185,14 @@ class SwapTraffic:
 def report_memory(parts: Parts) -> None:
     """`memory_breakdown`: bytes of each kind of model state on rank 0 by tier, and the process's peak."""
     params, tiers, optimization = parts.params, parts.params.tiers, parts.optimization
-    rows = {"parameters": params.param_bytes, "masters": params.master_bytes}
-    files = {"parameters and masters": params.swapped_bytes}
+    rows = {"parameters": params.shards.param_bytes, "masters": params.shards.master_bytes}
+    files = {"parameters and masters": params.shards.swapped_bytes}
     if optimization is not None:
-        rows["gradients"] = optimization.grads.rest_bytes
+        rows["gradients"] = optimization.grads.shards.rest_bytes
         rows["optimizer state"] = optimization.states.state_bytes
         if optimization.onebit is not None:
             rows["1-bit errors"] = optimization.onebit.nbytes
-        files["gradients"] = optimization.grads.swapped_bytes
+        files["gradients"] = optimization.grads.shards.swapped_bytes
         files["optimizer state"] = optimization.states.swapped_bytes
     if tiers.is_swapping:
         rows["swap buffers"] = tiers.buffer_bytes
@@ -216,13 +216,13 @@ def describe_pipeline(parts: Parts, schedule: PipeSchedule, name: str) -> list[t
     rows = [("schedule", f"{words}; up to {schedule.num_pipe_buffers()} micro-batches held by this stage")]
     plan, optimization = parts.plan, parts.optimization
     if optimization is not None and plan.placing.sums_late:
-        whole = optimization.grads.rest_bytes
+        whole = optimization.grads.shards.rest_bytes
         extra = whole - whole // parts.mesh["data"].size
         text = f"gradients are summed once in a step, not for each micro-batch: {format_bytes(extra)} more on this rank"
         rows.append(("memory", text + "; pipeline.per_micro_batch saves them"))
     if plan.gathers_once:
-        cut = [unit for unit in parts.table.all_units if not parts.params.is_resident(unit)]
-        extra = sum(unit.layout.padded * parts.params.dtypes(unit)[0].itemsize for unit in cut)
+        cut = [unit for unit in parts.table.all_units if not parts.params.shards.is_resident(unit)]
+        extra = sum(unit.layout.padded * parts.params.shards.dtypes(unit)[0].itemsize for unit in cut)
         if extra:
             rows.append(("memory", f"parameters are gathered once in a step: {format_bytes(extra)} while it runs"))
     return rows

@@ -38,7 +38,9 @@ def windows_of(parts: Parts) -> list[Window]:
     optimization = parts.optimization
     if optimization is None or not isinstance(optimization.rule, KeepsState):
         return []
-    update_windows = UpdateWindows(parts.params, optimization.grads, optimization.states, optimization.rule)
+    update_windows = UpdateWindows(
+        parts.params.shards, optimization.grads.shards, optimization.states, optimization.rule
+    )
     return list(update_windows.windows(optimization.groups, parts.counters.update_count))
 
 
@@ -72,7 +74,7 @@ class Kept:
             found.slots = {place.entry.name: set(rule.state_names) for _, place in parts.table.places()}
             return found
         own = _read_windows(parts, rule, windows)
-        rows = [own] if parts.params.placement.is_replicated else parts.mesh["data"].gather_objects(own)
+        rows = [own] if parts.params.shards.placement.is_replicated else parts.mesh["data"].gather_objects(own)
         found._add_rows(parts, [row for part in rows for row in part])
         if parts.mesh["pipe"].size > 1:
             stages = parts.mesh["pipe"].gather_objects(found.to_tree() | {"slots": found.slots})

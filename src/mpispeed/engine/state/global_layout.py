@@ -263,7 +263,7 @@ def tensors_of(
     for name, param in parts.module.named_parameters():
         place, shape = parts.table.locate(param), whole.shape(name, param)
         if place is not None and place.unit.is_trainable:
-            dtype = parts.params.dtypes(place.unit)[1]
+            dtype = parts.params.shards.dtypes(place.unit)[1]
             for slot, holder in _trained(parts, place.unit, sorted(slots.get(name, ()))).items():
                 mean = None if onebit is None else onebit.mean(place, slot)
                 if mean is not None:
@@ -278,7 +278,7 @@ def tensors_of(
         elif place is not None and place.unit.index in frozen:
             # Frozen parameters of a unit are sharded too: every rank writes its part.
             pieces = _pieces(parts, whole, place, frozen[place.unit.index], cuts)
-            yield LogicalTensor(name, "weight16", shape, parts.params.dtypes(place.unit)[0], pieces)
+            yield LogicalTensor(name, "weight16", shape, parts.params.shards.dtypes(place.unit)[0], pieces)
         elif has_frozen:
             yield whole.outside(name, "weight16", param)
     for name, buffer in persistent_buffers(parts.module):
@@ -288,7 +288,7 @@ def tensors_of(
 def _trained(parts: Parts, unit: Unit, slots: Sequence[str]) -> Mapping[str, StoredTensor | None]:
     """Slot -> stored tensor of a trained unit; None for slots kept by the rule."""
     holders = {} if parts.optimization is None else parts.optimization.states.tensors(unit)
-    return {"master": parts.params.stored_master(unit), **{slot: holders.get(slot) for slot in slots}}
+    return {"master": parts.params.shards.stored_master(unit), **{slot: holders.get(slot) for slot in slots}}
 
 
 def _kept_slots(parts: Parts, whole: GlobalLayout, windows: Sequence[Window]) -> dict[tuple[str, str], list[Piece]]:
@@ -310,13 +310,13 @@ def _kept_slots(parts: Parts, whole: GlobalLayout, windows: Sequence[Window]) ->
 
 def _rest(parts: Parts, unit: Unit) -> StoredTensor:
     """This rank's shard of a unit's parameters; dequantized if it is in memory."""
-    holder = parts.params.stored_shard(unit)
-    return holder if holder.is_swapped else MemoryTensor(parts.params.rest(unit))
+    holder = parts.params.shards.stored_shard(unit)
+    return holder if holder.is_swapped else MemoryTensor(parts.params.shards.rest(unit))
 
 
 def _share(parts: Parts, unit: Unit) -> Span:
     """The range this rank writes: its masters divided among their replicas, so that all ranks write equal parts."""
-    return own_share(parts.mesh, parts.params.placement, unit.layout.padded, "data")
+    return own_share(parts.mesh, parts.params.shards.placement, unit.layout.padded, "data")
 
 
 class _Cuts:
@@ -329,7 +329,7 @@ class _Cuts:
     def of(self, unit: Unit) -> tuple[Span, Span]:
         if unit.index not in self._known:
             params = self._parts.params
-            held = params.span(unit) if unit.is_trainable else params.rest_span(unit)
+            held = params.shards.span(unit) if unit.is_trainable else params.shards.rest_span(unit)
             self._known[unit.index] = _share(self._parts, unit), held
         return self._known[unit.index]
 

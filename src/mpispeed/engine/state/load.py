@@ -317,22 +317,22 @@ def _weight_slot(source: Checkpoint, name: str) -> str:
 def _read_module(parts: Parts, source: Checkpoint, whole: GlobalLayout) -> None:
     stored, stored_buffers, params = set(source.names()), set(source.buffers()), parts.params
     for unit in parts.table.all_units:
-        own, holder = params.span(unit), params.stored_master(unit)
+        own, holder = params.shards.span(unit), params.shards.stored_master(unit)
         if not unit.is_trainable:
-            own, holder = params.rest_span(unit), params.stored_shard(unit)
+            own, holder = params.shards.rest_span(unit), params.shards.stored_shard(unit)
         ranges = [(e, common) for e, common in unit.layout.overlaps(own) if e.name in stored]
         if not ranges:
             continue
         if holder.is_swapped and all(entry.name in stored for entry in unit.layout.entries):
             values = torch.zeros(own.numel, dtype=holder.dtype)  # all of it but the padding comes from the checkpoint
         else:
-            values = params.master(unit) if unit.is_trainable else params.rest(unit)
+            values = params.shards.master(unit) if unit.is_trainable else params.shards.rest(unit)
         rounds = unit.is_trainable and not parts.plan.config.zero_optimization.load_from_fp32_weights
         for entry, common in ranges:
             out = values[common.shifted(-own.start).slice]
             whole.read(source, entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
-            out.copy_(out.to(params.dtypes(unit)[0]) if rounds else out)
-        put = params.put_master if unit.is_trainable else params.put_rest
+            out.copy_(out.to(params.shards.dtypes(unit)[0]) if rounds else out)
+        put = params.shards.put_master if unit.is_trainable else params.shards.put_rest
         put(unit, values)
     with torch.no_grad():
         for name, param in parts.module.named_parameters():
@@ -419,7 +419,7 @@ def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: 
         for unit in parts.table.units:
             for slot, holder in optimization.states.tensors(unit).items():
                 values = holder.get()  # was cleared: nothing is read from a swap file
-                fresh |= _fill_slots(source, whole, unit, parts.params.span(unit), {slot: values}, stored)
+                fresh |= _fill_slots(source, whole, unit, parts.params.shards.span(unit), {slot: values}, stored)
                 holder.put(values)
     _refuse_still(parts, source, saved, fresh)
     if fresh:

@@ -203,10 +203,10 @@ class Absence:
         with self._comm.together(StoreError):
             self._write(found, root, wanted)
         if Kind.lp_params in kinds:
-            params.drop_second()
+            params.shards.gatherer.drop_copies()
             for unit in params.table.all_units:
-                if params.is_resident(unit):
-                    params.reshard(unit)
+                if params.shards.is_resident(unit):
+                    params.shards.reshard(unit)
         params.away |= kinds - {Kind.contiguous_grad_buffer}
         for item in found:
             for look in item.looks:
@@ -214,7 +214,7 @@ class Absence:
             item.storage = None
         self._stored += found
         params.arena.trim()
-        params.collector.arena.trim()
+        params.shards.collector.arena.trim()
         _give_to_system()
         if self._parts.mesh.rank == 0:
             log.info(
@@ -261,8 +261,8 @@ class Absence:
         params.away -= frozenset(kinds)
         if is_back:
             for unit in params.table.all_units:
-                if params.is_resident(unit):
-                    params.unshard(unit, params.rest(unit))
+                if params.shards.is_resident(unit):
+                    params.shards.unshard(unit, params.shards.rest(unit))
         if not params.away:
             self.close()
 
@@ -360,14 +360,16 @@ def _holders(parts: Parts, kind: str) -> Iterator[MemoryTensor | torch.Tensor]:
     params, optimization = parts.params, parts.optimization
     holders: list[StoredTensor] = []
     if kind == Kind.lp_params:
-        holders += [params.stored_shard(unit) for unit in params.table.all_units]
+        holders += [params.shards.stored_shard(unit) for unit in params.table.all_units]
     if kind in (Kind.lp_params, Kind.hp_params):
         is_own = kind == Kind.hp_params
         holders += [
-            params.stored_master(u) for u in params.table.units if (params.low_precision(u) is not None) == is_own
+            params.shards.stored_master(u)
+            for u in params.table.units
+            if (params.shards.low_precision(u) is not None) == is_own
         ]
     if kind == Kind.lp_grads and optimization is not None:
-        holders += [optimization.grads.stored(unit)[0] for unit in params.table.units]
+        holders += [optimization.grads.shards.stored(unit)[0] for unit in params.table.units]
     if kind == Kind.optim_states and optimization is not None:
         holders += [holder for unit in params.table.units for holder in optimization.states.tensors(unit).values()]
         if isinstance(optimization.rule, Foreign):

@@ -67,7 +67,7 @@ class CodedTensors:
 
     def _average(self, unit: Unit) -> None:
         share = self._shares[unit.index] = own_share(
-            self._parts.mesh, self._parts.params.placement, unit.layout.padded, "data"
+            self._parts.mesh, self._parts.params.shards.placement, unit.layout.padded, "data"
         )
         for slot in self._local:
             mean = self._holder(unit, slot).clone()

@@ -18,6 +18,7 @@ from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import schema
 from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
+from mpispeed.sharding.update_windows import take_edited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -128,7 +129,11 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     wanted = {id(value) for value in state.values()}
     for unit in parts.table.all_units:
         # A failure is kept until all gathers are done: the others take part in them.
-        full = parts.params.rest(unit) if parts.params.is_resident(unit) else parts.params.collected(unit)
+        full = (
+            parts.params.shards.rest(unit)
+            if parts.params.shards.is_resident(unit)
+            else parts.params.shards.collected(unit)
+        )
         if is_taker and failures.first is None:
             with failures.kept():
                 _copy_unit(unit, full, wanted, copies)
@@ -232,11 +237,11 @@ def load_by(parts: Parts, function: Callable[..., Any], state: Mapping[str, Any]
             with failures.kept():
                 for param in unit.params:
                     if before[id(param)] != _trace_of(param):
-                        params.take(param)
+                        take_edited(params, param)
             if failures.first is not None:
                 break
-            if params.is_resident(unit):  # the function may have set `.data`: make parameters views again
-                params.unshard(unit, params.rest(unit))
+            if params.shards.is_resident(unit):  # the function may have set `.data`: make parameters views again
+                params.shards.unshard(unit, params.shards.rest(unit))
     with comm.together(CheckpointError):
         failures.raise_first()
 
@@ -306,21 +311,21 @@ def _take_unit(
     if not items:
         return
     comm, params = parts.mesh["data"], parts.params
-    compute, master = params.dtypes(unit)
+    compute, master = params.shards.dtypes(unit)
     flat = torch.zeros(unit.layout.padded, dtype=master if unit.is_trainable else compute)
     with failures.kept():
         for entry, param in items if comm.rank == 0 else ():
             flat[entry.span.slice].copy_(given[id(param)].detach().reshape(-1))
     comm.broadcast(flat)
     with failures.kept():
-        span, target = params.span(unit), params.master(unit)
+        span, target = params.shards.span(unit), params.shards.master(unit)
         if not unit.is_trainable:
-            span, target = params.rest_span(unit), params.rest(unit)
+            span, target = params.shards.rest_span(unit), params.shards.rest(unit)
         for entry, _ in items:
             common = entry.span.intersect(span)
             if common.numel:
                 target[common.shifted(-span.start).slice].copy_(flat[common.slice])
-        put = params.put_master if unit.is_trainable else params.put_rest
+        put = params.shards.put_master if unit.is_trainable else params.shards.put_rest
         put(unit, target)
 
 

@@ -1,26 +1,27 @@
-"""Accumulators of gradients as stored tensors, and transfers of those in swap files."""
+"""Gradients at rest: accumulators as stored tensors, transfers of those in swap files, and the norm of all."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpispeed.base.device import is_on_device
-from mpispeed.base.errors import StoreError, UsageError
+from mpispeed.base.errors import StoreError
 from mpispeed.mesh.comm import text_of
 from mpispeed.native import exact_squares
 from mpispeed.native.reduce import square_partials
+from mpispeed.store.arena import Arena
 from mpispeed.store.layout import BLOCK
 from mpispeed.store.stored_tensor import SwappedTensor
-from mpispeed.store.tiers import GRAD, Tiers
+from mpispeed.store.tiers import GRAD, IN_MEMORY, Tiers
 from mpispeed.store.transfers import own_share, own_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.store.arena import Arena
     from mpispeed.store.layout import Span
     from mpispeed.store.placement import Placement
     from mpispeed.store.stored_tensor import Carried, StoredTensor
@@ -30,54 +31,38 @@ WRITES_BEHIND = 2
 """Units whose gradients may be on their way to disk while others are summed."""
 
 
-_CODED_ALREADY = (
-    "a backward pass after the gradients of this step were coded: with overlap_comm a 1-bit optimizer takes one "
-    "backward pass at an accumulation boundary; add the losses, or set zero_optimization.overlap_comm to false"
-)
-
-
-class Early(Protocol):
-    """Compresses local gradients unit by unit during backward; `onebit_early.EarlyOneBit` is one."""
-
-    def __call__(self, unit: Unit, grad: torch.Tensor) -> None:
-        """Agree on a unit."""
-
-    def is_ready(self) -> bool:
-        """True if units can be compressed early now."""
-
-    def takes(self, unit: Unit) -> bool:
-        """False for a unit that is compressed later."""
-
-    def has(self, unit: Unit) -> bool:
-        """True if the unit was compressed for the coming update."""
-
-    def end(self, *, is_applied: bool) -> None:
-        """Tell that the update has taken the compressed units, or never will."""
-
-
-class GradBuffers:
+class GradShards:
     """One accumulator per unit, replicated or sharded, in memory or in a swap file.
 
     A swapped one is replaced by a buffer while its unit is summed. Errors of the disk are kept for `drain`: sums go on
     meanwhile, because other ranks take part in them.
+
+    Attributes:
+        is_local: gradients are this rank's own and rest whole: nothing sums them, and all of them is looked at.
     """
 
-    arena: Arena
-    _communicate: torch.dtype | None = None  # dtype of messages; None: in the dtype that each unit came in
-    early: Early | None = None
-    _has_several = False  # several backward passes were made over gradients that had been summed
-    is_early = False  # local gradients are coded as they come, by `early`
-    is_local = False  # gradients are this rank's own and rest whole: nothing sums them, and all of them is looked at
-
     def __init__(
-        self, table: Table, mesh: Mesh, rest: Placement, target: Placement, dtype: Callable[[Unit], torch.dtype],
-        tiers: Tiers,
+        self, table: Table, mesh: Mesh, *, rest: Placement, target: Placement, accumulate: torch.dtype,
+        tiers: Tiers = IN_MEMORY, arena: Arena | None = None,
     ) -> None:  # fmt: skip
-        """Zeros. Args: `rest` is the placement of accumulators, `target` that of the range needed here."""
+        """Start with zeros.
+
+        Args:
+            table: the units.
+            mesh: the ranks.
+            rest: placement of the accumulators.
+            target: placement of the range needed here; `rest` itself, or any sharded one if `rest` is replicated.
+            accumulate: dtype of accumulators.
+            tiers: the sharded accumulators that are in swap files.
+            arena: gives buffers; its own by default.
+        """
         self.table, self.mesh, self.rest, self.target = table, mesh, rest, target
+        self.arena = Arena(tiers.device) if arena is None else arena
+        self.is_local = False
+        self._accumulate = accumulate
         self._behind = WRITES_BEHIND if tiers.plan.writes_behind else 0
         self._tensors = [
-            tiers.zeros(GRAD, unit.index, own_span(mesh, rest, unit.layout.padded).numel, dtype(unit))
+            tiers.zeros(GRAD, unit.index, own_span(mesh, rest, unit.layout.padded).numel, self.dtype(unit))
             for unit in table.units
         ]
         # One length for all units: the arena would keep buffers for every length.
@@ -88,13 +73,9 @@ class GradBuffers:
         self._squares: dict[int, list[float]] = {}
         self._writes: dict[int, Carried] = {}  # by unit, oldest first
 
-    def expect(self, *, is_local: bool, early: Early | None) -> None:
-        """Prepare for one update; gradients stay this rank's own if `is_local`, and `early` may compress them."""
-        self.is_local, self.early, self.is_early = is_local, early, False
-
-    def wire_dtype(self, unit: Unit) -> torch.dtype:
-        """The dtype in which gradients of the unit are sent."""
-        return unit.dtype if self._communicate is None or unit.dtype == torch.float64 else self._communicate
+    def dtype(self, unit: Unit) -> torch.dtype:
+        """The dtype in which gradients of the unit are accumulated."""
+        return torch.float64 if unit.dtype == torch.float64 else self._accumulate
 
     # -- while a unit is summed --------------------------------------------------------------------------------------
 
@@ -124,7 +105,7 @@ class GradBuffers:
             return
         self._squares.pop(unit.index, None)
         if squares:
-            self._squares[unit.index] = self._square(unit, target, threads=1)
+            self.square(unit, target)
         self._writes[unit.index] = stored.start_put(target)
         while len(self._writes) > self._behind:
             self._take_back(next(iter(self._writes)))
@@ -175,24 +156,9 @@ class GradBuffers:
                 except Exception as error:
                     self._problem = text_of(error)
 
-    def _choose_early(self, *, is_again: bool) -> None:
-        """Decide if this backward pass compresses units as they come.
-
-        Not in a second pass over the same gradients, nor ever after a script has made such a pass.
-
-        Raises:
-            UsageError: units were compressed already, and no earlier pass has shown that there are several.
-        """
-        if is_again and self.is_early:
-            raise UsageError(_CODED_ALREADY)
-        self._has_several = self._has_several or is_again
-        self.is_early = self.early is not None and self.is_local and not self._has_several and self.early.is_ready()
-
-    def _code(self, unit: Unit, values: torch.Tensor) -> None:
-        """Compress local gradients now, unless they are summed over other axes first; their squares are kept."""
-        if self.early is not None and self.early.takes(unit):
-            self._squares[unit.index] = self._square(unit, values, threads=1)
-            self.early(unit, values)
+    def square(self, unit: Unit, values: torch.Tensor) -> None:
+        """Keep the squares of a unit whose gradients are replaced next. Shapes: values [target_span(unit).numel]."""
+        self._squares[unit.index] = self._square(unit, values, threads=1)
 
     # -- after the sums ----------------------------------------------------------------------------------------------
 
@@ -245,8 +211,6 @@ class GradBuffers:
 
     def forget_squares(self) -> None:
         """Drop the squares, because gradients begin anew."""
-        if self.early is not None:
-            self.early.end(is_applied=False)
         self._squares.clear()
 
     @property
@@ -258,3 +222,62 @@ class GradBuffers:
     def swapped_bytes(self) -> int:
         """Bytes of the accumulators in this rank's swap files."""
         return sum(stored.file_bytes for stored in self._tensors)
+
+
+_SLOTS = 64
+"""Doubles of a message: the last is a note, the others an exact sum. Non-overlapping doubles between 2^-300 and 2^300
+number at most about 12."""
+
+
+def compress(values: Iterable[float]) -> list[float]:
+    """Non-overlapping doubles with exactly the same sum (Shewchuk 1997, grow-expansion).
+
+    A non-finite input gives that one value.
+    """
+    partials: list[float] = []
+    for value in values:
+        if not math.isfinite(value):
+            return [value]
+        kept = 0
+        high = value
+        for other in partials:
+            big, small = (high, other) if abs(high) >= abs(other) else (other, high)
+            high = big + small
+            low = small - (high - big)
+            if low:
+                partials[kept] = low
+                kept += 1
+        partials[kept:] = [high]
+    return partials
+
+
+def global_square_sum(
+    mesh: Mesh, grads: GradShards, *, threads: int, counts: Callable[[Unit], bool] = lambda _: True, note: float = 0.0
+) -> tuple[float, list[float]]:
+    """Sum of squares of all averaged gradients, correctly rounded; inf or NaN if any gradient is.
+
+    Each rank sums fixed blocks of its own shard in fp64; the block sums are added exactly, so neither sharding over the
+    data axis nor the number of its ranks changes a bit. `counts` is true for units that this rank counts: parameters
+    that several ranks of another axis hold alike are counted by one of them.
+
+    Returns the sum and the `note` of every rank.
+
+    Collective over: all ranks.
+    """
+    partials: list[float] = []
+    for found in grads.square_sums(filter(counts, grads.table.units), threads=threads):
+        partials = compress(partials + found)
+    if len(partials) >= _SLOTS:
+        msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {_SLOTS - 1} that are exchanged"
+        raise StoreError(msg)
+    own = torch.zeros(_SLOTS, dtype=torch.float64)
+    own[: len(partials)] = torch.tensor(partials, dtype=torch.float64)
+    own[-1] = note
+    comm = mesh[mesh.topology.names]
+    everyone = torch.empty(_SLOTS * comm.size, dtype=torch.float64)
+    comm.all_gather(everyone, own)
+    table = everyone.view(comm.size, _SLOTS)
+    sums, notes = table[:, :-1], table[:, -1].tolist()
+    if not bool(torch.isfinite(sums).all()):
+        return math.nan if bool(torch.isnan(sums).any()) else math.inf, notes
+    return math.fsum(sums.flatten().tolist()), notes
