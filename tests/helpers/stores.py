@@ -13,8 +13,8 @@ from mpispeed.sharding.grad_shards import GradShards
 from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.reducers import Averaging, SumChannel, SumGradients
 from mpispeed.sharding.units import plan_units
+from mpispeed.store.layout import Table
 from mpispeed.store.placement import Placement
-from mpispeed.store.table import Table
 
 WHOLE, DATA = Placement(), Placement(("data",))
 INNER, NESTED = Placement(("data.inner",)), Placement(("data.inner", "data.outer"))

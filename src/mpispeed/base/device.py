@@ -9,7 +9,7 @@ import torch
 
 HOST = torch.device("cpu")
 
-_USED: list[torch.device] = []
+IN_USE: list[torch.device] = []
 """The device that this process computes on, once something has told or shown it; a process has one."""
 
 
@@ -25,24 +25,24 @@ def module_of(device: torch.device) -> Any:
 
 def use(device: torch.device) -> None:
     """Compute on `device` from now on: started verbs keep to the order of its streams."""
-    if device.type not in ("cpu", "meta") and device not in _USED:
-        _USED[:] = [device]
+    if device.type not in ("cpu", "meta") and device not in IN_USE:
+        IN_USE[:] = [device]
 
 
 def notice(device: torch.device) -> None:
     """Note a tensor of `device`: this process computes there, unless it was told of another one."""
-    if not _USED:
+    if not IN_USE:
         use(device)
 
 
 def used() -> torch.device | None:
     """The device of this process; None while it computes on the host."""
-    return _USED[0] if _USED else None
+    return IN_USE[0] if IN_USE else None
 
 
 def pinned(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Pinned host memory, for copies that overlap with work; ordinary memory without a device. Shapes: [count]."""
-    return torch.empty(count, dtype=dtype, device=HOST, pin_memory=bool(_USED))
+    return torch.empty(count, dtype=dtype, device=HOST, pin_memory=bool(IN_USE))
 
 
 def current_stream(device: torch.device) -> Any:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.sharding.grads import GradStore
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 
 @dataclass(slots=True)

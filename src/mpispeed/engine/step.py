@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mpispeed.sharding.onebit_exchange import OneBitExchange
     from mpispeed.sharding.params import ParamStore
     from mpispeed.sharding.update_windows import UpdateWindows
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 log = logging.getLogger(__name__)
 

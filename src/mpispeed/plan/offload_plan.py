@@ -16,7 +16,7 @@ from mpispeed.store.tiers import MASTER, PARAM, SwapPlan
 
 if TYPE_CHECKING:
     from mpispeed.config.zero import ZeroOptimization
-    from mpispeed.store.table import Table
+    from mpispeed.store.layout import Table
 
 Cells = Mapping[tuple[str, int], tuple[int, torch.dtype]]
 """(kind of state, unit index) -> (elements, dtype) of the states that one rank keeps in swap files."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpispeed.plan.plan import Plan
-    from mpispeed.store.table import Table
+    from mpispeed.store.layout import Table
 
 
 def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int]) -> Table:

@@ -33,7 +33,7 @@ from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
     from mpispeed.sharding.grads import GradStore
-    from mpispeed.store.table import Place, Unit
+    from mpispeed.store.layout import Place, Unit
 
 
 class UnknownState(UsageError, ValueError):

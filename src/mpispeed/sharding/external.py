@@ -13,7 +13,7 @@ from mpispeed.sharding.params import ParamStore
 
 if TYPE_CHECKING:
     from mpispeed.sharding.module_hooks import ModuleHooks
-    from mpispeed.store.table import Table, Unit
+    from mpispeed.store.layout import Table, Unit
 
 # Modules with the parameters registered on them, whether or not an engine has them yet.
 _REGISTERED: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()

@@ -24,7 +24,7 @@ from mpispeed.sharding.update_windows import take_edited
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait, Work
     from mpispeed.mesh.comm import Comm
-    from mpispeed.store.table import Place, Unit
+    from mpispeed.store.layout import Place, Unit
 
 NAMES_SHOWN = 5
 

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.store.layout import Span
+    from mpispeed.store.layout import Span, Table, Unit
     from mpispeed.store.placement import Placement
     from mpispeed.store.stored_tensor import Carried, StoredTensor
-    from mpispeed.store.table import Table, Unit
 
 WRITES_BEHIND = 2
 """Units whose gradients may be on their way to disk while others are summed."""

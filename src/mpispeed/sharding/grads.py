@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
     from mpispeed.sharding.grad_shards import GradShards
     from mpispeed.sharding.reducers import Reduction, SumChannel, SumGradients
-    from mpispeed.store.layout import Entry
-    from mpispeed.store.table import Table, Unit
+    from mpispeed.store.layout import Entry, Table, Unit
 
 NAMES_SHOWN = 8
 

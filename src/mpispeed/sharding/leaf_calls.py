@@ -15,7 +15,7 @@ from mpispeed.base.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
     from mpispeed.sharding.prefetch import Prefetcher
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 
 class LeafCall:
@@ -66,21 +66,21 @@ class LeafCall:
 
 
 class LeafCalls:
-    """The leaf calls whose backward pass is running."""
+    """The leaf calls whose backward pass is running, in `active`."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher
-        self._active: dict[int, LeafCall] = {}
+        self.active: dict[int, LeafCall] = {}
 
     def has(self, units: tuple[Unit, ...]) -> bool:
         """True while the backward pass of a call of the leaf with these units runs."""
-        return any(call.units == units for call in self._active.values())
+        return any(call.units == units for call in self.active.values())
 
     def hold(self, call: LeafCall) -> None:
         """Fetch the leaf for backward. Collective over: the axes over which parameters are sharded at rest."""
         self.fetch(call)
         self._prefetcher.hold(call.units)
-        self._active[id(call)], call.is_held = call, True
+        self.active[id(call)], call.is_held = call, True
         # Inputs without gradients have no hook that backward would reach.
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self.let_go((call,)))
@@ -93,13 +93,13 @@ class LeafCalls:
     def let_go(self, calls: Iterable[LeafCall]) -> None:
         """Release leaves whose backward passes are over. Local."""
         for call in calls:
-            if self._active.pop(id(call), None) is not None:
+            if self.active.pop(id(call), None) is not None:
                 call.is_held = False
                 self._prefetcher.unhold(call.units, reshards=True)
 
     def forget(self) -> None:
         """Release all leaves after an exception ended the backward pass."""
-        self.let_go(tuple(self._active.values()))
+        self.let_go(tuple(self.active.values()))
 
 
 class _Connected(torch.autograd.Function):

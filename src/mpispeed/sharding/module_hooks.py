@@ -24,7 +24,7 @@ from mpispeed.sharding.params import ParamStore
 if TYPE_CHECKING:
     from mpispeed.sharding.module_units import ModuleUnits
     from mpispeed.sharding.prefetch import Prefetcher
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 
 @dataclass(slots=True)
@@ -159,7 +159,8 @@ class ModuleHooks:
         if not self._module_hooks:
             self._shield()
             if not is_backward:
-                self._calls.forget()
+                if self._calls.active:
+                    self._calls.forget()
                 self._prefetcher.begin_pass(torch.is_grad_enabled())
         units = self._units[id(module)]
         if torch.is_grad_enabled():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from mpispeed.sharding.units import block_names
-from mpispeed.store.table import Table, Unit
+from mpispeed.store.layout import Table, Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.sharding.update_windows import StateStore
-    from mpispeed.store.layout import Entry
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Entry, Unit
 
 MASK = "exp_avg_mask"
 """Key of a parameter group: 0 where the momentum has to stay 0, 1 elsewhere."""

@@ -15,7 +15,7 @@ from mpispeed.sharding.onebit_compressor import Compressor
 if TYPE_CHECKING:
     import torch
 
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 
 class Codes(Protocol):

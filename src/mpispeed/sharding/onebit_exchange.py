@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mpispeed.sharding.grads import GradStore
     from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.sharding.update_windows import StateStore, UpdateWindows
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 LOCAL = (Exchange.NOTHING, Exchange.DRIFT)
 """Steps in which parameters of ranks differ."""

@@ -24,8 +24,8 @@ from mpispeed.store.transfers import all_gather_into, own_span
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Work
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.store.layout import Table, Unit
     from mpispeed.store.stored_tensor import Lease
-    from mpispeed.store.table import Table, Unit
 
 
 class OffloadStateTypeEnum(str, Enum):

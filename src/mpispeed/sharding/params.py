@@ -16,8 +16,7 @@ from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait
     from mpispeed.sharding.param_shards import ParamShards
-    from mpispeed.store.layout import Span
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Span, Unit
 
 
 class Reader(Protocol):

@@ -1,28 +1,134 @@
-"""Unsharding of units on use, ahead of time where the order is known, and resharding."""
+"""Unsharding of units on use, ahead of time where the order of uses is known, and resharding."""
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from mpispeed.base.errors import StoreError
-from mpispeed.sharding.order import Order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from mpispeed.mesh.collectives.work import Wait, Work
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.sharding.divergent_fetch import DivergentFetch
     from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.store.arena import Arena
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 LOOK_AHEAD_USES = 16
 """How far prefetch looks along the expected order; a bound on the time one look takes."""
+
+Use = tuple[int, bool]
+"""Index of a unit, and whether it was used in a backward pass."""
+
+
+@dataclass(slots=True)
+class _Trace:
+    uses: tuple[Use, ...] = ()
+    lengths: tuple[int, ...] = ()  # how often in a row
+    ends: list[int] = field(default_factory=list)  # elements used up to and including each use
+    places: dict[int, list[int]] = field(default_factory=dict)  # where each unit is used
+
+    @classmethod
+    def of(cls, uses: Sequence[Use], lengths: Sequence[int], sizes: Sequence[int]) -> _Trace:
+        trace, total = cls(tuple(uses), tuple(lengths)), 0
+        for place, (unit, _) in enumerate(uses):
+            total += sizes[unit]
+            trace.ends.append(total)
+            trace.places.setdefault(unit, []).append(place)
+        return trace
+
+
+class Order:
+    """Predicts the next units. Equal calls on all ranks give equal predictions; time plays no part.
+
+    A pass is one run of the outermost module with what follows until the next one. Passes of one kind are expected
+    to use units in the same order; where one deviates, predictions continue after the next matching use, or end.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """Args: `sizes` are the elements of the units."""
+        self._sizes = sizes
+        self._known: dict[Hashable, _Trace] = {}
+        self._kind: Hashable = None
+        self._trace = _Trace()
+        self._place: int | None = None  # of the next expected use; None: not known
+        self._uses: list[Use] = []
+        self._lengths: list[int] = []
+        self.deviations = 0
+
+    def begin(self, kind: Hashable) -> None:
+        """Begin a pass; the finished one becomes the expectation for the next of its kind."""
+        self.end()
+        self._kind = kind
+        self._trace = self._known.get(kind, _Trace())
+        self._place = 0 if self._trace.uses else None
+
+    def end(self) -> None:
+        """End the pass."""
+        if self._uses and (tuple(self._uses), tuple(self._lengths)) != (self._trace.uses, self._trace.lengths):
+            self._known[self._kind] = _Trace.of(self._uses, self._lengths, self._sizes)
+        self._uses, self._lengths, self._trace, self._place = [], [], _Trace(), None
+
+    def forget(self) -> None:
+        """Expect nothing any more."""
+        self.end()
+        self._known.clear()
+
+    def note(self, unit: int, *, is_backward: bool) -> None:
+        """Record that `unit` is used now; using it twice in a row is one use."""
+        use = unit, is_backward
+        if self._uses and self._uses[-1] == use:
+            self._lengths[-1] += 1
+            return
+        self._uses.append(use)
+        self._lengths.append(1)
+        if self._place is None:
+            return
+        for place in self._trace.places.get(unit, ())[self._first(unit) :]:
+            if self._trace.uses[place] == use:
+                self.deviations += place != self._place
+                self._place = place + 1
+                return
+        self.deviations += 1
+        self._place = None
+
+    def _first(self, unit: int) -> int:
+        return bisect.bisect_left(self._trace.places.get(unit, ()), self._place or 0)
+
+    @property
+    def is_known(self) -> bool:
+        """True while predictions can be made."""
+        return self._place is not None
+
+    def upcoming(self, uses: int) -> Iterator[int]:
+        """Units of the next `uses` uses that are expected, in their order."""
+        if self._place is not None:
+            for place in range(self._place, min(self._place + uses, len(self._trace.uses))):
+                yield self._trace.uses[place][0]
+
+    def distance(self, unit: int) -> int | None:
+        """Elements of other units that are expected to be used before `unit` is; None if it is not expected."""
+        if self._place is None:
+            return None
+        places = self._trace.places.get(unit, ())
+        first = self._first(unit)
+        if first == len(places):
+            return None
+        before = self._trace.ends[self._place - 1] if self._place else 0
+        return self._trace.ends[places[first]] - self._sizes[unit] - before
+
+    def is_unfinished(self, unit: int) -> bool:
+        """True if `unit` is in use and expected to be used again before any other."""
+        if not self._place or not self._uses or self._uses[-1][0] != unit:
+            return False
+        return self._lengths[-1] < self._trace.lengths[self._place - 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Axes, Mesh
     from mpispeed.sharding.grad_shards import GradShards
     from mpispeed.store.arena import Arena
-    from mpispeed.store.layout import Entry
+    from mpispeed.store.layout import Entry, Unit
     from mpispeed.store.placement import Placement
-    from mpispeed.store.table import Unit
 
 log = logging.getLogger(__name__)
 

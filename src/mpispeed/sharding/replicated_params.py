@@ -11,7 +11,7 @@ from mpispeed.sharding import sharded_param
 
 if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.store.table import Table
+    from mpispeed.store.layout import Table
 
 
 def broadcast_rest(

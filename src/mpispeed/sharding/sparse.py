@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Axes, Mesh
     from mpispeed.store.arena import Arena
-    from mpispeed.store.layout import Entry
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Entry, Unit
 
 INDEX = torch.int32
 """How row numbers travel: a table of 2^31 rows would not fit the flat buffer of a unit."""

@@ -8,8 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from mpispeed.store.layout import FlatLayout
-from mpispeed.store.table import Table, Unit
+from mpispeed.store.layout import FlatLayout, Table, Unit
 
 
 def plan_units(

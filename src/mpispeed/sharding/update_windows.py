@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mpispeed.sharding.grads import GradStore
     from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.sharding.params import ParamStore
+    from mpispeed.store.layout import Table, Unit
     from mpispeed.store.stored_tensor import Lease, StoredTensor
-    from mpispeed.store.table import Table, Unit
 
 
 class StateStore:

@@ -14,7 +14,7 @@ def device(monkeypatch):
     kind = stand_in().type
     monkeypatch.setenv("MPISPEED_DEVICE", kind)
     yield torch.device(kind, mpispeed.init_distributed().local_rank % torch.get_device_module(kind).device_count())
-    devices._USED.clear()
+    devices.IN_USE.clear()
 
 
 @pytest.fixture
@@ -23,6 +23,6 @@ def on_host(monkeypatch):
 
     def switch():
         monkeypatch.setenv("MPISPEED_DEVICE", "cpu")
-        devices._USED.clear()
+        devices.IN_USE.clear()
 
     return switch

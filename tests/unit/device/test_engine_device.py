@@ -25,7 +25,7 @@ from tests.helpers.device import stand_in
 @pytest.fixture(autouse=True)
 def unused():
     yield
-    devices._USED.clear()
+    devices.IN_USE.clear()
 
 
 def chosen(monkeypatch, name, ranks=1, model=None):
@@ -126,7 +126,7 @@ def test_only_host_memory_of_the_kinds_that_ask_is_page_locked():
 
 def test_buffers_of_files_are_page_locked_where_the_process_computes_on_a_device(monkeypatch):
     device = stand_in()
-    monkeypatch.setattr(devices, "_USED", [])
+    monkeypatch.setattr(devices, "IN_USE", [])
     assert not aligned(5000, pin=True).is_pinned()
     devices.use(device)
     buffer = aligned(5000, pin=True)

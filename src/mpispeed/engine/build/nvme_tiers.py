@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
     from mpispeed.plan.plan import Plan
-    from mpispeed.store.table import Table, Unit
+    from mpispeed.store.layout import Table, Unit
 
 log = logging.getLogger(__name__)
 

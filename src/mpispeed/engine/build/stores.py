@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
     from mpispeed.sharding.reducers import Reducer
-    from mpispeed.store.table import Table
+    from mpispeed.store.layout import Table
 
 log = logging.getLogger(__name__)
 

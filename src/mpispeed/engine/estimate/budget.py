@@ -40,7 +40,7 @@ from mpispeed.store.tiers import GRAD, MASTER, PARAM
 
 if TYPE_CHECKING:
     from mpispeed.sharding.module_units import ModuleUnits
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 __all__ = ["Budget", "EstimateInputs", "Held", "Moved", "Phase", "Sent", "gather_inputs", "predict"]
 

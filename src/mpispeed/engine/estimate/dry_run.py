@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpispeed.sharding.module_units import ModuleUnits
     from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.store.arena import Arena
-    from mpispeed.store.table import Table, Unit
+    from mpispeed.store.layout import Table, Unit
 
 STEPS = 3
 """Optimizer steps of a dry run: the order is recorded in the first and known from the second on."""

@@ -27,7 +27,7 @@ from mpispeed.store.tiers import GRAD, MASTER, PARAM, SwapPlan
 
 if TYPE_CHECKING:
     from mpispeed.plan.plan import Plan
-    from mpispeed.store.table import Table, Unit
+    from mpispeed.store.layout import Table, Unit
 
 ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
 """States assumed for an optimizer that is given in code."""

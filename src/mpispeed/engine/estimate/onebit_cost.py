@@ -19,7 +19,7 @@ from mpispeed.plan.onebit_plan import PHASES, OneBitPlan
 
 if TYPE_CHECKING:
     from mpispeed.engine.estimate.inputs import EstimateInputs
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 SUBJECTS = {
     Exchange.CODED_GRADIENT: "gradients",

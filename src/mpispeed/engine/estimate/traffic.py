@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from mpispeed.engine.estimate.inputs import EstimateInputs
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 
 @dataclass(frozen=True, slots=True)

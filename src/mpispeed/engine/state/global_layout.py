@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mpispeed.ckpt.read.reader import Checkpoint
     from mpispeed.engine.build.parts import Parts
     from mpispeed.optim.rule import Window
+    from mpispeed.store.layout import Place, Unit
     from mpispeed.store.stored_tensor import Lease, StoredTensor
-    from mpispeed.store.table import Place, Unit
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from mpispeed.store.layout import Span
 
 if TYPE_CHECKING:
     from mpispeed.engine.build.parts import Parts
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 log = logging.getLogger(__name__)
 

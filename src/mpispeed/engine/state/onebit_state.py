@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from mpispeed.engine.build.parts import Parts
     from mpispeed.engine.state.global_layout import GlobalLayout
     from mpispeed.sharding.onebit_exchange import OneBitExchange
-    from mpispeed.store.layout import Entry, Span
-    from mpispeed.store.table import Place, Unit
+    from mpispeed.store.layout import Entry, Place, Span, Unit
 
 log = logging.getLogger(__name__)
 

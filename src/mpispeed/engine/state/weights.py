@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.comm import Comm
-    from mpispeed.store.table import Unit
+    from mpispeed.store.layout import Unit
 
 log = logging.getLogger(__name__)
 

@@ -235,8 +235,7 @@ class StreamSync:
 
 def stream_sync() -> StreamSync | None:
     """Dependencies of a verb that is started now; None where this process uses no device."""
-    device = devices.used()
-    return None if device is None else StreamSync(device)
+    return StreamSync(devices.IN_USE[0]) if devices.IN_USE else None
 
 
 def _own_stream(device: torch.device) -> Any:
