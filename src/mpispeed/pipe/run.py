@@ -186,11 +186,10 @@ class Executor:
             raise first
         if self.failure is None:
             self.failure = failure
-            log.warning(
-                "stage %d: %s: %s; the batch is given up, on all ranks when each has come to its end",
+            log.warning(  # without its text, which the error itself shows
+                "stage %d: %s; the batch is given up, on all ranks when each has come to its end",
                 self.place.stage,
                 type(failure).__name__,
-                failure,
             )
         self.duties.give_up()
 
