@@ -277,7 +277,7 @@ def _read_pattern(
 
 
 def _shifted(values: Deferred, start: int, count: int) -> Deferred:
-    return Deferred(count, values.dtype, lambda first, last: values.parts(start + first, start + last))
+    return replace(values, numel=count, parts=lambda first, last: values.parts(start + first, start + last))
 
 
 def _dim(info: ParamInfo) -> int | None:

@@ -289,7 +289,11 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
     found = find_ineffective(config, spell)
     if config.nebula.enabled:
         found.append("nebula is ignored: it is a vendor's service; checkpoints go where save_checkpoint says")
-    if config.zero_optimization.elastic_checkpoint:
+    zero = config.zero_optimization
+    if zero.zero_hpz_partition_size == zero.mics_shard_size > 1:
+        key, group = (spell(f"{_ZERO}.{name}") for name in ("zero_hpz_partition_size", "mics_shard_size"))
+        found.append(f"{key} has no effect here: {group} cuts parameters over the same {zero.mics_shard_size} ranks")
+    if zero.elastic_checkpoint:
         found.append("zero_optimization.elastic_checkpoint is ignored: every checkpoint loads at any number of ranks")
     if config.vocabulary_size is not None and config.vocabulary_size % 8:
         found.append(f"vocabulary_size {config.vocabulary_size} is no multiple of 8; matrix products may be slower")

@@ -71,7 +71,7 @@ class Sharing:
         Collective over: the ranks that share a unit.
         """
         for unit in grads.table.units:
-            for comm in self._summed_over(unit):
+            for comm in self.summed_over(unit):
                 values = grads.shards.reduced(unit)
                 comm.all_reduce(values)
                 grads.shards.put_reduced(unit, values)
@@ -114,7 +114,8 @@ class Sharing:
             if kind.tie and kind.tie in self.ties:
                 make_equal([param], self.ties[kind.tie])
 
-    def _summed_over(self, unit: Unit) -> list[Comm]:
+    def summed_over(self, unit: Unit) -> list[Comm]:
+        """Groups of ranks with copies of the unit that saw different data: their gradients add up."""
         kind = unit.kind
         if not isinstance(kind, Kind):
             return []

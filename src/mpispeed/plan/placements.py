@@ -7,8 +7,9 @@ al., ZeRO++ (arXiv 2306.10209).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mpispeed.base.errors import ConfigError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 DATA = Placement(("data",))
 INNER, OUTER = "data.inner", "data.outer"
 LOCAL, ACROSS = "data.local", "data.across"
+SECOND, BETWEEN = "data.second", "data.between"
 RANKS_PER_NODE = "MPISPEED_RANKS_PER_NODE"
 _Z = "zero_optimization"
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
@@ -53,23 +55,30 @@ class Placing:
     """Placements of states, and the factors of the data axis that they need.
 
     `hops`: axes inside and between nodes of a quantized or 1-bit reduction, or None. `sums_late` is True if gradients
-    are replicated only because they are reduced once for all micro-batches.
+    are replicated only because they are reduced once for all micro-batches. `rings` are further names of axes: (name,
+    factor, smaller factor) names the axes of a factor that are not in the smaller one.
     """
 
     states: States
     factors: tuple[Factor, ...] = ()
     hops: tuple[str, str] | None = None
     sums_late: bool = False
+    rings: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def sum_hops(self) -> tuple[str, str] | None:
+        """The hops of a quantized reduction; None on one node, and where gradients are not sharded over the hops."""
+        return self.hops if self.states.master.axes == self.hops else None
 
     def topology(self, axes: Mapping[str, int]) -> Topology:
         """`axes` with the data axis divided into its factors; its name and theirs become aliases."""
         topology = Topology.factored(axes, {"data": self.factors})
-        if not (topology.has(LOCAL) and topology.has(INNER)):
+        if not self.rings:
             return topology
-        local = topology.resolve(LOCAL)
-        across = [name for name in topology.resolve(INNER) if name not in local]
-        sizes = dict(zip(topology.names, topology.sizes, strict=True))
-        return Topology(sizes, {**dict(topology.aliases), ACROSS: across})
+        sizes, aliases = dict(zip(topology.names, topology.sizes, strict=True)), dict(topology.aliases)
+        for name, factor, smaller in self.rings:
+            aliases[name] = tuple(axis for axis in aliases[factor] if axis not in aliases[smaller])
+        return Topology(sizes, aliases)
 
 
 def place(
@@ -142,14 +151,11 @@ def _place_coded(stage: int, data: int, ranks_per_node: int) -> Placing:
 
 
 def _place_in_groups(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:
-    """MiCS placements: all states are sharded inside groups of neighbouring ranks and replicated between groups."""
-    shard = zero.mics_shard_size
-    if zero.zero_hpz_partition_size > 1:
-        msg = (
-            f"{_Z}.mics_shard_size {shard} and {_Z}.zero_hpz_partition_size {zero.zero_hpz_partition_size} exclude "
-            "each other: both keep gathers inside groups of ranks; remove one of them"
-        )
-        raise ConfigError(msg)
+    """MiCS placements: all states are sharded inside groups of neighbouring ranks and replicated between groups.
+
+    A second copy is sharded inside a part of the group; over the whole group it would be the shards themselves.
+    """
+    shard, second = zero.mics_shard_size, zero.zero_hpz_partition_size
     if zero.zero_quantized_gradients:
         msg = (
             f"{_Z}.zero_quantized_gradients does not work with {_Z}.mics_shard_size {shard}: sums inside a shard group "
@@ -157,7 +163,16 @@ def _place_in_groups(zero: ZeroOptimization, data: int, ranks_per_node: int) -> 
         )
         raise ConfigError(msg)
     _check_divides("mics_shard_size", shard, data)
-    factors, cut = [Factor(INNER, shard, f"{_Z}.mics_shard_size", rest=OUTER)], Placement((INNER,))
+    if shard % second:
+        sizes = ", ".join(str(n) for n in range(1, shard + 1) if shard % n == 0)
+        msg = (
+            f"{_Z}.zero_hpz_partition_size {second} does not divide {_Z}.mics_shard_size {shard}: a second copy is cut "
+            f"inside a shard group; use one of {sizes}"
+        )
+        raise ConfigError(msg)
+    parts: list[Factor] = []
+    if 1 < second < shard:
+        parts.append(Factor(SECOND, second, f"{_Z}.zero_hpz_partition_size"))
     if zero.mics_hierarchical_params_gather:
         node = _node_of("mics_hierarchical_params_gather", ranks_per_node)
         if shard <= node or shard % node:
@@ -167,10 +182,23 @@ def _place_in_groups(zero: ZeroOptimization, data: int, ranks_per_node: int) -> 
                 f"on, or set the key to false"
             )
             raise ConfigError(msg)
-        factors.append(Factor(LOCAL, node, "ranks per node"))
-        # Gathers go from the last axis to the first: small messages between nodes, then larger ones inside.
-        cut = Placement((LOCAL, ACROSS))
-    return Placing(States(param=cut, grad=cut, master=cut), tuple(factors))
+        if node != second:  # else the second copy is cut inside nodes, and its axes are those of gathers
+            parts.append(Factor(LOCAL, node, "ranks per node"))
+    return _nest(Factor(INNER, shard, f"{_Z}.mics_shard_size", rest=OUTER), parts)
+
+
+def _nest(group: Factor, parts: Sequence[Factor]) -> Placing:
+    """All states sharded over `group`, by axes that begin with those of each of its nested `parts`.
+
+    Gathers go from the last axis to the first: small messages between nodes, then larger ones inside.
+    """
+    nested = [*sorted(parts, key=lambda part: part.size), group]
+    names = (BETWEEN, ACROSS)[3 - len(nested) :]
+    rings = tuple((name, outer.name, inner.name) for name, (inner, outer) in zip(names, pairwise(nested), strict=True))
+    axes = (nested[0].name, *names)
+    stop = next((i + 1 for i, part in enumerate(nested) if part.name == SECOND), 0)
+    cut, second = Placement(axes), Placement(axes[:stop]) if stop else None
+    return Placing(States(cut, cut, cut, second), (group, *parts), rings=rings)
 
 
 def _place_over_all(zero: ZeroOptimization, data: int, ranks_per_node: int) -> Placing:

@@ -315,29 +315,51 @@ class QuantizedReducer(Listener):
         self, inner: str, outer: str, plain: Reducer, *, block: int = BLOCK, feedback: Callable[[], Feedback] | None
     ) -> None:
         """Args: `plain` reduces units that are not quantized; `feedback` makes the error feedback of one unit."""
-        self._inner, self._outer, self._plain, self._block = inner, outer, plain, block
+        self.axes, self._plain, self.block = (inner, outer), plain, block
         self._make_feedback = feedback
         self._feedbacks: dict[int, Feedback] = {}
 
-    def takes(self, unit: Unit, wire: torch.Tensor) -> bool:
-        """True if the unit's gradients are quantized."""
+    @property
+    def keeps_errors(self) -> bool:
+        """True with error feedback."""
+        return self._make_feedback is not None
+
+    @property
+    def uses(self) -> int:
+        """Sums since errors were last forgotten; 0 without error feedback."""
+        return max((feedback.uses for feedback in self._feedbacks.values()), default=0)
+
+    @property
+    def error_bytes(self) -> int:
+        """Bytes of errors on this rank."""
+        return sum(feedback.nbytes for feedback in self._feedbacks.values())
+
+    def takes(self, unit: Unit, dtype: torch.dtype) -> bool:
+        """True if the unit's gradients, sent in `dtype`, are quantized."""
         is_made_of_vectors = all(len(entry.shape) < 2 for entry in unit.layout.entries)
-        return wire.itemsize <= 4 and not is_made_of_vectors
+        return dtype.itemsize <= 4 and not is_made_of_vectors
+
+    def feedback_of(self, unit: Unit) -> Feedback | None:
+        """The error feedback of a unit that is quantized; None without any."""
+        if self._make_feedback is None:
+            return None
+        return self._feedbacks.get(unit.index) or self._feedbacks.setdefault(unit.index, self._make_feedback())
 
     def __call__(
         self, mesh: Mesh, unit: Unit, wire: torch.Tensor, target: torch.Tensor, scale: float, arena: Arena
     ) -> None:
         """As in `Reducer`."""
-        if not self.takes(unit, wire):
+        if not self.takes(unit, wire.dtype):
             text = f"unit {unit.name!r} holds vectors or fp64 values alone; its gradients are not quantized"
             logs.once(log, logging.INFO, text)
             self._plain(mesh, unit, wire, target, scale, arena)
             return
-        kept = None
-        if self._make_feedback is not None:
-            kept = self._feedbacks.get(unit.index) or self._feedbacks.setdefault(unit.index, self._make_feedback())
-        inner, outer = mesh[self._inner], mesh[self._outer]
-        quantized_reduce_scatter(inner, outer, target, wire, block=self._block, scale=scale, feedback=kept)
+        for hole in unit.layout.holes():
+            wire[
+                hole.slice
+            ].zero_()  # an overflow has made whole blocks NaN, and accumulators that rest whole keep that
+        (inner, outer), kept = (mesh[axis] for axis in self.axes), self.feedback_of(unit)
+        quantized_reduce_scatter(inner, outer, target, wire, block=self.block, scale=scale, feedback=kept)
 
     def adjust(self, factor: float, *, is_overflow: bool) -> None:
         """Forget errors after an overflow; otherwise scale them with the loss."""
@@ -424,7 +446,7 @@ class SumGradients:
         self.outer = outer if not rest.is_replicated and shards.mesh.topology.group_size(outer) > 1 else ()
         partial = target.axes if self.outer else PARTIAL_AXES
         self.reducer = reducer or PlainReducer(partial, target, scatters=scatters)
-        self._shards, self._channel, self._averaging, self._communicate = shards, channel, averaging, communicate
+        self._shards, self._channel, self.averaging, self._communicate = shards, channel, averaging, communicate
 
     def wire_dtype(self, unit: Unit) -> torch.dtype:
         """The dtype in which gradients of the unit are sent."""
@@ -443,7 +465,7 @@ class SumGradients:
             self._complete(target, reduction.carried)
             shards.end(unit, target, squares=True)
             return
-        before, after = self._averaging.before, 1.0 if self.outer else self._averaging.after
+        before, after = self.averaging.before, 1.0 if self.outer else self.averaging.after
         wire = _scaled(bucket, before, self.wire_dtype(unit), arena)
         target = shards.begin(unit, reads=reduction.adds)
         if reduction.adds:
@@ -465,7 +487,7 @@ class SumGradients:
     def _complete(self, target: torch.Tensor, carried: torch.Tensor | None) -> None:
         """Sum over the axes along which ranks hold equal ranges, in the accumulator's own dtype."""
         if self.outer:
-            self._channel[self.outer].all_reduce(target, scale=self._averaging.after)
+            self._channel[self.outer].all_reduce(target, scale=self.averaging.after)
         if carried is not None:
             target.add_(carried)
 

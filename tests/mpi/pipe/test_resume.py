@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from mpispeed.ckpt.read.reader import open_checkpoint
+from mpispeed.engine.state.quantized_state import RANK_ERROR
 from tests.helpers.covering import in_turn
 from tests.helpers.pipes import Case, Layout, train
 from tests.helpers.saved import difference
+from tests.zoo import same_bits
+from tests.zoo.training import weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
 BEFORE, AFTER = 2, 3
@@ -60,3 +64,27 @@ def test_16_bit_weights_go_on_alike(stage, mpi_tmp_path, comm):
     same.load_checkpoint(str(mpi_tmp_path / "a"))
     assert train(same, range(BEFORE, BEFORE + AFTER)) == expected  # to the bit
     same.destroy()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2)])
+def test_errors_of_quantized_gradients_go_on_bit_for_bit(sizes, mpi_tmp_path, monkeypatch):
+    """Of a weight tied over two stages each has errors of its own: their gradients differ."""
+    monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", str(sizes[1]))
+    case = Case(Layout(*sizes), stage=1, is_tied=True)
+    zero = case.settings()["zero_optimization"] | {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
+    more = {"zero_optimization": zero, "reduction": "ordered"}
+    first = case.engine(**more)
+    train(first, range(BEFORE))
+    first.save_checkpoint(str(mpi_tmp_path), tag="t")
+    with open_checkpoint(mpi_tmp_path) as source:
+        rows = {name: source.stored(name, RANK_ERROR).shape[0] for name in source.names()
+                if RANK_ERROR in source.slots(name)}  # fmt: skip
+    assert set(rows.values()) == ({2, 4} if sizes[0] == 2 else {2})
+    expected = train(first, range(BEFORE, BEFORE + AFTER))
+    second = case.engine(**more)
+    second.load_checkpoint(str(mpi_tmp_path))
+    assert train(second, range(BEFORE, BEFORE + AFTER)) == expected
+    same_bits(weights(second), weights(first))
+    for engine in (first, second):
+        engine.destroy()

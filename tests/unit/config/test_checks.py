@@ -287,6 +287,19 @@ def test_accepted_without_effect_is_said():
     require_available(loaded.config)
 
 
+def test_second_copies_over_the_ranks_of_a_shard_group_are_one_warning():
+    zero = {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}
+    (said,) = load({"zero_optimization": zero}).warnings
+    assert "zero_hpz_partition_size has no effect here" in said
+    assert "same 2 ranks" in said
+    for other in (
+        {"mics_shard_size": 4},
+        {"mics_shard_size": 1, "zero_hpz_partition_size": 1},
+        {"mics_shard_size": -1},
+    ):
+        assert load({"zero_optimization": zero | other}).warnings == []
+
+
 CURRICULUM = {
     "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 9, "schedule_type": "custom",
 }  # fmt: skip

@@ -222,6 +222,7 @@ def measure(source, ranks, **model):
             "optimizer state": parts.states.state_bytes,
             "gradients": parts.grads.shards.rest_bytes,
             "second copies": params.shards.second_bytes,
+            "errors of quantized sums": 0 if parts.quantized is None else parts.quantized.error_bytes,
             "pieces of updated parameters": params.shards.collector.arena.owned_bytes,
         }
         scratch = params.arena.owned_bytes
@@ -234,6 +235,8 @@ def measure(source, ranks, **model):
 GROUPS = {
     "shard groups": {"mics_shard_size": 2},
     "second copies": {"zero_hpz_partition_size": 2},
+    "second copies in shard groups": {"mics_shard_size": 4, "zero_hpz_partition_size": 2},
+    "second copies of shard groups": {"mics_shard_size": 2, "zero_hpz_partition_size": 2},
     "whole sums": {"reduce_scatter": False},
     "coded weights": {"zero_quantized_weights": True},
     "coded weights and copies": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2},
@@ -267,7 +270,20 @@ def test_prediction_for_broadcasts_in_groups_of_ranks():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_prediction_for_coded_sums(stage, monkeypatch):
     monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", "2")
-    check_engine(4, stage, 3, "bf16", is_overlapped=False, node=2, zero_quantized_gradients=True)
+    keys = {"zero_quantized_gradients": True, "zeropp_loco_param": None if stage == 2 else {"err_beta": 0.5}}
+    held, _ = check_engine(4, stage, 3, "bf16", is_overlapped=False, node=2, **keys)
+    assert bool(held["errors of quantized sums"]) == (stage != 2)
+
+
+def test_errors_of_quantized_sums_count():
+    # 8 bits for each element and each element of a node's part, and a scale of 32 bits for each 256 of them
+    cut = Placement(("inner", "outer"))
+    facts = mixed(facts_of(3, 16), 4, param=cut, grad=cut, master=cut)
+    facts = dataclasses.replace(facts, codes_grads=True, keeps_sum_errors=True, copies_checkpoint=True)
+    budget, without = predict(facts), predict(dataclasses.replace(facts, keeps_sum_errors=False))
+    assert budget.bytes_of("errors of quantized sums") == (PSI + PSI // 4) * (256 + 4) // 256
+    assert without.bytes_of("errors of quantized sums") == 0
+    assert budget.bytes_of("checkpoint copy") - without.bytes_of("checkpoint copy") == 4 * (PSI + PSI // 4)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpispeed.base import log as logs
-from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.errors import ConfigError, TopologyError, UsageError
 from mpispeed.config.load import validate
 from mpispeed.mesh import sim
 from mpispeed.plan.placements import ranks_per_node
@@ -35,6 +35,11 @@ def test_table():
     assert cuts(plan_of(8, stage=3)) == [("data",)] * 3 + [None]
     tree = plan_of(8, 2, stage=3, mics_shard_size=4, mics_hierarchical_params_gather=True)
     assert cuts(tree) == [("data.local", "data.across")] * 3 + [None]
+    both = plan_of(8, stage=3, mics_shard_size=4, zero_hpz_partition_size=2)
+    assert cuts(both) == [("data.second", "data.across")] * 3 + [("data.second",)]
+    for second in (1, 4):  # the shards themselves are over these ranks
+        same = plan_of(8, stage=3, mics_shard_size=4, zero_hpz_partition_size=second)
+        assert same.placing == plan_of(8, stage=3, mics_shard_size=4).placing
     for stage, whole in ((1, 2), (2, 1), (3, 0)):
         plan = plan_of(8, 4, stage=stage, zero_quantized_gradients=True)
         assert cuts(plan) == [()] * whole + [nested] * (3 - whole) + [None]
@@ -54,6 +59,8 @@ def test_groups_of_ranks():
     tree = plan_of(8, 2, stage=3, mics_shard_size=4, mics_hierarchical_params_gather=True).topology()
     assert list(tree.peers(5, "data.local")) == [4, 5]
     assert list(tree.peers(5, "data.across")) == [5, 7]
+    both = plan_of(8, stage=3, mics_shard_size=4, zero_hpz_partition_size=2).topology()
+    assert [list(both.peers(5, f"data.{name}")) for name in ("second", "across", "outer")] == [[4, 5], [5, 7], [1, 5]]
     for size in (1, 8):
         edge = plan_of(8, stage=3, mics_shard_size=size).topology()
         assert (edge.group_size("data.inner"), edge.group_size("data.outer")) == (size, 8 // size)
@@ -67,7 +74,8 @@ def test_groups_of_ranks():
         (6, None, {"stage": 3, "zero_hpz_partition_size": 4}, r"zero_hpz_partition_size 4 does not divide the 6"),
         (8, None, {"stage": 2, "mics_shard_size": 4}, r"mics_shard_size 4 .*stage 3, found 2"),
         (8, None, {"stage": 0, "zero_hpz_partition_size": 4}, r"zero_hpz_partition_size 4 .*stage 3, found 0"),
-        (8, None, {"stage": 3, "mics_shard_size": 4, "zero_hpz_partition_size": 2}, r"mics_shard_size 4 and .*size 2"),
+        (8, None, {"stage": 3, "mics_shard_size": 4, "zero_hpz_partition_size": 8}, r"8 does not divide .*1, 2, 4"),
+        (6, None, {"stage": 3, "mics_shard_size": 6, "zero_hpz_partition_size": 4}, r"4 does not divide .*mics"),
         (8, 4, {"stage": 3, "mics_shard_size": 4, "zero_quantized_gradients": True}, r"not work with .*mics_shard"),
         (8, None, {"stage": 3, "mics_hierarchical_params_gather": True}, r"needs zero_optimization.mics_shard_size"),
         (8, 4, {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}, r"size is 4, .* 4 ranks"),
@@ -81,6 +89,34 @@ def test_groups_of_ranks():
 def test_what_cannot_hold_is_refused_by_name(ranks, node, zero, message):
     with pytest.raises(ConfigError, match=message):
         plan_of(ranks, node, **zero)
+
+
+@pytest.mark.parametrize(
+    ("node", "second", "axes", "copy"),
+    [
+        (2, 2, ("second", "across"), ("second",)),
+        (4, 2, ("second", "between", "across"), ("second",)),
+        (2, 4, ("local", "between", "across"), ("local", "between")),
+        (4, 8, ("local", "across"), None),
+    ],
+)
+def test_second_copies_beside_gathers_over_nodes(node, second, axes, copy):
+    zero = {"mics_shard_size": 8, "mics_hierarchical_params_gather": True, "zero_hpz_partition_size": second}
+    plan = plan_of(24, node, stage=3, **zero)
+    cut, part = (names and tuple(f"data.{name}" for name in names) for names in (axes, copy))
+    assert cuts(plan) == [cut] * 3 + [part]
+    topology, over = plan.topology(), []
+    for axis in cut:  # each axis widens the group of neighbours
+        over.append(axis)
+        assert list(topology.peers(0, over)) == list(range(topology.group_size(over)))
+    assert topology.group_size(over) == 8
+    assert part is None or topology.group_size(part) == second
+
+
+def test_second_copies_and_nodes_that_do_not_nest_are_refused():
+    zero = {"mics_shard_size": 12, "mics_hierarchical_params_gather": True, "zero_hpz_partition_size": 6}
+    with pytest.raises(TopologyError, match=r"zero_hpz_partition_size = 6 .*ranks per node = 4"):
+        plan_of(12, 4, stage=3, **zero).topology()
 
 
 def test_plans_differ_by_their_placements():
@@ -119,6 +155,8 @@ SCHEMES = {
     "mics 2": {"stage": 3, "mics_shard_size": 2},
     "mics 4": {"stage": 3, "mics_shard_size": 4},
     "mics 4 over nodes": {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True},
+    "mics 4, hpz 2": {"stage": 3, "mics_shard_size": 4, "zero_hpz_partition_size": 2},
+    "mics 2, hpz 2": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2},
     "hpz 2": {"stage": 3, "zero_hpz_partition_size": 2},
     "hpz 4": {"stage": 3, "zero_hpz_partition_size": 4},
     "mics 2 by all-reduce": {"stage": 3, "mics_shard_size": 2, "reduce_scatter": False},
@@ -159,7 +197,7 @@ def test_every_scheme_has_the_bits_of_stage_2(scheme):
     same_bits(trained(SCHEMES[scheme], **more), trained({"stage": 2}, **more))
 
 
-@pytest.mark.parametrize("scheme", ["mics 2", "mics 4 over nodes", "hpz 2"])
+@pytest.mark.parametrize("scheme", ["mics 2", "mics 4 over nodes", "mics 4, hpz 2", "hpz 2"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_in_16_bits_too(scheme, dtype):
     section = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "loss_scale": 64}}[dtype]
@@ -178,7 +216,7 @@ def test_accumulation_is_right_within_rounding(scheme):
             torch.testing.assert_close(ours[2][name], theirs[2][name], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("saved", ["mics 2", "mics 4 over nodes", "hpz 2", "mics 1"])
+@pytest.mark.parametrize("saved", ["mics 2", "mics 4 over nodes", "mics 4, hpz 2", "hpz 2", "mics 1"])
 def test_checkpoints_move_between_schemes(saved, tmp_path):
     """Every element is written by one rank; any scheme reads it back."""
     trained(SCHEMES[saved], folder=tmp_path, reduction="ordered")

@@ -36,11 +36,13 @@ class Deferred:
         parts: `parts(first, last)` yields the elements [first, last) in order, as flat tensors like those of `Piece`;
             each is valid until the next is requested. Called by `save`, on this rank alone, for each part once and in
             order, and before that once more where copies are compared; its errors make the save fail on every rank.
+        is_in_memory: `parts` reads no file, so that the elements can be copied for a save in the background.
     """
 
     numel: int
     dtype: torch.dtype
     parts: Callable[[int, int], Iterator[torch.Tensor]]
+    is_in_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

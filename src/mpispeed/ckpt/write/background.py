@@ -140,7 +140,8 @@ class BackgroundSaver:
 
 def has_deferred(tensors: Sequence[LogicalTensor]) -> bool:
     """True if some of this rank's pieces are not in memory; those cannot be copied."""
-    return any(isinstance(piece.values, Deferred) for tensor in tensors for piece in tensor.pieces)
+    pieces = (piece for tensor in tensors for piece in tensor.pieces)
+    return any(isinstance(piece.values, Deferred) and not piece.values.is_in_memory for piece in pieces)
 
 
 class Snapshot:
@@ -175,15 +176,17 @@ class Snapshot:
 
     def _copy(self, piece: Piece, at: int) -> Piece:
         values = piece.values
-        if isinstance(values, Deferred):
+        if isinstance(values, Deferred) and not values.is_in_memory:
             msg = "elements that are not in memory cannot be copied"
             raise TypeError(msg)
-        held = self._memory[at : at + values.nbytes].view(values.dtype)
-        held.copy_(values.detach())
+        held, done = self._memory[at : at + piece.count * values.dtype.itemsize].view(values.dtype), 0
+        for part in piece.parts(0, piece.count):
+            held[done : done + part.numel()].copy_(part.detach())
+            done += part.numel()
         return replace(piece, values=held)
 
 
 def _room(piece: Piece) -> int:
     """Bytes of a piece, rounded up so that every piece begins at a page."""
-    size = 0 if isinstance(piece.values, Deferred) else piece.values.nbytes
+    size = piece.count * piece.values.dtype.itemsize
     return -(-size // schema.ALIGN_BYTES) * schema.ALIGN_BYTES

@@ -38,6 +38,7 @@ from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.sharding.averaged_gradients import AveragedGradients
 from mpispeed.sharding.grads import GradHooks, GradStore
 from mpispeed.sharding.onebit_exchange import OneBitExchange, is_local
+from mpispeed.sharding.reducers import QuantizedReducer
 from mpispeed.sharding.replicated_params import broadcast_rest
 from mpispeed.sharding.update_windows import StateStore, UpdateWindows, ZeroState, takes_any_cut
 
@@ -320,7 +321,9 @@ def _optimize(
     onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
     state = ZeroState(params, grads, states, rule, groups, lambda: is_local(onebit))
-    return Optimization(state, hooks, facade, basic or own, link, onebit=onebit), update_windows
+    reducer = grads.sums.reducer
+    quantized = reducer if isinstance(reducer, QuantizedReducer) and reducer.keeps_errors else None
+    return Optimization(state, hooks, facade, basic or own, link, onebit=onebit, quantized=quantized), update_windows
 
 
 def _tell_uncut(plan: Plan, params: ParamStore, rule: Rule) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mpispeed.sharding.onebit_exchange import OneBitExchange
     from mpispeed.sharding.params import ParamStore
     from mpispeed.sharding.prefetch import Order
+    from mpispeed.sharding.reducers import QuantizedReducer
     from mpispeed.sharding.update_windows import StateStore, ZeroState
     from mpispeed.store.layout import Table
 
@@ -131,6 +132,7 @@ class Optimization:
     link: StepLink  # what `step()` of these calls
     unguard: Callable[[], object] = field(default=lambda: None)  # gives a client's optimizer its own methods back
     onebit: OneBitExchange | None = None  # of a 1-bit optimizer
+    quantized: QuantizedReducer | None = None  # that keeps errors of quantized gradients
 
     @property
     def rule(self) -> Rule:

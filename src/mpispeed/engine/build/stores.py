@@ -177,8 +177,15 @@ def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer | None
         )
         logs.once(log, logging.WARNING, text)
         return None
+    if plan.placing.sum_hops is None:
+        text = (
+            "zero_optimization.zero_quantized_gradients has no effect with a 1-bit optimizer on several nodes: its "
+            "states are not cut over nodes"
+        )
+        logs.once(log, logging.WARNING, text)
+        return None
     loco = zero.zeropp_loco_param
-    inner, outer = plan.placing.hops
+    inner, outer = plan.placing.sum_hops
     plain = PlainReducer(PARTIAL_AXES, plan.states.master)
     return QuantizedReducer(
         inner, outer, plain, feedback=None if loco is None else lambda: Feedback(loco.err_beta, loco.reset_T)

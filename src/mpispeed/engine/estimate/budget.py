@@ -29,6 +29,7 @@ from mpispeed.engine.estimate.traffic import (
     rest_bytes,
     sent_gradients,
     sent_updates,
+    sum_error_bytes,
 )
 from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
 from mpispeed.sharding.grad_shards import WRITES_BEHIND
@@ -46,7 +47,7 @@ __all__ = ["Budget", "EstimateInputs", "Held", "Moved", "Phase", "Sent", "gather
 
 ORDER = (
     "parameters", "second copies", "outside of units", "masters", "optimizer state", "gradients", "1-bit momentum",
-    "1-bit errors",
+    "1-bit errors", "errors of quantized sums",
 )  # fmt: skip
 """Order of the kinds of state held between steps."""
 
@@ -190,6 +191,7 @@ def _held_at_rest(facts: EstimateInputs) -> Iterable[Held]:
         add("gradients", facts.grad_tier(unit), facts.span(unit, facts.grad) * facts.grad_dtypes(unit)[0].itemsize)
         add("1-bit momentum", Tier.HOST, momentum_bytes(facts, unit))
         add("1-bit errors", Tier.HOST, error_bytes(facts, unit))
+        add("errors of quantized sums", Tier.DEVICE, sum_error_bytes(facts, unit, 8))
     for what in ORDER:
         for tier in Tier:
             yield Held(what, tier, total.get((what, tier), 0))
@@ -214,7 +216,8 @@ def _saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
     compute, master = facts.dtypes(unit)
     if not unit.is_trainable:
         return part * compute.itemsize
-    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + saved_bytes(facts, unit)
+    errors = saved_bytes(facts, unit) + sum_error_bytes(facts, unit, 32)
+    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + errors
 
 
 def _outside_bytes(facts: EstimateInputs, *, is_cast: bool) -> int:

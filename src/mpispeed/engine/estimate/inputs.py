@@ -54,6 +54,7 @@ class EstimateInputs:
         codes_params: parameters are gathered in 8-bit quantization.
         codes_frozen: frozen parameters are gathered and stored in 8-bit quantization.
         codes_grads: gradients are reduced in 4-bit quantization.
+        keeps_sum_errors: quantized reductions keep their errors (LoCo).
         scatters: gradients are reduce-scattered; False: they are all-reduced.
         is_init_sharded: the model is sharded as it is constructed, layer by layer.
         slots: names of the optimizer's state tensors, where they are flat.
@@ -82,6 +83,7 @@ class EstimateInputs:
     codes_params: bool = False
     codes_frozen: bool = False
     codes_grads: bool = False
+    keeps_sum_errors: bool = False
     scatters: bool = True
     is_init_sharded: bool = False
     slots: tuple[str, ...] = ADAM_SLOTS
@@ -207,7 +209,6 @@ def gather_inputs(
     mark_leaves_by_threshold(model, zero.module_granularity_threshold)
     resident = frozenset(choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold))
     is_cast = plan.config.fp16.enabled or plan.config.bf16.enabled
-    is_wire_set = is_cast or plan.config.communication_data_type is not None
     return EstimateInputs(
         model=model,
         table=table,
@@ -218,7 +219,7 @@ def gather_inputs(
         second=states.second,
         compute=plan.policy.compute if is_cast else None,
         accumulate=plan.policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32,
-        communicate=plan.policy.communicate if is_wire_set else None,
+        communicate=plan.policy.communicate if is_cast or plan.config.communication_data_type is not None else None,
         state_bytes=state_bytes,
         micro_steps=plan.batch.gradient_accumulation_steps,
         is_overlapped=plan.is_overlapped and topology.group_size("data") > 1,
@@ -226,7 +227,8 @@ def gather_inputs(
         limits=_limits(plan),
         codes_params=zero.zero_quantized_weights,
         codes_frozen=zero.zero_quantized_nontrainable_weights,
-        codes_grads=zero.zero_quantized_gradients and plan.placing.hops is not None,
+        codes_grads=zero.zero_quantized_gradients and plan.placing.sum_hops is not None,
+        keeps_sum_errors=zero.zeropp_loco_param is not None,
         scatters=zero.reduce_scatter,
         is_init_sharded=is_init_sharded,
         slots=names,

@@ -103,6 +103,19 @@ def _coded_hops(facts: EstimateInputs, unit: Unit) -> tuple[int, int]:
     return reduce_scatter_bytes(facts.span(unit, facts.master), inner, outer, BLOCK)
 
 
+def sum_error_bytes(facts: EstimateInputs, unit: Unit, bits: int) -> int:
+    """Bytes of the errors of quantized sums at so many bits: a full buffer, and in nodes of several ranks a part of it.
+
+    With 8 bits blocks have fp32 scales; 32 bits are those of a checkpoint.
+    """
+    if not (facts.keeps_sum_errors and is_coded_sum(facts, unit)):
+        return 0
+    inner, outer = (facts.topology.group_size(axis) for axis in facts.master.axes)
+    piece = facts.span(unit, facts.master)
+    grids = [Grid(piece, BLOCK, inner * outer)] + [Grid(piece, BLOCK, outer)] * (inner > 1)
+    return sum(grid.nbytes(8) if bits == 8 else grid.numel * bits // 8 for grid in grids)
+
+
 def sent_updates(facts: EstimateInputs) -> Iterable[Sent]:
     """Traffic from updated masters to the parameters' placement."""
     for unit in facts.table.units:

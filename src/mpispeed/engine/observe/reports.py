@@ -192,6 +192,8 @@ def report_memory(parts: Parts) -> None:
         rows["optimizer state"] = optimization.states.state_bytes
         if optimization.onebit is not None:
             rows["1-bit errors"] = optimization.onebit.nbytes
+        if optimization.quantized is not None:
+            rows["errors of quantized sums"] = optimization.quantized.error_bytes
         files["gradients"] = optimization.grads.shards.swapped_bytes
         files["optimizer state"] = optimization.states.swapped_bytes
     if tiers.is_swapping:

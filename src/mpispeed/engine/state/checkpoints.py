@@ -22,6 +22,7 @@ from mpispeed.engine.state import load
 from mpispeed.engine.state.client_state import Kept, windows_of
 from mpispeed.engine.state.global_layout import GlobalLayout, names_by_group, slice_streams, tensors_of
 from mpispeed.engine.state.onebit_state import CodedTensors, merge_nested, numbers_by_name
+from mpispeed.engine.state.quantized_state import ErrorTensors
 from mpispeed.optim.exchange import Exchanges
 from mpispeed.optim.rule import KeepsNumbers
 from mpispeed.pipe.module import PipelineModule
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mpispeed.ckpt.write.request import Request
     from mpispeed.ckpt.write.save import SaveReport
     from mpispeed.engine.build.parts import Parts
+    from mpispeed.engine.state.global_layout import MoreTensors
 
 log = logging.getLogger(__name__)
 
@@ -287,15 +289,21 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
     has_numbers = optimization is not None and isinstance(optimization.rule, KeepsNumbers)
     infos = whole.infos(_param_infos(parts, settings, numbers_by_name(parts, whole) if has_numbers else {}))
     saved = {info.name for info in infos}
-    has_frozen, coded = not settings.exclude_frozen_parameters, None
+    has_frozen = not settings.exclude_frozen_parameters
+    more: list[MoreTensors] = []
     if optimization is not None and optimization.onebit is not None:
-        coded = CodedTensors(parts, whole, optimization.onebit)
+        more.append(CodedTensors(parts, whole, optimization.onebit))
+    state = _state(parts, whole, kept, client_state)
+    if optimization is not None and optimization.quantized is not None:
+        errors = ErrorTensors(parts, whole, optimization.quantized)
+        more.append(errors)
+        state["optimizer"] |= errors.state()
     aliases = whole.over_stages(tied_names(parts.module).items())
     return {
         "params": infos,
-        "tensors": whole.tensors(tensors_of(parts, whole, windows, kept.slots, has_frozen=has_frozen, onebit=coded)),
+        "tensors": whole.tensors(tensors_of(parts, whole, windows, kept.slots, has_frozen=has_frozen, more=more)),
         "aliases": {alias: name for alias, name in aliases if name in saved},
-        "state": _state(parts, whole, kept, client_state),
+        "state": state,
         "config_json": parts.plan.config.model_dump_json(),
         "rng": {**rng.capture(), **slice_streams()},
         "layout": {**parts.plan.axes, "stage": parts.plan.stage, "world_size": parts.plan.world_size},

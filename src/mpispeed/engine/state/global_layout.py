@@ -230,7 +230,7 @@ def slice_streams() -> dict[str, bytes]:
 
 
 class MoreTensors(Protocol):
-    """Tensors that a 1-bit optimizer adds to those of parameters."""
+    """Tensors that a 1-bit optimizer, or quantized sums of gradients, add to those of parameters."""
 
     def mean(self, place: Place, slot: str) -> tuple[Piece, ...] | None:
         """This rank's pieces of the mean of a slot that differs between ranks; None for others."""
@@ -246,7 +246,7 @@ def tensors_of(
     slots: Mapping[str, Collection[str]],
     *,
     has_frozen: bool,
-    onebit: MoreTensors | None = None,
+    more: Sequence[MoreTensors] = (),
 ) -> Iterator[LogicalTensor]:
     """All tensors of this stage, in the same order on all its ranks. Nothing is read from swap files yet.
 
@@ -256,7 +256,7 @@ def tensors_of(
         windows: windows of the next update, for rules that keep their own state.
         slots: names of the optimizer states of each parameter.
         has_frozen: include frozen parameters.
-        onebit: additional tensors of a 1-bit optimizer.
+        more: additional tensors.
     """
     kept, cuts = _kept_slots(parts, whole, windows), _Cuts(parts)
     frozen = {unit.index: _rest(parts, unit) for unit in parts.table.frozen} if has_frozen else {}
@@ -265,7 +265,7 @@ def tensors_of(
         if place is not None and place.unit.is_trainable:
             dtype = parts.params.shards.dtypes(place.unit)[1]
             for slot, holder in _trained(parts, place.unit, sorted(slots.get(name, ()))).items():
-                mean = None if onebit is None else onebit.mean(place, slot)
+                mean = next((found for each in more if (found := each.mean(place, slot)) is not None), None)
                 if mean is not None:
                     pieces: Sequence[Piece] = mean
                 else:
@@ -273,8 +273,8 @@ def tensors_of(
                         kept.get((name, slot), ()) if holder is None else _pieces(parts, whole, place, holder, cuts)
                     )
                 yield LogicalTensor(name, slot, shape, dtype, pieces)
-            if onebit is not None:
-                yield from onebit.tensors(place, shape)
+            for each in more:
+                yield from each.tensors(place, shape)
         elif place is not None and place.unit.index in frozen:
             # Frozen parameters of a unit are sharded too: every rank writes its part.
             pieces = _pieces(parts, whole, place, frozen[place.unit.index], cuts)

@@ -21,7 +21,7 @@ from mpispeed.ckpt.format.errors import NoCheckpoint
 from mpispeed.ckpt.format.logical import persistent_buffers
 from mpispeed.ckpt.node_local.fetch import find_on_nodes
 from mpispeed.ckpt.read.reader import Checkpoint, Opened, find
-from mpispeed.engine.state import onebit_state
+from mpispeed.engine.state import onebit_state, quantized_state
 from mpispeed.engine.state.client_state import Restorer, windows_of
 from mpispeed.engine.state.global_layout import GlobalLayout, named, names_by_group, slice_streams
 from mpispeed.engine.state.weights import NAMES_SHOWN, load_by
@@ -75,6 +75,14 @@ def load(
         if not settings.module_only:
             with comm.together(CheckpointError):
                 _take_progress(parts, source, state, settings)
+            if (
+                settings.optimizer_states
+                and parts.optimization is not None
+                and parts.optimization.quantized is not None
+            ):
+                with comm.together(CheckpointError):  # errors follow the loss scale, which is here now
+                    sums = quantized_state.read(parts, source, state, GlobalLayout.of(parts))
+                quantized_state.spread(parts, sums)
     seconds = time.perf_counter() - start
     log.info("loaded %s in %.2f s", source.path, seconds)
     parts.bus.announce(Event.LOAD_END, path=str(source.path), tag=source.tag, seconds=seconds)
@@ -265,6 +273,7 @@ def _forget_states(parts: Parts) -> None:
     if parts.optimization is None:
         return
     parts.optimization.states.clear()
+    parts.optimization.grads.rescale(1.0, is_overflow=True)  # forgets errors of quantized gradients
     if parts.optimization.onebit is not None:
         parts.optimization.onebit.forget()
     if isinstance(parts.optimization.rule, KeepsState):

@@ -21,7 +21,7 @@ from mpispeed.base.device import HOST
 from mpispeed.base.errors import CommError
 from mpispeed.mesh.collectives.verbs import flat_view
 from mpispeed.native.block_quant import dequantize, dequantize_sum, quantize, sum_requantize
-from mpispeed.native.codes import Coded, Grid
+from mpispeed.native.codes import LEVELS, Coded, Grid
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -92,6 +92,8 @@ class Feedback:
     def rescale(self, factor: float) -> None:
         """Multiply all errors, as when the loss scale changes by `factor`.
 
+        Scales stay such that quantizing the errors again gives the same bytes.
+
         Raises:
             ValueError: `factor` is not a positive number.
         """
@@ -100,6 +102,21 @@ class Feedback:
             raise ValueError(msg)
         for _, coded in self._errors.values():
             coded.scales.mul_(factor)
+            if math.frexp(factor)[0] != 0.5:  # no power of two: round as `quantize` does
+                coded.scales.mul_(LEVELS[ERROR_BITS]).div_(LEVELS[ERROR_BITS])
+
+    def values(self, hop: str, first: int, last: int) -> torch.Tensor:
+        """The kept error of the elements [first, last) of a hop's buffer, in fp32 on the host."""
+        grid, coded = self._errors[hop]
+        at = torch.arange(first, last, device=coded.codes.device)
+        blocks = at // grid.piece * (grid.scales // grid.pieces) + at % grid.piece // grid.block
+        return (coded.codes[first:last].float() * coded.scales[blocks]).to(HOST)
+
+    def put(self, hop: str, grid: Grid, values: torch.Tensor) -> None:
+        """Keep `values` as the error of a hop; those that `values` of this class gave come back bit for bit."""
+        coded = Coded.zeros(grid, ERROR_BITS)
+        quantize(coded, values, grid)
+        self._errors[hop] = (grid, coded)
 
 
 def quantized_all_gather(comm: Comm, out: torch.Tensor, shard: torch.Tensor, *, block: int) -> None:
