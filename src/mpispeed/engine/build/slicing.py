@@ -41,11 +41,13 @@ def fit_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = Fals
         _refuse(synchronise_norms(model, mesh["data"]))
 
 
-def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = False) -> None:
+def slice_layers(
+    plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = False, without_values: bool = False
+) -> None:
     """Replace layers by slices of them if the config asks for it; else find the layers that the model sliced itself.
 
     Layers sliced before, by hand or by an earlier engine, stay. A pipeline stage may have nothing to slice, if another
-    stage has.
+    stage has. `without_values` is as for `nn.tensor.inject`.
 
     Collective over: all ranks.
 
@@ -70,7 +72,7 @@ def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = Fa
     problem = find_cut_twice(model, comm)
     mesh.world.comm.agree(not problem, problem, ConfigError)
     if not cuts(model):
-        problem = _inject(plan, mesh, model)
+        problem = _inject(plan, mesh, model, without_values=without_values)
     problems = mesh["pipe"].gather_objects(problem)
     if all(problems):
         raise ConfigError(problems[0])
@@ -85,7 +87,7 @@ def _refuse(problem: str) -> None:
         raise ConfigError(problem)
 
 
-def _inject(plan: Plan, mesh: Mesh, model: nn.Module) -> str:
+def _inject(plan: Plan, mesh: Mesh, model: nn.Module, *, without_values: bool) -> str:
     """Slice the layers; return "" or the reason why nothing can be sliced. Collective over: the model axis."""
     section = plan.config.tensor_parallel
     try:
@@ -96,6 +98,7 @@ def _inject(plan: Plan, mesh: Mesh, model: nn.Module) -> str:
             vocab=section.vocab_parallel,
             sequence_parallel=section.sequence_parallel,
             grain=section.tensor_parallel.tp_grain_size,
+            without_values=without_values,
         )
     except ConfigError as error:
         return str(error)
