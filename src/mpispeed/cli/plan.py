@@ -347,7 +347,7 @@ def _as_json(setup: Setup, resolved: Plan, stages: Sequence[Stage], verdict: Ver
             }
             for stage in stages
         ],
-        "not_exact": open_points(resolved),
+        "not_exact": open_points(resolved, most),
         "phases": [
             {"name": phase.name, "when": phase.when, "bytes": phase.bytes, "sent": _rows(phase.sent)}
             for phase in budget.phases
@@ -428,7 +428,7 @@ def _as_text(setup: Setup, resolved: Plan, stages: Sequence[Stage], verdict: Ver
         parts.append(f"would fit: {verdict.change}" if verdict.change else "no change that was tried would fit")
     if not setup.extra_bytes and train_bytes(budget):
         parts.append("not counted: activations (--activations), and what Python, torch and MPI need by themselves")
-    parts += open_points(resolved)
+    parts += open_points(resolved, most)
     return "\n\n".join([*tables, "\n".join(parts)])
 
 

@@ -40,11 +40,13 @@ class Stage:
     Attributes:
         number: of the stage.
         params: elements that the rank has of the model's parameters.
+        is_pipeline: the model is a `PipelineModule`, of one stage or several.
     """
 
     number: int
     params: int
     budget: Budget
+    is_pipeline: bool
 
 
 def examine_stages(
@@ -102,7 +104,8 @@ def _examine_one(
     budget = predict(gather_inputs(plan, model, is_init_sharded=is_sharded))
     if mesh["model"].size > 1:  # layers are whole until they are sliced
         budget = replace(budget, build_bytes=max(budget.build_bytes, built))
-    return plan, Stage(mesh.index("pipe"), sum(param.numel() for param in model.parameters()), budget)
+    count = sum(param.numel() for param in model.parameters())
+    return plan, Stage(mesh.index("pipe"), count, budget, isinstance(model, PipelineModule))
 
 
 def has_loose_gathers(plan: Plan) -> bool:
@@ -110,17 +113,17 @@ def has_loose_gathers(plan: Plan) -> bool:
     return not plan.states.param.is_replicated and not plan.gathers_once
 
 
-def open_points(plan: Plan) -> list[str]:
+def open_points(plan: Plan, stage: Stage) -> list[str]:
     """Sentences on what a prediction leaves out or only estimates, for pipelines and slices."""
     found = []
     if plan.axes["pipe"] > 1:
         found.append("not counted: activations and their gradients that stages send each other, by the batch's shape")
     if plan.axes["model"] > 1:
         found.append("not counted: sums and gathers of activations over the slices of a layer, by the batch's shape")
-    if plan.axes["pipe"] > 1 and has_loose_gathers(plan):
+    if stage.is_pipeline and has_loose_gathers(plan):
         found.append(
-            "estimated: gathers of parameters and the buffers for them, because pipeline.per_micro_batch makes them "
-            "follow the schedule; what rests on a rank is exact"
+            "estimated: gathers of parameters and the buffers for them, which follow the pipeline's schedule where they "
+            "are made for every micro-batch; what rests on a rank is exact"
         )
     return found
 
