@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mpispeed.engine.estimate.budget import Budget, Sent
     from mpispeed.engine.estimate.feasibility import Limit, Setup, Verdict
-    from mpispeed.engine.estimate.stages import Source, Stage
+    from mpispeed.engine.estimate.stages import RankBudget, Source
     from mpispeed.plan.plan import Plan
 
 # torch and pydantic are imported by the command, so that `mpispeed --help` stays fast.
@@ -117,7 +117,7 @@ def _answer(
     return write(setup, resolved, stages, verdict), verdict.is_go
 
 
-def forecast(setup: Setup, model: Source, limits: list[Limit]) -> tuple[Plan, Sequence[Stage], Verdict]:
+def forecast(setup: Setup, model: Source, limits: list[Limit]) -> tuple[Plan, Sequence[RankBudget], Verdict]:
     """Predict the layout, memory and traffic of a setup, and if it fits.
 
     Raises:
@@ -308,7 +308,7 @@ def _tier(resolved: Plan, attribute: str, tier: str) -> str:
     return words
 
 
-def _as_json(setup: Setup, resolved: Plan, stages: Sequence[Stage], verdict: Verdict) -> str:
+def _as_json(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict: Verdict) -> str:
     from mpispeed.engine.estimate.feasibility import largest, train_bytes
     from mpispeed.engine.estimate.stages import by_axes, open_points
 
@@ -339,13 +339,13 @@ def _as_json(setup: Setup, resolved: Plan, stages: Sequence[Stage], verdict: Ver
         "pipeline_stage": most.number,
         "pipeline_stages": [
             {
-                "number": stage.number,
-                "params": stage.params,
-                "train_bytes": train_bytes(stage.budget),
-                "build_bytes": stage.budget.build_bytes,
-                "axes": by_axes(stage.budget.sent),
+                "number": one.number,
+                "params": one.params,
+                "train_bytes": train_bytes(one.budget),
+                "build_bytes": one.budget.build_bytes,
+                "axes": by_axes(one.budget.sent),
             }
-            for stage in stages
+            for one in stages
         ],
         "not_exact": open_points(resolved, most),
         "phases": [
@@ -372,24 +372,24 @@ def _traffic(budget: Budget) -> list[str]:
     return found
 
 
-def _of_stages(stages: Sequence[Stage]) -> str:
+def _of_stages(stages: Sequence[RankBudget]) -> str:
     """A table of what a rank of each pipeline stage needs."""
     from mpispeed.engine.estimate.feasibility import train_bytes
 
     rows = [
         (
-            str(stage.number),
-            format_count(stage.params),
-            format_bytes(train_bytes(stage.budget)),
-            format_bytes(stage.budget.build_bytes),
-            format_bytes(stage.budget.sent_bytes()),
+            str(one.number),
+            format_count(one.params),
+            format_bytes(train_bytes(one.budget)),
+            format_bytes(one.budget.build_bytes),
+            format_bytes(one.budget.sent_bytes()),
         )
-        for stage in stages
+        for one in stages
     ]
     return _columns(("pipeline stage", "parameters of a rank", "training", "while built", "sent in a step"), rows)
 
 
-def _as_text(setup: Setup, resolved: Plan, stages: Sequence[Stage], verdict: Verdict) -> str:
+def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict: Verdict) -> str:
     from mpispeed.engine.estimate.feasibility import largest, train_bytes
     from mpispeed.engine.estimate.stages import by_axes, open_points
 

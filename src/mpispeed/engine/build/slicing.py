@@ -41,13 +41,11 @@ def fit_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = Fals
         _refuse(synchronise_norms(model, mesh["data"]))
 
 
-def slice_layers(
-    plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = False, without_values: bool = False
-) -> None:
+def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = False) -> None:
     """Replace layers by slices of them if the config asks for it; else find the layers that the model sliced itself.
 
     Layers sliced before, by hand or by an earlier engine, stay. A pipeline stage may have nothing to slice, if another
-    stage has. `without_values` is as for `nn.tensor.inject`.
+    stage has.
 
     Collective over: all ranks.
 
@@ -72,7 +70,7 @@ def slice_layers(
     problem = find_cut_twice(model, comm)
     mesh.world.comm.agree(not problem, problem, ConfigError)
     if not cuts(model):
-        problem = _inject(plan, mesh, model, without_values=without_values)
+        problem = _inject(plan, mesh, model)
     problems = mesh["pipe"].gather_objects(problem)
     if all(problems):
         raise ConfigError(problems[0])
@@ -87,7 +85,7 @@ def _refuse(problem: str) -> None:
         raise ConfigError(problem)
 
 
-def _inject(plan: Plan, mesh: Mesh, model: nn.Module, *, without_values: bool) -> str:
+def _inject(plan: Plan, mesh: Mesh, model: nn.Module) -> str:
     """Slice the layers; return "" or the reason why nothing can be sliced. Collective over: the model axis."""
     section = plan.config.tensor_parallel
     try:
@@ -98,7 +96,6 @@ def _inject(plan: Plan, mesh: Mesh, model: nn.Module, *, without_values: bool) -
             vocab=section.vocab_parallel,
             sequence_parallel=section.sequence_parallel,
             grain=section.tensor_parallel.tp_grain_size,
-            without_values=without_values,
         )
     except ConfigError as error:
         return str(error)

@@ -13,7 +13,7 @@ from mpispeed.base.units import format_bytes
 from mpispeed.config.checks import find_conflicts
 from mpispeed.config.offload import OffloadOptimizer
 from mpispeed.engine.estimate.host_budget import check_host_budget
-from mpispeed.engine.estimate.stages import Source, Stage, examine_stages
+from mpispeed.engine.estimate.stages import RankBudget, Source, examine_stages
 from mpispeed.store.placement import Tier
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def train_bytes(budget: Budget) -> int:
     return budget.tier_bytes(Tier.DEVICE) + budget.tier_bytes(Tier.HOST)
 
 
-def examine(setup: Setup, source: Source, dtype: torch.dtype | None = None) -> tuple[Plan, Sequence[Stage]]:
+def examine(setup: Setup, source: Source, dtype: torch.dtype | None = None) -> tuple[Plan, Sequence[RankBudget]]:
     """Plan of a setup and the prediction for each of its pipeline stages, one without a pipeline.
 
     `dtype` is that of the model; None: of most of its elements.
@@ -117,9 +117,9 @@ def examine(setup: Setup, source: Source, dtype: torch.dtype | None = None) -> t
     )
 
 
-def largest(setup: Setup, stages: Sequence[Stage]) -> Stage:
+def largest(setup: Setup, stages: Sequence[RankBudget]) -> RankBudget:
     """The stage whose ranks need most memory."""
-    return max(stages, key=lambda stage: _rank_bytes(setup, stage.budget))
+    return max(stages, key=lambda one: _rank_bytes(setup, one.budget))
 
 
 def judge(setup: Setup, source: Source, dtype: torch.dtype | None, limits: list[Limit]) -> Verdict:
@@ -158,9 +158,9 @@ def _rank_bytes(setup: Setup, budget: Budget) -> int:
     return max(budget.build_bytes, train_bytes(budget) + setup.extra_bytes)
 
 
-def _node_bytes(setup: Setup, plan: Plan, stages: Sequence[Stage]) -> int:
+def _node_bytes(setup: Setup, plan: Plan, stages: Sequence[RankBudget]) -> int:
     """Need of the node whose ranks together need most; ranks fill node after node."""
-    each = [_rank_bytes(setup, stage.budget) for stage in stages]
+    each = [_rank_bytes(setup, one.budget) for one in stages]
     if len(stages) == 1:
         return setup.ranks_per_node * each[0]
     topology, count = plan.topology(), setup.ranks_per_node
@@ -168,16 +168,16 @@ def _node_bytes(setup: Setup, plan: Plan, stages: Sequence[Stage]) -> int:
     return max(sum(needs[first : first + count]) for first in range(0, setup.ranks, count))
 
 
-def _each(setup: Setup, most: Stage, stages: Sequence[Stage]) -> str:
+def _each(setup: Setup, most: RankBudget, stages: Sequence[RankBudget]) -> str:
     size = format_bytes(_rank_bytes(setup, most.budget))
     return size if len(stages) == 1 else f"at most {size} (pipeline stage {most.number})"
 
 
-def _refusal(setup: Setup, stages: Sequence[Stage]) -> str:
+def _refusal(setup: Setup, stages: Sequence[RankBudget]) -> str:
     """The engine's refusal by `host_memory_limit`, or ""; `lag_bytes` is not counted there."""
-    for stage in stages:
-        rows = stage.budget.memory_bytes()
-        rows["gradient buckets"] = max(0, rows.get("gradient buckets", 0) - stage.budget.lag_bytes)
+    for one in stages:
+        rows = one.budget.memory_bytes()
+        rows["gradient buckets"] = max(0, rows.get("gradient buckets", 0) - one.budget.lag_bytes)
         problem = check_host_budget(rows, setup.config.host_memory_limit, mapped=0, rlimit=None)
         if problem:
             return problem

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import ConfigError, MpispeedError
-from mpispeed.engine.build.slicing import slice_layers
 from mpispeed.engine.estimate.budget import Budget, gather_inputs, predict
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.paper import paper_world
 from mpispeed.mesh.world import standing_in
-from mpispeed.nn.tensor import cuts
+from mpispeed.nn.tensor import cuts, inject
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.pipe.process_topology import PipeModelDataParallelTopology
 from mpispeed.plan.axes import choose_axes
@@ -34,12 +33,13 @@ Source = nn.Module | Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RankBudget:
     """The prediction for one rank of each pipeline stage: that of data coordinate 0 and slice 0, the largest slice.
 
     Attributes:
         number: of the stage.
         params: elements that the rank has of the model's parameters.
+        has_slices: some of its layers are sliced.
         is_pipeline: the model is a `PipelineModule`, of one stage or several.
     """
 
@@ -47,11 +47,12 @@ class Stage:
     params: int
     budget: Budget
     is_pipeline: bool
+    has_slices: bool
 
 
 def examine_stages(
     config: Config, ranks: int, ranks_per_node: int, source: Source, dtype: torch.dtype | None, *, in_scope: bool
-) -> tuple[Plan, Sequence[Stage]]:
+) -> tuple[Plan, Sequence[RankBudget]]:
     """Plan of a run on `ranks` ranks, and the prediction for every stage. Nothing is allocated.
 
     Args:
@@ -70,6 +71,11 @@ def examine_stages(
     for number in range(1, plan.axes["pipe"]):
         rank = topology.rank(**{**dict.fromkeys(topology.names, 0), "pipe": number})
         found.append(_examine_one(config, ranks, ranks_per_node, rank, source, dtype, in_scope=in_scope)[1])
+    if plan.axes["model"] > 1 and not any(one.has_slices for one in found):
+        msg = (
+            "no layer of any pipeline stage fits to tensor_parallel.injection_policy_tuple, or to a known architecture"
+        )
+        raise ConfigError(msg)
     return plan, found
 
 
@@ -82,7 +88,7 @@ def _examine_one(
     dtype: torch.dtype | None,
     *,
     in_scope: bool,
-) -> tuple[Plan, Stage]:
+) -> tuple[Plan, RankBudget]:
     """The plan, and the prediction for one rank."""
     world = paper_world(rank, ranks)
     try:
@@ -105,7 +111,7 @@ def _examine_one(
     if mesh["model"].size > 1:  # layers are whole until they are sliced
         budget = replace(budget, build_bytes=max(budget.build_bytes, built))
     count = sum(param.numel() for param in model.parameters())
-    return plan, Stage(mesh.index("pipe"), count, budget, isinstance(model, PipelineModule))
+    return plan, RankBudget(mesh.index("pipe"), count, budget, isinstance(model, PipelineModule), bool(cuts(model)))
 
 
 def has_loose_gathers(plan: Plan) -> bool:
@@ -113,17 +119,17 @@ def has_loose_gathers(plan: Plan) -> bool:
     return not plan.states.param.is_replicated and not plan.gathers_once
 
 
-def open_points(plan: Plan, stage: Stage) -> list[str]:
+def open_points(plan: Plan, budget: RankBudget) -> list[str]:
     """Sentences on what a prediction leaves out or only estimates, for pipelines and slices."""
     found = []
     if plan.axes["pipe"] > 1:
         found.append("not counted: activations and their gradients that stages send each other, by the batch's shape")
     if plan.axes["model"] > 1:
         found.append("not counted: sums and gathers of activations over the slices of a layer, by the batch's shape")
-    if stage.is_pipeline and has_loose_gathers(plan):
+    if budget.is_pipeline and has_loose_gathers(plan):
         found.append(
-            "estimated: gathers of parameters and the buffers for them, which follow the pipeline's schedule where they "
-            "are made for every micro-batch; what rests on a rank is exact"
+            "estimated: gathers of parameters and the buffers for them, which follow the pipeline's schedule where "
+            "they are made for every micro-batch; what rests on a rank is exact"
         )
     return found
 
@@ -182,7 +188,20 @@ def _slice(plan: Plan, mesh: Mesh, model: nn.Module) -> None:
             "tensor_parallel.autotp_size, or build the layers of mpispeed.nn.tensor"
         )
         raise ConfigError(msg)
-    slice_layers(plan, mesh, model, without_values=True)
+    section = plan.config.tensor_parallel
+    try:
+        inject(
+            model,
+            mesh["model"],
+            section.injection_policy_tuple,
+            vocab=section.vocab_parallel,
+            sequence_parallel=section.sequence_parallel,
+            grain=section.tensor_parallel.tp_grain_size,
+            without_values=True,
+        )
+    except ConfigError:
+        if mesh["pipe"].size == 1:  # one of several stages may have nothing to slice
+            raise
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -196,7 +196,7 @@ def save_weights(parts: Parts, folder: str, filename: str, *, exclude_frozen: bo
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank passes of a tensor of the whole model.
+    """Tensor of the whole model, or slice of one, that a rank passes.
 
     Attributes:
         names: names of the tensor in this rank's state dict; several if it is tied.
