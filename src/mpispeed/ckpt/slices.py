@@ -196,6 +196,26 @@ def gather_pieces(cut: TensorSlice, start: int, values: torch.Tensor | Deferred)
     return made
 
 
+def place_slice(cut: TensorSlice, values: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy the elements of a slice to their places in the whole tensor; padding is left out.
+
+    Shapes:
+        values: [cut.numel]
+        whole: cut.info.shape, contiguous
+    """
+    flat = whole.view(-1)
+    for block in cut.blocks(0, cut.numel):
+        part = values[block.local :][: block.count]
+        if block.pattern is None:
+            flat[block.start :][: block.count].copy_(part)
+            continue
+        turns, at = block.count // block.pattern.numel, 0
+        for first, count in block.pattern.runs:
+            target = flat.as_strided((turns, count), (block.pattern.period, 1), block.start + first)
+            target.copy_(part.view(turns, -1)[:, at : at + count])
+            at += count
+
+
 def read_slice(
     checkpoint: Checkpoint,
     name: str,

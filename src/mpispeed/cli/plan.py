@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mpispeed.engine.estimate.budget import Budget, Sent
     from mpispeed.engine.estimate.feasibility import Limit, Setup, Verdict
+    from mpispeed.engine.estimate.stages import RankBudget, Source
     from mpispeed.plan.plan import Plan
 
 # torch and pydantic are imported by the command, so that `mpispeed --help` stays fast.
@@ -104,41 +105,29 @@ def plan(
 
 
 def _answer(
-    config: Any, model: nn.Module, ranks: int, nodes: int, is_init_sharded: bool, extra: int, memory: int | None,
+    config: Any, model: Source, ranks: int, nodes: int, is_init_sharded: bool, extra: int, memory: int | None,
     *, as_json: bool,
 ) -> tuple[str, bool]:  # fmt: skip
     from mpispeed.engine.estimate.feasibility import Limit, Setup, machine_limits
 
     setup = Setup(config, ranks, nodes, is_init_sharded, extra)
     limits = machine_limits() if memory is None else [Limit("--memory", memory)]
-    resolved, budget, verdict = forecast(setup, model, limits)
+    resolved, stages, verdict = forecast(setup, model, limits)
     write = _as_json if as_json else _as_text
-    return write(setup, resolved, budget, verdict, model), verdict.is_go
+    return write(setup, resolved, stages, verdict), verdict.is_go
 
 
-def forecast(setup: Setup, model: nn.Module, limits: list[Limit]) -> tuple[Plan, Budget, Verdict]:
+def forecast(setup: Setup, model: Source, limits: list[Limit]) -> tuple[Plan, Sequence[RankBudget], Verdict]:
     """Predict the layout, memory and traffic of a setup, and if it fits.
 
     Raises:
-        ConfigError: the settings cannot hold, or are of a kind that is not planned.
+        ConfigError: the settings cannot hold, or the model cannot be cut so.
     """
     from mpispeed.engine.estimate.feasibility import examine, judge
+    from mpispeed.engine.estimate.stages import built_once
 
-    _refuse_other_axes(setup.config)
-    dtype = _dtype_of(model)
-    return *examine(setup, model, dtype), judge(setup, model, dtype, limits)
-
-
-def _refuse_other_axes(config: Any) -> None:
-    slices = max(config.tensor_parallel.autotp_size, config.tensor_parallel.tensor_parallel.tp_size, 1)
-    stages = config.pipeline.stages or 1
-    if stages * slices > 1:
-        msg = (
-            f"the config has {stages} pipeline stages and {slices} slices of each layer, and only data-parallel ranks "
-            f"are planned; leave pipeline.stages and tensor_parallel out, divide -n by {stages * slices}, and give the "
-            "size of what one rank has of the model by --params and --largest-layer"
-        )
-        raise ConfigError(msg)
+    source = built_once(setup.config, model, setup.ranks)
+    return *examine(setup, source), judge(setup, source, None, limits)
 
 
 def _refuse_both(file: str | None, ranks: int | None) -> None:
@@ -150,14 +139,17 @@ def _refuse_both(file: str | None, ranks: int | None) -> None:
 # -- input -----------------------------------------------------------------------------------------------------------
 
 
-def make_model(target: str | None, arguments: str, params: int | None, largest: int | None) -> nn.Module:
-    """Make the model to plan, without memory: built by `target`, or of a size.
+def make_model(target: str | None, arguments: str, params: int | None, largest: int | None) -> Source:
+    """A function that makes the model to plan, without memory: by `target`, or of a size.
 
     Raises:
-        ConfigError: it is given twice or not at all, or cannot be built.
+        ConfigError: it is given twice or not at all, or `target` cannot be found.
     """
     size = _size_of(target, params, largest)
-    return _sized_model(*size) if target is None else _build(target, arguments)
+    if target is None:
+        return lambda: _sized_model(*size)
+    make, given = _find(target), _arguments(arguments)
+    return lambda: _build(target, make, *given)
 
 
 def _size_of(target: str | None, params: int | None, largest: int | None) -> tuple[int, int]:
@@ -187,22 +179,24 @@ def read_config(file: str) -> Any:
     return loaded.config
 
 
-def _build(target: str, arguments: str) -> nn.Module:
-    """Build a model on the meta device.
+def _build(target: str, make: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Build a model, or a list of layers, on the meta device.
 
     Raises:
         ConfigError: the path, the arguments or the model are not usable.
     """
     import torch
 
-    make = _find(target)
-    args, kwargs = _arguments(arguments)
+    from mpispeed.pipe.module import PipelineModule
+
     try:
         with torch.device("meta"):
             model = make(*args, **kwargs)
     except Exception as error:  # whatever the user's code raises
         msg = f"--model {target} cannot be built on torch's meta device: {type(error).__name__}: {error}"
         raise ConfigError(msg) from error
+    if isinstance(model, list | tuple):
+        return model
     if not isinstance(model, torch.nn.Module):
         msg = f"--model {target} gave a {type(model).__name__}; expected a torch.nn.Module"
         raise ConfigError(msg)
@@ -213,7 +207,7 @@ def _build(target: str, arguments: str) -> nn.Module:
             "leave out device= where parameters are made, so that they can be planned without memory"
         )
         raise ConfigError(msg)
-    if next(model.parameters(), None) is None:
+    if next(model.parameters(), None) is None and not isinstance(model, PipelineModule):  # a stage may have none
         msg = f"--model {target} has no parameters; there is nothing to plan"
         raise ConfigError(msg)
     return model
@@ -276,17 +270,6 @@ def _sized_model(params: int, largest: int) -> nn.Module:
     return nn.Sequential(*(Layer(size) for size in sizes))
 
 
-def _dtype_of(model: nn.Module) -> Any:
-    """The dtype of most floating-point elements."""
-    import torch
-
-    counts: dict[Any, int] = {}
-    for param in model.parameters():
-        if param.is_floating_point():
-            counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
-    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
-
-
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +289,7 @@ def _meaning(resolved: Plan) -> list[tuple[str, str]]:
         placement = getattr(states, attribute)
         if placement is not None:
             ranks = topology.group_size(placement.axes)
-            replicas = resolved.world_size // ranks
+            replicas = topology.group_size("data") // ranks
             kept = f", {replicas} replicas" if not placement.is_replicated and replicas > 1 else ""
             cut = "whole on every rank" if ranks == 1 else f"cut over {ranks} ranks{kept}"
             rows.append((what, cut + _tier(resolved, attribute, placement.tier.value)))
@@ -325,16 +308,19 @@ def _tier(resolved: Plan, attribute: str, tier: str) -> str:
     return words
 
 
-def _as_json(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, model: nn.Module) -> str:
-    from mpispeed.engine.estimate.feasibility import train_bytes
+def _as_json(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict: Verdict) -> str:
+    from mpispeed.engine.estimate.feasibility import largest, train_bytes
+    from mpispeed.engine.estimate.stages import by_axes, open_points
 
+    most = largest(setup, stages)
+    budget = most.budget
     tiers = sorted({row.tier.value for row in budget.held})
     answer = {
         "ok": True,
         "go": verdict.is_go,
         "reason": verdict.reason,
         "change": verdict.change,
-        "params": sum(param.numel() for param in model.parameters()),
+        "params": most.params,
         "ranks": setup.ranks,
         "nodes": setup.nodes,
         "meaning": dict(_meaning(resolved)),
@@ -349,6 +335,19 @@ def _as_json(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, mod
             for row in budget.moved
         ],
         "sent": _rows(budget.sent),
+        "axes": by_axes(budget.sent),
+        "pipeline_stage": most.number,
+        "pipeline_stages": [
+            {
+                "number": one.number,
+                "params": one.params,
+                "train_bytes": train_bytes(one.budget),
+                "build_bytes": one.budget.build_bytes,
+                "axes": by_axes(one.budget.sent),
+            }
+            for one in stages
+        ],
+        "not_exact": open_points(resolved, most),
         "phases": [
             {"name": phase.name, "when": phase.when, "bytes": phase.bytes, "sent": _rows(phase.sent)}
             for phase in budget.phases
@@ -373,10 +372,32 @@ def _traffic(budget: Budget) -> list[str]:
     return found
 
 
-def _as_text(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, model: nn.Module) -> str:
+def _of_stages(stages: Sequence[RankBudget]) -> str:
+    """A table of what a rank of each pipeline stage needs."""
     from mpispeed.engine.estimate.feasibility import train_bytes
 
-    count = sum(param.numel() for param in model.parameters())
+    rows = [
+        (
+            str(one.number),
+            format_count(one.params),
+            format_bytes(train_bytes(one.budget)),
+            format_bytes(one.budget.build_bytes),
+            format_bytes(one.budget.sent_bytes()),
+        )
+        for one in stages
+    ]
+    return _columns(("pipeline stage", "parameters of a rank", "training", "while built", "sent in a step"), rows)
+
+
+def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict: Verdict) -> str:
+    from mpispeed.engine.estimate.feasibility import largest, train_bytes
+    from mpispeed.engine.estimate.stages import by_axes, open_points
+
+    most = largest(setup, stages)
+    budget, count = most.budget, most.params
+    whose = f"{format_count(count)} parameters"
+    if resolved.axes["pipe"] * resolved.axes["model"] > 1:
+        whose += f" on a rank of pipeline stage {most.number}, slice 0" + ", the largest" * (len(stages) > 1)
     held = [(row.what, row.tier.value, format_bytes(row.bytes)) for row in budget.held]
     in_memory = sum(budget.memory_bytes().values())
     held.append(("sum in memory" if budget.file_bytes else "sum", "", format_bytes(in_memory)))
@@ -387,10 +408,17 @@ def _as_text(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, mod
         held.append(("swap files of a rank", "nvme", format_bytes(budget.file_bytes)))
         held.append(("swap files on a node", "nvme", format_bytes(setup.ranks_per_node * budget.file_bytes)))
     moved = [(row.what, row.source.value, row.target.value, format_bytes(row.bytes)) for row in budget.moved]
+    axes = by_axes(budget.sent)
+    if len(axes) > 1:
+        tables_of_axes = [_columns(("sent over", "bytes"), [(name, format_bytes(size)) for name, size in axes.items()])]
+    else:
+        tables_of_axes = []
     tables = [
-        _columns(("the run", ""), [("model", f"{format_count(count)} parameters"), *_meaning(resolved)]),
+        _columns(("the run", ""), [("model", whose), *_meaning(resolved)]),
+        *([_of_stages(stages)] if len(stages) > 1 else []),
         _columns(("one rank holds", "tier", "bytes"), held),
         *_traffic(budget),
+        *tables_of_axes,
         *([_columns(("one rank moves in a step", "from", "to", "bytes"), moved)] if moved else []),
     ]
     parts = [
@@ -400,6 +428,7 @@ def _as_text(setup: Setup, resolved: Plan, budget: Budget, verdict: Verdict, mod
         parts.append(f"would fit: {verdict.change}" if verdict.change else "no change that was tried would fit")
     if not setup.extra_bytes and train_bytes(budget):
         parts.append("not counted: activations (--activations), and what Python, torch and MPI need by themselves")
+    parts += open_points(resolved, most)
     return "\n\n".join([*tables, "\n".join(parts)])
 
 

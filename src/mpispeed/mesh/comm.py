@@ -209,7 +209,7 @@ class Comm:
         Collective over: this group.
         """
         with Call(self.group, "agree", 0):
-            flag = torch.tensor([int(ok)], dtype=torch.uint8)
+            flag = torch.tensor([int(ok)], dtype=torch.uint8, device="cpu")  # also where meta is the default
             self.transport.library_all_reduce(flag, "min")
             if flag.item():
                 return

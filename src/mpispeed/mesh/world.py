@@ -7,7 +7,8 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from zlib import crc32
 
@@ -197,6 +198,18 @@ def start(reduction: str = "mpi", *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -
     _share_cores(world)
     exits.install(world.comm, world.node, world.ending, world.close)
     return world
+
+
+@contextmanager
+def standing_in(world: World) -> Iterator[None]:
+    """Context in which `start` returns `world`, as for a model that is built to predict what a rank would hold."""
+    before = dict(_PROCESS)
+    _PROCESS["world"] = world
+    try:
+        yield
+    finally:
+        _PROCESS.clear()
+        _PROCESS.update(before)
 
 
 def current() -> World | None:

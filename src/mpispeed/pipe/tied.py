@@ -64,8 +64,13 @@ def weight_of(module: nn.Module, attr: str, key: str) -> torch.Tensor:
 
 
 def make_equal(tensors: Iterable[torch.Tensor], group: Comm) -> None:
-    """Broadcast the first rank's values over `group`, in place. Collective over: `group`."""
+    """Broadcast the first rank's values over `group`, in place; without those of torch's meta device.
+
+    Collective over: `group`.
+    """
     for tensor in tensors:
+        if tensor.is_meta:
+            continue
         values = tensor.detach().cpu().contiguous()
         group.broadcast(values)
         with torch.no_grad():

@@ -12,7 +12,7 @@ from mpispeed.ckpt.format import logical, schema
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
 from mpispeed.ckpt.format.tag_files import Places
 from mpispeed.ckpt.read.reader import open_checkpoint
-from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
+from mpispeed.ckpt.slices import TensorSlice, gather_pieces, place_slice, read_slice
 from mpispeed.ckpt.write.save import SaveOptions, save
 from mpispeed.ckpt.write.two_phase import deal
 from tests.unit.ckpt.sample import outcomes
@@ -75,6 +75,16 @@ def of_grains(part, grain, dim, rank, size):
     chosen = np.array_split(np.arange(-(-part.shape[dim] // grain)), size)[rank].tolist()
     start, stop = (chosen[0] * grain, (chosen[-1] + 1) * grain) if chosen else (0, 0)
     return part.narrow(dim, start, min(stop, part.shape[dim]) - start).contiguous()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_slices_in_their_places_are_the_whole(size):
+    for info in CASES:
+        whole, found = whole_of(info), torch.full(info.shape, math.nan)
+        for rank in range(size):
+            cut = TensorSlice(info, rank, size)
+            place_slice(cut, cut_by_torch(info, whole, rank, size).reshape(-1), found)
+        assert torch.equal(found, whole), info.name
 
 
 def save_slices(folder, infos, size, dtype=torch.float32, *, cut=lambda local, rank: [(0, local)], **options):

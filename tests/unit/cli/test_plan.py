@@ -32,6 +32,8 @@ def reads(): return nn.Linear(2, 2).weight.sum().item()
 def text(): return "a model"
 def placed(): return nn.Linear(2, 2, device="cpu")
 def empty(): return nn.Sequential()
+def uneven(): return [nn.Linear(64, size, bias=False) for size in (64, 64, 64, 512)]
+def one(): return nn.Linear(4, 4)
 NUMBER = 5
 """
 SIZE = ("--params", "7e9", "--largest-layer", "2e8")
@@ -249,12 +251,54 @@ def test_mistakes_are_json_too(folder):
     assert "there is no such configuration file" in json.loads(done.stdout)["error"]
 
 
-@pytest.mark.parametrize("others", [{"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size": 2}}])
-def test_stages_and_slices_are_not_planned(folder, others):
-    (folder / "ds.json").write_text(json.dumps(CONFIG | others))
-    done = call("ds.json", *SIZE, "-n", 8)
-    assert done.exit_code == 2
-    assert "divide -n by 2" in done.stderr
+STAGED = {**CONFIG, "pipeline": {"stages": 2, "partition": "uniform"}}
+SLICED = {**CONFIG, "tensor_parallel": {"autotp_size": 2, "injection_policy_tuple": {"0": "column", "1": "row"}}}
+
+
+def test_the_largest_stage_is_named(folder):
+    (folder / "staged.json").write_text(json.dumps(STAGED))
+    words = ("staged.json", "--model", "planned_models:uneven", "-n", 4, "--nodes", 2)
+    answer = asked(*words, "--memory", "1Gi")
+    first, second = answer["pipeline_stages"]
+    assert [first["params"], second["params"]] == [2 * 64 * 64, 64 * 64 + 64 * 512]
+    assert answer["pipeline_stage"] == 1
+    assert answer["train_bytes"] == second["train_bytes"] > first["train_bytes"]
+    assert answer["node"]["need_bytes"] == 2 * second["train_bytes"]  # both ranks of the second node have it
+    assert answer["axes"]["data"] > answer["axes"]["pipe data"] == 512 * 3
+    assert "stages send each other" in answer["not_exact"][0]
+    text = call(*words, "--memory", "1Gi").stdout
+    assert "at most" in text
+    assert "(pipeline stage 1)" in text
+
+
+def test_slices_are_planned(folder):
+    (folder / "sliced.json").write_text(json.dumps(SLICED))
+    words = ("--model", "planned_models:Big", "--model-args", '{"width": 64}')
+    whole, cut = asked("ds.json", *words, "-n", 2), asked("sliced.json", *words, "-n", 4)
+    assert 2 * cut["params"] == whole["params"]
+    assert cut["build_bytes"] >= 4 * whole["params"]
+    assert "slices of a layer" in cut["not_exact"][0]
+    assert cut["meaning"]["masters and optimizer states"] == "cut over 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "text"),
+    [
+        (STAGED, ("--model", "planned_models:one"), "only layers in a row can be dealt to stages"),
+        (
+            STAGED,
+            ("--model", "planned_models:uneven", "-n", 3),
+            "2 pipeline stages of 1 slices do not divide the 3 ranks",
+        ),
+        (SLICED, SIZE, "'0' fits to no layer"),
+        (CONFIG, ("--model", "planned_models:uneven"), "expected a torch.nn.Module, or layers and pipeline.stages"),
+    ],
+)
+def test_stages_and_slices_that_are_not_possible(folder, config, words, text):
+    (folder / "odd.json").write_text(json.dumps(config))
+    done = call("odd.json", *words, *(() if "-n" in words else ("-n", 4)))
+    assert done.exit_code == 2, done.output
+    assert text in done.stderr
 
 
 def test_ranks_are_asked_for(folder):

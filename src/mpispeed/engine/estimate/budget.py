@@ -28,10 +28,12 @@ from mpispeed.engine.estimate.traffic import (
     moved,
     rest_bytes,
     sent_gradients,
+    sent_shared,
     sent_updates,
     sum_error_bytes,
 )
 from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
+from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding.grad_shards import WRITES_BEHIND
 from mpispeed.sharding.leaf import is_leaf
 from mpispeed.sharding.module_units import find_module_units
@@ -128,14 +130,18 @@ def predict(facts: EstimateInputs) -> Budget:
     if facts.gathers_once:  # each unit is gathered once and stays unsharded
         played = replace(facts, micro_steps=1, limits=Limits(ahead=0, live=1 << 60, reuse=1 << 60))
     outcome = _rehearse(played, users)
+    gathered_bytes, bucket_bytes = outcome.gathered_bytes, outcome.scratch_bytes - outcome.gathered_bytes
+    if facts.gathers_once:  # what is gathered is held until the sums are done
+        gathered_bytes = _held_bytes(facts)
+        bucket_bytes = _rehearse(facts, users, fetches=False).scratch_bytes
     prompt = _rehearse(replace(played, is_overlapped=False), users) if facts.is_overlapped else outcome
     held = [*_held_at_rest(facts), *_buffers(facts)]
     device = Tier.DEVICE
     held.append(Held("pieces of updated parameters", device, collecting_bytes(facts)))
-    held.append(Held("gathered parameters", device, max(outcome.gathered_bytes, _held_bytes(facts))))
-    held.append(Held("gradient buckets", device, outcome.scratch_bytes - outcome.gathered_bytes))
+    held.append(Held("gathered parameters", device, gathered_bytes))
+    held.append(Held("gradient buckets", device, bucket_bytes))
     gathers = [Sent("parameters", verb, axes, count) for (verb, axes), count in sorted(outcome.gathers.items())]
-    norm = list(_sent_norm(facts))
+    norm = [*sent_shared(facts), *_sent_norm(facts)]
     sent = _summed([*sent_gradients(facts), *gathers, *sent_updates(facts), *norm])
     return Budget(
         held=tuple(row for row in held if row.bytes),
@@ -150,15 +156,15 @@ def predict(facts: EstimateInputs) -> Budget:
 
 def _sent_norm(facts: EstimateInputs) -> Iterable[Sent]:
     ranks = facts.topology.size
-    if facts.table.units:
-        axes = ("data",) if ranks == facts.topology.group_size("data") else facts.topology.names
+    if facts.table.units or isinstance(facts.model, PipelineModule):  # a stage may have nothing to add
+        sizes = {axis: facts.topology.group_size(axis) for axis in ("pipe", "data", "model")}
+        axes = tuple(axis for axis in facts.topology.names if sizes.get(axis, 1) > 1 or axis not in sizes)
+        axes = ("data",) if ranks == sizes["data"] else axes
         yield Sent("gradient norm", "all_gather", axes, NORM_BYTES * (ranks - 1))
 
 
 def _held_bytes(facts: EstimateInputs) -> int:
     """Bytes of parameters that stay gathered during a whole step."""
-    if not facts.gathers_once:
-        return 0
     cut = [unit for unit in facts.table.all_units if not facts.is_resident(unit)]
     return sum(unit.layout.padded * facts.dtypes(unit)[0].itemsize for unit in cut)
 
@@ -265,7 +271,7 @@ def _summed(rows: Iterable[Sent]) -> tuple[Sent, ...]:
     return tuple(Sent(*key, count) for key, count in total.items() if count)
 
 
-def _rehearse(facts: EstimateInputs, users: list[ModuleUnits]) -> Outcome:
+def _rehearse(facts: EstimateInputs, users: list[ModuleUnits], *, fetches: bool = True) -> Outcome:
     params = PaperParams(
         facts.table,
         frozenset(unit.index for unit in facts.table.all_units if facts.is_resident(unit)),
@@ -301,5 +307,5 @@ def _rehearse(facts: EstimateInputs, users: list[ModuleUnits]) -> Outcome:
         facts.model, params, users, facts.limits, bucket=bucket, wire=wire, swapped=swapped,
         writes_behind=WRITES_BEHIND if facts.swap.writes_behind else 0, is_overlapped=facts.is_overlapped,
     )  # fmt: skip
-    cuts = any(not facts.is_resident(unit) for unit in facts.table.all_units)
+    cuts = fetches and any(not facts.is_resident(unit) for unit in facts.table.all_units)
     return rehearsal.run(facts.micro_steps, reduces_each=not facts.grad.is_replicated, fetches=cuts)

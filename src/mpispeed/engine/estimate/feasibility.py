@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,16 +12,16 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.base.units import format_bytes
 from mpispeed.config.checks import find_conflicts
 from mpispeed.config.offload import OffloadOptimizer
-from mpispeed.engine.estimate.budget import Budget, gather_inputs, predict
 from mpispeed.engine.estimate.host_budget import check_host_budget
-from mpispeed.plan.plan import Plan, make_plan
+from mpispeed.engine.estimate.stages import RankBudget, Source, examine_stages
 from mpispeed.store.placement import Tier
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from mpispeed.config.root import Config
+    from mpispeed.engine.estimate.budget import Budget
+    from mpispeed.plan.plan import Plan
 
 MOST_DOUBLINGS = 10
 """Doublings of the number of nodes before the search for a change gives up."""
@@ -104,18 +104,25 @@ def train_bytes(budget: Budget) -> int:
     return budget.tier_bytes(Tier.DEVICE) + budget.tier_bytes(Tier.HOST)
 
 
-def examine(setup: Setup, model: nn.Module, dtype: torch.dtype) -> tuple[Plan, Budget]:
-    """Plan and prediction of a setup.
+def examine(setup: Setup, source: Source, dtype: torch.dtype | None = None) -> tuple[Plan, Sequence[RankBudget]]:
+    """Plan of a setup and the prediction for each of its pipeline stages, one without a pipeline.
+
+    `dtype` is that of the model; None: of most of its elements.
 
     Raises:
-        ConfigError: the settings are not possible for so many ranks.
+        ConfigError: the settings are not possible for so many ranks, or the model cannot be cut so.
     """
-    plan = make_plan(setup.config, setup.ranks, dtype, ranks_per_node=setup.even_ranks_per_node)
-    is_init_sharded = setup.is_init_sharded and not plan.states.param.is_replicated
-    return plan, predict(gather_inputs(plan, model, is_init_sharded=is_init_sharded))
+    return examine_stages(
+        setup.config, setup.ranks, setup.even_ranks_per_node, source, dtype, in_scope=setup.is_init_sharded
+    )
 
 
-def judge(setup: Setup, model: nn.Module, dtype: torch.dtype, limits: list[Limit]) -> Verdict:
+def largest(setup: Setup, stages: Sequence[RankBudget]) -> RankBudget:
+    """The stage whose ranks need most memory."""
+    return max(stages, key=lambda one: _rank_bytes(setup, one.budget))
+
+
+def judge(setup: Setup, source: Source, dtype: torch.dtype | None, limits: list[Limit]) -> Verdict:
     """Compare the need of a node with the tightest limit; if it does not fit, search for a change that does.
 
     Raises:
@@ -125,46 +132,66 @@ def judge(setup: Setup, model: nn.Module, dtype: torch.dtype, limits: list[Limit
         msg = "this machine tells no memory limit (/proc/meminfo has no MemAvailable); give one with --memory"
         raise ConfigError(msg)
     limit = min(limits, key=lambda item: item.bytes)
-    plan, budget = examine(setup, model, dtype)
-    need = _node_bytes(setup, budget)
+    plan, stages = examine(setup, source, dtype)
+    need, most = _node_bytes(setup, plan, stages), largest(setup, stages)
+    budget = most.budget
     ranks, rest = setup.ranks_per_node, train_bytes(budget) + setup.extra_bytes
     is_building = budget.build_bytes > rest
     what = "while the model is built" if is_building else "for training"
     relation = "fits into" if need <= limit.bytes else "is more than"
     reason = (
-        f"{ranks} rank{'s' * (ranks > 1)} x {format_bytes(need // ranks)} {what} = {format_bytes(need)} on a node "
+        f"{ranks} rank{'s' * (ranks > 1)} x {_each(setup, most, stages)} {what} = {format_bytes(need)} on a node "
         f"{relation} {format_bytes(limit.bytes)} ({limit.source})"
     )
-    refusal = _refusal(setup, budget)
+    refusal = _refusal(setup, stages)
     if refusal:
         reason = refusal
     elif budget.lag_bytes and not is_building:
         reason += f"; {format_bytes(ranks * budget.lag_bytes)} of it only if gradient sums lag behind backward"
     if need <= limit.bytes and not refusal:
         return Verdict(True, need, limit, reason)
-    found = next((text for text, other in changes(setup, plan) if _fits(other, model, dtype, limit)), None)
+    found = next((text for text, other in changes(setup, plan) if _fits(other, source, dtype, limit)), None)
     return Verdict(False, need, limit, reason, found)
 
 
-def _node_bytes(setup: Setup, budget: Budget) -> int:
-    return setup.ranks_per_node * max(budget.build_bytes, train_bytes(budget) + setup.extra_bytes)
+def _rank_bytes(setup: Setup, budget: Budget) -> int:
+    return max(budget.build_bytes, train_bytes(budget) + setup.extra_bytes)
 
 
-def _refusal(setup: Setup, budget: Budget) -> str:
+def _node_bytes(setup: Setup, plan: Plan, stages: Sequence[RankBudget]) -> int:
+    """Need of the node whose ranks together need most; ranks fill node after node."""
+    each = [_rank_bytes(setup, one.budget) for one in stages]
+    if len(stages) == 1:
+        return setup.ranks_per_node * each[0]
+    topology, count = plan.topology(), setup.ranks_per_node
+    needs = [each[topology.index(rank, "pipe")] for rank in range(setup.ranks)]
+    return max(sum(needs[first : first + count]) for first in range(0, setup.ranks, count))
+
+
+def _each(setup: Setup, most: RankBudget, stages: Sequence[RankBudget]) -> str:
+    size = format_bytes(_rank_bytes(setup, most.budget))
+    return size if len(stages) == 1 else f"at most {size} (pipeline stage {most.number})"
+
+
+def _refusal(setup: Setup, stages: Sequence[RankBudget]) -> str:
     """The engine's refusal by `host_memory_limit`, or ""; `lag_bytes` is not counted there."""
-    rows = budget.memory_bytes()
-    rows["gradient buckets"] = max(0, rows.get("gradient buckets", 0) - budget.lag_bytes)
-    return check_host_budget(rows, setup.config.host_memory_limit, mapped=0, rlimit=None)
+    for one in stages:
+        rows = one.budget.memory_bytes()
+        rows["gradient buckets"] = max(0, rows.get("gradient buckets", 0) - one.budget.lag_bytes)
+        problem = check_host_budget(rows, setup.config.host_memory_limit, mapped=0, rlimit=None)
+        if problem:
+            return problem
+    return ""
 
 
-def _fits(setup: Setup, model: nn.Module, dtype: torch.dtype, limit: Limit) -> bool:
+def _fits(setup: Setup, source: Source, dtype: torch.dtype | None, limit: Limit) -> bool:
     if any(find_conflicts(setup.config)):
         return False
     try:
-        _, budget = examine(setup, model, dtype)
+        plan, stages = examine(setup, source, dtype)
     except ConfigError:
         return False
-    return _node_bytes(setup, budget) <= limit.bytes and not _refusal(setup, budget)
+    return _node_bytes(setup, plan, stages) <= limit.bytes and not _refusal(setup, stages)
 
 
 def changes(setup: Setup, plan: Plan) -> Iterator[tuple[str, Setup]]:
@@ -186,11 +213,13 @@ def changes(setup: Setup, plan: Plan) -> Iterator[tuple[str, Setup]]:
             other, config=config, ranks=setup.ranks_per_node * nodes * setup.nodes, nodes=nodes * setup.nodes
         )
 
-    init_shard = replace(setup, is_init_sharded=True)
+    # A pipeline is built outside of zero.Init: each rank builds its own stage.
+    init_shard = replace(setup, is_init_sharded=plan.axes["pipe"] == 1)
+    scope = ", and build the model inside of mpispeed.zero.Init" if init_shard.is_init_sharded else ""
     here = {"stage": plan.stage, "overlap_comm": plan.is_overlapped}
     levels = range(plan.stage, 4)
     if setup.ranks % setup.nodes == 0:
-        if not setup.is_init_sharded and not plan.states.param.is_replicated:
+        if scope and not setup.is_init_sharded and not plan.states.param.is_replicated:
             yield "build the model inside of mpispeed.zero.Init", changed(init_shard, **here)
         if plan.is_overlapped:
             yield '"overlap_comm": false', changed(setup, **{**here, "overlap_comm": False})
@@ -200,16 +229,13 @@ def changes(setup: Setup, plan: Plan) -> Iterator[tuple[str, Setup]]:
         quiet = {"stage": 3, "overlap_comm": False}
         text = '"zero_optimization": {"stage": 3, "overlap_comm": false}'
         yield text, changed(setup, **quiet)
-        yield f"{text}, and build the model inside of mpispeed.zero.Init", changed(init_shard, **quiet)
+        yield text + scope, changed(init_shard, **quiet)
         if zero.offload_optimizer is None or zero.offload_optimizer.device != "nvme":
             files = OffloadOptimizer.model_validate({"device": "nvme", "nvme_path": "a folder on a local disk"})
             text_files = f'{text[:-1]}, "offload_optimizer": {{"device": "nvme", "nvme_path": {files.nvme_path}}}}}'
             other = changed(init_shard, stage=3, overlap_comm=False, offload_optimizer=files)
-            yield f"{text_files}, and build the model inside of mpispeed.zero.Init", other
+            yield text_files + scope, other
         for nodes in (2**power for power in range(1, MOST_DOUBLINGS + 1)):
             count = f"{nodes * setup.nodes} nodes with {setup.ranks_per_node} ranks each"
             yield count, changed(setup, nodes, **here)
-            yield (
-                f"{count}, {text}, and build the model inside of mpispeed.zero.Init",
-                changed(init_shard, nodes, **quiet),
-            )
+            yield f"{count}, {text}{scope}", changed(init_shard, nodes, **quiet)

@@ -10,6 +10,8 @@ from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
 from mpispeed.mesh.compressed.quantized import gather_bytes, reduce_scatter_bytes
 from mpispeed.native.block_quant import default_block
 from mpispeed.native.codes import Grid
+from mpispeed.pipe.module import PipelineModule
+from mpispeed.plan.units import Kind
 from mpispeed.sharding.quantized import Codes
 from mpispeed.store.layout import BLOCK
 from mpispeed.store.placement import REPLICATED, Placement, Tier, moves, reduce_moves
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 
     from mpispeed.engine.estimate.inputs import EstimateInputs
     from mpispeed.store.layout import Unit
+
+
+_LOSS_BYTES = 8
+"""Bytes of a pipeline's loss, of which data ranks take the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,26 @@ def sent_gradients(facts: EstimateInputs) -> Iterable[Sent]:
         n = facts.topology.group_size(replicas)
         part = facts.span(unit, facts.master) * facts.grad_dtypes(unit)[0].itemsize
         yield Sent("gradients", "all_reduce", replicas, 2 * part * (n - 1) // n)
+
+
+def sent_shared(facts: EstimateInputs) -> Iterable[Sent]:
+    """Traffic of sums over slices and over stages that share a weight, as in `Sharing.sum`, and of losses."""
+    model = facts.model
+    for unit in facts.table.units:
+        kind = unit.kind
+        if not isinstance(kind, Kind):
+            continue
+        part = facts.span(unit, facts.master) * facts.grad_dtypes(unit)[0].itemsize
+        if kind.along_model == "partial":
+            n = facts.topology.group_size("model")
+            yield Sent("gradients of slices", "all_reduce", ("model",), 2 * part * (n - 1) // n)
+        if kind.tie and isinstance(model, PipelineModule):
+            n = len(model.tied(kind.tie).stages)
+            axes = ("pipe",) if n == model.num_stages else (f"tied {kind.tie}",)
+            yield Sent("gradients of shared weights", "all_reduce", axes, 2 * part * (n - 1) // n)
+    if isinstance(model, PipelineModule) and model.stage_id == model.num_stages - 1:
+        n = facts.topology.group_size("data")
+        yield Sent("losses", "all_reduce", ("data",), 2 * _LOSS_BYTES * (n - 1) // n)
 
 
 def is_coded_sum(facts: EstimateInputs, unit: Unit) -> bool:

@@ -123,6 +123,11 @@ class GlobalLayout:
             return model.tied(words[1]).stages
         return ()
 
+    def is_first(self, name: str) -> bool:
+        """True unless an earlier stage or slice has the same parameter or buffer, whose values count."""
+        is_copy = self.slices[name].is_copy if name in self.slices else self.parts.mesh.index("model") > 0
+        return self._owns(name) and not is_copy
+
     def _owns(self, name: str) -> bool:
         stages = self._stages(name)
         return not stages or stages[0] == self.parts.mesh.index("pipe")

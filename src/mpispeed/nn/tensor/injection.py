@@ -59,6 +59,14 @@ class _Plan:
     blocks: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    vocab: bool
+    is_sequence_cut: bool
+    grain: int
+    has_values: bool
+
+
 def inject(
     model: nn.Module,
     comm: Comm,
@@ -67,6 +75,7 @@ def inject(
     vocab: bool = False,
     sequence_parallel: bool = False,
     grain: int = 1,
+    without_values: bool = False,
 ) -> Report:
     """Replace layers of a model by layers that are sliced over `comm`; everything else stays as it is.
 
@@ -85,6 +94,8 @@ def inject(
         sequence_parallel: slice the sequence between attention and MLP, in training. Its length has to be a multiple of
             the number of ranks, and every linear layer of a block has to be sliced.
         grain: widths that are no heads are sliced at multiples of it, as kernels may prefer.
+        without_values: for predictions, the model may be on torch's meta device and stays without values. The rule for
+            other modules is left out, as it runs them.
 
     Collective over: `comm`.
 
@@ -92,9 +103,10 @@ def inject(
         ConfigError: nothing can be sliced, attention has fewer heads than ranks, or the policy does not fit.
         UsageError: the model was injected before, or is not the same on all ranks. All errors are raised on all ranks.
     """
-    _check_equal(model, comm)
-    plan = _planned(model, comm, policy, (vocab, sequence_parallel, grain))
-    _share_values(model, comm)
+    _check_equal(model, comm, without_values=without_values)
+    plan = _planned(model, comm, policy, _Options(vocab, sequence_parallel, grain, not without_values))
+    if not without_values:
+        _share_values(model, comm)
     elements = _elements(model)
     sequence = SequenceCut(is_on=False) if sequence_parallel else None
     before = {path: module for path, module in model.named_modules()}
@@ -113,7 +125,7 @@ def inject(
     return Report(cut, whole | plan.whole, comm.size, elements, _elements(model))
 
 
-def _check_equal(model: nn.Module, comm: Comm) -> None:
+def _check_equal(model: nn.Module, comm: Comm, *, without_values: bool) -> None:
     text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in _tensors(model).items())
     digests = comm.gather_objects(hashlib.sha256(text.encode()).hexdigest())
     msg = ""
@@ -121,13 +133,13 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
         msg = "the model has layers that are cut already; inject it once, before mpispeed.initialize"
     elif len(set(digests)) > 1:
         msg = f"the ranks of {comm} have different models; all have to build the same, with whole parameters"
-    elif any(tensor.device.type == "meta" for tensor in _tensors(model).values()):
+    elif not without_values and any(tensor.device.type == "meta" for tensor in _tensors(model).values()):
         msg = "the model has parameters on the meta device; give them values before they are cut"
     if msg:
         raise _alike(UsageError(msg))
 
 
-def _planned(model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, options: tuple[bool, bool, int]) -> _Plan:
+def _planned(model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, options: _Options) -> _Plan:
     """Rank 0's plan or its error, on all ranks."""
     found: Any = None
     if comm.rank == 0:
@@ -143,8 +155,8 @@ def _planned(model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, opt
     return found
 
 
-def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options: tuple[bool, bool, int]) -> _Plan:
-    vocab, is_sequence_cut, grain = options
+def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options: _Options) -> _Plan:
+    vocab, is_sequence_cut, grain = options.vocab, options.is_sequence_cut, options.grain
     if grain < 1:
         msg = f"grain={grain}; slices are multiples of at least one element"
         raise ConfigError(msg)
@@ -156,9 +168,10 @@ def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options
     else:
         plan.sites = list(known_sites(model, size, grain))
         taken = {path for site in plan.sites for path in (site.row, *(column.path for column in site.columns))}
-        ruled = ruled_sites(model, size, grain, taken)
-        plan.sites += ruled.sites
-        plan.whole = ruled.whole
+        if options.has_values:
+            ruled = ruled_sites(model, size, grain, taken)
+            plan.sites += ruled.sites
+            plan.whole = ruled.whole
     if vocab:
         plan.vocab += [path for path in vocab_paths(model) if path not in plan.vocab]
     _leave_shared(model, plan)
