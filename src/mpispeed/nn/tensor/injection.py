@@ -15,7 +15,7 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.mesh.comm import Comm
-from mpispeed.nn.tensor.apply import apply_site
+from mpispeed.nn.tensor.apply import AT_HAND, Layers, apply_site
 from mpispeed.nn.tensor.auto_policy import ruled_sites
 from mpispeed.nn.tensor.entry import SequenceCut
 from mpispeed.nn.tensor.linear import CutLayer
@@ -67,6 +67,7 @@ def inject(
     vocab: bool = False,
     sequence_parallel: bool = False,
     grain: int = 1,
+    layers: Layers = AT_HAND,
 ) -> Report:
     """Replace layers of a model by layers that are sliced over `comm`; everything else stays as it is.
 
@@ -77,7 +78,8 @@ def inject(
     model has dropout.
 
     Args:
-        model: with full parameters in host memory, the same on all ranks; changed in place.
+        model: with full parameters in host memory, the same on all ranks; changed in place. Those that `layers` has
+            not here are left to it.
         comm: the slicing group.
         policy: a table for layers, see `chosen_sites`; nothing else is sliced then. None: GPT-2, LLaMA, Mistral, Qwen2,
             BERT and OPT by a table of this package, other modules by a rule.
@@ -85,6 +87,7 @@ def inject(
         sequence_parallel: slice the sequence between attention and MLP, in training. Its length has to be a multiple of
             the number of ranks, and every linear layer of a block has to be sliced.
         grain: widths that are no heads are sliced at multiples of it, as kernels may prefer.
+        layers: gives full parameters, one layer at a time.
 
     Collective over: `comm`.
 
@@ -94,14 +97,14 @@ def inject(
     """
     _check_equal(model, comm)
     plan = _planned(model, comm, policy, (vocab, sequence_parallel, grain))
-    _share_values(model, comm)
+    _share_values(model, comm, layers)
     elements = _elements(model)
     sequence = SequenceCut(is_on=False) if sequence_parallel else None
     before = {path: module for path, module in model.named_modules()}
     for site in plan.sites:
-        apply_site(model, site, comm, sequence)
+        apply_site(model, site, comm, sequence, layers)
     for path in plan.vocab:
-        cut_vocab(model, path, comm)
+        cut_vocab(model, path, comm, layers)
     retie(model, before)
     if sequence is not None:
         cut_sequence(model, plan.blocks, comm, sequence)
@@ -188,10 +191,10 @@ def _leave_shared(model: nn.Module, plan: _Plan) -> None:
                 break
 
 
-def _share_values(model: nn.Module, comm: Comm) -> None:
+def _share_values(model: nn.Module, comm: Comm, layers: Layers) -> None:
     """Give all ranks rank 0's parameters, buffers and generator."""
     with torch.no_grad():
-        for tensor in _tensors(model).values():
+        for tensor in filter(layers.has, _tensors(model).values()):
             values = tensor.detach().contiguous()
             comm.broadcast(values)
             if values.data_ptr() != tensor.data_ptr():
