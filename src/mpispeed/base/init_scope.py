@@ -1,4 +1,4 @@
-"""Scope in which parameters are sharded as modules are constructed: `zero.Init` enters it, builders of modules ask it."""
+"""Scope in which parameters are sharded as modules are constructed: `zero.Init` enters it, builders ask it."""
 
 from __future__ import annotations
 

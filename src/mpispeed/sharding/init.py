@@ -20,7 +20,6 @@ from mpispeed.native.block_io import Options
 from mpispeed.sharding.init_storage import OnDisk
 from mpispeed.sharding.sharded_init import ShardedInit
 
-
 _SHOWN = 8  # ranks in a message
 
 

@@ -1,11 +1,13 @@
-"""Layers of a model that `zero.Init` has sharded, on their way to slices: full one at a time, slices sharded at once."""
+"""Layers that `zero.Init` has sharded, on their way to slices: full one at a time, slices sharded at once."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,6 +43,18 @@ class InitSlices:
     def has(self, tensor: torch.Tensor) -> bool:
         """True for tensors that `zero.Init` has not sharded."""
         return find_init_shard(tensor) is None
+
+    def copied(self, module: nn.Module) -> nn.Module:
+        """A deep copy in which parameters of `zero.Init` have random values, the same in each copy. Local."""
+        generator = torch.Generator().manual_seed(3)
+        memo: dict[int, Any] = {}
+        for param in module.parameters():
+            if not self.has(param):
+                values = torch.randn(param.shape, generator=generator) / math.sqrt(
+                    max(param.shape[-1:], default=1) or 1
+                )
+                memo[id(param)] = nn.Parameter(values.to(param.dtype), requires_grad=param.requires_grad)
+        return copy.deepcopy(module, memo)
 
     def replaced(self, old: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
         """The module of `make`, which reads the full parameters of `old`, with its parameters sharded."""

@@ -136,9 +136,9 @@ def _find_sharded_elsewhere(mesh: Mesh, model: nn.Module) -> str:
         ranks = [] if init_shard is None else list(init_shard.sharded_init.ranks)
         if not set(ranks) <= stage:
             return (
-                f"parameter {name} was cut over the ranks {ranks[:_SHOWN]} by zero.Init, and the ranks of its stage are "
-                f"{sorted(stage)[:_SHOWN]}; give its layer as a LayerSpec, which the ranks of a stage build, or build "
-                "it outside of zero.Init"
+                f"parameter {name} was cut over the ranks {ranks[:_SHOWN]} by zero.Init, and the ranks of its stage "
+                f"are {sorted(stage)[:_SHOWN]}; give its layer as a LayerSpec, which each stage builds itself, "
+                "or build it outside of zero.Init"
             )
         if name in known and known[name].kind != "replicated" and not set(ranks) <= data:
             return (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,19 +19,33 @@ from mpispeed.nn.tensor.shard_plan import Column, Site, join, known_shape
 from mpispeed.nn.tensor.tensor_cut import marks_of
 
 
-class Layers:
-    """Layers whose full parameters this rank has; the base of those whose parameters are elsewhere."""
+class Layers(Protocol):
+    """Gives the layers of a model that is to be sliced."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         """True if this rank has the values of a parameter or buffer."""
-        return True
+
+    def copied(self, module: nn.Module) -> nn.Module:
+        """A copy to be tried out; parameters whose values this rank does not have are random, alike in all copies."""
 
     def replaced(self, old: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
         """The sliced form of a layer; `make` makes it of the full parameters of `old`."""
+
+
+class _AtHand:
+    """Layers whose full parameters are on this rank."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def copied(self, module: nn.Module) -> nn.Module:
+        return copy.deepcopy(module)
+
+    def replaced(self, old: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-AT_HAND = Layers()
+AT_HAND = _AtHand()
 
 
 def apply_site(
@@ -53,9 +68,9 @@ def apply_site(
     entry = Entry(comm, sequence, len(site.columns))
     is_entered_whole = is_attention and sequence is not None
     for column in site.columns:
-        own = Entry.crossed(comm) if is_entered_whole else entry
+        way = Entry.crossed(comm) if is_entered_whole else entry
         old = model.get_submodule(column.path)
-        _replace(model, column.path, layers.replaced(old, partial(_column, model, column, site, comm, own)))
+        _replace(model, column.path, layers.replaced(old, partial(_column, model, column, site, comm, way)))
     holder: Any = model.get_submodule(site.holder)
     if is_entered_whole:
         holder.register_forward_pre_hook(WholeSequence(entry), with_kwargs=True)

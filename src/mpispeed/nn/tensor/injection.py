@@ -96,7 +96,7 @@ def inject(
         UsageError: the model was injected before, or is not the same on all ranks. All errors are raised on all ranks.
     """
     _check_equal(model, comm)
-    plan = _planned(model, comm, policy, (vocab, sequence_parallel, grain))
+    plan = _planned(model, comm, policy, (vocab, sequence_parallel, grain), layers)
     _share_values(model, comm, layers)
     elements = _elements(model)
     sequence = SequenceCut(is_on=False) if sequence_parallel else None
@@ -130,12 +130,14 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
         raise _alike(UsageError(msg))
 
 
-def _planned(model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, options: tuple[bool, bool, int]) -> _Plan:
+def _planned(
+    model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, options: tuple[bool, bool, int], layers: Layers
+) -> _Plan:
     """Rank 0's plan or its error, on all ranks."""
     found: Any = None
     if comm.rank == 0:
         try:
-            found = _plan(model, comm.size, policy, options)
+            found = _plan(model, comm.size, policy, options, layers)
         except ConfigError as problem:
             found = str(problem)
         except Exception as problem:
@@ -146,7 +148,9 @@ def _planned(model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, opt
     return found
 
 
-def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options: tuple[bool, bool, int]) -> _Plan:
+def _plan(
+    model: nn.Module, size: int, policy: Mapping[str, str] | None, options: tuple[bool, bool, int], layers: Layers
+) -> _Plan:
     vocab, is_sequence_cut, grain = options
     if grain < 1:
         msg = f"grain={grain}; slices are multiples of at least one element"
@@ -159,7 +163,7 @@ def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options
     else:
         plan.sites = list(known_sites(model, size, grain))
         taken = {path for site in plan.sites for path in (site.row, *(column.path for column in site.columns))}
-        ruled = ruled_sites(model, size, grain, taken)
+        ruled = ruled_sites(model, size, grain, taken, layers)
         plan.sites += ruled.sites
         plan.whole = ruled.whole
     if vocab:
