@@ -49,5 +49,6 @@ def building(module: Any, group: Any) -> AbstractContextManager[None]:
 
     Raises:
         UsageError: on this rank, on entering, if the scope shards over some of these ranks and some others.
+        MpispeedError: another rank of `group` has failed to construct them.
     """
     return nullcontext() if _scope is None else _scope.building(module, group)

@@ -6,7 +6,6 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from mpispeed.base import init_scope, rng
-from mpispeed.base.errors import StageError, TopologyError, UsageError
+from mpispeed.base.errors import MpispeedError, StageError, TopologyError, UsageError
 from mpispeed.mesh.world import start
 from mpispeed.pipe.chunk import Chunk, recompute
 from mpispeed.pipe.grid import PipelineParallelGrid
@@ -109,12 +108,10 @@ class PipelineModule(LayerFiles, nn.Module):
         check_shared(found, self.stage_owner)
         self._first_uses = {key: layer.index for key, layer in first_uses(found).items()}
         self._ties = {key: (attrs_of(found, key), self._stages_of(found, key)) for key in self._first_uses}
-        with ExitStack() as stack:
-            with comm.together(StageError, plain=UsageError):
-                stack.enter_context(init_scope.building(self, self.grid.mesh["data", "model"]))
-            self.tied_modules = nn.ModuleDict()
-            with comm.together(StageError, plain=StageError):
-                self._build(found)
+        self.tied_modules, builders = nn.ModuleDict(), self.grid.mesh["data", "model"]
+        with comm.together(StageError, plain=MpispeedError), init_scope.building(self, builders):
+            self._build(found)
+        with init_scope.building(self, builders):
             self._tie()
             self._place_loss(loss_fn)
         self._chunks = [self._chunk_of(index, found) for index in range(num_chunks)]

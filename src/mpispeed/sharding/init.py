@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from mpispeed.base import init_scope
-from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.mesh.comm import Comm
+from mpispeed.base.errors import ConfigError, MpispeedError, UsageError
+from mpispeed.mesh.comm import Comm, text_of
 from mpispeed.mesh.world import start
 from mpispeed.native.block_io import Options
 from mpispeed.sharding.init_storage import OnDisk
@@ -213,6 +213,11 @@ class _Patches:
             yield
             self._sharded_init.settle()
             _cut_all(self._sharded_init, module)
+            _meet(group, "")
+        except Exception as error:
+            with suppress(MpispeedError):  # the failure itself is raised
+                _meet(group, text_of(error))
+            raise
         finally:
             self._builders.pop()
 
@@ -301,6 +306,17 @@ class _Patches:
             return made
 
         return to_empty
+
+
+def _meet(group: Comm, problem: str) -> None:
+    """End of what the ranks of `group` construct: a rank that has failed is no longer waited for.
+
+    Raises:
+        MpispeedError: a rank has failed.
+    """
+    group.start(
+        lambda _: None, "build", describe=lambda: problem or "the end of its layers", ready=lambda: problem
+    ).wait()
 
 
 def _subclasses(cls: type) -> Iterator[type]:
