@@ -213,11 +213,12 @@ class _Patches:
             yield
             self._sharded_init.settle()
             _cut_all(self._sharded_init, module)
-            _meet(group, "")
         except Exception as error:
             with suppress(MpispeedError):  # the failure itself is raised
                 _meet(group, text_of(error))
             raise
+        else:
+            _meet(group, "")
         finally:
             self._builders.pop()
 
