@@ -1,22 +1,54 @@
-"""Scope in which parameters are sharded as modules are constructed; entered by `zero.Init`."""
+"""Scope in which parameters are sharded as modules are constructed: `zero.Init` enters it, builders ask it."""
 
 from __future__ import annotations
 
-_depth = 0
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 
-def enter() -> None:
+class Scope(Protocol):
+    """What shards parameters as modules are constructed."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """As the function below."""
+
+    def building(self, module: Any, group: Any) -> AbstractContextManager[None]:
+        """As the function below."""
+
+
+_scope: Scope | None = None
+
+
+def enter(scope: Scope) -> None:
     """Enter the scope."""
-    global _depth
-    _depth += 1
+    global _scope
+    _scope = scope
 
 
 def leave() -> None:
-    """Leave the scope of one `enter`."""
-    global _depth
-    _depth -= 1
+    """Leave the scope."""
+    global _scope
+    _scope = None
 
 
-def is_cutting() -> bool:
-    """True between `enter` and `leave`."""
-    return _depth > 0
+def paused() -> AbstractContextManager[None]:
+    """Context in which modules are constructed without being sharded, whatever scope there is."""
+    return nullcontext() if _scope is None else _scope.paused()
+
+
+def building(module: Any, group: Any) -> AbstractContextManager[None]:
+    """Context in which the parts of `module` are constructed by the ranks of `group` alone, and sharded over them.
+
+    Does nothing outside of a scope.
+
+    Args:
+        module: the torch module; at the end all its unsharded parameters are sharded.
+        group: the `mesh.Comm` of the ranks that construct the same parts.
+
+    Collective over: `group`.
+
+    Raises:
+        UsageError: on this rank, on entering, if the scope shards over some of these ranks and some others.
+        MpispeedError: another rank of `group` has failed to construct them.
+    """
+    return nullcontext() if _scope is None else _scope.building(module, group)

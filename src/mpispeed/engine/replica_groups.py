@@ -7,6 +7,7 @@ are summed where copies saw different data, it counts once in the norm, and one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from mpispeed.nn.tensor.tensor_cut import OWN
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.pipe.tied import make_equal
 from mpispeed.plan.units import Kind
+from mpispeed.sharding.sharded_init import edited
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,14 +107,15 @@ class Sharing:
     def equalise(self, params: Sequence[nn.Parameter], kinds: Mapping[int, Kind]) -> None:
         """Copy the values of shared parameters from the first rank that has them to the others.
 
-        Collective over: the ranks that share a parameter.
+        Collective over: the ranks that share a parameter, and those over which `zero.Init` has sharded it.
         """
         for param in params:
             kind = kinds.get(id(param), Kind())
-            if kind.along_model and self.model is not None and not self.is_own_cut:
-                make_equal([param], self.model)
-            if kind.tie and kind.tie in self.ties:
-                make_equal([param], self.ties[kind.tie])
+            groups = [self.model] if kind.along_model and self.model is not None and not self.is_own_cut else []
+            groups += [self.ties[kind.tie]] if kind.tie and kind.tie in self.ties else []
+            with edited(param) if groups else nullcontext():
+                for group in groups:
+                    make_equal([param], group)
 
     def summed_over(self, unit: Unit) -> list[Comm]:
         """Groups of ranks with copies of the unit that saw different data: their gradients add up."""

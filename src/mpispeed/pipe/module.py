@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mpispeed.base import init_scope, rng
-from mpispeed.base.errors import StageError, TopologyError, UsageError
+from mpispeed.base.errors import MpispeedError, StageError, TopologyError, UsageError
 from mpispeed.mesh.world import start
 from mpispeed.pipe.chunk import Chunk, recompute
 from mpispeed.pipe.grid import PipelineParallelGrid
@@ -102,22 +102,18 @@ class PipelineModule(LayerFiles, nn.Module):
         if num_chunks > 1 and self.num_stages == 1:
             msg = f"num_chunks={num_chunks}: chunks are dealt to stages in turn; that needs 2 stages, there is 1"
             raise StageError(msg)
-        if init_scope.is_cutting() and self.num_stages > 1:
-            msg = (
-                "PipelineModule: stages build different layers, and zero.Init cuts the layers of all ranks together; "
-                "build it outside of zero.Init, each rank builds the layers of its stage only"
-            )
-            raise StageError(msg)
         comm = self.grid.mesh.world.comm
-        self.parts = partition(comm, found, partition_method, self.num_stages, num_chunks, profile_input)
+        with init_scope.paused():  # ranks may build layers for a moment, to count and measure
+            self.parts = partition(comm, found, partition_method, self.num_stages, num_chunks, profile_input)
         check_shared(found, self.stage_owner)
         self._first_uses = {key: layer.index for key, layer in first_uses(found).items()}
         self._ties = {key: (attrs_of(found, key), self._stages_of(found, key)) for key in self._first_uses}
-        self.tied_modules = nn.ModuleDict()
-        with comm.together(StageError, plain=StageError):
+        self.tied_modules, builders = nn.ModuleDict(), self.grid.mesh["data", "model"]
+        with comm.together(StageError, plain=MpispeedError), init_scope.building(self, builders):
             self._build(found)
-        self._tie()
-        self._place_loss(loss_fn)
+        with init_scope.building(self, builders):
+            self._tie()
+            self._place_loss(loss_fn)
         self._chunks = [self._chunk_of(index, found) for index in range(num_chunks)]
         if comm.rank == 0:
             is_empty = any(first == stop for first, stop in itertools.pairwise(self.parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 
 from mpispeed.base import init_scope
-from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.mesh.comm import Comm
+from mpispeed.base.errors import ConfigError, MpispeedError, UsageError
+from mpispeed.mesh.comm import Comm, text_of
 from mpispeed.mesh.world import start
 from mpispeed.native.block_io import Options
 from mpispeed.sharding.init_storage import OnDisk
 from mpispeed.sharding.sharded_init import ShardedInit
+
+_SHOWN = 8  # ranks in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Init:
     read and changed in place: they are unsharded for it, and resharded with the first rank's values. `initialize` takes
     the shards over, at any stage, with one full unit at a time.
 
-    Contexts can be nested, and the innermost one counts. Ranks have to make the same modules in the same order.
+    Contexts can be nested, and the innermost one counts. Ranks have to make the same modules in the same order; layers
+    of a pipeline are sharded over the ranks of their stage.
 
     Collective over: the group, whenever a module is made or a finished parameter is read.
     """
@@ -80,6 +84,7 @@ class Init:
         self.settings = InitSettings() if settings is None else settings
         comm = start().comm if group is None else group
         self.sharded_init = ShardedInit(comm, self.settings.dtype, _home(comm, self.settings))
+        self._inits = {tuple(comm.ranks): self.sharded_init}
         if module is not None:
             _cut_all(self.sharded_init, module)
             self.sharded_init.finish()
@@ -92,6 +97,44 @@ class Init:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self.enabled:
             _PATCHES.leave(self, has_failed=kind is not None)
+
+    def activate(self) -> None:
+        """Answer stray reads."""
+        for sharded_init in self._inits.values():
+            sharded_init.is_active = True
+
+    def settle(self, *, has_failed: bool) -> None:
+        """Answer no stray reads any more, and keep what they have changed.
+
+        Collective over: the group, then those of `over`, in the order in which they were first asked for.
+        """
+        for sharded_init in self._inits.values():
+            sharded_init.is_active = False
+            # After a failure other ranks may be elsewhere.
+            if not has_failed:
+                sharded_init.settle(is_final=True)
+                sharded_init.finish()
+
+    def over(self, group: Comm) -> ShardedInit:
+        """What shards modules that the ranks of `group` alone construct: over those, or over the own group in them.
+
+        Raises:
+            UsageError: the own group has some of these ranks and some others.
+        """
+        own, wanted = self.sharded_init.comm, tuple(group.ranks)
+        if set(own.ranks) <= set(wanted):
+            return self.sharded_init
+        if not set(own.ranks) >= set(wanted):
+            msg = (
+                f"zero.Init shards over the ranks {list(own.ranks)[:_SHOWN]}, and layers are constructed by the ranks "
+                f"{list(wanted)[:_SHOWN]} alone; leave data_parallel_group out, or give the data ranks of the stage"
+            )
+            raise UsageError(msg)
+        if wanted not in self._inits:
+            made = ShardedInit(group, self.settings.dtype, self.sharded_init.home)
+            made.is_active = self.sharded_init.is_active
+            self._inits[wanted] = made
+        return self._inits[wanted]
 
 
 def _home(comm: Comm, settings: InitSettings) -> OnDisk | None:
@@ -122,6 +165,8 @@ class _Patches:
         self._contexts: list[Init] = []
         self._inits: dict[type, tuple[Callable[..., None], Callable[..., None]]] = {}  # original, replacement
         self._making: list[int] = []  # modules whose constructors run, outermost first
+        self._builders: list[Comm] = []  # ranks that construct parts of a module alone, innermost last
+        self._pauses = 0
         self._apply, self._to_empty = nn.Module.apply, nn.Module.to_empty
 
     # -- contexts ------------------------------------------------------------------------------------------------
@@ -130,28 +175,57 @@ class _Patches:
         if not self._contexts:
             self._install()
         self._contexts.append(context)
-        init_scope.enter()
-        context.sharded_init.is_active = True
+        context.activate()
 
     def leave(self, context: Init, *, has_failed: bool) -> None:
         self._contexts.remove(context)
-        init_scope.leave()
         if not self._contexts:
             self._restore()
         if context not in self._contexts:
-            context.sharded_init.is_active = False
-            # After a failure other ranks may be elsewhere.
-            if not has_failed:
-                context.sharded_init.settle(is_final=True)
-                context.sharded_init.finish()
+            context.settle(has_failed=has_failed)
 
     @property
     def _sharded_init(self) -> ShardedInit:
-        return self._contexts[-1].sharded_init
+        context = self._contexts[-1]
+        return context.over(self._builders[-1]) if self._builders else context.sharded_init
+
+    @property
+    def _is_on(self) -> bool:
+        return bool(self._contexts) and not self._pauses
+
+    # -- as the scope --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """As `init_scope.paused`."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    @contextmanager
+    def building(self, module: nn.Module, group: Comm) -> Iterator[None]:
+        """As `init_scope.building`."""
+        self._contexts[-1].over(group)  # refused before anything is made
+        self._builders.append(group)
+        try:
+            yield
+            self._sharded_init.settle()
+            _cut_all(self._sharded_init, module)
+        except Exception as error:
+            with suppress(MpispeedError):  # the failure itself is raised
+                _meet(group, text_of(error))
+            raise
+        else:
+            _meet(group, "")
+        finally:
+            self._builders.pop()
 
     # -- classes -------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
+        init_scope.enter(self)
         for cls in _subclasses(nn.Module):
             self._watch(cls)
         patches = self
@@ -166,6 +240,7 @@ class _Patches:
         module.apply, module.to_empty = self._make_apply(self._apply), self._make_to_empty(self._to_empty)
 
     def _restore(self) -> None:
+        init_scope.leave()
         module = cast("Any", nn.Module)
         del module.__init_subclass__
         module.apply, module.to_empty = self._apply, self._to_empty
@@ -183,7 +258,7 @@ class _Patches:
 
         @functools.wraps(original)
         def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if id(module) in patches._making or not patches._contexts:
+            if id(module) in patches._making or not patches._is_on:
                 original(module, *args, **kwargs)  # the constructor of a parent class
                 return
             patches._making.append(id(module))
@@ -197,7 +272,7 @@ class _Patches:
         cast("Any", cls).__init__ = make
 
     def _finish(self, module: nn.Module) -> None:
-        if not self._contexts or "_parameters" not in module.__dict__:
+        if not self._is_on or "_parameters" not in module.__dict__:
             return
         self._sharded_init.settle()
         if self._making:
@@ -211,7 +286,7 @@ class _Patches:
 
         @functools.wraps(original)
         def apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-            if not patches._contexts or not patches._contexts[-1].settings.override_module_apply:
+            if not patches._is_on or not patches._contexts[-1].settings.override_module_apply:
                 return original(module, fn)
             for child in module.children():
                 child.apply(fn)
@@ -227,11 +302,22 @@ class _Patches:
         @functools.wraps(original)
         def to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
             made = original(module, *args, **kwargs)
-            if patches._contexts:
+            if patches._is_on:
                 _cut_all(patches._sharded_init, module)  # made on the meta device, as by torch.nn.utils.skip_init
             return made
 
         return to_empty
+
+
+def _meet(group: Comm, problem: str) -> None:
+    """End of what the ranks of `group` construct: a rank that has failed is no longer waited for.
+
+    Raises:
+        MpispeedError: a rank has failed.
+    """
+    group.start(
+        lambda _: None, "build", describe=lambda: problem or "the end of its layers", ready=lambda: problem
+    ).wait()
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -94,11 +94,10 @@ class ParamStore:
     def _adopt(self, unit: Unit) -> None:
         source = torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self.tiers.device)
         # Parameters that zero.Init sharded over all data ranks have equal values there.
-        group_sizes = [
-            getattr(sharded_param.owner_of(p), "group_size", 0) if sharded_param.is_sharded(p) else 0
-            for p in unit.params
+        alike = [
+            getattr(sharded_param.owner_of(p), "ranks", ()) if sharded_param.is_sharded(p) else () for p in unit.params
         ]
-        is_init_sharded = min(group_sizes, default=0) >= self.mesh["data"].size
+        is_init_sharded = all(set(self.mesh["data"].ranks) <= set(ranks) for ranks in alike)
         _refuse_taken(unit)
         with sharded_param.opened(unit.params, "initialize"):
             for entry, param in zip(unit.layout.entries, unit.params, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -77,9 +77,9 @@ class ShardedInit:
         self._lingering: dict[int, nn.Parameter] = {}  # gathered for a stray read; may have been changed
 
     @property
-    def group_size(self) -> int:
-        """Ranks over which parameters are sharded."""
-        return self.comm.size
+    def ranks(self) -> Sequence[int]:
+        """World ranks over which parameters are sharded; they have equal values of them."""
+        return self.comm.ranks
 
     # -- sharding -------------------------------------------------------------------------------------------------
 
@@ -87,13 +87,17 @@ class ShardedInit:
         """Shard the unsharded parameters that belong to `module` itself; values are those of the first rank."""
         for name, param in module._parameters.items():
             if param is not None and _is_uncut(param):
-                _INIT_SHARD[param] = InitShard(self, f"{type(module).__name__}.{name}", param.numel(), param.dtype)
-                self._keep(param, 0)
-                sharded_param.to_sharded(param, param.dtype)
-                sharded_param.watch(param, self)
+                self.cut_param(param, f"{type(module).__name__}.{name}", 0)
 
-    def _keep(self, param: nn.Parameter, root: int) -> None:
-        """Give all ranks the values of rank `root`, and keep this rank's shard of them."""
+    def cut_param(self, param: nn.Parameter, name: str, root: int | None) -> None:
+        """Shard an unsharded parameter; values are those of rank `root`, or equal on all ranks already (None)."""
+        _INIT_SHARD[param] = InitShard(self, name, param.numel(), param.dtype)
+        self._keep(param, root)
+        sharded_param.to_sharded(param, param.dtype)
+        sharded_param.watch(param, self)
+
+    def _keep(self, param: nn.Parameter, root: int | None) -> None:
+        """Give all ranks the values of rank `root`, if there is one, and keep this rank's shard of them."""
         init_shard = _INIT_SHARD[param]
         values = param.detach()
         if self.dtype is not None and values.is_floating_point() and values.dtype != torch.float64:
@@ -103,7 +107,8 @@ class ShardedInit:
             msg = f"parameter {init_shard.name} had {init_shard.numel} elements {now}"
             raise UsageError(msg)
         flat = values.contiguous().view(-1)
-        self._run("birth", init_shard, lambda comm: comm.broadcast(flat, root))
+        if root is not None:
+            self._run("birth", init_shard, lambda comm: comm.broadcast(flat, root))
         part = -(-flat.numel() // self.comm.size)
         own = flat[self.comm.rank * part : (self.comm.rank + 1) * part]
         if own.numel() < part:
@@ -211,7 +216,12 @@ class ShardedInit:
     @contextmanager
     def changing(self, module: nn.Module) -> Iterator[None]:
         """Context in which parameters of `module` itself may be changed; the first rank's values count."""
-        params = [p for p in module._parameters.values() if p is not None and _is_of(p, self)]
+        with self.edited([p for p in module._parameters.values() if p is not None and _is_of(p, self)]):
+            yield
+
+    @contextmanager
+    def edited(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Context in which `params` may be changed; the first rank's values count."""
         self.gather(params)
         try:
             yield
@@ -265,6 +275,17 @@ class ShardedInit:
         """Forget `param`, which has another owner now."""
         if _is_of(param, self):
             self.home.drop(_INIT_SHARD.pop(param).stored)
+
+
+@contextmanager
+def edited(param: nn.Parameter) -> Iterator[None]:
+    """Context in which a parameter may be changed, also one that sharded init has; the first rank's values count.
+
+    Collective over: the ranks of the sharded init, if it has the parameter.
+    """
+    init_shard = find_init_shard(param)
+    with nullcontext() if init_shard is None else init_shard.sharded_init.edited([param]):
+        yield
 
 
 def _is_of(param: nn.Parameter, sharded_init: ShardedInit) -> bool:

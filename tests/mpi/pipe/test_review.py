@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mpispeed
-from mpispeed.base.errors import ConfigError, StageError, UsageError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.mesh import Mesh, Topology
 from mpispeed.nn.tensor import ColumnLinear, RowLinear
 from mpispeed.pipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, ProcessTopology, TiedLayerSpec
@@ -136,12 +136,6 @@ def test_an_optimizer_that_one_stage_cannot_make_is_told_to_all(world):
 
     with pytest.raises(ValueError, match=wanted):
         mpispeed.initialize(model=module([linear() for _ in range(4)]), optimizer=make, config=config())
-
-
-def test_stages_are_not_built_inside_of_zero_init(world):
-    with pytest.raises(StageError, match=r"outside of zero\.Init"), mpispeed.zero.Init():
-        module([linear() for _ in range(3)])
-    assert module([linear() for _ in range(3)]).num_stages == 2
 
 
 @pytest.mark.ranks(4)

@@ -6,13 +6,15 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpispeed.base import rng
+from mpispeed.base import init_scope, rng
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.sync_norm import synchronise_norms
 from mpispeed.nn.tensor import cuts, inject
+from mpispeed.nn.tensor.apply import Layers
 from mpispeed.plan.own_slices import asks_for_slices, find_cut_twice, find_own_cuts, find_unplaced, is_marked
-from mpispeed.sharding import sharded_param
+from mpispeed.sharding.init_slices import InitSlices
+from mpispeed.sharding.sharded_init import find_init_shard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_SHOWN = 8  # ranks in a message
 _TABLE = (
     "tensor_parallel.injection_policy_tuple is {0!r}: names of layers alone do not say how the others are cut; give a "
     'table, such as {{"attention.query": "column", "attention.output": "row"}}, or remove the key'
@@ -54,7 +57,7 @@ def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = Fa
     """
     comm, asks = mesh["model"], asks_for_slices(plan.config)
     with mesh.world.comm.together(ConfigError):
-        _refuse(_find_other_group(model, comm) or (_find_sharded(model, comm) if asks else ""))
+        _refuse(_find_other_group(model, comm) or _find_sharded_elsewhere(mesh, model))
     if comm.size == 1:
         problem = "" if has_mpu else find_unplaced(mesh, model)
         mesh.world.comm.agree(not problem, problem, ConfigError)
@@ -70,7 +73,10 @@ def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = Fa
     problem = find_cut_twice(model, comm)
     mesh.world.comm.agree(not problem, problem, ConfigError)
     if not cuts(model):
-        problem = _inject(plan, mesh, model)
+        layers = InitSlices(model, mesh["data"], comm)
+        with init_scope.paused():  # slices differ between the ranks over which zero.Init would shard them
+            problem = _inject(plan, mesh, model, layers)
+        layers.move(model)
     problems = mesh["pipe"].gather_objects(problem)
     if all(problems):
         raise ConfigError(problems[0])
@@ -85,8 +91,11 @@ def _refuse(problem: str) -> None:
         raise ConfigError(problem)
 
 
-def _inject(plan: Plan, mesh: Mesh, model: nn.Module) -> str:
-    """Slice the layers; return "" or the reason why nothing can be sliced. Collective over: the model axis."""
+def _inject(plan: Plan, mesh: Mesh, model: nn.Module, layers: Layers) -> str:
+    """Slice the layers; return "" or the reason why nothing can be sliced.
+
+    Collective over: the model axis, and the ranks over which `zero.Init` has sharded the model.
+    """
     section = plan.config.tensor_parallel
     try:
         report = inject(
@@ -96,6 +105,7 @@ def _inject(plan: Plan, mesh: Mesh, model: nn.Module) -> str:
             vocab=section.vocab_parallel,
             sequence_parallel=section.sequence_parallel,
             grain=section.tensor_parallel.tp_grain_size,
+            layers=layers,
         )
     except ConfigError as error:
         return str(error)
@@ -117,17 +127,26 @@ def _find_other_group(model: nn.Module, comm: Comm) -> str:
     return ""
 
 
-def _find_sharded(model: nn.Module, comm: Comm) -> str:
-    """A sentence if parameters of layers to be sliced were sharded by `zero.Init` already, else ""."""
-    sharded = (
-        [name for name, param in model.named_parameters() if sharded_param.is_sharded(param)] if comm.size > 1 else []
-    )
-    if not sharded or cuts(model):
-        return ""
-    return (
-        f"tensor_parallel cuts whole layers, and {sharded[0]} was cut over data ranks by zero.Init already; build the "
-        "model outside of zero.Init, or leave tensor_parallel out"
-    )
+def _find_sharded_elsewhere(mesh: Mesh, model: nn.Module) -> str:
+    """A sentence if `zero.Init` has sharded parameters over ranks that do not have the same of them, else ""."""
+    stage, data = set(mesh["data", "model"].ranks), set(mesh["data"].ranks)
+    known = cuts(model)
+    for name, param in model.named_parameters():
+        init_shard = find_init_shard(param)
+        ranks = [] if init_shard is None else list(init_shard.sharded_init.ranks)
+        if not set(ranks) <= stage:
+            return (
+                f"parameter {name} was cut over the ranks {ranks[:_SHOWN]} by zero.Init, and the ranks of its stage "
+                f"are {sorted(stage)[:_SHOWN]}; give its layer as a LayerSpec, which each stage builds itself, "
+                "or build it outside of zero.Init"
+            )
+        if name in known and known[name].kind != "replicated" and not set(ranks) <= data:
+            return (
+                f"parameter {name} is a slice of a layer and was cut over the ranks {ranks[:_SHOWN]} by zero.Init, and "
+                f"its data ranks are {sorted(data)[:_SHOWN]}; build the model in zero.Init(data_parallel_group=...) "
+                "with the group of these"
+            )
+    return ""
 
 
 def _table(policy: Any) -> Mapping[str, str] | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from mpispeed.base.even_split import share
@@ -15,16 +19,48 @@ from mpispeed.nn.tensor.shard_plan import Column, Site, join, known_shape
 from mpispeed.nn.tensor.tensor_cut import marks_of
 
 
-def apply_site(model: nn.Module, site: Site, comm: Comm, sequence: SequenceCut | None = None) -> None:
+class Layers(Protocol):
+    """Gives the layers of a model that is to be sliced."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """True if this rank has the values of a parameter or buffer."""
+
+    def copied(self, module: nn.Module) -> nn.Module:
+        """A copy to be tried out; parameters whose values this rank does not have are random, alike in all copies."""
+
+    def replaced(self, old: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+        """The sliced form of a layer; `make` makes it of the full parameters of `old`."""
+
+
+class _AtHand:
+    """Layers whose full parameters are on this rank."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def copied(self, module: nn.Module) -> nn.Module:
+        return copy.deepcopy(module)
+
+    def replaced(self, old: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+        return make()
+
+
+AT_HAND = _AtHand()
+
+
+def apply_site(
+    model: nn.Module, site: Site, comm: Comm, sequence: SequenceCut | None = None, layers: Layers = AT_HAND
+) -> None:
     """Slice the layers of a site, adjust its module's numbers of heads, and give its dropouts their streams.
 
-    Local: only the layers' own forward communicates.
+    Local, unless full parameters are elsewhere: only the layers' own forward communicates.
 
     Args:
         model: changed in place.
         site: with paths in it.
         comm: the slicing group.
         sequence: given where activations are sliced by sequence between sites.
+        layers: gives full parameters.
     """
     region = Region()
     is_attention = site.groups > 0
@@ -32,18 +68,15 @@ def apply_site(model: nn.Module, site: Site, comm: Comm, sequence: SequenceCut |
     entry = Entry(comm, sequence, len(site.columns))
     is_entered_whole = is_attention and sequence is not None
     for column in site.columns:
-        layer = _column(model, column, site, comm, Entry.crossed(comm) if is_entered_whole else entry)
-        _replace(model, column.path, layer)
+        way = Entry.crossed(comm) if is_entered_whole else entry
+        old = model.get_submodule(column.path)
+        _replace(model, column.path, layers.replaced(old, partial(_column, model, column, site, comm, way)))
     holder: Any = model.get_submodule(site.holder)
     if is_entered_whole:
         holder.register_forward_pre_hook(WholeSequence(entry), with_kwargs=True)
     if site.row:
-        old: Any = model.get_submodule(site.row)
-        widths = known_shape(model, site.row)
-        bias = getattr(old, "bias", None) is not None
-        options = {"grain": site.grain, "whole": old, "sequence": sequence, "bias": bias}
-        row = RowLinear(widths.inputs, widths.outputs, comm, transposed=widths.is_transposed, **options)
-        _replace(model, site.row, row)
+        old = model.get_submodule(site.row)
+        _replace(model, site.row, layers.replaced(old, partial(_row, model, site, comm, sequence)))
     groups = share(site.groups, comm.rank, comm.size)
     for name, value in site.attributes:
         setattr(holder, name, (groups[1] - groups[0]) * value)
@@ -69,6 +102,14 @@ def _column(model: nn.Module, column: Column, site: Site, comm: Comm, entry: Ent
         whole=old,
         entry=entry,
     )
+
+
+def _row(model: nn.Module, site: Site, comm: Comm, sequence: SequenceCut | None) -> RowLinear:
+    old: Any = model.get_submodule(site.row)
+    widths = known_shape(model, site.row)
+    bias = getattr(old, "bias", None) is not None
+    options = {"grain": site.grain, "whole": old, "sequence": sequence, "bias": bias}
+    return RowLinear(widths.inputs, widths.outputs, comm, transposed=widths.is_transposed, **options)
 
 
 def _streams(model: nn.Module, site: Site, comm: Comm, holder: nn.Module, region: Region) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.nn.tensor.apply import AT_HAND, Layers
 from mpispeed.nn.tensor.dropout import functional_dropouts
 from mpispeed.nn.tensor.equivalence import UNPROVED, prove
 from mpispeed.nn.tensor.shard_plan import Site, attention_site, child, join, mlp_site, shape_of
@@ -74,7 +76,10 @@ class _Candidate:
     is_trusted: bool
 
 
-def ruled_sites(model: nn.Module, size: int, grain: int, taken: set[str]) -> Found:
+_Prover = Callable[[nn.Module, Site], tuple[tuple[str, ...], str]]
+
+
+def ruled_sites(model: nn.Module, size: int, grain: int, taken: set[str], layers: Layers = AT_HAND) -> Found:
     """The sites in modules that no table knows.
 
     Args:
@@ -82,6 +87,7 @@ def ruled_sites(model: nn.Module, size: int, grain: int, taken: set[str]) -> Fou
         size: ranks to slice for.
         grain: widths without heads are sliced at multiples of it.
         taken: paths of layers that other sites have.
+        layers: makes copies of modules to be tried.
 
     Raises:
         ConfigError: attention has fewer heads than ranks.
@@ -96,14 +102,14 @@ def ruled_sites(model: nn.Module, size: int, grain: int, taken: set[str]) -> Fou
         if any(path == above or path.startswith(f"{above}.") for above in skipped):
             continue
         for candidate in _candidates(module):
-            layers = {join(path, layer) for layer in (*candidate.columns, candidate.row)}
-            if layers & taken:
+            paths = {join(path, layer) for layer in (*candidate.columns, candidate.row)}
+            if paths & taken:
                 continue
-            result = _settle(model, path, candidate, (size, grain), proved)
+            result = _settle(model, path, candidate, partial(prove, size=size, layers=layers), (size, grain), proved)
             if isinstance(result, str):
                 found.whole[path] = result
             else:
-                taken |= layers
+                taken |= paths
                 found.sites.append(result)
     return _alike(model, found)
 
@@ -150,14 +156,19 @@ def _candidates(module: nn.Module) -> Iterator[_Candidate]:
 
 
 def _settle(
-    model: nn.Module, path: str, candidate: _Candidate, cut: tuple[int, int], proved: dict[object, Site | str]
+    model: nn.Module,
+    path: str,
+    candidate: _Candidate,
+    prover: _Prover,
+    cut: tuple[int, int],
+    proved: dict[object, Site | str],
 ) -> Site | str:
     """The site, or the reason against it; modules that are alike are proved once."""
     size, grain = cut
     module = model.get_submodule(path)
     key = (type(module), repr(module), tuple(candidate.columns.items()), candidate.row)
     if key not in proved:
-        proved[key] = _examine(module, candidate, size, grain)
+        proved[key] = _examine(module, candidate, prover, size, grain)
     known = proved[key]
     if isinstance(known, str):
         return known
@@ -165,7 +176,7 @@ def _settle(
     return replace(known, scope=path, holder=join(path, known.holder), columns=columns, row=join(path, known.row))
 
 
-def _examine(module: nn.Module, candidate: _Candidate, size: int, grain: int) -> Site | str:
+def _examine(module: nn.Module, candidate: _Candidate, prover: _Prover, size: int, grain: int) -> Site | str:
     """A candidate within its own module: paths are relative to it."""
     holder = child(module, next(iter(candidate.columns)).rpartition(".")[0]) or module
     drops = [name for name in functional_dropouts(holder) if name not in _ATTENTION_DROPOUT]
@@ -184,9 +195,9 @@ def _examine(module: nn.Module, candidate: _Candidate, size: int, grain: int) ->
         return str(problem)
     reasons = []
     for attempt in (site, replace(site, attributes=_counts_only(site))):
-        partial, reason = prove(module, attempt, size)
+        sums, reason = prover(module, attempt)
         if not reason:
-            return replace(attempt, partial=partial, source="rule, proved")
+            return replace(attempt, partial=sums, source="rule, proved")
         if reason.startswith(UNPROVED):
             return _trusted(module, candidate, site, reason)
         reasons.append(reason)

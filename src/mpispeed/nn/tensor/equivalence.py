@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from mpispeed.mesh import sim
-from mpispeed.nn.tensor.apply import apply_site
+from mpispeed.nn.tensor.apply import AT_HAND, Layers, apply_site
 from mpispeed.nn.tensor.shard_plan import Site, child, shape_of
 from mpispeed.nn.tensor.tensor_cut import cuts
 
@@ -22,13 +21,14 @@ _BOUND = 1e-4  # of the largest element; the sums are fp64, but modules may comp
 _LARGEST = 1 << 26  # parameters; above, the copies would cost too much memory
 
 
-def prove(module: nn.Module, site: Site, size: int) -> tuple[tuple[str, ...], str]:
+def prove(module: nn.Module, site: Site, size: int, layers: Layers = AT_HAND) -> tuple[tuple[str, ...], str]:
     """Slice a copy of the module for `size` simulated ranks and compare with the original.
 
     Args:
         module: the scope of the site; it is not changed. It is called in evaluation mode, with hidden states alone.
         site: with paths below the module.
         size: number of ranks.
+        layers: makes the copies.
 
     Returns:
         (names of replicated parameters whose gradients are partial sums, "") or ((), reason). The reason begins with
@@ -41,13 +41,13 @@ def prove(module: nn.Module, site: Site, size: int) -> tuple[tuple[str, ...], st
         return (), f"{UNPROVED}: it is too large"
     x = torch.randn(_BATCH, _LENGTH, first.inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     try:
-        whole = _copy(module)
+        whole = _copy(module, layers)
         out, grads = _run(whole, x)
     except Exception as problem:
         return (), f"{UNPROVED}: {type(problem).__name__}: {str(problem)[:200]}"
 
     def work(world: Any) -> Any:
-        part = _copy(module)
+        part = _copy(module, layers)
         apply_site(part, site, world.comm)
         return part, *_run(part, x)
 
@@ -92,8 +92,8 @@ def _run(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, to
     return out.detach(), {"": torch.zeros_like(x) if x.grad is None else x.grad, **grads}
 
 
-def _copy(module: nn.Module) -> nn.Module:
-    made = copy.deepcopy(module).double().eval().requires_grad_()
+def _copy(module: nn.Module, layers: Layers) -> nn.Module:
+    made = layers.copied(module).double().eval().requires_grad_()
     made.zero_grad()
     return made
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.mesh.comm import Comm
-from mpispeed.nn.tensor.apply import apply_site
+from mpispeed.nn.tensor.apply import AT_HAND, Layers, apply_site
 from mpispeed.nn.tensor.auto_policy import ruled_sites
 from mpispeed.nn.tensor.entry import SequenceCut
 from mpispeed.nn.tensor.linear import CutLayer
@@ -76,6 +76,7 @@ def inject(
     sequence_parallel: bool = False,
     grain: int = 1,
     without_values: bool = False,
+    layers: Layers = AT_HAND,
 ) -> Report:
     """Replace layers of a model by layers that are sliced over `comm`; everything else stays as it is.
 
@@ -86,7 +87,8 @@ def inject(
     model has dropout.
 
     Args:
-        model: with full parameters in host memory, the same on all ranks; changed in place.
+        model: with full parameters in host memory, the same on all ranks; changed in place. Those that `layers` has
+            not here are left to it.
         comm: the slicing group.
         policy: a table for layers, see `chosen_sites`; nothing else is sliced then. None: GPT-2, LLaMA, Mistral, Qwen2,
             BERT and OPT by a table of this package, other modules by a rule.
@@ -96,6 +98,7 @@ def inject(
         grain: widths that are no heads are sliced at multiples of it, as kernels may prefer.
         without_values: for predictions, the model may be on torch's meta device and stays without values. The rule for
             other modules is left out, as it runs them.
+        layers: gives full parameters, one layer at a time.
 
     Collective over: `comm`.
 
@@ -104,16 +107,16 @@ def inject(
         UsageError: the model was injected before, or is not the same on all ranks. All errors are raised on all ranks.
     """
     _check_equal(model, comm, without_values=without_values)
-    plan = _planned(model, comm, policy, _Options(vocab, sequence_parallel, grain, not without_values))
+    plan = _planned(model, comm, policy, _Options(vocab, sequence_parallel, grain, not without_values), layers)
     if not without_values:
-        _share_values(model, comm)
+        _share_values(model, comm, layers)
     elements = _elements(model)
     sequence = SequenceCut(is_on=False) if sequence_parallel else None
     before = {path: module for path, module in model.named_modules()}
     for site in plan.sites:
-        apply_site(model, site, comm, sequence)
+        apply_site(model, site, comm, sequence, layers)
     for path in plan.vocab:
-        cut_vocab(model, path, comm)
+        cut_vocab(model, path, comm, layers)
     retie(model, before)
     if sequence is not None:
         cut_sequence(model, plan.blocks, comm, sequence)
@@ -139,12 +142,14 @@ def _check_equal(model: nn.Module, comm: Comm, *, without_values: bool) -> None:
         raise _alike(UsageError(msg))
 
 
-def _planned(model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, options: _Options) -> _Plan:
+def _planned(
+    model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, options: _Options, layers: Layers
+) -> _Plan:
     """Rank 0's plan or its error, on all ranks."""
     found: Any = None
     if comm.rank == 0:
         try:
-            found = _plan(model, comm.size, policy, options)
+            found = _plan(model, comm.size, policy, options, layers)
         except ConfigError as problem:
             found = str(problem)
         except Exception as problem:
@@ -155,7 +160,7 @@ def _planned(model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, opt
     return found
 
 
-def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options: _Options) -> _Plan:
+def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options: _Options, layers: Layers) -> _Plan:
     vocab, is_sequence_cut, grain = options.vocab, options.is_sequence_cut, options.grain
     if grain < 1:
         msg = f"grain={grain}; slices are multiples of at least one element"
@@ -169,7 +174,7 @@ def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options
         plan.sites = list(known_sites(model, size, grain))
         taken = {path for site in plan.sites for path in (site.row, *(column.path for column in site.columns))}
         if options.has_values:
-            ruled = ruled_sites(model, size, grain, taken)
+            ruled = ruled_sites(model, size, grain, taken, layers)
             plan.sites += ruled.sites
             plan.whole = ruled.whole
     if vocab:
@@ -201,10 +206,10 @@ def _leave_shared(model: nn.Module, plan: _Plan) -> None:
                 break
 
 
-def _share_values(model: nn.Module, comm: Comm) -> None:
+def _share_values(model: nn.Module, comm: Comm, layers: Layers) -> None:
     """Give all ranks rank 0's parameters, buffers and generator."""
     with torch.no_grad():
-        for tensor in _tensors(model).values():
+        for tensor in filter(layers.has, _tensors(model).values()):
             values = tensor.detach().contiguous()
             comm.broadcast(values)
             if values.data_ptr() != tensor.data_ptr():

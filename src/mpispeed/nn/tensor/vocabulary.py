@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.comm import Comm
+from mpispeed.nn.tensor.apply import AT_HAND, Layers
 from mpispeed.nn.tensor.embedding import VocabEmbedding, VocabLinear
 from mpispeed.nn.tensor.shard_plan import shape_of
 from mpispeed.nn.tensor.tensor_cut import cuts, marks_of
@@ -55,17 +57,20 @@ def _can_be_cut(module: nn.Module) -> bool:
     return type(module) is nn.Linear and shape_of(module) is not None
 
 
-def cut_vocab(model: nn.Module, path: str, comm: Comm) -> None:
-    """Replace the layer at a path by its sliced form. Local."""
-    old: Any = model.get_submodule(path)
+def cut_vocab(model: nn.Module, path: str, comm: Comm, layers: Layers = AT_HAND) -> None:
+    """Replace the layer at a path by its sliced form. Local, unless full parameters are elsewhere."""
+    old = model.get_submodule(path)
     owner, _, name = path.rpartition(".")
     parent: Any = model.get_submodule(owner)
-    if isinstance(old, nn.Embedding):
-        made: nn.Module = VocabEmbedding(old.num_embeddings, old.embedding_dim, comm, whole=old)
-    else:
-        made = VocabLinear(old.in_features, old.out_features, comm, bias=old.bias is not None, whole=old)
+    made = layers.replaced(old, partial(_sliced, old, comm))
     made.train(old.training)
     parent._modules[name] = made
+
+
+def _sliced(old: Any, comm: Comm) -> nn.Module:
+    if isinstance(old, nn.Embedding):
+        return VocabEmbedding(old.num_embeddings, old.embedding_dim, comm, whole=old)
+    return VocabLinear(old.in_features, old.out_features, comm, bias=old.bias is not None, whole=old)
 
 
 def retie(model: nn.Module, before: Mapping[str, nn.Module]) -> None:
