@@ -16,7 +16,7 @@ from mpispeed.engine import step
 from mpispeed.engine.backward import Accumulation, Counters
 from mpispeed.engine.buffers import Buffers
 from mpispeed.engine.build.loaders import make_loader
-from mpispeed.engine.build.nvme_tiers import check_rule
+from mpispeed.engine.build.nvme_tiers import check_rule, is_swapping
 from mpispeed.engine.build.parts import Optimization, Parts, Sharding
 from mpispeed.engine.build.recomputing import configure_recomputation
 from mpispeed.engine.build.stores import choose_reducer, shard
@@ -29,6 +29,7 @@ from mpispeed.optim.exchange import Drifts, Exchanges
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Layerwise, Rule
 from mpispeed.optim.schedule import build_schedule
+from mpispeed.optim.torch_rule import in_windows
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.onebit_plan import require_whole
 from mpispeed.plan.units import kinds_of
@@ -96,7 +97,7 @@ def assemble(
         scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
         steps = step_parts(plan, mesh, params, scaler, counters, optimization, update_windows, sharing)
         if basic is not None:
-            optimization.unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link)
+            optimization.unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link, counters)
     if training_data is not None:
         # DeepSpeed's pipelines read in order, its other engines do not.
         loader = make_loader(plan, mesh, training_data, collate_fn, shuffles=not isinstance(model, PipelineModule))
@@ -174,6 +175,8 @@ def choose_rule(
     # A client's schedulers count groups, and all stages of a pipeline must have the same groups.
     _check_groups(model, groups, keeps_empty=optimizer is not None or isinstance(model, PipelineModule))
     _check_cuts(plan, rule, name, optimizer)
+    if is_swapping(plan) and isinstance(rule, Foreign):
+        rule = in_windows(rule, groups)
     return rule, groups, optimizer
 
 

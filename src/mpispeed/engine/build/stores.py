@@ -55,7 +55,7 @@ def _take_over(
     zero = plan.config.zero_optimization
     table = deal_units(plan, model, group_of)
     resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
-    tiers = open_tiers(plan, mesh, plan_swap(plan, mesh, table, resident, compute, slots))
+    tiers = open_tiers(plan, mesh, plan_swap(plan, mesh, table, resident, compute, slots, own_masters=own_masters))
     try:
         params = ParamStore(
             table,
