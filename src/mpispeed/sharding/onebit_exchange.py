@@ -7,7 +7,8 @@ unit. Gradients of such steps stay local: they are held in full and not summed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -262,6 +263,9 @@ class OneBitExchange:
         """Agree on the sum of local updates since the last agreement, if one is due after update `step`.
 
         Collective over: the data axis.
+
+        Raises:
+            StoreError: on every rank, if a swap file of one cannot be read or written.
         """
         if self.kind(step) is Exchange.NOTHING:
             self.plain = sum(self.compressor.plain_bytes(unit.layout.padded) for unit in self._params.table.units)
@@ -270,20 +274,23 @@ class OneBitExchange:
         rule = self._drifts
         for unit in self._params.table.units:
             drift = self._grads.reduced(unit)  # no longer needed, and zero in its holes
-            for window, span in self._windows(unit, step):
-                rule.drift(window, drift[span.slice], threads=self._comm.group.threads)
+            with self._momenta.together(), closing(self._windows(unit, step)) as windows:
+                for window, span in windows:
+                    rule.drift(window, drift[span.slice], threads=self._comm.group.threads)
             values = self.compressor.values(self.errors_of(unit), drift.numel())
             squares = compensate(values, drift, threads=self._comm.group.threads)
             self._exchange(unit, drift, values, squares, self.compressor)
             mask = self._momenta.masks[unit.index]
             if mask is not None:
                 drift.masked_fill_(mask, 0.0)
-            for window, span in self._windows(unit, step):
-                rule.settle(window, drift[span.slice], threads=self._comm.group.threads)
+            with self._momenta.together(), closing(self._windows(unit, step)) as windows:
+                for window, span in windows:
+                    rule.settle(window, drift[span.slice], threads=self._comm.group.threads)
 
-    def _windows(self, unit: Unit, step: int) -> Iterator[tuple[Window, Span]]:
-        for window in self._update_windows.windows_of(unit, list(self._groups), step):
-            yield window, Span(window.key[2], window.key[2] + window.master.numel())
+    def _windows(self, unit: Unit, step: int) -> Generator[tuple[Window, Span], None, None]:
+        with closing(self._update_windows.windows_of(unit, list(self._groups), step)) as windows:
+            for window in windows:
+                yield window, Span(window.key[2], window.key[2] + window.master.numel())
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

@@ -187,7 +187,6 @@ TORCH = [
 
 
 @pytest.mark.deepspeed_row("a2")
-@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(("name", "params", "dtype", "stage", "where"), in_turn(TORCH, ranks=(2, 3, 1)))
 def test_objects_of_torch_have_the_same_bits_in_memory_and_in_files(name, params, dtype, stage, where, mpi_tmp_path):
     """Also where one goes on with what the other saved, with a schedule on the object's groups."""

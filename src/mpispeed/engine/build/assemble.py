@@ -372,7 +372,9 @@ def _make_onebit(
     """
     if not isinstance(rule, Exchanges):
         return None
-    is_early = grads.is_overlapped and plan.gradient_clipping == 0 and not plan.config.fp16.enabled
+    # A disk that fails under one rank is told to the others on the way, which the channel's thread cannot do.
+    is_in_memory = not is_swapping(plan)
+    is_early = grads.is_overlapped and is_in_memory and plan.gradient_clipping == 0 and not plan.config.fp16.enabled
     channel, onebit = mesh.channel("grads") if is_early else None, None
     try:
         with mesh.world.comm.together(ConfigError):
