@@ -7,7 +7,7 @@ unit. Gradients of such steps stay local: they are held in full and not summed.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from mpispeed.mesh.compressed.onebit import OneBitErrors
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.optim.rule import Window
     from mpispeed.sharding.grads import GradStore
     from mpispeed.sharding.params import ParamStore
     from mpispeed.sharding.update_windows import StateStore, UpdateWindows
@@ -274,23 +273,22 @@ class OneBitExchange:
         rule = self._drifts
         for unit in self._params.table.units:
             drift = self._grads.reduced(unit)  # no longer needed, and zero in its holes
-            with self._momenta.together(), closing(self._windows(unit, step)) as windows:
-                for window, span in windows:
-                    rule.drift(window, drift[span.slice], threads=self._comm.group.threads)
+            self._for_windows(unit, step, rule.drift, drift)
             values = self.compressor.values(self.errors_of(unit), drift.numel())
             squares = compensate(values, drift, threads=self._comm.group.threads)
             self._exchange(unit, drift, values, squares, self.compressor)
             mask = self._momenta.masks[unit.index]
             if mask is not None:
                 drift.masked_fill_(mask, 0.0)
-            with self._momenta.together(), closing(self._windows(unit, step)) as windows:
-                for window, span in windows:
-                    rule.settle(window, drift[span.slice], threads=self._comm.group.threads)
+            self._for_windows(unit, step, rule.settle, drift)
 
-    def _windows(self, unit: Unit, step: int) -> Generator[tuple[Window, Span], None, None]:
-        with closing(self._update_windows.windows_of(unit, list(self._groups), step)) as windows:
+    def _for_windows(self, unit: Unit, step: int, call: Callable[..., None], values: torch.Tensor) -> None:
+        """Call `call(window, its part of values, threads=...)` for all windows of a unit. Shapes: values [padded]."""
+        windows = self._update_windows.windows_of(unit, list(self._groups), step)
+        with self._momenta.together(), closing(windows):
             for window in windows:
-                yield window, Span(window.key[2], window.key[2] + window.master.numel())
+                start, size = window.key[2], window.master.numel()
+                call(window, values[start : start + size], threads=self._comm.group.threads)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
