@@ -149,7 +149,7 @@ def _check_param_files(zero: ZeroOptimization, param: OffloadParam) -> Iterator[
 
 
 def _check_flat(config: Config) -> Iterator[Problem]:
-    """Optimizers in files: only own ones keep their states in flat pieces; those that a script brings may do so too."""
+    """Optimizers in files: those that keep their states in flat pieces; what a script brings may do so too."""
     section = config.optimizer
     if section is None or section.type is None:
         return

@@ -62,7 +62,22 @@ SGD_PARAMS = {
     "differentiable": "bool",
     "fused": "bool or null",
 }
-FLAT = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "SGD")}
+_OF_TORCH = ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+FLAT = {
+    name.lower(): name
+    for name in (
+        "Adam",
+        "AdamW",
+        "Adagrad",
+        "Lion",
+        "Lamb",
+        "SGD",
+        "OneBitAdam",
+        "ZeroOneAdam",
+        "OneBitLamb",
+        *_OF_TORCH,
+    )
+}
 """Optimizers whose states are flat pieces, as long as the masters, so that files can hold them."""
 
 ADAGRAD_PARAMS = {

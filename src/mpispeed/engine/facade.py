@@ -13,6 +13,7 @@ from torch import nn
 
 from mpispeed.base.errors import UsageError
 from mpispeed.optim.foreign import Foreign, guard
+from mpispeed.optim.torch_rule import TorchRule
 from mpispeed.sharding.local_states import local_states
 from mpispeed.sharding.momenta import MASK
 
@@ -260,9 +261,12 @@ def _load_groups(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> No
 
 
 def make_handle(
-    client: torch.optim.Optimizer, rule: Rule, clear: Callable[[], None], link: StepLink
+    client: torch.optim.Optimizer, rule: Rule, clear: Callable[[], None], link: StepLink, counters: Counters
 ) -> Callable[[], None]:
-    """Reduce a client's optimizer to its parameter groups and guard its methods; return a function that undoes this."""
+    """Reduce a client's optimizer to its parameter groups and guard its methods; return a function that undoes this.
+
+    The `state` of one of torch, whose states are in files, shows them as that of an `InnerOptimizer`.
+    """
     given = ["parameter_offload", "averaged_gradients"]
     if isinstance(rule, Foreign):
         rule.take_step()
@@ -274,10 +278,16 @@ def make_handle(
         # Torch's own replaces the group dicts, which the engine would not see.
         vars(client)["load_state_dict"] = partial(_load_groups, client.param_groups)
         given.append("load_state_dict")
+    before = client.state
+    is_shown = isinstance(rule, TorchRule)
+    if is_shown:
+        client.state = LocalStates(client.param_groups, counters)  # type: ignore[assignment]
 
     def give_back() -> None:
         for name in given:
             vars(client).pop(name, None)
+        if is_shown:
+            client.state = before
         undo()
 
     return give_back

@@ -10,9 +10,10 @@ import torch
 
 from mpispeed.base.errors import UnsupportedOption
 from mpispeed.native.flat import Terms
+from mpispeed.optim.foreign import make_empty
 from mpispeed.optim.host_rule import HostRule, check_factors, decay_mode, read_hyper
 from mpispeed.optim.rule import RULES, Rule, drop_auto
-from mpispeed.optim.torch_adam import TorchAdam
+from mpispeed.optim.torch_rule import TorchRule
 
 DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -79,7 +80,7 @@ def _build(name: str, is_decoupled: bool, params: dict[str, Any]) -> tuple[Rule,
     params = drop_auto(params)
     is_decoupled = bool(params.pop("adam_w_mode", True)) or is_decoupled
     if params.pop("torch_adam", False):
-        theirs = TorchAdam(torch.optim.AdamW if is_decoupled else torch.optim.Adam, params)
+        theirs = TorchRule(make_empty(torch.optim.AdamW if is_decoupled else torch.optim.Adam, params))
         return theirs, dict(theirs.defaults)
     if params.pop("amsgrad", False):
         msg = (

@@ -173,7 +173,7 @@ class Foreign:
         """Drop the state of all windows, as before the first update."""
         for key, parameter in self._bound.items():
             self.optimizer.state.pop(parameter, None)
-            self._begin(parameter, self.optimizer.param_groups[int(key[1]) if len(key) > 1 else 0])
+            begin_state(self.optimizer, parameter, self.optimizer.param_groups[int(key[1]) if len(key) > 1 else 0])
 
     def slots(self, key: tuple[Any, ...]) -> dict[str, Tensor]:
         """One flat tensor of the window's length per elementwise state; empty before the first update."""
@@ -238,7 +238,7 @@ class Foreign:
         if parameter is None:
             parameter = self._bound[window.key] = nn.Parameter(data)
             group["params"].append(parameter)
-            self._begin(parameter, group)
+            begin_state(self.optimizer, parameter, group)
         elif parameter.shape != data.shape:
             msg = (
                 f"window {key_text(window.key)} of optimizer {self.name} had shape {tuple(parameter.shape)} and has "
@@ -247,13 +247,6 @@ class Foreign:
             raise UsageError(msg)
         parameter.data = data
         return parameter
-
-    def _begin(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        if isinstance(self.optimizer, torch.optim.Adagrad):  # fills its state where it is constructed
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "sum": torch.full_like(parameter.data, group["initial_accumulator_value"]),
-            }
 
     def _group(self, window: Window) -> dict[str, Any]:
         """The optimizer's group for `window`, with the window's hyper-parameters if they lead."""
@@ -302,6 +295,15 @@ def make_empty(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> torc
     optimizer.param_groups.clear()
     optimizer.state.clear()
     return optimizer
+
+
+def begin_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+    """Make the state that a parameter must have before its first step: only Adagrad's, filled where it is made."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "sum": torch.full_like(parameter.data, group["initial_accumulator_value"]),
+        }
 
 
 def _refuse_unusable(cls: type[torch.optim.Optimizer]) -> None:

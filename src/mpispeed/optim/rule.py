@@ -83,6 +83,25 @@ class KeepsState(Protocol):
 
 
 @runtime_checkable
+class KeepsCounts(Protocol):
+    """A rule with scalars, as step counts, that all windows of a parameter group share.
+
+    A checkpoint keeps them with every parameter, as those of a `KeepsState` of the same `kinds`, which may load them.
+    """
+
+    kinds: frozenset[str]
+
+    def slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the states that parameters of a group with these hyper-parameters have."""
+
+    def counts(self) -> dict[int, tuple[int, dict[str, Scalar]]]:
+        """By group: the update that left them, 0 if they were restored, and its scalars; only groups that began."""
+
+    def restore_counts(self, group: int, scalars: Mapping[str, Scalar]) -> None:
+        """Set the scalars of a group, which goes on from them."""
+
+
+@runtime_checkable
 class Layerwise(Protocol):
     """A rule whose step depends on norms of full parameters, and that can update parts of them.
 

@@ -33,6 +33,7 @@ class OneBitPlan:
         hops: axes inside and between nodes, where nodes average before the exchange; else None.
         own_masters: masters have their own memory even if parameters are fp32.
         local_slots: number of states that differ between ranks between synchronisations.
+        lends_units: states in files are in memory for whole units in an update, since it needs whole parameters.
     """
 
     kinds: tuple[Exchange, ...]
@@ -40,6 +41,7 @@ class OneBitPlan:
     hops: tuple[str, str] | None
     own_masters: bool
     local_slots: int
+    lends_units: bool
 
 
 def onebit_plan_of(plan: Plan, rule: Any) -> OneBitPlan | None:
@@ -57,8 +59,9 @@ def onebit_plan_of(plan: Plan, rule: Any) -> OneBitPlan | None:
         raise ConfigError(msg)
     if isinstance(rule, Drifts):
         kinds = Exchange.CODED_GRADIENT, Exchange.NOTHING, Exchange.DRIFT
-        return OneBitPlan(kinds, rule.intervals.var_freeze_step, plan.placing.hops, True, len(rule.local_names))  # type: ignore[attr-defined]
-    return OneBitPlan((Exchange.MOMENTUM,), rule.freeze_step, plan.placing.hops, False, 0)  # type: ignore[attr-defined]
+        return OneBitPlan(kinds, rule.intervals.var_freeze_step, plan.placing.hops, True, len(rule.local_names), False)  # type: ignore[attr-defined]
+    lends_units: bool = rule.wants_whole  # type: ignore[attr-defined]
+    return OneBitPlan((Exchange.MOMENTUM,), rule.freeze_step, plan.placing.hops, False, 0, lends_units)  # type: ignore[attr-defined]
 
 
 def require_whole(plan: Plan, rule: Any, name: str) -> None:

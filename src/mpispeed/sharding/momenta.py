@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, StoreError
 from mpispeed.store.placement import REPLICATED
 from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.sharding.param_shards import ParamShards
@@ -55,30 +57,47 @@ class Momenta:
         return len(self._silent) == len(self._params.table.units) and self._edits == self._states.edits
 
     def of(self, unit: Unit) -> torch.Tensor:
-        """The full momentum of a unit. Shapes: [padded].
+        """The full momentum of a unit; a copy if it is in a swap file. Shapes: [padded].
 
-        Collective over: the data axis, the first time and after states were set, where masters are sharded.
+        Collective over: the data axis, the first time and after states were set, where masters are sharded; always, if
+        states are in swap files.
+
+        Raises:
+            StoreError: on every rank, if a swap file of one cannot be read.
         """
-        stored = self._states.tensors(unit)["exp_avg"]
+        own = self._read(unit, "exp_avg")
         if self._params.placement.is_replicated:
-            return stored.get()
+            return own
         if unit.index not in self._whole:
             whole = torch.zeros(unit.layout.padded, device=self._params.tiers.device)
-            all_gather_into(self._mesh, whole, stored.get(), self._params.placement, REPLICATED, unit.layout.padded)
+            all_gather_into(self._mesh, whole, own, self._params.placement, REPLICATED, unit.layout.padded)
             self._whole[unit.index] = whole
         whole = self._whole[unit.index]
-        whole[self._params.span(unit).slice].copy_(stored.get())  # groups in full precision change theirs in the update
+        whole[self._params.span(unit).slice].copy_(own)  # groups in full precision change theirs in the update
         return whole
 
     def keep(self, unit: Unit, momentum: torch.Tensor) -> None:
-        """Store a momentum returned by `of` where the update looks for it."""
-        stored = self._states.tensors(unit)["exp_avg"]
-        if self._params.placement.is_replicated:
-            stored.put(momentum)
-        else:
-            own = stored.get()
-            own.copy_(momentum[self._params.span(unit).slice])
-            stored.put(own)
+        """Store a momentum returned by `of` where the update looks for it.
+
+        Collective over: the data axis, if states are in swap files; else local.
+
+        Raises:
+            StoreError: on every rank, if a swap file of one cannot be written.
+        """
+        own = momentum if self._params.placement.is_replicated else momentum[self._params.span(unit).slice]
+        with self.together():
+            self._states.tensors(unit)["exp_avg"].put(own)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Context of what a rank does with its states by itself: a swap file that fails is told to all.
+
+        Collective over: the data axis, if states are in swap files; else local.
+        """
+        return self._mesh["data"].together(StoreError) if self._params.tiers.is_swapping else nullcontext()
+
+    def _read(self, unit: Unit, slot: str) -> torch.Tensor:
+        with self.together():
+            return self._states.tensors(unit)[slot].get()
 
     def silence(self, unit: Unit) -> torch.Tensor | None:
         """Mask of elements whose momentum has to be 0: by a group's mask or a zero frozen variance; None: none.
@@ -87,7 +106,7 @@ class Momenta:
         Shapes: [padded].
         """
         if unit.index not in self._silent:
-            dead = (self._states.tensors(unit)["exp_avg_sq"].get() == 0.0).to(torch.uint8)
+            dead = (self._read(unit, "exp_avg_sq") == 0.0).to(torch.uint8)
             if not self._params.placement.is_replicated:
                 whole = torch.zeros(unit.layout.padded, dtype=torch.uint8, device=dead.device)
                 all_gather_into(self._mesh, whole, dead, self._params.placement, REPLICATED, unit.layout.padded)

@@ -7,7 +7,8 @@ unit. Gradients of such steps stay local: they are held in full and not summed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from mpispeed.mesh.compressed.onebit import OneBitErrors
     from mpispeed.mesh.mesh import Mesh
-    from mpispeed.optim.rule import Window
     from mpispeed.sharding.grads import GradStore
     from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.sharding.update_windows import StateStore, UpdateWindows
@@ -262,6 +262,9 @@ class OneBitExchange:
         """Agree on the sum of local updates since the last agreement, if one is due after update `step`.
 
         Collective over: the data axis.
+
+        Raises:
+            StoreError: on every rank, if a swap file of one cannot be read or written.
         """
         if self.kind(step) is Exchange.NOTHING:
             self.plain = sum(self.compressor.plain_bytes(unit.layout.padded) for unit in self._params.table.units)
@@ -270,20 +273,22 @@ class OneBitExchange:
         rule = self._drifts
         for unit in self._params.table.units:
             drift = self._grads.shards.reduced(unit)  # no longer needed, and zero in its holes
-            for window, span in self._windows(unit, step):
-                rule.drift(window, drift[span.slice], threads=self._comm.group.threads)
+            self._for_windows(unit, step, rule.drift, drift)
             values = self.compressor.values(self.errors_of(unit), drift.numel())
             squares = compensate(values, drift, threads=self._comm.group.threads)
             self._exchange(unit, drift, values, squares, self.compressor)
             mask = self._momenta.masks[unit.index]
             if mask is not None:
                 drift.masked_fill_(mask, 0.0)
-            for window, span in self._windows(unit, step):
-                rule.settle(window, drift[span.slice], threads=self._comm.group.threads)
+            self._for_windows(unit, step, rule.settle, drift)
 
-    def _windows(self, unit: Unit, step: int) -> Iterator[tuple[Window, Span]]:
-        for window in self._update_windows.windows_of(unit, list(self._groups), step):
-            yield window, Span(window.key[2], window.key[2] + window.master.numel())
+    def _for_windows(self, unit: Unit, step: int, call: Callable[..., None], values: torch.Tensor) -> None:
+        """Call `call(window, its part of values, threads=...)` for all windows of a unit. Shapes: values [padded]."""
+        windows = self._update_windows.windows_of(unit, list(self._groups), step)
+        with self._momenta.together(), closing(windows):
+            for window in windows:
+                start, size = window.key[2], window.master.numel()
+                call(window, values[start : start + size], threads=self._comm.group.threads)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.optim.exchange import Exchanges
 from mpispeed.optim.rule import KeepsState, Layerwise, Rule, Window
 from mpispeed.store.layout import Span
+from mpispeed.store.stored_tensor import WholeLease
 from mpispeed.store.tiers import IN_MEMORY, Tiers
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class UpdateWindows:
 
     A window is done when the next one is asked for, or, for a rule that keeps all of them, when it has called what is
     due `after` it. States in swap files are read one chunk ahead and written behind, as the tiers plan it; windows end
-    at chunk boundaries.
+    at chunk boundaries. A rule that must have whole parameters gets whole units, in memory beside the buffers.
 
     Source: ZeRO-Infinity (arXiv 2104.07857), infinity offload engine: the overlap of disk and update.
     """
@@ -138,6 +139,7 @@ class UpdateWindows:
         self._params, self._grads, self._state = params, grads, state
         self._per_parameter = rule.wants_whole and (params.placement.is_replicated or isinstance(rule, Layerwise))
         self._keeps_windows = isinstance(rule, KeepsState)
+        self._lends_units = self._per_parameter and not isinstance(rule, Layerwise)
         self._plan = params.tiers.plan
         self._most_elements = most_elements if takes_any_cut(rule) else None
         counts = [len(unit.layout.entries) for unit in params.table.units]
@@ -168,7 +170,7 @@ class UpdateWindows:
         """
         yield from self._walk(self._params.table.units, groups, step, has_out=has_out)
 
-    def windows_of(self, unit: Unit, groups: Sequence[dict[str, Any]], step: int) -> Iterator[Window]:
+    def windows_of(self, unit: Unit, groups: Sequence[dict[str, Any]], step: int) -> Generator[Window, None, None]:
         """The windows of one unit."""
         yield from self._walk((unit,), groups, step)
 
@@ -223,7 +225,9 @@ class UpdateWindows:
             ]
             low = self._params.low_precision(unit)
             length = own.numel
-            if any(stored.is_swapped for stored in tensors) or (low is not None and low[0].is_swapped):
+            if self._lends_units:
+                pass
+            elif any(stored.is_swapped for stored in tensors) or (low is not None and low[0].is_swapped):
                 length = min(length, self._plan.window_elements)
             elif self._most_elements is not None:
                 length = min(length, self._most_elements)
@@ -233,9 +237,13 @@ class UpdateWindows:
     def _borrow(self, unit: Unit, chunk: Span, *, has_out: bool) -> _Borrowed:
         local = chunk.shifted(-self._params.span(unit).start)
         low, (grad, at) = self._params.low_precision(unit) if has_out else None, self._grads.stored(unit)
-        state = {slot: stored.lend(local.start, local.stop) for slot, stored in self._state.tensors(unit).items()}
+        tensors = {"": self._params.stored_master(unit), **self._state.tensors(unit)}
+        if self._lends_units:
+            state: dict[str, Lease] = {slot: WholeLease(stored) for slot, stored in tensors.items()}
+        else:
+            state = {slot: stored.lend(local.start, local.stop) for slot, stored in tensors.items()}
         out = None if low is None else low[0].lend(low[1] + local.start, low[1] + local.stop, reads=False)
-        master = self._params.stored_master(unit).lend(local.start, local.stop)
+        master = state.pop("")
         return _Borrowed(unit, chunk, master, grad.lend(at + local.start, at + local.stop), state, out)
 
     def _ranges(self, unit: Unit) -> Iterator[tuple[int, Span, int | None]]:

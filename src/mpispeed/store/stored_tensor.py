@@ -118,6 +118,32 @@ class MemoryLease:
         """Do nothing: changes were made in place."""
 
 
+class WholeLease:
+    """All of a stored tensor, in memory of its own if it is in a swap file: no buffer has to be as long."""
+
+    __slots__ = ("_stored", "_values")
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+        self._values: torch.Tensor | None = None
+
+    def is_ready(self) -> bool:
+        """True once `wait` would not block."""
+        return self._values is not None or not self._stored.is_swapped
+
+    def wait(self) -> torch.Tensor:
+        """The values; from a swap file they are read here."""
+        if self._values is None:
+            self._values = self._stored.get()
+        return self._values
+
+    def give_back(self, *, changed: bool) -> None:
+        """Write changed values, and wait for it."""
+        values, self._values = self._values, None
+        if changed and values is not None:
+            self._stored.put(values)
+
+
 class MemoryTensor:
     """A stored tensor in memory, backed by a plain tensor."""
 

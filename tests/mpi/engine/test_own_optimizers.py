@@ -9,6 +9,7 @@ import mpispeed
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.optim import CPUAdagrad, CPUAdam, CPULamb, CPULion, FusedAdagrad, FusedAdam, FusedLamb, FusedLion
 from mpispeed.optim.foreign import Foreign
+from mpispeed.optim.torch_rule import TorchRule
 from tests.helpers.covering import in_turn, on_ranks
 from tests.zoo import same_bits
 from tests.zoo.models import Net, samples
@@ -161,6 +162,70 @@ def test_torch_adam_has_the_bits_of_torch_in_memory_and_in_files(name, params, d
             engine.save_checkpoint(str(mpi_tmp_path / tag))
         results.append(finish(engine))
     for tag, settings in (("files", memory), ("memory", files), ("files", files)):
+        engine = make(settings, seed=99)
+        engine.load_checkpoint(str(mpi_tmp_path / tag))
+        results.append(finish(engine))
+    for result in results[1:]:
+        same_bits(result, results[0])
+
+
+# In `groups_of`, settings of "second" are those of the second group only.
+TORCH = [
+    ("Adam", {"amsgrad": True}, "fp32", 1, "nvme"),
+    ("NAdam", {"momentum_decay": 0.1}, "fp32", 3, "nvme"),
+    ("SGD", {"second": {"momentum": 0.9, "dampening": 0.5}}, "bf16", 2, "nvme"),
+    ("Rprop", {}, "fp32", 2, "nvme"),
+    ("Adagrad", {"initial_accumulator_value": 0.1, "lr_decay": 0.1}, "bf16", 3, "nvme"),
+    ("RMSprop", {"momentum": 0.5, "second": {"centered": True}}, "fp16", 1, "nvme"),
+    ("ASGD", {"t0": 1.0, "lambd": 0.1}, "fp32", 3, "ratio"),
+    ("AdamW", {"maximize": True, "foreach": True}, "bf16", 3, "nvme"),
+    ("Adadelta", {}, "fp32", 2, "nvme"),
+    ("RAdam", {}, "fp32", 1, "nvme"),
+    ("SGD", {}, "fp32", 3, "nvme"),
+    ("Adamax", {}, "bf16", 2, "nvme"),
+]
+
+
+@pytest.mark.deepspeed_row("a2")
+@pytest.mark.parametrize(("name", "params", "dtype", "stage", "where"), in_turn(TORCH, ranks=(2, 3, 1)))
+def test_objects_of_torch_have_the_same_bits_in_memory_and_in_files(name, params, dtype, stage, where, mpi_tmp_path):
+    """Also where one goes on with what the other saved, with a schedule on the object's groups."""
+    shared = {"gradient_clipping": 0.3, "reduction": "ordered", "zero_allow_untested_optimizer": True}
+    memory, files = config(stage, dtype=dtype, **shared), config(stage, dtype=dtype, zero=OFFLOAD[where], **shared)
+    files["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(mpi_tmp_path / "disk")
+    theirs = {key: value for key, value in params.items() if key != "second"}
+
+    def make(settings, seed=11):
+        model = Net(seed)
+        groups = groups_of(model)
+        if name == "Rprop":
+            groups[0].pop("weight_decay")
+        client = getattr(torch.optim, name)([groups[0], groups[1] | params.get("second", {})], lr=1e-2, **theirs)
+        engine = start(settings, model, optimizer=client, lr_scheduler=halving(client))
+        assert engine.parts.params.tiers.is_swapping == isinstance(engine.parts.optimization.rule, TorchRule)
+        assert engine.basic_optimizer is client
+        return engine
+
+    def finish(engine):
+        train(engine, data[2:])
+        found = weights(engine)
+        engine.destroy()
+        return found
+
+    data, results = samples(4), []
+    for tag, settings in (("memory", memory), ("files", files)):
+        engine = make(settings)
+        train(engine, data[:2])
+        engine.save_checkpoint(str(mpi_tmp_path / tag))
+        if tag == "files":
+            shown = engine.basic_optimizer.state
+            assert {row["step"] for row in shown.values()} == {2}
+            assert set().union(*shown.values()) - {"step"} == set(engine.parts.optimization.rule.state_names)
+            engine.destroy()
+            assert engine.basic_optimizer.state == {}
+        else:
+            results.append(finish(engine))
+    for tag, settings in (("files", memory), ("memory", files)):
         engine = make(settings, seed=99)
         engine.load_checkpoint(str(mpi_tmp_path / tag))
         results.append(finish(engine))

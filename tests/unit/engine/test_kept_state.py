@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mpispeed.mesh import sim
+from mpispeed.optim.torch_rule import TorchRule
 from tests.helpers.counting import Counting, found_states, groups_of
 from tests.unit.engine.simulated import engine_on
 from tests.zoo import same_bits
@@ -146,4 +147,33 @@ def test_a_torch_adam_goes_on_where_that_of_the_json_stopped(tmp_path):
     plain, ours = Net(), Net()
     train_plain(plain, data, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1))
     ours.load_state_dict(run(2, job)[0])
+    check_equal(ours, plain)
+
+
+@pytest.mark.parametrize(("name", "more"), [("NAdam", {}), ("SGD", {"momentum": 0.9}), ("Rprop", {})])
+def test_runs_in_files_and_in_memory_go_on_on_other_numbers_of_ranks(name, more, tmp_path):
+    """Counts and products of groups are in the checkpoint, also from ranks that have nothing of a group."""
+    data, disk = samples(6), {"device": "nvme", "nvme_path": str(tmp_path / "disk")}
+    runs = [(3, 2, True), (2, 3, False), (1, 1, True)]
+
+    def job(world, model, number):
+        _, stage, is_in_files = runs[number]
+        client = getattr(torch.optim, name)(groups_of(model), lr=1e-2, **more)
+        zero = {"offload_optimizer": disk} if is_in_files else {}
+        settings = config(stage, zero_allow_untested_optimizer=True, reduction="ordered", zero=zero)
+        engine = engine_on(world, settings, model, optimizer=client)
+        assert isinstance(engine.parts.optimization.rule, TorchRule) == is_in_files
+        if number:
+            engine.load_checkpoint(str(tmp_path / f"{number - 1}"))
+        train(engine, data[2 * number : 2 * number + 2])
+        engine.save_checkpoint(str(tmp_path / f"{number}"))
+        result = weights(engine)
+        engine.destroy()
+        return result
+
+    for number, (ranks, *_) in enumerate(runs):
+        found = run(ranks, lambda world, model, at=number: job(world, model, at))[0]
+    plain, ours = Net(), Net()
+    train_plain(plain, data, getattr(torch.optim, name)(groups_of(plain), lr=1e-2, **more))
+    ours.load_state_dict(found)
     check_equal(ours, plain)

@@ -17,7 +17,7 @@ from mpispeed.engine import step
 from mpispeed.engine.backward import Accumulation, Counters
 from mpispeed.engine.buffers import Buffers
 from mpispeed.engine.build.loaders import make_loader
-from mpispeed.engine.build.nvme_tiers import check_rule
+from mpispeed.engine.build.nvme_tiers import check_rule, is_swapping
 from mpispeed.engine.build.parts import Optimization, Parts, Sharding
 from mpispeed.engine.build.recomputing import configure_recomputation
 from mpispeed.engine.build.stores import make_grads, shard
@@ -30,6 +30,7 @@ from mpispeed.optim.exchange import Drifts, Exchanges
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Layerwise, Rule
 from mpispeed.optim.schedule import build_schedule
+from mpispeed.optim.torch_rule import in_windows
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.onebit_plan import require_whole
 from mpispeed.plan.units import kinds_of
@@ -97,7 +98,7 @@ def assemble(
         scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
         steps = step_parts(plan, mesh, params, scaler, counters, optimization, update_windows, sharing)
         if basic is not None:
-            unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link)
+            unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link, counters)
             optimization = dataclasses.replace(optimization, unguard=unguard)
     if training_data is not None:
         # DeepSpeed's pipelines read in order, its other engines do not.
@@ -176,6 +177,8 @@ def choose_rule(
     # A client's schedulers count groups, and all stages of a pipeline must have the same groups.
     _check_groups(model, groups, keeps_empty=optimizer is not None or isinstance(model, PipelineModule))
     _check_cuts(plan, rule, name, optimizer)
+    if is_swapping(plan) and isinstance(rule, Foreign):
+        rule = in_windows(rule, groups)
     return rule, groups, optimizer
 
 
@@ -357,7 +360,9 @@ def _make_onebit(
     """
     if not isinstance(rule, Exchanges):
         return None
-    is_early = grads.is_overlapped and plan.gradient_clipping == 0 and not plan.config.fp16.enabled
+    # A disk that fails under one rank is told to the others on the way, which the channel's thread cannot do.
+    is_in_memory = not is_swapping(plan)
+    is_early = grads.is_overlapped and is_in_memory and plan.gradient_clipping == 0 and not plan.config.fp16.enabled
     channel, onebit = mesh.channel("grads") if is_early else None, None
     try:
         with mesh.world.comm.together(ConfigError):

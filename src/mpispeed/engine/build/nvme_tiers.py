@@ -42,7 +42,14 @@ def is_swapping(plan: Plan) -> bool:
 
 
 def plan_swap(
-    plan: Plan, mesh: Mesh, table: Table, resident: Collection[int], compute: torch.dtype | None, slots: Sequence[str]
+    plan: Plan,
+    mesh: Mesh,
+    table: Table,
+    resident: Collection[int],
+    compute: torch.dtype | None,
+    slots: Sequence[str],
+    *,
+    own_masters: bool = False,
 ) -> SwapPlan:
     """Files and buffers of this rank under the plan; the same units on every rank.
 
@@ -53,6 +60,7 @@ def plan_swap(
         resident: indices of units whose parameters stay unsharded in memory.
         compute: dtype to compute in; None: that of each unit.
         slots: names of the optimizer's states.
+        own_masters: masters are not the parameters, even if they have their dtype.
 
     Raises:
         ConfigError: a shard does not fit into a buffer of `offload_param`.
@@ -61,7 +69,7 @@ def plan_swap(
     if plan.states.param.tier is Tier.NVME:
         holders.update(_param_cells(plan, mesh, table, resident, compute))
     if plan.states.master.tier is Tier.NVME:
-        holders.update(_state_cells(plan, mesh, table, compute, slots))
+        holders.update(_state_cells(plan, mesh, table, compute, slots, own_masters=own_masters))
     return make_swap_plan(holders, offload_of(plan.config.zero_optimization), table)
 
 
@@ -89,14 +97,14 @@ def _param_cells(
 
 
 def _state_cells(
-    plan: Plan, mesh: Mesh, table: Table, compute: torch.dtype | None, slots: Sequence[str]
+    plan: Plan, mesh: Mesh, table: Table, compute: torch.dtype | None, slots: Sequence[str], *, own_masters: bool
 ) -> Iterator[Kept]:
     """Masters, optimizer states and sharded gradients of the first units, which hold `ratio` of all elements."""
     total = sum(unit.layout.padded for unit in table.units)
     ratio = offload_of(plan.config.zero_optimization).ratio
     chosen = leading_units(((unit.index, unit.layout.padded) for unit in table.units), ratio * total)
     # On a device, parameters of the same dtype that stay there cannot be the masters.
-    is_apart = plan.device.type != "cpu" and plan.states.param.tier is Tier.DEVICE
+    is_apart = own_masters or (plan.device.type != "cpu" and plan.states.param.tier is Tier.DEVICE)
     for unit in table.units:
         if unit.index not in chosen:
             continue
@@ -122,7 +130,8 @@ def check_rule(plan: Plan, rule: Rule | None, name: str) -> None:
         msg = (
             f"optimizer {name} keeps its state in objects of its own and updates all parameters at once, so that they "
             f"have to be in memory, and {' and '.join(swapped)} is nvme; use Adam, AdamW, Adagrad, Lion, Lamb or SGD "
-            "by name in the config, or device cpu"
+            "by name in the config, a class of torch.optim itself that works element by element and has no hooks, "
+            "or device cpu"
         )
         raise ConfigError(msg)
 

@@ -72,7 +72,8 @@ def shard(
     table = deal_units(plan, model, group_of)
     resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
     with ExitStack() as undo:
-        tiers = open_tiers(plan, mesh, plan_swap(plan, mesh, table, resident, compute, slots))
+        swap = plan_swap(plan, mesh, table, resident, compute, slots, own_masters=own_masters)
+        tiers = open_tiers(plan, mesh, swap)
         undo.callback(tiers.close)
         shards = ParamShards(
             table,

@@ -18,7 +18,14 @@ import torch
 
 from mpispeed.engine.estimate.dry_run import Buffers, DryRun, Outcome, PaperParams
 from mpispeed.engine.estimate.inputs import EstimateInputs, gather_inputs
-from mpispeed.engine.estimate.onebit_cost import Phase, error_bytes, momentum_bytes, phases, saved_bytes
+from mpispeed.engine.estimate.onebit_cost import (
+    Phase,
+    error_bytes,
+    momentum_bytes,
+    phases,
+    saved_bytes,
+    whole_unit_bytes,
+)
 from mpispeed.engine.estimate.traffic import (
     Moved,
     Sent,
@@ -210,7 +217,7 @@ def _buffers(facts: EstimateInputs) -> Iterable[Held]:
     if swap.window_kinds:
         widest = max(dtype.itemsize for _, dtype in swap.tensors.values())
         count = len(swap.window_kinds) * swap.in_flight
-        yield Held("update buffers", Tier.HOST, count * swap.window_elements * widest)
+        yield Held("update buffers", Tier.HOST, whole_unit_bytes(facts, count * swap.window_elements * widest))
     # States in swap files cannot be copied: such checkpoints are written in the foreground.
     if facts.copies_checkpoint and not swap.file_bytes:
         yield Held("checkpoint copy", Tier.HOST, sum(_saved_bytes(facts, unit) for unit in facts.table.all_units))

@@ -70,6 +70,16 @@ def momentum_bytes(facts: EstimateInputs, unit: Unit) -> int:
     return _ITEM * unit.layout.padded if is_kept else 0
 
 
+def whole_unit_bytes(facts: EstimateInputs, buffers: int) -> int:
+    """Bytes for states in files during a step, where `buffers` serve windows: a 1-bit exchange reads a unit at once."""
+    if facts.coding is None:
+        return buffers
+    longest = max((facts.span(unit, facts.master) for unit in facts.table.units), default=0)
+    if facts.coding.lends_units:
+        return longest * (_ITEM + facts.state_bytes)
+    return max(buffers, longest * _ITEM)
+
+
 def saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
     """Additional bytes of a unit that a rank writes into a checkpoint: errors, and states that differ between ranks."""
     own = 0 if facts.coding is None else facts.coding.local_slots

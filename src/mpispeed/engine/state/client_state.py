@@ -1,4 +1,4 @@
-"""Checkpoint state of a client's optimizer, which keeps its own state: slots, and scalars of each parameter.
+"""Checkpoint state of optimizers of torch, in memory or in files: slots, and scalars of each parameter.
 
 Scalars (counts, flags, tensors of one element) are written once for all parameters with equal ones. A sharded parameter
 has them for each range in which they differ, so that the same number of ranks gets its own back.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.optim.rule import KeepsState
+from mpispeed.optim.rule import KeepsCounts, KeepsState
 from mpispeed.sharding.update_windows import UpdateWindows
 from mpispeed.store.layout import Span
 
@@ -62,20 +62,23 @@ class Kept:
 
     @classmethod
     def of(cls, parts: Parts, windows: Sequence[Window]) -> Kept:
-        """State of the whole model, for a rule that keeps its own state; else only the slots, of this stage.
+        """State of the whole model, for a rule that keeps its own state or counts; else only the slots, of this stage.
 
-        Collective over: the data axis where masters are sharded, and the pipe axis; for rules that keep their state.
+        Collective over: the data axis where masters are sharded, and the pipe axis; for rules that keep either.
         """
         optimization, found = parts.optimization, cls()
         if optimization is None:
             return found
         rule = optimization.rule
-        if not isinstance(rule, KeepsState):
+        if isinstance(rule, KeepsCounts):
+            found._add_counts(parts, rule)
+        elif isinstance(rule, KeepsState):
+            own = _read_windows(parts, rule, windows)
+            rows = [own] if parts.params.shards.placement.is_replicated else parts.mesh["data"].gather_objects(own)
+            found._add_rows(parts, [row for part in rows for row in part])
+        else:
             found.slots = {place.entry.name: set(rule.state_names) for _, place in parts.table.places()}
             return found
-        own = _read_windows(parts, rule, windows)
-        rows = [own] if parts.params.shards.placement.is_replicated else parts.mesh["data"].gather_objects(own)
-        found._add_rows(parts, [row for part in rows for row in part])
         if parts.mesh["pipe"].size > 1:
             stages = parts.mesh["pipe"].gather_objects(found.to_tree() | {"slots": found.slots})
             found = cls()
@@ -100,6 +103,21 @@ class Kept:
                 runs = self.runs.setdefault(entry.name, [])
                 if not runs or runs[-1][1] != index:
                     runs.append((common.start - entry.offset, index))
+
+    def _add_counts(self, parts: Parts, rule: KeepsCounts) -> None:
+        """Add the scalars of groups to all their parameters. Collective over: the data axis."""
+        best: dict[int, tuple[int, dict[str, Scalar]]] = {}
+        for own in parts.mesh["data"].gather_objects(rule.counts()):
+            for group, (step, values) in own.items():  # a rank without elements of a group has those it has loaded
+                if group not in best or step > best[group][0]:
+                    best[group] = step, values
+        for _, place in parts.table.places():
+            name, group = place.entry.name, place.entry.group
+            if group in best:
+                self.slots[name] = set(rule.slots_of(parts.optimization.groups[group]))  # type: ignore[union-attr]
+                values = best[group][1]
+                plain = {key: x.cpu() if isinstance(x, torch.Tensor) else x for key, x in values.items()}
+                self.runs[name] = [(0, self.index_of(plain))]
 
     def _add_tree(self, tree: Mapping[str, Any]) -> None:
         """Add the result of a `to_tree`, except for parameters that are here already."""
@@ -211,6 +229,27 @@ class Restorer:
         """Slots that at least one of the parameters has in the file."""
         names = [entry.name for entry, _ in overlaps if entry.name in self._stored]
         return (slot for slot in self._slots if any(slot in self._source.slots(name) for name in names))
+
+    def has(self, slot: str) -> bool:
+        """True if the checkpoint has a slot of that name that this rule can take over."""
+        return slot in self._slots
+
+    def give_counts(self, parts: Parts) -> None:
+        """Restore the scalars of groups, for a rule that keeps those: of the first parameter that has any."""
+        known: dict[int, dict[str, Scalar]] = {}
+        for unit in parts.table.units:
+            for entry in unit.layout.entries:
+                rest = self._kept.rest_of([(entry, entry.span)])
+                if self._counts and entry.name in self._stored and self._source.info(entry.name).step:
+                    rest = {"step": torch.tensor(float(self._source.info(entry.name).step))}
+                if rest is None:
+                    continue
+                if entry.group not in known:
+                    known[entry.group] = rest
+                    self._rule.restore_counts(entry.group, rest)
+                elif repr(known[entry.group]) != repr(rest):
+                    text = "parameter %s has not as many updates in %s as others of its group; it goes on with theirs"
+                    log.warning(text, entry.name, self._source.path)
 
     def give(self, window: Window, overlaps: Sequence[tuple[Entry, Span]], slots: Mapping[str, torch.Tensor]) -> None:
         """Restore `window` if the checkpoint has state for it."""

@@ -26,7 +26,7 @@ from mpispeed.engine.state.client_state import Restorer, windows_of
 from mpispeed.engine.state.global_layout import GlobalLayout, named, names_by_group, slice_streams
 from mpispeed.engine.state.weights import NAMES_SHOWN, load_by
 from mpispeed.optim.exchange import Exchange, Exchanges
-from mpispeed.optim.rule import KeepsNumbers, KeepsState
+from mpispeed.optim.rule import KeepsCounts, KeepsNumbers, KeepsState
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding.momenta import MASK
 from mpispeed.store.layout import Span
@@ -425,14 +425,33 @@ def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: 
             fresh |= _fill_slots(source, whole, unit, span, slots, stored)
             restorer.give(window, overlaps, slots)
     else:
-        for unit in parts.table.units:
-            for slot, holder in optimization.states.tensors(unit).items():
-                values = holder.get()  # was cleared: nothing is read from a swap file
-                fresh |= _fill_slots(source, whole, unit, parts.params.shards.span(unit), {slot: values}, stored)
-                holder.put(values)
+        fresh = _fill_states(parts, source, saved, whole)
     _refuse_still(parts, source, saved, fresh)
     if fresh:
         log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
+
+
+def _fill_states(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: GlobalLayout) -> set[str]:
+    """Read the slots of a rule that keeps them in the engine's stores; return the parameters that lack one."""
+    optimization, stored = parts.optimization, set(source.names())
+    fresh: set[str] = set()
+    if optimization is None:
+        return fresh
+    rule = optimization.rule
+    needed = [rule.slots_of(g) if isinstance(rule, KeepsCounts) else rule.state_names for g in optimization.groups]
+    restorer = Restorer(parts, source, saved) if isinstance(rule, KeepsCounts) else None
+    for unit in parts.table.units:
+        for slot, holder in optimization.states.tensors(unit).items():
+            if restorer is not None and not restorer.has(slot):
+                continue
+            values = holder.get()  # was cleared: nothing is read from a swap file
+            lacking = _fill_slots(source, whole, unit, parts.params.shards.span(unit), {slot: values}, stored)
+            holder.put(values)
+            entries = [entry for entry in unit.layout.entries if entry.name in lacking]
+            fresh |= {entry.name for entry in entries if slot in needed[entry.group]}
+    if restorer is not None:
+        restorer.give_counts(parts)
+    return fresh
 
 
 def _refuse_still(parts: Parts, source: Checkpoint, saved: dict[str, Any], fresh: set[str]) -> None:

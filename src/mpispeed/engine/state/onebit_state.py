@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.device import HOST
-from mpispeed.base.errors import CheckpointError
+from mpispeed.base.errors import CheckpointError, StoreError
 from mpispeed.ckpt.format.logical import LogicalTensor
 from mpispeed.optim.exchange import Drifts, Exchange
 from mpispeed.optim.rule import KeepsNumbers, key_text
@@ -68,8 +68,10 @@ class CodedTensors:
         share = self._shares[unit.index] = own_share(
             self._parts.mesh, self._parts.params.shards.placement, unit.layout.padded, "data"
         )
+        with self._comm.together(StoreError):
+            values = {slot: self._holder(unit, slot) for slot in self._local}
         for slot in self._local:
-            mean = self._holder(unit, slot).clone()
+            mean = values[slot].clone()
             self._comm.all_reduce(mean, "avg")
             self._means[unit.index, slot] = mean[share.slice].clone()
 
