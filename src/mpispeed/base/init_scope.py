@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Scope(Protocol):
-    """What shards parameters as modules are constructed."""
+    """Object that shards parameters as modules are constructed."""
 
     def paused(self) -> AbstractContextManager[None]:
         """As the function below."""

@@ -51,7 +51,7 @@ class Init:
     the shards over, at any stage, with one full unit at a time.
 
     Contexts can be nested, and the innermost one counts. Ranks have to make the same modules in the same order; layers
-    of a pipeline are sharded over the ranks of their stage.
+    of a pipeline are sharded over the ranks that make them.
 
     Collective over: the group, whenever a module is made or a finished parameter is read.
     """
@@ -127,7 +127,7 @@ class Init:
         if not set(own.ranks) >= set(wanted):
             msg = (
                 f"zero.Init shards over the ranks {list(own.ranks)[:_SHOWN]}, and layers are constructed by the ranks "
-                f"{list(wanted)[:_SHOWN]} alone; leave data_parallel_group out, or give the data ranks of the stage"
+                f"{list(wanted)[:_SHOWN]} alone; leave data_parallel_group out, or give data ranks of these alone"
             )
             raise UsageError(msg)
         if wanted not in self._inits:

@@ -129,15 +129,15 @@ def _find_other_group(model: nn.Module, comm: Comm) -> str:
 
 def _find_sharded_elsewhere(mesh: Mesh, model: nn.Module) -> str:
     """A sentence if `zero.Init` has sharded parameters over ranks that do not have the same of them, else ""."""
-    stage, data = set(mesh["data", "model"].ranks), set(mesh["data"].ranks)
+    builders, data = set(mesh["data", "model"].ranks), set(mesh["data"].ranks)
     known = cuts(model)
     for name, param in model.named_parameters():
         init_shard = find_init_shard(param)
         ranks = [] if init_shard is None else list(init_shard.sharded_init.ranks)
-        if not set(ranks) <= stage:
+        if not set(ranks) <= builders:
             return (
                 f"parameter {name} was cut over the ranks {ranks[:_SHOWN]} by zero.Init, and the ranks of its stage "
-                f"are {sorted(stage)[:_SHOWN]}; give its layer as a LayerSpec, which each stage builds itself, "
+                f"are {sorted(builders)[:_SHOWN]}; give its layer as a LayerSpec, which each stage builds itself, "
                 "or build it outside of zero.Init"
             )
         if name in known and known[name].kind != "replicated" and not set(ranks) <= data:
