@@ -262,9 +262,6 @@ class OneBitExchange:
         """Agree on the sum of local updates since the last agreement, if one is due after update `step`.
 
         Collective over: the data axis.
-
-        Raises:
-            StoreError: on every rank, if a swap file of one cannot be read or written.
         """
         if self.kind(step) is Exchange.NOTHING:
             self.plain = sum(self.compressor.plain_bytes(unit.layout.padded) for unit in self._params.table.units)
@@ -284,11 +281,10 @@ class OneBitExchange:
 
     def _for_windows(self, unit: Unit, step: int, call: Callable[..., None], values: torch.Tensor) -> None:
         """Call `call(window, its part of values, threads=...)` for all windows of a unit. Shapes: values [padded]."""
-        windows = self._update_windows.windows_of(unit, list(self._groups), step)
+        windows, threads = self._update_windows.windows_of(unit, list(self._groups), step), self._comm.group.threads
         with self._momenta.together(), closing(windows):
             for window in windows:
-                start, size = window.key[2], window.master.numel()
-                call(window, values[start : start + size], threads=self._comm.group.threads)
+                call(window, values[window.key[2] :][: window.master.numel()], threads=threads)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -317,8 +313,7 @@ class OneBitExchange:
         compressor.mean(out, errors, values, squares)
         self.sent += self.compressor.sent_bytes(padded)
         self.plain += self.compressor.plain_bytes(padded)
-        worker, server = self.compressor.spans(errors)
-        holes = [*unit.layout.holes(), *apart]
+        (worker, server), holes = self.compressor.spans(errors), [*unit.layout.holes(), *apart]
         for hole in holes:
             out[hole.slice].zero_()
         for hole in (*holes, Span(padded, max(padded, worker.stop))):
