@@ -105,7 +105,7 @@ class Engine(Getters):
             inputs, kwargs = parts.features.batch((inputs, kwargs), is_training=self.training)
         if parts.plan.device.type != "cpu":
             inputs, kwargs = move((inputs, kwargs), parts.plan.device)
-        inputs, kwargs = parts.casting.inputs((inputs, kwargs))
+        inputs = parts.casting.inputs(inputs)
         start = time.perf_counter()
         with parts.sharding.unwinding(), parts.casting.named():
             output = self.module(*inputs, **kwargs)

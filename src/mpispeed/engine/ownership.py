@@ -63,7 +63,7 @@ def _let_go(params: Iterable[torch.Tensor]) -> None:
 def engine_of(model: nn.Module) -> Engine | None:
     """The open engine that has parameters of `model`; None without one. Local."""
     held = (vars(param).get(_HELD) for param in model.parameters())
-    return next((each.engine for each in held if each is not None), None)
+    return next((each.engine for each in held if isinstance(each, _Held)), None)  # loaded copies hold something else
 
 
 def newest_mesh() -> Mesh | None:

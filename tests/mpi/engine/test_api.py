@@ -1,5 +1,6 @@
 """What scripts see of an engine: what initialize returns, schedulers, logs and monitors, the module, the end."""
 
+import contextlib
 import csv
 import gc
 import logging
@@ -219,6 +220,27 @@ def test_without_monitors_no_file_appears(mpi_tmp_path, monkeypatch):
 
 
 # -- the module behind it ------------------------------------------------------------------------------------------
+
+
+class _Weighted(nn.Module):
+    """Keeps the dtypes of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(WIDTH, 1), []
+
+    def forward(self, x, *, weight):
+        self.seen.append((x.dtype, weight.dtype))
+        return (self.layer(x) * weight).mean()
+
+
+@pytest.mark.parametrize(("is_cast", "seen"), [(True, torch.float16), (False, torch.float32)])
+def test_auto_cast_is_for_positional_inputs(is_cast, seen):
+    engine = start(config(0, **ADAM, fp16={"enabled": True, "auto_cast": is_cast}), _Weighted())
+    with contextlib.nullcontext() if is_cast else pytest.raises(RuntimeError, match="auto_cast"):
+        engine(torch.ones(1, WIDTH), weight=torch.ones(1))
+    assert engine.module.seen == [(seen, torch.float32)]
+    engine.destroy()
 
 
 def test_names_pass_through_to_the_module():

@@ -202,6 +202,19 @@ def test_state_that_a_feature_refuses_is_an_error_of_the_checkpoint(mpi_tmp_path
         engine.destroy()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_state_that_a_feature_cannot_give_on_one_rank_fails_the_save_on_all(mpi_tmp_path):
+    def attach(context):
+        missing = {} if context.mesh.rank == 0 else {"count": 1}
+        return Hooks(state=lambda: {"count": missing["count"]})
+
+    with known(Feature("counting", attach)):
+        engine = start(config(1, BATCH, 1, **WARM), TinyLM())
+        with pytest.raises(CheckpointError, match="asking features for their state: KeyError: 'count'"):
+            engine.save_checkpoint(str(mpi_tmp_path))
+        engine.destroy()
+
+
 class Empty(Section):
     pass
 

@@ -10,6 +10,7 @@ import torch
 
 import mpispeed
 from mpispeed.base.errors import UsageError
+from mpispeed.engine.ownership import engine_of
 from tests.helpers.covering import in_turn
 from tests.zoo import same_bits
 from tests.zoo.models import Net, samples
@@ -101,7 +102,7 @@ def test_copies_of_a_model_hold_no_engine():
     del engine, what
     gc.collect()
     assert reference() is None
-    assert copies
+    assert [engine_of(each) for each in (copies[0], copies[2])] == [None, None]
 
 
 def full(model):

@@ -365,7 +365,9 @@ def _state(parts: Parts, whole: GlobalLayout, kept: Kept, client_state: dict[str
         },
         "client": client_state,
     }
-    states = parts.features.state()
+    states: dict[str, Any] = {}
+    with parts.mesh.world.comm.together(SaveFailed, doing="asking features for their state", plain=PLAIN):
+        states = parts.features.state()
     if states:
         state["features"] = states
     optimization = parts.optimization
