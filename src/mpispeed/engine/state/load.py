@@ -25,7 +25,6 @@ from mpispeed.engine.state import onebit_state, quantized_state
 from mpispeed.engine.state.client_state import Restorer, windows_of
 from mpispeed.engine.state.global_layout import GlobalLayout, named, names_by_group, slice_streams
 from mpispeed.engine.state.weights import NAMES_SHOWN, load_by
-from mpispeed.optim.exchange import Exchange, Exchanges
 from mpispeed.optim.rule import KeepsCounts, KeepsNumbers, KeepsState
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding.momenta import MASK
@@ -426,7 +425,7 @@ def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: 
             restorer.give(window, overlaps, slots)
     else:
         fresh = _fill_states(parts, source, saved, whole)
-    _refuse_still(parts, source, saved, fresh)
+    onebit_state.refuse_still(parts, source, saved, fresh)
     if fresh:
         log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
 
@@ -452,29 +451,6 @@ def _fill_states(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole:
     if restorer is not None:
         restorer.give_counts(parts)
     return fresh
-
-
-def _refuse_still(parts: Parts, source: Checkpoint, saved: dict[str, Any], fresh: set[str]) -> None:
-    """Refuse parameters without a variance that a 1-bit optimizer has frozen: they would never move.
-
-    Raises:
-        CheckpointError: there are such parameters.
-    """
-    optimization = parts.optimization
-    rule = optimization.rule if optimization else None
-    if optimization is None or not isinstance(rule, Exchanges) or not set(rule.state_names) <= set(saved["slots"]):
-        return
-    step = max((source.info(name).step for name in source.names()), default=0) + 1
-    places = {name: parts.table.by_name(name) for name in fresh}
-    groups = {name: optimization.groups[place.entry.group] for name, place in places.items() if place is not None}
-    still = sorted(name for name, group in groups.items() if rule.exchanges(step, group) is not Exchange.GRADIENT)
-    if still:
-        msg = (
-            f"optimizer state of {', '.join(still[:NAMES_SHOWN])} is not in {source.path}, and the warm-up of "
-            f"{rule.name} is over: without a variance they would never move. Load with load_optimizer_states=False to "
-            'begin a warm-up, or give them a group with "non_freeze": true (OneBitAdam)'
-        )
-        raise CheckpointError(msg)
 
 
 def _fill_slots(

@@ -17,7 +17,8 @@ import torch
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import CheckpointError, StoreError
 from mpispeed.ckpt.format.logical import LogicalTensor
-from mpispeed.optim.exchange import Drifts, Exchange
+from mpispeed.engine.state.weights import NAMES_SHOWN
+from mpispeed.optim.exchange import Drifts, Exchange, Exchanges
 from mpispeed.optim.rule import KeepsNumbers, key_text
 from mpispeed.store.transfers import own_share
 
@@ -312,3 +313,26 @@ def _read_mean(source: Checkpoint, whole: GlobalLayout, name: str, rows: int, st
             whole.read(source, name, WORKER_ERROR, start + first, row_values, row=row)
             total += row_values
         part.copy_(total / rows)
+
+
+def refuse_still(parts: Parts, source: Checkpoint, saved: dict[str, Any], fresh: set[str]) -> None:
+    """Refuse parameters without a variance that a 1-bit optimizer has frozen: they would never move.
+
+    Raises:
+        CheckpointError: there are such parameters.
+    """
+    optimization = parts.optimization
+    rule = optimization.rule if optimization else None
+    if optimization is None or not isinstance(rule, Exchanges) or not set(rule.state_names) <= set(saved["slots"]):
+        return
+    step = max((source.info(name).step for name in source.names()), default=0) + 1
+    places = {name: parts.table.by_name(name) for name in fresh}
+    groups = {name: optimization.groups[place.entry.group] for name, place in places.items() if place is not None}
+    still = sorted(name for name, group in groups.items() if rule.exchanges(step, group) is not Exchange.GRADIENT)
+    if still:
+        msg = (
+            f"optimizer state of {', '.join(still[:NAMES_SHOWN])} is not in {source.path}, and the warm-up of "
+            f"{rule.name} is over: without a variance they would never move. Load with load_optimizer_states=False to "
+            'begin a warm-up, or give them a group with "non_freeze": true (OneBitAdam)'
+        )
+        raise CheckpointError(msg)

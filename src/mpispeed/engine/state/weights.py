@@ -48,10 +48,9 @@ class Weights:
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict in compute dtype.
 
-        For a pipeline it has this rank's stage only, for sliced layers this rank's slices.
-        Where parameters are sharded, data rank 0 gets full copies and the others {}. Units are gathered one at a time:
-        no rank holds more than one full unit, beside the copies on rank 0. With local updates of 0/1 Adam it has copies
-        of the common parameters.
+        For a pipeline it has this rank's stage only, for sliced layers its slices. Where parameters are sharded, data
+        rank 0 gets full copies and the others {}: units are gathered one at a time, and no other rank holds more than
+        one. With local updates of 0/1 Adam it has copies of the common parameters.
 
         Collective over: the data axis.
         """
