@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from mpispeed.launch import plan_launch  # noqa: E402
 from tests.helpers import pairs_page  # noqa: E402
 from tests.helpers.features import BY_NAME, FEATURES, Pair, all_pairs  # noqa: E402
 
+WORK = ROOT / "build" / "pairs"
 RANKS, OTHERS = 4, 2
 LIMIT_SECONDS, START_SECONDS = 90.0, 180.0
 """Most time of one pair, and of a start with the pairs of other ranks."""
@@ -119,7 +121,8 @@ def run_all(pairs: list[Pair], folder: Path) -> Iterator[tuple[str, str, dict[st
 def prepare(pairs: list[Pair], folder: Path) -> None:
     """Checkpoints of a job of other ranks; a feature that ends it is told by its pair."""
     names = {feature.name for pair in pairs for feature in pair if OTHER in {one.name for one in pair}}
-    todo = [name for name in BY_NAME if name in names]
+    told = [name for name in names if (folder / BY_NAME[name].key / "told.json").exists()]
+    todo = [name for name in BY_NAME if name in names and name not in told]
     while todo:
         (folder / "todo.json").write_text(json.dumps(todo))
         (folder / "saved.jsonl").unlink(missing_ok=True)
@@ -127,7 +130,7 @@ def prepare(pairs: list[Pair], folder: Path) -> None:
         lines = read(folder / "saved.jsonl")
         done = [line for line in lines if "saved" in line]
         todo = todo[len(done) :]
-        if not why:
+        if not why or not todo:
             return
         broken = BY_NAME[todo[0]].key
         (folder / broken).mkdir(exist_ok=True)
@@ -178,39 +181,54 @@ def main() -> int:
         parser.add_argument(f"--{word}", action="store_true", help=what)
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; the next call goes on"))
     if options.as_rank:
         return become_rank(options.as_rank[0], Path(options.as_rank[1]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; the next call goes on"))
     if options.page:
         pairs_page.write(pairs_page.load())
         return 0
-    kept = ROOT / "build" / "pairs.jsonl"
-    kept.parent.mkdir(exist_ok=True)
     is_part = bool(options.names)
     if options.fresh or options.check:
-        kept.unlink(missing_ok=True)
-    found = {} if is_part else {tuple(line["pair"]): line["outcome"] for line in read(kept)}  # type: ignore[misc, arg-type]
+        shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    kept = WORK / "outcomes.jsonl"
+    found = {} if is_part else taken_over(kept)
     if options.retry:
         found = {pair: outcome for pair, outcome in found.items() if outcome["result"] != "fails"}
     left = [pair for pair in wanted(options.names) if (pair[0].name, pair[1].name) not in found]
     with tempfile.TemporaryDirectory(prefix="mpispeed-pairs-") as scratch:
-        for first, second, outcome in run_all(left, Path(scratch)):
+        for first, second, outcome in run_all(left, Path(scratch) if is_part else WORK):
             found[first, second] = outcome
             if is_part or outcome["result"] == "fails":
                 print(f"{first} with {second}: {outcome}", flush=True)
             if not is_part:
-                with kept.open("a") as file:
-                    file.write(json.dumps({"pair": [first, second], "outcome": outcome}) + "\n")
+                keep(kept, [first, second], outcome)
     if is_part:
         return 0
-    return compare(found) if options.check else conclude(found, kept)
+    return compare(found) if options.check else conclude(found)
 
 
-def conclude(found: dict[tuple[str, str], dict[str, str]], kept: Path) -> int:
+def keep(kept: Path, pair: list[str], outcome: dict[str, str]) -> None:
+    """Add an outcome to those that the next call finds."""
+    with kept.open("a") as file:
+        file.write(json.dumps({"pair": pair, "outcome": outcome}) + "\n")
+
+
+def taken_over(kept: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """What earlier calls found, and what the ranks of one had told when it was ended."""
+    rows = read(kept)
+    for line in read(WORK / "done.jsonl"):
+        if "outcome" in line and line["pair"] not in [row["pair"] for row in rows]:
+            keep(kept, line["pair"], line["outcome"])  # type: ignore[arg-type]
+            rows.append(line)
+    return {tuple(row["pair"]): row["outcome"] for row in rows}  # type: ignore[arg-type, misc]
+
+
+def conclude(found: dict[tuple[str, str], dict[str, str]]) -> int:
     """Write data and page; 1 if a pair fails."""
     pairs_page.save(found)
     pairs_page.write(pairs_page.load())
-    kept.unlink()
+    shutil.rmtree(WORK)
     print(pairs_page.counted(found))
     return int(any(outcome["result"] == "fails" for outcome in found.values()))
 
