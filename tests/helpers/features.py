@@ -197,7 +197,8 @@ def _offload(tier: str, device: str) -> Feature:
 
 
 def _onebit(name: str, params: dict[str, Any]) -> Feature:
-    settings = {"type": name, "params": {"lr": 1e-2, **params}}
+    """Full precision for two steps, since a variance of fewer makes large steps; the third one is coded."""
+    settings = {"type": name, "params": {"lr": 1e-3, **params}}
 
     def seen(run: Run) -> bool:
         return run.engine.parts.optimization.onebit is not None
@@ -310,9 +311,9 @@ FEATURES: tuple[Feature, ...] = (
         "LoCo", ("loco", "quantized"), lambda run: run.engine.plan.placing.hops is not None,
         _all(_CODED, _zero("zeropp_loco_param", {"err_beta": 0.8, "reset_T": 1024})), CUT, FINAL, is_rounding=True,
     ),
-    _onebit("OneBitAdam", {"freeze_step": 1}),
-    _onebit("OneBitLamb", {"freeze_step": 1}),
-    _onebit("ZeroOneAdam", {"var_freeze_step": 1, "local_step_scaler": 2, "local_step_clipper": 2}),
+    _onebit("OneBitAdam", {"freeze_step": 2}),
+    _onebit("OneBitLamb", {"freeze_step": 2}),
+    _onebit("ZeroOneAdam", {"var_freeze_step": 2, "local_step_scaler": 2, "local_step_clipper": 2}),
     Feature(
         "pipeline stages", ("pipeline", "stage"), lambda run: run.engine.mesh["pipe"].size == 2, keeps=CLOSE,
         axes={"pipe": 2},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -181,16 +182,19 @@ class Run:
             raise ArithmeticError(msg)
         return missing
 
-    def warnings(self) -> str:
-        """What the config and the plan say about features without effect."""
+    def warnings(self, missing: list[str]) -> str:
+        """What the config, the plan and the log say about features without effect."""
         told = [text for text in accept(self.settings(), "config").warnings if "no effect" in text]
         told += [f"stage {text}" for name, text in self.engine.plan.describe() if name == "stage" and "whole" in text]
-        return "; ".join(told)
+        words = [word for name in missing for word in rows.BY_NAME[name].words]
+        told += [text for text in _logged if any(word in text.lower() for word in words)]
+        return "; ".join(dict.fromkeys(told))
 
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
         """What is set outside of a config."""
         before, Block.runs = Path.cwd(), 0
+        _listen()
         os.environ["MPISPEED_RANKS_PER_NODE"] = NODE
         if "drills" in self.names:
             os.environ["MPISPEED_INJECT"] = DRILL
@@ -252,6 +256,7 @@ class Run:
             self.engine.heed_requests()
         self.engine.destroy()
         self.engine = self.make(SEED + 90)
+        self.loaded = self.engine.resumed_from or ""
 
     def _take_from_others(self) -> None:
         source = others_folder(self.features)
@@ -286,6 +291,21 @@ class Run:
 
 _references: dict[tuple[str, int], list[float] | None] = {}
 _shared: list[Path] = []
+_logged: list[str] = []
+"""Of this process, because some are logged once."""
+
+
+class _Listener(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if "no effect" in record.getMessage() and record.getMessage() not in _logged:
+            _logged.append(record.getMessage())
+
+
+def _listen() -> None:
+    """Hear what the package logs."""
+    log = logging.getLogger("mpispeed")
+    if not any(isinstance(handler, _Listener) for handler in log.handlers):
+        log.addHandler(_Listener())
 
 
 def share_folder(path: Path) -> None:
@@ -382,7 +402,7 @@ def _own_outcome(run: Run) -> Outcome:
     """What this rank says of a run."""
     try:
         missing = run.go()
-        text = run.warnings() if missing else ""
+        text = run.warnings(missing) if missing else ""
         if not missing:
             return Outcome(WORKS)
         return Outcome(NO_EFFECT, text=text) if text else Outcome(FAILS, text=f"not in effect: {', '.join(missing)}")

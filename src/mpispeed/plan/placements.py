@@ -102,7 +102,14 @@ def place(
         msg = f"{_Z}.{key} {value} divides cut parameters and needs {_Z}.stage 3, found {zero.stage}; remove the key"
         raise ConfigError(msg)
     if codes and zero.stage <= 1:
-        return _on_tiers(_place_coded(0 if replicates else zero.stage, data, ranks_per_node), zero, sums_late=False)
+        stage = 0 if replicates else zero.stage
+        if zero.zero_quantized_gradients and not stage:
+            msg = (
+                f"{_Z}.zero_quantized_gradients needs states that are cut over ranks, and a 1-bit optimizer has whole "
+                "ones on every rank at stage 0, OneBitLamb and ZeroOneAdam at stage 1 too; set it to false"
+            )
+            raise ConfigError(msg)
+        return _on_tiers(_place_coded(stage, data, ranks_per_node), zero, sums_late=False)
     if shard > 0:
         return _on_tiers(_place_in_groups(zero, data, ranks_per_node), zero, sums_late=sums_late)
     if zero.mics_hierarchical_params_gather:

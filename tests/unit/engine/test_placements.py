@@ -83,6 +83,14 @@ def test_what_cannot_hold_is_refused_by_name(ranks, node, zero, message):
         plan_of(ranks, node, **zero)
 
 
+@pytest.mark.parametrize(("name", "stage"), [("OneBitAdam", 0), ("OneBitLamb", 1), ("ZeroOneAdam", 1)])
+def test_coded_sums_need_states_that_a_1_bit_optimizer_does_not_cut(name, stage):
+    zero = {"stage": stage, "zero_quantized_gradients": True}
+    settings = {"train_batch_size": 24, "zero_optimization": zero, "optimizer": {"type": name, "params": {"lr": 1e-3}}}
+    with pytest.raises(ConfigError, match=r"zero_quantized_gradients needs states .* a 1-bit optimizer has whole ones"):
+        make_plan(validate(settings, "test").config, 4, torch.float32, ranks_per_node=2)
+
+
 def test_plans_differ_by_their_placements():
     digests = {
         plan_of(8, 4, stage=3, zero_quantized_gradients=True).digest(),
