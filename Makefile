@@ -20,7 +20,8 @@ help:
 	@echo "make quick   after a change: the tests nearest to it, the rules, a training on 2 ranks (some minutes)"
 	@echo "make soak    kill jobs a hundred times while they save; what was saved has to stay (about ten minutes)"
 	@echo "make matrix  train in every layout of ranks by every schedule; save under every layout, load under every other;"
-	@echo "             MPI tests with every combination of their cases and numbers of ranks instead of every pair"
+	@echo "             MPI tests with every combination of their cases and numbers of ranks instead of every pair;"
+	@echo "             every pair of features, compared with docs/reference/pairs.md"
 	@echo "make oldest  the tests of the torch.distributed backend on 2 ranks with the oldest torch, $(OLDEST_TORCH), in $(OLDEST_VENV)"
 	@echo "make gpu     the tests and benchmarks of kernels on this machine's GPU (needs pycuda: the extra [cuda])"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"
@@ -57,6 +58,7 @@ matrix:
 	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/unit/cuda/test_compile.py
 	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/unit/engine
 	@MPISPEED_MATRIX=full $(IN_VENV)/python tests/run_mpi.py --seconds 14400 --test-seconds 600
+	@$(IN_VENV)/python tools/pairs.py --check
 
 oldest:
 	@"$(PYTHON)" tools/setup_env.py --venv "$(OLDEST_VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)" \

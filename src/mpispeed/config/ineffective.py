@@ -17,6 +17,7 @@ PINNED = "page-locked memory is for transfers to a GPU"
 """True only if training runs on the host; callers that know the device drop such sentences."""
 
 _STAGE_0 = "every rank updates all parameters at stage 0"
+_WHOLE = "parameters are whole on every rank below stage 3"
 _NOT_CUT = "updates go in parts at stage 3, and for states in files (device nvme)"
 _FILES = "it is for states in files (device nvme), and none are"
 _THROUGHPUT = "steps are always timed, by the clock of the host, and reported by steps_per_print"
@@ -38,6 +39,10 @@ def _cuts_updates(config: Config) -> bool:
 
 def _is_collected(config: Config) -> bool:
     return config.zero_optimization.stage > 0
+
+
+def _is_fetched(config: Config) -> bool:
+    return config.zero_optimization.stage == 3
 
 
 def _is_outside(config: Config) -> bool:
@@ -85,11 +90,13 @@ _IN_FILES = (
     "offload_optimizer.nvme_path", "offload_optimizer.buffer_count", "offload_optimizer.pipeline_read",
     "offload_optimizer.pipeline_write", "offload_optimizer.fast_init",
 )  # fmt: skip
+_CODED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 _IO = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "backend")
 DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
     **{f"{_ZERO}.{key}": (_is_in_files(key.partition(".")[0]), _FILES) for key in _IN_FILES},
     f"{_ZERO}.sub_group_size": (_cuts_updates, _NOT_CUT),
     **{f"{_ZERO}.{key}": (_is_collected, _STAGE_0) for key in ("allgather_partitions", "allgather_bucket_size")},
+    **{f"{_ZERO}.{key}": (_is_fetched, _WHOLE) for key in _CODED},
     **{f"aio.{key}": (_is_in_files("offload_param", "offload_optimizer"), _FILES) for key in _IO},
     f"{_ZERO}.offload_optimizer.ratio": (_is_outside, "no optimizer states are outside the device"),
 }

@@ -36,7 +36,6 @@ READ = {
     "zero_optimization.reduce_scatter", "zero_optimization.ignore_unused_parameters",
     "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
     "zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_gradients",
-    "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_optimization.zeropp_loco_param.err_beta", "zero_optimization.zeropp_loco_param.reset_T",
     "zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device", "host_memory_limit",
     "pipeline.stages", "pipeline.schedule", "pipeline.per_micro_batch", "pipeline.activation_checkpoint_interval",
@@ -49,7 +48,9 @@ READ = {
     "elasticity.num_gpus_per_node",
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "nebula", "activation_checkpointing", "walltime", "guard")
-BY_STAGE = {f"zero_optimization.{key}" for key in ("allgather_partitions", "allgather_bucket_size", "sub_group_size")}
+CODED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+UPDATES = ("allgather_partitions", "allgather_bucket_size", "sub_group_size")
+BY_STAGE = {f"zero_optimization.{key}" for key in (*UPDATES, *CODED)}
 REFUSED = {row.path for row in UNAVAILABLE} | {"zero_optimization.legacy_stage1"}
 
 
@@ -105,11 +106,11 @@ def test_files_of_one_kind_give_no_effect_to_keys_of_the_other():
     assert [w.split()[0] for w in warnings] == ["zero_optimization.offload_optimizer.fast_init"]
 
 
-@pytest.mark.parametrize("key", ["allgather_partitions", "allgather_bucket_size", "sub_group_size"])
-def test_keys_of_an_update_say_at_which_stages_they_have_no_effect(key):
-    value = False if key == "allgather_partitions" else 7
+@pytest.mark.parametrize("key", [*UPDATES, *CODED])
+def test_keys_of_updates_and_codes_say_at_which_stages_they_have_no_effect(key):
+    value = False if key == "allgather_partitions" else True if key in CODED else 7
     quiet = [s for s in range(4) if not load({"zero_optimization": {"stage": s, key: value}}).warnings]
-    assert quiet == ([3] if key == "sub_group_size" else [1, 2, 3])
+    assert quiet == ([1, 2, 3] if key.startswith("allgather") else [3])
 
 
 @pytest.mark.deepspeed_row("a10")
