@@ -274,6 +274,13 @@ def _drilled(run: Run) -> bool:
     return any(type(part).__name__ == "BeforeUpdate" for part in run.engine.updates._parts)
 
 
+def _sends_rows(run: Run) -> bool:
+    """True if this rank, where it has a table, sums rows of it."""
+    has_table = any(isinstance(module, nn.Embedding) for module in run.engine.module.modules())
+    reducer = run.engine.parts.optimization.grads._reducer
+    return not has_table or type(reducer).__name__ == "RowReducer"
+
+
 def _sends_codes(run: Run) -> bool:
     return _config(run).zero_quantized_weights and not run.engine.plan.states.param.is_replicated
 
@@ -331,8 +338,7 @@ FEATURES: tuple[Feature, ...] = (
         put("activation_checkpointing.partition_activations", True),
     ),
     Feature(
-        "sparse gradients", ("sparse",), lambda run: run.engine.sparse_gradients_enabled(),
-        put("sparse_gradients", True), (0,), CLOSE,
+        "sparse gradients", ("sparse",), _sends_rows, put("sparse_gradients", True), (0,), CLOSE,
     ),
     _client("torch.optim.AdamW", lambda model, params: torch.optim.AdamW(params, lr=1e-2), CLOSE),
     _client("mpispeed.optim.CPUAdam", lambda model, params: mpispeed.optim.CPUAdam(params, lr=1e-2), CLOSE),
