@@ -334,7 +334,7 @@ FEATURES: tuple[Feature, ...] = (
         _all(_SLICES, put("tensor_parallel.sequence_parallel", True)), keeps=CLOSE, axes={"model": 2},
     ),
     Feature(
-        "activation checkpointing", ("activation", "recomput"), _recomputed,
+        "activation checkpointing", ("activation", "recompute"), _recomputed,
         put("activation_checkpointing.partition_activations", True),
     ),
     Feature(
@@ -344,7 +344,7 @@ FEATURES: tuple[Feature, ...] = (
     _client("mpispeed.optim.CPUAdam", lambda model, params: mpispeed.optim.CPUAdam(params, lr=1e-2), CLOSE),
     _client("torch.optim.SparseAdam", _sparse_adam, FINAL, stages=(0,)),
     Feature(
-        "schedule of the rate", ("schedul", "rate"), _has_rates,
+        "schedule of the rate", ("schedule", "rate"), _has_rates,
         put("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}}), keeps=FINAL,
     ),
     Feature("checkpoint", ("checkpoint",), lambda run: bool(run.loaded), saves=True),
