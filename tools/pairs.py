@@ -3,8 +3,9 @@
     python tools/pairs.py                    all pairs; goes on where an earlier call was ended
     python tools/pairs.py --fresh            all pairs, from the first
     python tools/pairs.py --retry            goes on, and tries pairs again that failed
-    python tools/pairs.py MiCS hpZ           this pair: prints what comes of it (--fresh is meant)
+    python tools/pairs.py MiCS hpZ           this pair: prints what comes of it
     python tools/pairs.py MiCS               all pairs of this feature
+    python tools/pairs.py MiCS --save        and puts them into the table
     python tools/pairs.py --check            compares what comes of all pairs with the table; writes nothing
     python tools/pairs.py --page             only writes the page anew, of the data that are there
 
@@ -163,12 +164,13 @@ def become_rank(phase: str, folder: Path) -> int:
         outcome = pairs.try_pair(*(BY_NAME[name] for name in item))
         tell({"pair": item, "outcome": outcome.fields(), "seconds": round(time.monotonic() - began, 2)})
         if outcome.result == pairs.FAILS:
+            mpispeed.init_distributed().comm.barrier()  # a rank that leaves ends the others
             os._exit(0)  # nobody knows what it left behind
     return 0
 
 
-def main() -> int:
-    """Run, compare or write."""
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="features; all pairs by default")
     words = {
@@ -176,11 +178,17 @@ def main() -> int:
         "retry": "forget which pairs failed",
         "check": "compare with the table",
         "page": "write the page anew",
+        "save": "with names: change the table",
     }
     for word, what in words.items():
         parser.add_argument(f"--{word}", action="store_true", help=what)
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run, compare or write."""
+    options = parse()
     if options.as_rank:
         return become_rank(options.as_rank[0], Path(options.as_rank[1]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; the next call goes on"))
@@ -203,9 +211,12 @@ def main() -> int:
                 print(f"{first} with {second}: {outcome}", flush=True)
             if not is_part:
                 keep(kept, [first, second], outcome)
-    if is_part:
-        return 0
-    return compare(found) if options.check else conclude(found)
+    if not is_part:
+        return compare(found) if options.check else conclude(found)
+    if options.save:
+        pairs_page.save({**pairs_page.load(), **found})
+        pairs_page.write(pairs_page.load())
+    return 0
 
 
 def keep(kept: Path, pair: list[str], outcome: dict[str, str]) -> None:

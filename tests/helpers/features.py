@@ -274,6 +274,13 @@ def _drilled(run: Run) -> bool:
     return any(type(part).__name__ == "BeforeUpdate" for part in run.engine.updates._parts)
 
 
+def _sends_rows(run: Run) -> bool:
+    """True if this rank, where it has a table, sums rows of it."""
+    has_table = any(isinstance(module, nn.Embedding) for module in run.engine.module.modules())
+    reducer = run.engine.parts.optimization.grads._reducer
+    return not has_table or type(reducer).__name__ == "RowReducer"
+
+
 def _sends_codes(run: Run) -> bool:
     return _config(run).zero_quantized_weights and not run.engine.plan.states.param.is_replicated
 
@@ -327,18 +334,17 @@ FEATURES: tuple[Feature, ...] = (
         _all(_SLICES, put("tensor_parallel.sequence_parallel", True)), keeps=CLOSE, axes={"model": 2},
     ),
     Feature(
-        "activation checkpointing", ("activation", "recomput"), _recomputed,
+        "activation checkpointing", ("activation", "recompute"), _recomputed,
         put("activation_checkpointing.partition_activations", True),
     ),
     Feature(
-        "sparse gradients", ("sparse",), lambda run: run.engine.sparse_gradients_enabled(),
-        put("sparse_gradients", True), (0,), CLOSE,
+        "sparse gradients", ("sparse",), _sends_rows, put("sparse_gradients", True), (0,), CLOSE,
     ),
     _client("torch.optim.AdamW", lambda model, params: torch.optim.AdamW(params, lr=1e-2), CLOSE),
     _client("mpispeed.optim.CPUAdam", lambda model, params: mpispeed.optim.CPUAdam(params, lr=1e-2), CLOSE),
     _client("torch.optim.SparseAdam", _sparse_adam, FINAL, stages=(0,)),
     Feature(
-        "schedule of the rate", ("schedul", "rate"), _has_rates,
+        "schedule of the rate", ("schedule", "rate"), _has_rates,
         put("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}}), keeps=FINAL,
     ),
     Feature("checkpoint", ("checkpoint",), lambda run: bool(run.loaded), saves=True),

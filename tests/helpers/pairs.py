@@ -100,6 +100,8 @@ class Run:
         self.swap.mkdir(exist_ok=True)
         for feature in self.features:
             feature.change(settings, self.folder)
+        if "elasticity" in self.names and any(feature.axes for feature in self.features):
+            settings["elasticity"] |= {"version": 0.2, "model_parallel_size": 2, "num_gpus_per_node": int(NODE)}
         return settings
 
     def make(self, seed: int) -> Any:
