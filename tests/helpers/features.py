@@ -277,7 +277,7 @@ def _drilled(run: Run) -> bool:
 def _sends_rows(run: Run) -> bool:
     """True if this rank, where it has a table, sums rows of it."""
     has_table = any(isinstance(module, nn.Embedding) for module in run.engine.module.modules())
-    reducer = run.engine.parts.optimization.grads._reducer
+    reducer = run.engine.parts.optimization.grads.sums.reducer
     return not has_table or type(reducer).__name__ == "RowReducer"
 
 
