@@ -25,7 +25,8 @@ def mesh_of(world: Any, inner: int = 0, local: int = 0, reduction: str = "ordere
     """One data axis, divided in groups of `inner`, and these in nodes of `local`, unless 0."""
     factors = [Factor("data.inner", inner, "inner", rest="data.outer")] if inner else []
     factors += [Factor("data.local", local, "local")] if local else []
-    topology = Placing(None, tuple(factors)).topology({"pipe": 1, "data": world.size, "model": 1})
+    rings = (("data.across", "data.inner", "data.local"),) if inner and local else ()
+    topology = Placing(None, tuple(factors), rings=rings).topology({"pipe": 1, "data": world.size, "model": 1})
     return Mesh(topology, world, reduction=reduction)
 
 

@@ -219,7 +219,7 @@ def test_objects_of_torch_have_the_same_bits_in_memory_and_in_files(name, params
         engine.save_checkpoint(str(mpi_tmp_path / tag))
         if tag == "files":
             shown = engine.basic_optimizer.state
-            assert {row["step"] for row in shown.values()} == {2}
+            assert {row["step"] for row in shown.values()} == {2 - engine.skipped_steps}
             assert set().union(*shown.values()) - {"step"} == set(engine.parts.optimization.rule.state_names)
             engine.destroy()
             assert engine.basic_optimizer.state == {}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import CheckpointError, UsageError
-from mpispeed.sharding.params import ParamStore
+from mpispeed.sharding.param_shards import ParamShards
 from tests.helpers.covering import on_ranks
 from tests.zoo import same_bits
 from tests.zoo.models import Branches, TinyLM, samples
@@ -90,7 +90,7 @@ def test_rank_0_gets_a_state_dict_that_plain_torch_loads(stage, dtype):
 
 def test_no_more_than_one_unit_is_whole_while_a_state_dict_is_gathered(comm, monkeypatch):
     engine = start(config(3, **ADAM), TinyLM(depth=4))
-    original, gathered = ParamStore.collected, []
+    original, gathered = ParamShards.collected, []
 
     def collected(self, unit):
         assert all(reference() is None for reference in gathered)
@@ -98,7 +98,7 @@ def test_no_more_than_one_unit_is_whole_while_a_state_dict_is_gathered(comm, mon
         gathered.append(weakref.ref(full))
         return full
 
-    monkeypatch.setattr(ParamStore, "collected", collected)
+    monkeypatch.setattr(ParamShards, "collected", collected)
     engine.module_state_dict()
     assert len(gathered) == (len(engine.parts.table.units) if comm.size > 1 else 0)
     if comm.size > 1:  # and nothing stays whole
@@ -373,7 +373,7 @@ def test_a_module_below_the_granularity_threshold_is_fetched_as_one():
     assert found == [1, 4, 1]  # units that are whole at once
 
 
-@pytest.mark.parametrize("step", ["_copy_unit", "_copy", "_refuse_misfit", "ParamStore.put_master", "_trace_of"])
+@pytest.mark.parametrize("step", ["_copy_unit", "_copy", "_refuse_misfit", "ParamShards.put_master", "_trace_of"])
 def test_an_error_that_nobody_foresaw_on_one_rank_is_raised_on_all(step, comm, monkeypatch):
     engine = start(config(3, **ADAM))
     given = engine.module_state_dict()
@@ -389,9 +389,9 @@ def test_an_error_that_nobody_foresaw_on_one_rank_is_raised_on_all(step, comm, m
     call = calls.get(step, lambda: engine.load_module_state_dict(given))
     if step == "_trace_of":
         call = lambda: engine.load_module_state_dict({}, custom_load_fn=load_all)  # noqa: E731
-    elif step.startswith("ParamStore"):
+    elif step.startswith("ParamShards"):
         if comm.rank == comm.size - 1:
-            monkeypatch.setattr(ParamStore, "put_master", fail)
+            monkeypatch.setattr(ParamShards, "put_master", fail)
     elif comm.rank == 0:
         monkeypatch.setattr(f"mpispeed.engine.state.weights.{step}", fail)
     with pytest.raises(CheckpointError, match="LookupError: planted"):
