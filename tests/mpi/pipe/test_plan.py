@@ -37,12 +37,12 @@ def test_memory_and_traffic_of_every_stage(case):
     train(engine, range(2, 3))
     sent = {key: entry.bytes for key, entry in comm_trace.entries().items() if entry.bytes}
     parts = engine.parts
-    params, optimization = parts.params, parts.optimization
+    params, optimization = parts.params.shards, parts.optimization
     held = {
         "parameters": params.param_bytes,
         "masters": params.master_bytes,
         "optimizer state": optimization.states.state_bytes,
-        "gradients": optimization.grads.rest_bytes,
+        "gradients": optimization.grads.shards.rest_bytes,
         "pieces of updated parameters": params.collector.arena.owned_bytes,
     }
     scratch, stage = params.arena.owned_bytes, engine.stage_id
