@@ -55,7 +55,8 @@ def clipper_of(engine):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize(("stage", "dtype"), on_ranks([0, 1, 2, 3], ["fp32", "bf16", "fp16"]))
 def test_weights_are_clipped_after_each_update(stage, dtype, clip_weights):
-    engine = start(settings(stage, dtype), TinyLM())
+    low = {"fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == "fp16" else {}  # no step overflows
+    engine = start(settings(stage, dtype) | low, TinyLM())
     train_averaged(engine, batches(2, BATCH))
     bound = torch.tensor(LIMIT).to(next(iter(weights(engine).values())).dtype)
     assert all(float(value.abs().max()) <= float(bound) for value in weights(engine).values())
