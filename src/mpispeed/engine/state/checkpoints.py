@@ -93,8 +93,8 @@ class Checkpoints:
         parts.sharding.meet("engine.save_checkpoint()")
         waited = self._waited()
         flags = SaveSettings(save_latest, exclude_frozen_parameters, overwrite)
-        parts.features.before_save()
         try:
+            parts.features.before_save()
             return self._save(Path(save_dir), tag, client_state or {}, flags, async_save, start, waited)
         finally:
             if not self.is_saving:
