@@ -136,11 +136,6 @@ class Attached:
         self.batches = [hooks.batch for hooks in self._hooks.values() if hooks.batch is not None]
         return [row for hooks in self._hooks.values() for row in hooks.step_parts]
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the features that are on."""
-        return list(self._hooks)
-
     def batch(self, inputs: Any, *, is_training: bool) -> Any:
         """The inputs of a forward pass, as features change them."""
         for change in self.batches:
