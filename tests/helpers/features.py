@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import mpispeed
+from mpispeed.base.rng import seed_torch
 from mpispeed.pipe import LayerSpec
 from tests.helpers.pipes import gpt, gpt_layers
 
@@ -60,7 +61,7 @@ class Whole(nn.Module):
         made = []
         with torch.random.fork_rng(devices=[]):
             for index, spec in enumerate(layers()):
-                torch.manual_seed(seed + index)
+                seed_torch(seed + index)
                 made.append(spec.build())
         self.embedding, *blocks, self.norm, self.head = made
         self.blocks = nn.ModuleList(blocks)
@@ -109,6 +110,11 @@ class Feature:
     act: Callable[[Run], None] | None = None
     saves: bool = False
     left: Callable[[Run], bool] = lambda run: True
+
+    @property
+    def makes_engines(self) -> bool:
+        """True if a run makes a second engine."""
+        return self.saves or self.name == "walltime"
 
     @property
     def key(self) -> str:

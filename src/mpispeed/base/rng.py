@@ -56,10 +56,22 @@ def restore(states: dict[str, bytes]) -> None:
         devices.module_of(device).set_rng_state(state)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators: of all devices, or of the host if there are no others.
+
+    `torch.manual_seed` formats tracebacks for CUDA and others, which may be started later; layers of pipelines and
+    dropouts of slices are seeded in each pass.
+    """
+    if devices.used() is None and not torch.accelerator.is_available():
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def seed_all(*numbers: int) -> None:
     """Seed all generators of this process from `numbers`; other numbers give unrelated streams."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
-    torch.manual_seed(seed)
+    seed_torch(seed)
     np.random.seed(seed)
     random.seed(seed)
 
@@ -147,7 +159,7 @@ class RNGStatesTracker:
             raise UsageError(msg)
         self._seeds.add(seed)
         with self._aside():
-            torch.manual_seed(seed)
+            seed_torch(seed)
             self._states[name] = capture_torch()
 
     @contextlib.contextmanager
@@ -196,7 +208,7 @@ def seed_streams(seed: int, slice_rank: int) -> None:
     other seeding of torch; streams that were in the tracker are gone.
     """
     _TRACKER.reset()
-    torch.manual_seed(seed)
+    seed_torch(seed)
     _TRACKER.add(MODEL_PARALLEL, seed + SLICE_OFFSET + slice_rank)
     log.info("random streams: default %d, %s %d + rank of the slice", seed, MODEL_PARALLEL, seed + SLICE_OFFSET)
 
@@ -208,4 +220,4 @@ def reseed_slices(seed: int, slice_rank: int) -> None:
         UsageError: the stream was never started.
     """
     with _TRACKER.fork():
-        torch.manual_seed(seed + SLICE_OFFSET + slice_rank)
+        seed_torch(seed + SLICE_OFFSET + slice_rank)

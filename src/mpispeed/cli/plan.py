@@ -187,11 +187,11 @@ def _build(target: str, make: Callable[..., Any], args: Sequence[Any], kwargs: d
     """
     import torch
 
+    from mpispeed.base.meta import without_memory
     from mpispeed.pipe.module import PipelineModule
 
     try:
-        with torch.device("meta"):
-            model = make(*args, **kwargs)
+        model = without_memory(lambda: make(*args, **kwargs))
     except Exception as error:  # whatever the user's code raises
         msg = f"--model {target} cannot be built on torch's meta device: {type(error).__name__}: {error}"
         raise ConfigError(msg) from error

@@ -343,6 +343,6 @@ def _grid_of(
 
 
 def _seed(number: int) -> None:
-    torch.manual_seed(number)
+    rng.seed_torch(number)
     np.random.seed(number % 2**32)
     random.seed(number)

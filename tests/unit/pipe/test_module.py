@@ -19,6 +19,8 @@ from mpispeed.pipe import (
     TiedLayerSpec,
     spread,
 )
+from mpispeed.pipe.counting import count_parameters
+from mpispeed.pipe.layers import read_layers
 from tests.unit.pipe.staged import Block, Table, as_head, names, staged
 
 
@@ -91,17 +93,37 @@ def test_a_layer_that_cannot_be_built_without_memory_is_counted_all_the_same():
 
 IMPORTS = """
 import sys
+import torch
 from torch import nn
 from mpispeed.pipe.counting import count_parameters
 from mpispeed.pipe.layers import LayerSpec, read_layers
-specs = [LayerSpec(nn.Embedding, 8, 4), LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.TransformerEncoderLayer, 8, 2)]
-sys.exit(not (count_parameters(read_layers(specs))[:2] == [32, 20] and "torch._dynamo" not in sys.modules))
+
+class Rotary(nn.Linear):
+    def __init__(self, width):
+        super().__init__(width, 5)
+        angles = torch.outer(torch.arange(7), 10.0 ** (-torch.arange(0, width, 2) / width))
+        self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]))
+
+specs = [LayerSpec(nn.Embedding, 8, 4), LayerSpec(Rotary, 6), LayerSpec(nn.TransformerEncoderLayer, 8, 2)]
+sys.exit(not (count_parameters(read_layers(specs))[:2] == [32, 35] and "torch._dynamo" not in sys.modules))
 """
 
 
 def test_counting_does_not_import_the_compiler_of_torch():
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_range_added_to_a_parameter_needs_no_memory():
+    class Numbered(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(width) + torch.arange(width))
+            kinds.append(self.weight.device.type)
+
+    kinds = []
+    assert count_parameters(read_layers([LayerSpec(Numbered, 9)])) == [9]
+    assert kinds == ["meta"]
 
 
 def test_frozen_parameters_do_not_count():

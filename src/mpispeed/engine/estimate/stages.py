@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import ConfigError, MpispeedError
+from mpispeed.base.meta import without_memory
 from mpispeed.engine.estimate.budget import Budget, gather_inputs, predict
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.paper import paper_world
@@ -162,20 +163,25 @@ def built_once(config: Config, source: Source, ranks: int) -> Source:
 
 def _built(config: Config, source: Source, ranks: int) -> nn.Module:
     """The module that a rank would pass to `initialize`."""
-    with torch.device("meta"):
-        made = source if isinstance(source, nn.Module) else source()
-        section = config.tensor_parallel
-        stages, slices = config.pipeline.stages or 1, max(section.autotp_size, section.tensor_parallel.tp_size, 1)
-        if stages > 1 and isinstance(made, list | tuple | nn.Sequential):
-            if ranks % (stages * slices):
-                msg = f"{stages} pipeline stages of {slices} slices do not divide the {ranks} ranks"
-                raise ConfigError(msg)
-            topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=slices, num_dp=ranks // stages // slices)
-            made = PipelineModule(made, topology=topology, partition_method=config.pipeline.partition)
+    made = without_memory(lambda: _staged(config, source, ranks))
     if not isinstance(made, nn.Module):
         msg = f"the model is a {type(made).__name__}; expected a torch.nn.Module, or layers and pipeline.stages"
         raise ConfigError(msg)
     return made
+
+
+def _staged(config: Config, source: Source, ranks: int) -> Any:
+    """The model of a script; layers become a module of stages, if the config has any."""
+    made = source if isinstance(source, nn.Module) else source()
+    section = config.tensor_parallel
+    stages, slices = config.pipeline.stages or 1, max(section.autotp_size, section.tensor_parallel.tp_size, 1)
+    if stages == 1 or not isinstance(made, list | tuple | nn.Sequential):
+        return made
+    if ranks % (stages * slices):
+        msg = f"{stages} pipeline stages of {slices} slices do not divide the {ranks} ranks"
+        raise ConfigError(msg)
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=slices, num_dp=ranks // stages // slices)
+    return PipelineModule(made, topology=topology, partition_method=config.pipeline.partition)
 
 
 def _slice(plan: Plan, mesh: Mesh, model: nn.Module) -> None:

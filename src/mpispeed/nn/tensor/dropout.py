@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpispeed.base.rng import capture_torch, restore_torch
+from mpispeed.base.rng import capture_torch, restore_torch, seed_torch
 
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads ranks over the seeds (2**64 divided by the golden ratio)
 
@@ -25,7 +25,7 @@ def own_stream(rank: int) -> Iterator[None]:
     """Context that draws different numbers on the ranks of a group; uses one number of the default stream."""
     base = int(torch.randint(2**62, ()).item())
     before = capture_torch()
-    torch.manual_seed((base + (rank + 1) * _GOLDEN) % 2**63)
+    seed_torch((base + (rank + 1) * _GOLDEN) % 2**63)
     try:
         yield
     finally:
