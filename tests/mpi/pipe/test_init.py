@@ -77,7 +77,7 @@ def test_layers_are_sharded_over_the_ranks_that_build_them(seeds, world):
     same_bits(built[1], world.comm.gather_objects(built[0])[module.grid.dp_group[0]])  # the first data rank's count
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_loaded_weights_on_disk_are_taken_over_and_checkpoints_are_resumed(world, mpi_tmp_path):
     case = Case(Layout(world.size, 1, 1), stage=3, is_tied=True)
     section = case.settings()["zero_optimization"]

@@ -12,6 +12,7 @@ from mpispeed.mesh.mesh import Mesh, Topology
 from mpispeed.nn.tensor import ColumnLinear, cuts, inject
 from mpispeed.sharding import sharded_init, sharded_param
 from mpispeed.sharding.init_slices import InitSlices
+from tests.helpers.covering import in_turn
 from tests.zoo import same_bits
 from tests.zoo.models import Block, TinyLM, batches
 from tests.zoo.training import WARM, config, train_averaged, weights
@@ -39,7 +40,7 @@ def trained(model, settings, load=None, steps=3):
 @pytest.mark.parametrize(
     ("slices", "stage", "policy"),
     [
-        pytest.param(2, 3, TABLE, marks=pytest.mark.ranks(2, 4)),
+        pytest.param(2, 3, TABLE, marks=pytest.mark.ranks(4)),
         pytest.param(2, 0, None, marks=pytest.mark.ranks(4)),
         pytest.param(2, 2, TABLE, marks=pytest.mark.ranks(4)),
         pytest.param(3, 1, TABLE, marks=pytest.mark.ranks(3)),  # 61 rows on 3 ranks: uneven
@@ -102,8 +103,7 @@ def test_layers_are_sliced_inside_of_the_context_too(world):
     same_bits(results[1][1], results[0][1])
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("device", in_turn(["cpu", "nvme"], ranks=(2, 3)))
 def test_loaded_weights_in_each_tier_are_sliced_and_checkpoints_are_resumed(device, world, mpi_tmp_path):
     stored = TinyLM(seed=11).state_dict()
     settings = settings_of(3, world.size, mpi_tmp_path / "swap" if device == "nvme" else None, TABLE)
