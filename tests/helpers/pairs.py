@@ -356,7 +356,8 @@ def try_pair(first: Feature, second: Feature) -> Outcome:
     if outcome.result != WORKS or first is second:
         return outcome
     # The feature that promises less is the reference: the other one may change no more than it promises.
-    promising, other = sorted(features, key=lambda feature: PROMISES.index(feature.keeps))
+    # Of two that promise the same, the one that makes one engine only.
+    promising, other = sorted(features, key=lambda one: (PROMISES.index(one.keeps), not one.makes_engines))
     stages = [stage]
     if promising.kind == "stage":  # another stage is what the feature is without this one
         stages = [one for one in other.stages if one != stage]
