@@ -1,12 +1,20 @@
 """Client libraries on ZeRO: the Trainer of transformers, peft, accelerate, trl and Lightning.
 
-One job per number of ranks, in which torch's DDP under the same libraries and a loop of plain torch run too.
+One job per number of ranks, in which torch's DDP under the same libraries and a loop of plain torch run too. And
+`accelerate launch --use_deepspeed` starts ranks of MPI: on one machine, and by `deepspeed` on several.
 """
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from mpispeed.compat.as_deepspeed import FOLDER
+from tests.helpers.system import CHECKOUT
 
 WORKER = Path(__file__).with_name("clients_worker.py")
 RANKS = (2, 1, 3)  # what two ranks have saved is resumed by one and by three
@@ -146,3 +154,54 @@ def test_lightning_on_two_ranks_goes_on_with_three(found, stage):
     ours = found(3, f"lightning resumed {stage}")
     assert (ours["ranks"], ours["step"], ours["rate"]) == (3, 8, 5e-3)
     assert_fits(ours, found(2, "lightning plain"), first=4)
+
+
+# -- accelerate launch -------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).with_name("clients") / "launched_loop.py"
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(FOLDER), CHECKOUT])}
+
+
+def launch(command, *words, limit_seconds=400, **env):
+    """Run `accelerate launch` as it is."""
+    words = [*command, "--dynamo_backend", "no", *words]
+    return subprocess.run(
+        list(map(str, words)), env={**ENVIRON, **env}, capture_output=True, text=True, check=False,
+        timeout=limit_seconds,
+    )  # fmt: skip
+
+
+def assert_launched(done, out, expected):
+    """`expected` is what the same loop gives under `mpispeed run`."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = json.loads(out.read_text())
+    assert (ours["ranks"], ours["kind"]) == (2, "DEEPSPEED")
+    assert ours["losses"] == expected["losses"]
+    assert (ours["precision"], ours["dtype"]) == (expected["precision"], expected["dtype"])
+    return ours
+
+
+def test_one_machine_in_place_of_torchs_launcher(found, tmp_path):
+    out, config = tmp_path / "one.json", tmp_path / "ds.json"
+    zero = {"stage": 2}
+    config.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_optimization": zero})
+    )
+    words = ["--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", 2]
+    done = launch([Path(sys.executable).with_name("accelerate"), "launch"], *words, "--num_machines", 1, SCRIPT, out)
+    assert_launched(done, out, found(2, "launched no"))
+
+
+def test_several_machines_by_the_command_deepspeed_in_bf16(found, tmp_path, monkeypatch):
+    """Without a config file: stage and precision are options of accelerate."""
+    monkeypatch.chdir(tmp_path)  # accelerate writes its variables to .deepspeed_env there
+    hosts, out = tmp_path / "hosts", tmp_path / "several.json"
+    hosts.write_text(f"localhost slots=1\n{socket.gethostname()} slots=1\n")
+    words = [
+        "--use_deepspeed", "--zero_stage", 2, "--mixed_precision", "bf16", "--gradient_clipping", 1e6,
+        "--num_processes", 2, "--num_machines", 2, "--machine_rank", 0, "--main_process_ip", "127.0.0.1",
+        "--deepspeed_hostfile", hosts, "--deepspeed_multinode_launcher", "openmpi",
+    ]  # fmt: skip
+    done = launch([sys.executable, "-m", "accelerate.commands.launch"], *words, SCRIPT, out, PATH="/usr/bin:/bin")
+    ours = assert_launched(done, out, found(2, "launched bf16"))
+    assert ours["clipping"] == "1000000.0"

@@ -1,11 +1,12 @@
 """A loop of accelerate that leaves ranks, ZeRO and precision to what started it: launched_loop.py OUT.
 
-`PRECISION=CONFIG` after OUT: one loop for each, with plugins made in code, for starts that are not accelerate's.
+The worker of all clients runs it too, with plugins made in code.
 """
 
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,17 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
 
 ROWS, MICRO = 48, 4
+CONFIG = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}}
+
+
+def cases(place):
+    """Name -> case, on the ranks of the launched ones."""
+    return {f"launched {kind}": partial(planned, kind) for kind in ("no", "bf16")} if place.ranks == 2 else {}
+
+
+def planned(precision):
+    ds = {**CONFIG, "bf16": {"enabled": precision == "bf16"}}
+    return loop(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds), mixed_precision=precision)
 
 
 def loop(**settings):
@@ -37,13 +49,11 @@ def loop(**settings):
     return {**facts, "dtype": dtype, "losses": losses, "clipping": os.environ.get("ACCELERATE_GRADIENT_CLIPPING")}
 
 
-def main(out, *wanted):
-    found = [] if wanted else [loop()]
-    for precision, _, config in (word.partition("=") for word in wanted):
-        found.append(loop(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), mixed_precision=precision))
+def main(out):
+    found = loop()
     if int(os.environ["RANK"]) == 0:
         Path(out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])
