@@ -33,10 +33,10 @@ _HELD = "_mpispeed_held"
 
 
 class _Held:
-    """Holds an engine in the attributes of a parameter. Copies hold none."""
+    """Holds engines in the attributes of a parameter: several, if their models share it frozen. Copies hold none."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return OrderedDict, ()  # which torch's loader of weights knows
@@ -51,19 +51,38 @@ def register(engine: Engine) -> None:
     _ENGINES[next(_NUMBERS)] = engine
     params = list(engine.module.parameters())
     for param in params:
-        vars(param)[_HELD] = _Held(engine)
-    engine.bus.subscribe(Event.CLOSE, lambda _: _let_go(params))
+        held = vars(param).get(_HELD)
+        if not isinstance(held, _Held):  # a loaded copy holds something else
+            held = vars(param)[_HELD] = _Held()
+        held.engines.append(engine)
+    me = weakref.ref(engine)
+    engine.bus.subscribe(Event.CLOSE, lambda _: _let_go(params, me()))
 
 
-def _let_go(params: Iterable[torch.Tensor]) -> None:
+def _let_go(params: Iterable[torch.Tensor], engine: Engine | None) -> None:
+    """Forget an engine, of which others may go on with a parameter."""
     for param in params:
-        vars(param).pop(_HELD, None)
+        held = vars(param).get(_HELD)
+        if isinstance(held, _Held):
+            held.engines[:] = [each for each in held.engines if each is not engine]
+            if not held.engines:
+                del vars(param)[_HELD]
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The open engine that has parameters of `model`; None without one. Local."""
-    held = (vars(param).get(_HELD) for param in model.parameters())
-    return next((each.engine for each in held if isinstance(each, _Held)), None)  # loaded copies hold something else
+    """The newest open engine whose parameters all belong to `model`, or that trains one of them; else None. Local."""
+    params = {id(param): param for param in model.parameters()}
+    found: dict[int, Engine] = {}
+    for param in params.values():
+        held = vars(param).get(_HELD)
+        for engine in held.engines if isinstance(held, _Held) else ():
+            if param.requires_grad or all(id(own) in params for own in engine.module.parameters()):
+                found[id(engine)] = engine
+    return max(found.values(), key=_number_of, default=None)
+
+
+def _number_of(engine: Engine) -> int:
+    return next(number for number, each in _ENGINES.items() if each is engine)
 
 
 def newest_mesh() -> Mesh | None:

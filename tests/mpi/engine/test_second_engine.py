@@ -107,3 +107,27 @@ def test_copies_of_a_model_hold_no_engine():
 
 def full(model):
     return [mpispeed.zero.safe_get_full_fp32_param(param).clone() for param in model.parameters()]
+
+
+@pytest.mark.ranks(2)
+def test_a_frozen_parameter_that_two_models_share_keeps_both_engines():
+    """The end of one leaves the other to those that have the parameter alone."""
+    stage, models = 1, (Net(seed=3), Net(seed=4))
+    shared = next(models[0].parameters()).requires_grad_(False)
+    name = next(name for name, _ in models[0].named_parameters())
+    owner, _, attribute = name.rpartition(".")
+    setattr(models[1].get_submodule(owner), attribute, shared)
+    first, second = (start(config(stage, **ADAM), model) for model in models)
+    assert [engine_of(model) for model in models] == [first, second]
+    outside = torch.nn.Module()
+    outside.frozen, outside.own = shared, torch.nn.Parameter(torch.ones(2))
+    assert engine_of(outside) is None  # it is no model of theirs
+    watched, trained = weakref.ref(first), [p for p in models[0].parameters() if p is not shared]
+    second.destroy()
+    del models, first
+    for param in trained:
+        vars(param).clear()
+    gc.collect()
+    assert watched() is not None  # held by the shared parameter alone
+    watched().destroy()
+    assert not vars(shared)
