@@ -27,7 +27,7 @@ from mpispeed.native.checksum import crc32c
 from mpispeed.native.page_memory import aligned
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.comm import Comm
+    from mpispeed.ckpt.format.saving_comm import SavingComm
 
 _ROUND_BYTES = 2 * schema.BLOCK_BYTES
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -44,7 +44,7 @@ class _Block:
     is_last: bool
 
 
-def copy(comm: Comm, folder: Path, chain: Sequence[int], error: type[MpispeedError]) -> None:
+def copy(comm: SavingComm, folder: Path, chain: Sequence[int], error: type[MpispeedError]) -> None:
     """Copy all files of a tag from the first rank of `chain` to the disks of the others.
 
     Every file is compared with its checksum in the manifest, which is written last and atomically. A rank of the chain
@@ -84,7 +84,9 @@ def _blocks_of(manifest: Manifest, names: Sequence[str]) -> list[_Block]:
     return found
 
 
-def _pass_on(comm: Comm, folder: Path, chain: Sequence[int], manifest: Manifest, error: type[MpispeedError]) -> None:
+def _pass_on(
+    comm: SavingComm, folder: Path, chain: Sequence[int], manifest: Manifest, error: type[MpispeedError]
+) -> None:
     names = sorted(manifest.files)
     parts = _blocks_of(manifest, names)
     rounds = len(parts) + len(chain) - 2

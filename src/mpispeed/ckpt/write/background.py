@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from mpispeed.mesh.comm import Kinds, together
 if TYPE_CHECKING:
     import torch
 
+    from mpispeed.ckpt.format.saving_comm import SavingComm
     from mpispeed.mesh.comm import Comm
 
 
@@ -64,7 +65,11 @@ class PatientComm:
         return found
 
     def all_to_all(
-        self, out: torch.Tensor, x: torch.Tensor, out_counts: Sequence[int] | None, counts: Sequence[int] | None
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_counts: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> None:
         """As `Comm.all_to_all`. Collective over: the group."""
         self._ask(lambda comm: comm.all_to_all(out, x, out_counts, counts), "all_to_all")
@@ -84,7 +89,7 @@ class BackgroundSaver:
     def __init__(self, comm: Comm) -> None:
         """Args: `comm`: a group over all ranks that nothing else uses."""
         comm.group.limits.timeout_seconds = None  # ranks wait for the slowest disk, however long it takes
-        self._comm = cast("Comm", PatientComm(comm))
+        self._comm: SavingComm = PatientComm(comm)
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._report: SaveReport | None = None

@@ -19,6 +19,7 @@ from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo
 from mpispeed.native.checksum import crc32c
 
 if TYPE_CHECKING:
+    from mpispeed.ckpt.format.saving_comm import SavingComm
     from mpispeed.mesh.comm import Comm
 
 
@@ -166,7 +167,7 @@ def prepare(
     )
 
 
-def compare(comm: Comm, request: Request) -> Ranks:
+def compare(comm: SavingComm, request: Request) -> Ranks:
     """Check that all ranks describe the same checkpoint, and their pieces cover it exactly once.
 
     Collective over: comm.
@@ -212,7 +213,7 @@ log = logging.getLogger(__name__)
 _SHOWN = 5
 
 
-def check_replicas(comm: Comm, request: Request, ranks: Ranks) -> None:
+def check_replicas(comm: SavingComm, request: Request, ranks: Ranks) -> None:
     """Compare pieces that are replicas with those that are written, bit for bit, by checksums of parts.
 
     Replicas have to be divided into the same pieces. Those of "averaged" parameters may differ and are not compared.

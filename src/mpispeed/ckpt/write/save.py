@@ -25,6 +25,7 @@ from mpispeed.ckpt.write.request import Ranks, Request, SaveOptions, check_repli
 from mpispeed.ckpt.write.work_folder import Ticket, begin, discarded_on_failure, lay_out
 
 if TYPE_CHECKING:
+    from mpispeed.ckpt.format.saving_comm import SavingComm
     from mpispeed.mesh.comm import Comm
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def save(
     return carry_out(comm, request)
 
 
-def carry_out(comm: Comm, request: Request) -> SaveReport:
+def carry_out(comm: SavingComm, request: Request) -> SaveReport:
     """Write a prepared request.
 
     Collective over: comm.
@@ -147,7 +148,7 @@ def carry_out(comm: Comm, request: Request) -> SaveReport:
     )
 
 
-def _write_files(comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
+def _write_files(comm: SavingComm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
     """One rank per file writes: one per node, or as far apart as can be. Collective over: comm."""
     count, leaders = len(places.files), ranks.leaders
     writers = leaders if count == len(leaders) else [file * comm.size // count for file in range(count)]
@@ -156,7 +157,7 @@ def _write_files(comm: Comm, request: Request, ticket: Ticket, places: Places, r
     return two_phase.write_through(comm, ticket.work, request.tensors, places, streams, writers, size)
 
 
-def _write_direct(comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
+def _write_direct(comm: SavingComm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
     """Every rank writes its pieces, except of tensors in too many small pieces. Collective over: comm."""
     fine = logical.finely_cut(request.tensors, ranks.ranges)
     segments = np.empty((0, 4), np.int64)
@@ -166,13 +167,13 @@ def _write_direct(comm: Comm, request: Request, ticket: Ticket, places: Places, 
     return np.concatenate([segments, rest])
 
 
-def _write_dealt(comm: Comm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
+def _write_dealt(comm: SavingComm, request: Request, ticket: Ticket, places: Places, ranks: Ranks) -> np.ndarray:
     """The ranks that see the folder write what the others send them. Collective over: comm."""
     return _write_lanes(comm, request, ticket, places, ranks, np.arange(len(request.tensors)), ranks.neighbours)
 
 
 def _write_lanes(
-    comm: Comm,
+    comm: SavingComm,
     request: Request,
     ticket: Ticket,
     places: Places,
@@ -190,7 +191,7 @@ def _write_lanes(
     return two_phase.write_through(comm, ticket.work, tensors, places, streams, chosen_writers, size)
 
 
-def _finish(comm: Comm, request: Request, ticket: Ticket, places: Places, segments: np.ndarray) -> int:
+def _finish(comm: SavingComm, request: Request, ticket: Ticket, places: Places, segments: np.ndarray) -> int:
     """Write checksums, state.h5 and manifest, and read back; return the bytes of all files. Collective over: comm."""
     segments_by_rank = comm.gather_objects(segments)
     rng_by_rank = comm.gather_objects(request.rng)
@@ -247,7 +248,7 @@ def _read_back(request: Request, ticket: Ticket, places: Places) -> None:
         payload.read_back(ticket.work, data_files, request.tensors, is_full=is_full, seed=ticket.uuid)
 
 
-def _copy(comm: Comm, request: Request, ticket: Ticket, places: Places) -> None:
+def _copy(comm: SavingComm, request: Request, ticket: Ticket, places: Places) -> None:
     """Copy the checkpoint to the other disks. Collective over: comm."""
     copies.copy(comm, ticket.work, ticket.owners, SaveFailed)
     with comm.together(SaveFailed, doing="reading the copy of the checkpoint", plain=PLAIN):
@@ -255,7 +256,7 @@ def _copy(comm: Comm, request: Request, ticket: Ticket, places: Places) -> None:
             _read_back(request, ticket, places)
 
 
-def _publish(comm: Comm, request: Request, ticket: Ticket) -> None:
+def _publish(comm: SavingComm, request: Request, ticket: Ticket) -> None:
     """Publish the tag, make it the latest, and remove old ones. Collective over: comm."""
     options, folder = request.options, ticket.final.parent
     where = " on every node (where that worked, it stays)" if len(ticket.owners) > 1 else ""

@@ -23,7 +23,7 @@ from mpispeed.ckpt.format.payload import OpenFiles
 from mpispeed.ckpt.format.tag_files import Places
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.comm import Comm
+    from mpispeed.ckpt.format.saving_comm import SavingComm
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def deal(
 
 
 def write_through(
-    comm: Comm,
+    comm: SavingComm,
     folder: Path,
     tensors: Sequence[LogicalTensor],
     places: Places,

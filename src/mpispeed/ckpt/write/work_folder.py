@@ -23,7 +23,7 @@ from mpispeed.ckpt.write.request import Ranks, Request
 from mpispeed.store.mounts import mount_of
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.comm import Comm
+    from mpispeed.ckpt.format.saving_comm import SavingComm
 
 
 #: HDF5 metadata of one tensor and its checksums, for the estimate of free space
@@ -58,7 +58,7 @@ class Ticket:
         return self.work / schema.MODEL_FILE
 
 
-def begin(comm: Comm, request: Request, ranks: Ranks) -> Ticket:
+def begin(comm: SavingComm, request: Request, ranks: Ranks) -> Ticket:
     """Make the work folder, one on every disk.
 
     Collective over: comm.
@@ -110,7 +110,7 @@ def _make(request: Request, ticket: Ticket) -> None:
     ticket.is_keeper = True
 
 
-def lay_out(comm: Comm, request: Request, ticket: Ticket, files: int) -> Places:
+def lay_out(comm: SavingComm, request: Request, ticket: Ticket, files: int) -> Places:
     """Create the files with everything but elements and checksums.
 
     Collective over: comm.
@@ -179,7 +179,7 @@ COHERENT_FUSE = frozenset({"fuse.ceph", "fuse.glusterfs"})
 _SHARE_BYTES = 1000
 
 
-def is_direct(comm: Comm, request: Request, ranks: Ranks, work: Path) -> bool:
+def is_direct(comm: SavingComm, request: Request, ranks: Ranks, work: Path) -> bool:
     """True if every rank may write its own pieces into the files in `work`.
 
     Always on one node. On several, the type of the file system has to allow it, and then a trial: the first rank of
@@ -210,12 +210,12 @@ def _is_incoherent(kind: str) -> bool:
     return kind in INCOHERENT_TYPES or (kind.startswith("fuse") and kind not in COHERENT_FUSE)
 
 
-def _say(comm: Comm, why: str) -> None:
+def _say(comm: SavingComm, why: str) -> None:
     if comm.rank == 0:
         log.info("%s: one rank per file writes the checkpoint", why)
 
 
-def _try(comm: Comm, path: Path, leaders: Sequence[int]) -> bool:
+def _try(comm: SavingComm, path: Path, leaders: Sequence[int]) -> bool:
     """Collective over: comm."""
     with comm.together(SaveFailed, doing="trying the file system", plain=PLAIN):
         if comm.rank == 0:
