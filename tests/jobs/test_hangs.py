@@ -2,11 +2,13 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.helpers import hangs
 
+SLICES = Path(__file__).with_name("slices_worker.py")
 WATCH_SECONDS = 3.0
 
 
@@ -19,6 +21,18 @@ def test_a_divergence_is_named_and_ends_the_job(job, way, tmp_path):
     done = job(hangs.RANKS, hangs.WORKER, way, **settings(tmp_path))
     found = hangs.problems(way, done.returncode, done.stderr, tmp_path, WATCH_SECONDS)
     assert not found, "\n".join(found)
+
+
+def test_a_failed_pass_that_one_slice_catches_ends_the_job_before_an_update_mixes_batches(job, tmp_path):
+    """The sums of its next pass meet those of the failed one on the other rank; then the steps do not fit."""
+    done = job(2, SLICES, **settings(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "caught", "updates 1", "updates 1"]
+    assert re.search(r"the job hangs and is ended: ranks 0-1 wait for ever|ranks diverged", done.stderr), done.stderr
+    lines = SLICES.read_text().splitlines()
+    backward, update = (next(n for n, text in enumerate(lines, 1) if f"# at {mark}" in text) for mark in ("back", "up"))
+    assert re.search(rf"rank 0 is in \w+ .* over model at \S*{SLICES.name}:{update} in step", done.stderr), done.stderr
+    assert re.search(rf"rank 1 is in \w+ .* over model at \S*{SLICES.name}:{backward} in step", done.stderr)
 
 
 def test_a_rank_asleep_gives_a_notice_and_the_job_goes_on(job, tmp_path):
