@@ -2,7 +2,9 @@
 
 from mpispeed.config.section import Section
 from mpispeed.engine.features import Feature, register, registered, unregister
-from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.hooks import Context, Given, Hooks, Setup
 from mpispeed.engine.step import Place
 
-__all__ = ["Context", "Feature", "Hooks", "Place", "Section", "register", "registered", "unregister"]
+__all__ = [
+    "Context", "Feature", "Given", "Hooks", "Place", "Section", "Setup", "register", "registered", "unregister",
+]  # fmt: skip
