@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
-from mpispeed.ckpt.read.reader import open_checkpoint
+from mpispeed.ckpt.tools import show as showing
 from mpispeed.features import Feature, Hooks, register, unregister
 from mpispeed.monitor import Event
 from mpispeed.nn.tensor import cuts
@@ -188,7 +188,7 @@ def test_the_position_of_the_loader_is_state_of_its_feature(mpi_tmp_path, comm):
     train(first, samples(1))
     next(iter(first.training_dataloader))
     first.save_checkpoint(str(mpi_tmp_path), tag="one")
-    state = open_checkpoint(mpi_tmp_path, "one").state()
+    state = showing.state(showing.open_location(f"{mpi_tmp_path}:one"))  # what `mpispeed ckpt show --state` prints
     assert (state["features"]["loader"]["position"], state["features"]["loader"]["length"]) == (BATCH, 48)
     second = loaded(model=Net(seed=3))
     _, left = second.load_checkpoint(str(mpi_tmp_path), load_module_only=True)
