@@ -15,6 +15,7 @@ from mpispeed.config.elastic_batch import check_schedule, find_run_warnings
 from mpispeed.config.load import LoadedConfig, read_source
 from mpispeed.engine import features
 from mpispeed.engine.agreement import configuring
+from mpispeed.engine.attached import transform
 from mpispeed.engine.build.assemble import assemble
 from mpispeed.engine.distributed import DEFAULT_PORT, init_distributed
 from mpispeed.engine.engine import Engine
@@ -116,7 +117,7 @@ def initialize(
 def _transform(model: nn.Module, setup: Setup) -> None:
     """Change the model as features ask, before its parameters are sharded. Collective over: all ranks."""
     try:
-        features.transform(model, setup)
+        transform(features.registered(), model, setup)
     except ConfigError:  # on all ranks
         release_norms(model)
         setup.mesh.close()

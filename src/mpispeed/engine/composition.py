@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpispeed.engine.backward import DirectBackward
 from mpispeed.engine.build.loaders import Loaders
+from mpispeed.engine.features import registered
 from mpispeed.engine.hooks import Context
 from mpispeed.engine.state.checkpoints import Checkpoints
 from mpispeed.engine.state.offload_states import OffloadStates
@@ -65,7 +66,8 @@ def compose(parts: Parts) -> Composition:
     # Gradients that come outside of a pipeline's schedule are refused by the gradient store.
     if optimization is not None and not is_pipeline:
         optimization.hooks.listen(direct.expect_gradient)
-    parts.updates.insert(parts.features.attach(Context(None, parts.plan, parts.mesh, parts.given, parts, {})))
+    context = Context(None, parts.plan, parts.mesh, parts.given, parts, {})
+    parts.updates.insert(parts.features.attach(registered(), context))
     return Composition(
         parts=parts,
         accumulation=parts.accumulation,

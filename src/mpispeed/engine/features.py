@@ -2,56 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.events import Event
 from mpispeed.config import added
 from mpispeed.config.walltime import Walltime
 from mpispeed.engine import drills, preemption
-from mpispeed.engine.agreement import configuring
-from mpispeed.engine.build import loaders, slicing
+from mpispeed.engine.attached import Feature
+from mpispeed.engine.build.loaders import make_loader
+from mpispeed.engine.build.slicing import fit_layers
 from mpispeed.engine.hooks import Context, Hooks, Setup
 from mpispeed.engine.observe import reports
+from mpispeed.nn.sync_norm import release_norms
+from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.config.section import Section
-    from mpispeed.engine.step import Place, StepPart
     from mpispeed.mesh.comm import Comm
-    from mpispeed.plan.plan import Plan
 
 
-def off(context: Context) -> None:
-    """For features that only transform the model."""
+def slice_model(model: nn.Module, setup: Setup) -> None:
+    """Slice layers, as `fit_layers`. Collective over: all ranks."""
+    fit_layers(setup.plan, setup.mesh, model, has_mpu=setup.given.mpu is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """One row of the table.
+def attach_slicing(context: Context) -> None:
+    """Let BatchNorms go when the engine ends; slices stay."""
+    module = context.module
+    context.bus.subscribe(Event.CLOSE, lambda _: release_norms(module))
 
-    Attributes:
-        name: unique; the key of its section in the config and of its state in checkpoints.
-        attach: called once for each engine, on every rank; returns None where the feature is off.
-        section: its settings; None if it has none.
-        transform: changes the model, called as `transform(model, setup)` before parameters are sharded. It may
-            communicate.
-        is_of_data: its state is a place in the data, which `load_checkpoint(load_data_state=False)` leaves alone.
+
+def attach_loader(context: Context) -> Hooks | None:
+    """Make the loader of `training_data`, whose position is state; None without such data.
+
+    Raises:
+        ConfigError: sizes do not fit, or it is no data set.
     """
-
-    name: str
-    attach: Callable[[Context], Hooks | None] = off
-    section: type[Section] | None = None
-    transform: Callable[[nn.Module, Setup], None] | None = None
-    is_of_data: bool = False
+    given, counters = context.given, context.counters
+    if given.training_data is None:
+        return None
+    # DeepSpeed's pipelines read in order, its other engines do not.
+    shuffles = not isinstance(context.module, PipelineModule)
+    loader = make_loader(context.plan, context.mesh, given.training_data, given.collate_fn, shuffles=shuffles)
+    return Hooks(
+        # Micro-batches since the last boundary have changed only gradients, which are not saved: replay them.
+        state=lambda: loader.state_dict(unused_batches=counters.pending_backwards),
+        check=loader.check_state,
+        load=loader.load_state_dict,
+        published={"training_dataloader": loader},
+    )
 
 
 BUILT_IN = (
-    Feature("slicing", slicing.attach, transform=slicing.fit_layers),
+    Feature("slicing", attach_slicing, transform=slice_model),
     Feature("monitors", reports.attach),
-    Feature("loader", loaders.attach, is_of_data=True),
+    Feature("loader", attach_loader, is_of_data=True),
     Feature("drills", drills.attach),
     Feature("walltime", preemption.attach, section=Walltime),
 )
@@ -116,131 +123,3 @@ def require_same(comm: Comm) -> None:
         told = [", ".join(names) or "none" for names in (found[0], found[odd])]
         msg = f"rank {odd} has registered the features {told[1]}, and rank 0 {told[0]}; register the same on all ranks"
         raise ConfigError(msg)
-
-
-def transform(model: nn.Module, setup: Setup) -> None:
-    """Let features change the model, before its parameters are sharded.
-
-    Collective over: all ranks.
-
-    Raises:
-        ConfigError: on every rank, if a feature fails on one.
-    """
-    for feature in registered():
-        if feature.transform is not None:
-            with configuring(setup.mesh.world.comm):
-                feature.transform(model, replace(setup, settings=_settings(feature, setup.plan)))
-
-
-def _settings(feature: Feature, plan: Plan) -> Any:
-    return None if feature.section is None else getattr(plan.config, feature.name, feature.section())
-
-
-class Attached:
-    """The features of one engine that are on.
-
-    Attributes:
-        published: the objects that they offer, by name.
-        batches: functions that change inputs of the model.
-        after_steps: functions at the end of a step, in their order.
-        between_steps: functions between steps.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[str, tuple[Feature, Hooks]] = {}
-        self.published: dict[str, Any] = {}
-        self.batches: list[Callable[[Any, bool], Any]] = []
-        self.after_steps: list[Callable[[], None]] = []
-        self.between_steps: list[Callable[[], None]] = []
-
-    def attach(self, context: Context) -> list[tuple[Place, StepPart]]:
-        """Attach the rows of the table to a run; returns their parts of a step.
-
-        Collective over: all ranks.
-
-        Raises:
-            ConfigError: on every rank, if a feature fails on one.
-        """
-        for feature in registered():
-            with configuring(context.mesh.world.comm):
-                settings, published = _settings(feature, context.plan), dict(self.published)
-                hooks = feature.attach(replace(context, settings=settings, published=published))
-                if hooks is not None:
-                    self._add(feature, hooks)
-        found = [hooks for _, hooks in self._rows.values()]
-        self.batches = [hooks.batch for hooks in found if hooks.batch is not None]
-        self.after_steps = [hooks.after_step for hooks in reversed(found) if hooks.after_step is not None]
-        self.between_steps = [hooks.between_steps for hooks in found if hooks.between_steps is not None]
-        return [row for hooks in found for row in hooks.step_parts]
-
-    def _add(self, feature: Feature, hooks: Hooks) -> None:
-        taken = sorted(self.published.keys() & (hooks.published or {}).keys())
-        if taken:
-            msg = f"feature {feature.name!r} publishes {', '.join(taken)}, as one before it does; choose another name"
-            raise ConfigError(msg)
-        self._rows[feature.name] = feature, hooks
-        self.published.update(hooks.published or {})
-
-    def begun(self, engine: Any) -> None:
-        """Tell features that their engine is complete. Collective over: all ranks."""
-        for _, hooks in self._rows.values():
-            if hooks.begun is not None:
-                hooks.begun(engine)
-
-    def batch(self, inputs: Any, *, is_training: bool) -> Any:
-        """The inputs of a forward pass, as features change them."""
-        for change in self.batches:
-            inputs = change(inputs, is_training)
-        return inputs
-
-    def state(self) -> dict[str, Any]:
-        """State for a checkpoint, by name."""
-        return {name: dict(hooks.state()) for name, (_, hooks) in self._rows.items() if hooks.state is not None}
-
-    def check(self, states: Mapping[str, Any], *, takes_data: bool) -> None:
-        """Raise if `load` could not take these states; changes nothing.
-
-        Raises:
-            CheckpointError: a feature would not take its state.
-        """
-        for name, hooks in self._of(states, takes_data=takes_data):
-            if hooks.check is not None:
-                _give(hooks.check, name, states)
-
-    def load(self, states: Mapping[str, Any], *, takes_data: bool) -> None:
-        """Give state of a checkpoint back; features without state there stay as they are.
-
-        Args:
-            states: by name.
-            takes_data: give also the state of those whose state is a place in the data.
-
-        Raises:
-            CheckpointError: a feature does not take its state.
-        """
-        for name, hooks in self._of(states, takes_data=takes_data):
-            if hooks.load is not None:
-                _give(hooks.load, name, states)
-
-    def _of(self, states: Mapping[str, Any], *, takes_data: bool) -> list[tuple[str, Hooks]]:
-        rows = [row for row in self._rows.values() if takes_data or not row[0].is_of_data]
-        return [(feature.name, hooks) for feature, hooks in rows if feature.name in states]
-
-    def before_save(self) -> None:
-        """Tell features that a save begins. Collective over: all ranks."""
-        for _, hooks in self._rows.values():
-            if hooks.before_save is not None:
-                hooks.before_save()
-
-    def after_save(self) -> None:
-        """Tell features that a save is over. Collective over: all ranks."""
-        for _, hooks in reversed(self._rows.values()):
-            if hooks.after_save is not None:
-                hooks.after_save()
-
-
-def _give(take: Callable[[Mapping[str, Any]], None], name: str, states: Mapping[str, Any]) -> None:
-    try:
-        take(states[name])
-    except Exception as error:
-        msg = f"feature {name!r} does not take its state in this checkpoint: {error}"
-        raise CheckpointError(msg) from error

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from mpispeed.base.events import Bus
     from mpispeed.engine.backward import Counters
-    from mpispeed.engine.build.parts import Parts
     from mpispeed.engine.step import StepPart
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
@@ -103,28 +102,32 @@ class Context(Setup):
         published: what the features before this one have published, by name.
     """
 
-    parts: Parts
+    parts: Any  # a Parts, which is made of what is below this module
     published: Mapping[str, Any]
 
     @property
     def module(self) -> nn.Module:
         """The model."""
-        return self.parts.module
+        found: nn.Module = self.parts.module
+        return found
 
     @property
     def params(self) -> ParamStore:
         """The store of parameters and masters."""
-        return self.parts.params
+        found: ParamStore = self.parts.params
+        return found
 
     @property
     def counters(self) -> Counters:
         """Steps, samples and skipped steps."""
-        return self.parts.counters
+        found: Counters = self.parts.counters
+        return found
 
     @property
     def bus(self) -> Bus:
         """Events of the run; listeners watch and change nothing. CLOSE comes also if the engine cannot be built."""
-        return self.parts.bus
+        found: Bus = self.parts.bus
+        return found
 
     def write(self, series: str, value: float) -> None:
         """Write a point of a series to all monitors of the config, over samples. Local; rank 0 writes."""

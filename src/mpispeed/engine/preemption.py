@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from mpispeed.base.events import Bus
     from mpispeed.config.walltime import Walltime
     from mpispeed.engine.backward import Counters
-    from mpispeed.engine.engine import Engine
     from mpispeed.engine.hooks import Context
     from mpispeed.mesh.mesh import Mesh
 
@@ -64,6 +63,26 @@ def attach(context: Context) -> Hooks | None:
         between_steps=run_end.heed_between_steps,
         published={"run_end": run_end},
     )
+
+
+class Engine(Protocol):
+    """The engine of the run, as far as it is asked here."""
+
+    client_state: dict[str, Any]
+    mpispeed: Any
+
+    @property
+    def is_saving(self) -> bool:
+        """True while a checkpoint is being written in the background."""
+
+    def save_checkpoint(self, save_dir: str, tag: str | None, *, client_state: dict[str, Any]) -> Any:
+        """Collective over: all ranks."""
+
+    def load_checkpoint(self, load_dir: str) -> tuple[str | None, dict[str, Any] | None]:
+        """Collective over: all ranks."""
+
+    def wait_checkpoint(self) -> Any:
+        """Collective over: all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

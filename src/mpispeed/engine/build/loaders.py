@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mpispeed.base.errors import UsageError
 from mpispeed.data.loader import ShardedLoader
-from mpispeed.engine.hooks import Context, Hooks
-from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,27 +19,6 @@ if TYPE_CHECKING:
 
 ROUTES = ("train", "eval", "predict")
 """What a loader of `engine.deepspeed_io` is for."""
-
-
-def attach(context: Context) -> Hooks | None:
-    """Make the loader of `training_data`, whose position is state; None without such data.
-
-    Raises:
-        ConfigError: sizes do not fit, or it is no data set.
-    """
-    given, counters = context.given, context.counters
-    if given.training_data is None:
-        return None
-    # DeepSpeed's pipelines read in order, its other engines do not.
-    shuffles = not isinstance(context.module, PipelineModule)
-    loader = make_loader(context.plan, context.mesh, given.training_data, given.collate_fn, shuffles=shuffles)
-    return Hooks(
-        # Micro-batches since the last boundary have changed only gradients, which are not saved: replay them.
-        state=lambda: loader.state_dict(unused_batches=counters.pending_backwards),
-        check=loader.check_state,
-        load=loader.load_state_dict,
-        published={"training_dataloader": loader},
-    )
 
 
 def make_loader(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import UsageError
 from mpispeed.base.events import Event
-from mpispeed.engine.features import Attached
+from mpispeed.engine.attached import Attached
 from mpispeed.engine.hooks import Given
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 

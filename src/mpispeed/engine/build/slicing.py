@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpispeed.base import init_scope, rng
 from mpispeed.base.errors import ConfigError
-from mpispeed.base.events import Event
 from mpispeed.mesh.comm import Comm
-from mpispeed.nn.sync_norm import release_norms, synchronise_norms
+from mpispeed.nn.sync_norm import synchronise_norms
 from mpispeed.nn.tensor import cuts, inject
 from mpispeed.nn.tensor.apply import Layers
 from mpispeed.plan.own_slices import asks_for_slices, find_cut_twice, find_own_cuts, find_unplaced, is_marked
@@ -20,7 +19,6 @@ from mpispeed.sharding.sharded_init import find_init_shard
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.engine.hooks import Context, Setup
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
 
@@ -33,7 +31,7 @@ _TABLE = (
 )
 
 
-def fit_layers(model: nn.Module, setup: Setup) -> None:
+def fit_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = False) -> None:
     """Prepare a model's layers for several ranks: slice them where the config asks, and synchronise BatchNorms.
 
     Collective over: all ranks.
@@ -41,15 +39,9 @@ def fit_layers(model: nn.Module, setup: Setup) -> None:
     Raises:
         ConfigError: on every rank, as in `slice_layers`, or there is a SyncBatchNorm of a derived class.
     """
-    slice_layers(setup.plan, setup.mesh, model, has_mpu=setup.given.mpu is not None)
-    with setup.mesh.world.comm.together(ConfigError):
-        _refuse(synchronise_norms(model, setup.mesh["data"]))
-
-
-def attach(context: Context) -> None:
-    """Let BatchNorms go when the engine ends; slices stay."""
-    module = context.module
-    context.bus.subscribe(Event.CLOSE, lambda _: release_norms(module))
+    slice_layers(plan, mesh, model, has_mpu=has_mpu)
+    with mesh.world.comm.together(ConfigError):
+        _refuse(synchronise_norms(model, mesh["data"]))
 
 
 def slice_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = False) -> None:
