@@ -18,7 +18,7 @@ from mpispeed.precision.policy import Policy, resolve
 from mpispeed.sharding.collecting import Collecting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from mpispeed.config.root import Config
     from mpispeed.mesh.mesh import Topology
@@ -121,6 +121,11 @@ class Plan:
         return next((name for name in ("fp16", "bf16") if getattr(self.config, name).enabled), "")
 
     @property
+    def is_wire_set(self) -> bool:
+        """True if messages of gradients have the dtype of the policy; else that of the parameters."""
+        return bool(self.cast_by) or self.config.communication_data_type is not None
+
+    @property
     def outlasts_overflows(self) -> bool:
         """True if a run goes on when gradients overflow at the minimum loss scale."""
         return self.stage == 0
@@ -174,11 +179,14 @@ def make_plan(
     axes: Mapping[str, int] | None = None,
     device: torch.device = HOST,
     optimizer_kind: str | None = None,
+    distinct: Iterable[int] = (),
 ) -> Plan:
     """Resolve `config` for `world_size` ranks; `ranks_per_node` None: all are on one node.
 
     `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
     is that of this rank. `optimizer_kind`: JSON name, in lower case, of an optimizer given in code; None: the config's.
+    `distinct`: sizes of groups of neighbours on the data axis whose ranks have parameters of their own
+    (`base.distinct`).
 
     Raises:
         ConfigError: settings contradict each other, or do not work on the device; with keys, values and the cure.
@@ -209,7 +217,7 @@ def make_plan(
             sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
             codes=name in CODED,
             replicates=name in REPLICATED,
-        ),
+        ).with_distinct(distinct),
         policy=policy,
         gradient_clipping=config.gradient_clipping,
         is_prescaled=config.prescale_gradients,

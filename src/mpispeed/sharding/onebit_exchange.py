@@ -75,12 +75,19 @@ class OneBitExchange:
         self.errors: dict[int, OneBitErrors] = {}
         self._momenta, self._is_prepared = Momenta(mesh, params, states, groups), False
         self.step, self.sent, self.plain, self.shows_common = 1, 0, 0, False
-        found = {dtype for unit in params.table.units for dtype in (params.dtypes(unit)[1], grads.shards.dtype(unit))}
+        found = {dtype for unit in params.table.units for dtype in (unit.states.full, unit.states.accumulate)}
         if found - {torch.float32}:
             odd = ", ".join(sorted(map(str, found - {torch.float32})))
             msg = (
                 f"optimizer {rule.name} works on masters and gradients in float32, found {odd}; give it a model of "
                 "float32 or 16-bit parameters, and leave data_types.grad_accum_dtype out or at fp32"
+            )
+            raise ConfigError(msg)
+        apart = next((unit for unit in params.table.units if unit.states.differs_over_data), None)
+        if apart is not None:
+            msg = (
+                f"optimizer {rule.name} takes means over all data ranks, and these have values of their own of the "
+                f"parameters of {apart.name!r}; use another optimizer, such as Adam"
             )
             raise ConfigError(msg)
         self.early = (
