@@ -184,9 +184,8 @@ def _resolve(
         dtype = _floating_dtype(model)
         kind = kind_of(optimizer, loaded.config.optimizer.type if loaded.config.optimizer else None)
         plan = make_plan(
-            loaded.config, world.size, dtype, ranks_per_node=node, axes=axes, device=device, optimizer_kind=kind,
-            distinct=distinct,
-        )  # fmt: skip
+            loaded.config, world.size, dtype, ranks_per_node=node, axes=axes, device=device, optimizer_kind=kind
+        ).with_distinct(distinct)
         if loaded.config.elasticity.enabled:
             section = loaded.config.elasticity
             loaded.warnings.extend([*find_run_warnings(section, world.size), *check_schedule(section, os.environ)])

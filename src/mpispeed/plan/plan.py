@@ -149,6 +149,14 @@ class Plan:
         """The same plan with another batch."""
         return dataclasses.replace(self, batch=batch)
 
+    def with_distinct(self, sizes: Iterable[int]) -> Plan:
+        """The same plan for groups of neighbours on the data axis whose ranks have parameters of their own.
+
+        Args:
+            sizes: ranks of such groups (`plan.units.distinct_sizes`).
+        """
+        return dataclasses.replace(self, placing=self.placing.with_distinct(sizes))
+
     def digest(self) -> str:
         """A short hash of everything that must be equal on all ranks, except the policy, which may differ by stage."""
         text = self.config.model_dump_json() + repr((self.axes, self.batch, self.placing))
@@ -179,14 +187,11 @@ def make_plan(
     axes: Mapping[str, int] | None = None,
     device: torch.device = HOST,
     optimizer_kind: str | None = None,
-    distinct: Iterable[int] = (),
 ) -> Plan:
     """Resolve `config` for `world_size` ranks; `ranks_per_node` None: all are on one node.
 
     `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
     is that of this rank. `optimizer_kind`: JSON name, in lower case, of an optimizer given in code; None: the config's.
-    `distinct`: sizes of groups of neighbours on the data axis whose ranks have parameters of their own
-    (`base.distinct`).
 
     Raises:
         ConfigError: settings contradict each other, or do not work on the device; with keys, values and the cure.
@@ -217,7 +222,7 @@ def make_plan(
             sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
             codes=name in CODED,
             replicates=name in REPLICATED,
-        ).with_distinct(distinct),
+        ),
         policy=policy,
         gradient_clipping=config.gradient_clipping,
         is_prescaled=config.prescale_gradients,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the ranks have of a parameter; a unit holds parameters of one kind.
+    """The ranks that have copies of a parameter, and what they saw; a unit holds parameters of one kind.
 
     Attributes:
         copies: groups of ranks along other axes than data that have copies.

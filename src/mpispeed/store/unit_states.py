@@ -1,4 +1,4 @@
-"""What a unit's states are and where they rest: the row of a unit in the table of placements. Pure."""
+"""The states of one unit: its row in the table of placements, with dtypes and copies. Pure."""
 
 from __future__ import annotations
 

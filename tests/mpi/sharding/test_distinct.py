@@ -12,7 +12,7 @@ from torch import nn
 
 import mpispeed
 from mpispeed.base.distinct import mark_distinct
-from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.errors import ConfigError, TopologyError, UsageError
 from mpispeed.base.init_scope import paused
 from tests.zoo.training import ADAM, config, start
 
@@ -147,6 +147,9 @@ def test_what_takes_all_data_ranks_for_equal_is_refused(tmp_path):
 
 @pytest.mark.mpi(min_size=1)
 def test_marks_are_checked():
+    too_many = mpispeed.init_distributed().size + 1
+    with pytest.raises(TopologyError, match=f"ranks with parameters of their own = {too_many}"):
+        start(config(0, BATCH, **ADAM), Mixed([0], too_many))
     model = Mixed([0], 2)
     with pytest.raises(UsageError, match="marked to differ over 2 ranks, not over 3"):
         mark_distinct(model.own.parameters(), 3)

@@ -27,7 +27,7 @@ def dealt(stage, *, own_masters=False, bf16=False, **zero):
     found = model()
     zero = {"stage3_param_persistence_threshold": 8, **zero, "stage": stage}
     source = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": bf16}, "zero_optimization": zero}
-    plan = make_plan(validate(source).config, RANKS, torch.float32, distinct=distinct_sizes(found))
+    plan = make_plan(validate(source).config, RANKS, torch.float32).with_distinct(distinct_sizes(found))
     trained = {id(param): 0 for param in found.parameters() if param.requires_grad}
     table = deal_units(plan, found, trained, own_masters=own_masters)
     return {unit.layout.entries[0].name.split(".")[1]: unit.states for unit in table.all_units}, plan.topology()

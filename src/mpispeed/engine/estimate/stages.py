@@ -97,8 +97,8 @@ def _examine_one(
             model = _built(config, source, ranks)
             axes = choose_axes(config, world, model)
             own = dtype_of(model) if dtype is None else dtype
-            distinct = distinct_sizes(model)
-            plan = make_plan(config, ranks, own, ranks_per_node=ranks_per_node, axes=axes, distinct=distinct)
+            plan = make_plan(config, ranks, own, ranks_per_node=ranks_per_node, axes=axes)
+            plan = plan.with_distinct(distinct_sizes(model))
             mesh = Mesh(plan.topology(), world)
             built = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
             _slice(plan, mesh, model)
