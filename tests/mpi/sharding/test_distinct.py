@@ -14,6 +14,7 @@ import mpispeed
 from mpispeed.base.distinct import mark_distinct
 from mpispeed.base.errors import ConfigError, TopologyError, UsageError
 from mpispeed.base.init_scope import paused
+from mpispeed.engine.estimate.budget import gather_inputs, predict
 from tests.zoo.training import ADAM, config, start
 
 WIDTH, BATCH, STEPS = 24, 24, 4
@@ -64,12 +65,13 @@ def reference(ranks, inner, *, accumulation=1, clip=0.0):
 
 
 def trained(inner, stage, *, accumulation=1, clip=0.0, **more):
-    """An engine after all steps, and its norms."""
+    """An engine after all steps, and its norms; the trace is of the last step."""
     rank = mpispeed.init_distributed().rank
     settings = config(stage, BATCH, accumulation, **ADAM, gradient_clipping=clip, **more)
     engine = start(settings, Mixed([rank % inner], inner))
     norms = []
     for step in range(STEPS):
+        engine.mesh.comm_trace.reset()
         parts = samples(step).chunk(engine.mesh.size * accumulation)
         for micro in range(accumulation):
             engine.backward(engine(parts[micro * engine.mesh.size + rank], rank % inner).mean())
@@ -116,6 +118,27 @@ def test_placements_are_those_of_the_ranks_with_copies():
             over = ranks // inner if unit in own else ranks
             assert mesh.topology.group_size(unit.states.master.axes) == over
             assert engine.parts.params.shards.span(unit).numel * over == unit.layout.padded
+        engine.destroy()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_predictions_are_exact(stage):
+    rank, ranks = mpispeed.init_distributed().rank, mpispeed.init_distributed().size
+    for inner in divisors(ranks):
+        engine, _ = trained(inner, stage, accumulation=2, reuse=0)
+        budget = predict(gather_inputs(engine.parts.plan, Mixed([rank % inner], inner)))
+        sent = {verb: engine.mesh.comm_trace.total_bytes(verb) for verb, _ in engine.mesh.comm_trace.entries()}
+        assert {verb: size for verb, size in sent.items() if size} == {
+            row.verb: budget.sent_bytes(row.verb) for row in budget.sent
+        }
+        params, optimization = engine.parts.params, engine.parts.optimization
+        held = {
+            "parameters": params.shards.param_bytes,
+            "optimizer state": optimization.states.state_bytes,
+            "gradients": optimization.grads.shards.rest_bytes,
+        }
+        assert {what: budget.bytes_of(what) for what in held} == held
         engine.destroy()
 
 
