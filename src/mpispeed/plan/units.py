@@ -113,9 +113,8 @@ class _Dealer:
         sizes = [(unit.index, unit.layout.padded) for unit in rows]
         self._outside = leading_units(sizes, offload.ratio * sum(size for _, size in sizes))
         self._in_files: Collection[int] = ()
-        if (
-            plan.states.param.tier is Tier.NVME
-        ):  # the first `max_in_cpu` elements stay in memory, and codes, being small
+        if plan.states.param.tier is Tier.NVME:
+            # The first `max_in_cpu` elements stay in memory, and codes, which are small.
             cut = [u for u in table.all_units if u.index not in self._resident and not self._takes_codes(u)]
             spans = [(unit.index, self._span(unit, plan.states.param)) for unit in cut]
             self._in_files = {index for index, _ in spans} - leading_units(spans, offload.memory_elements)

@@ -67,7 +67,7 @@ def reference(ranks, inner, *, accumulation=1, clip=0.0):
 def trained(inner, stage, *, accumulation=1, clip=0.0, **more):
     """An engine after all steps, and its norms; the trace is of the last step."""
     rank = mpispeed.init_distributed().rank
-    settings = config(stage, BATCH, accumulation, **ADAM, gradient_clipping=clip, **more)
+    settings = config(stage, BATCH, accumulation, **{**ADAM, "gradient_clipping": clip, **more})
     engine = start(settings, Mixed([rank % inner], inner))
     norms = []
     for step in range(STEPS):
@@ -152,6 +152,18 @@ def test_all_placements_have_one_norm():
         found.append(norms)
         engine.destroy()
     assert found == [found[0]] * 4
+
+
+@pytest.mark.mpi(min_size=2)
+def test_norms_of_whole_parameters_are_sums_over_their_own_shards():
+    """LAMB scales by norms of parameters: sharded, by sums over the ranks that share each, in another order."""
+    inner = divisors(mpispeed.init_distributed().size)[0]
+    found = []
+    for stage in (0, 2):
+        engine, _ = trained(inner, stage, optimizer={"type": "Lamb", "params": {"lr": 1e-2}})
+        found.append([param.detach().clone() for param in engine.module.parameters()])
+        engine.destroy()
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.mpi(min_size=2)
