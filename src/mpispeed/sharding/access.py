@@ -120,7 +120,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor, *, refres
     common = entry.span.intersect(held)
     rest[common.shifted(-held.start).slice].copy_(flat[common.shifted(-entry.offset).slice])
     store.shards.put_rest(unit, rest)
-    whole = None if store.prefetcher is None or unit.states.is_resident else store.prefetcher.settled(unit)
+    whole = None if store.prefetcher is None or unit.states.param.is_replicated else store.prefetcher.settled(unit)
     if whole is not None:
         whole[entry.span.slice].copy_(flat)
 

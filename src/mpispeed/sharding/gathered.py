@@ -129,7 +129,7 @@ class _OfStore:
         finally:
             prefetcher = self._store.prefetcher
             if prefetcher is not None and not is_kept:
-                prefetcher.reshard(unit for unit in self._units if not unit.states.is_resident)
+                prefetcher.reshard(unit for unit in self._units if not unit.states.param.is_replicated)
 
     def _check(self) -> None:
         for param, place in self._params:
@@ -141,7 +141,7 @@ class _OfStore:
         Parameters of which data ranks have their own: those of the rank at the place of `root` among ranks with copies.
         """
         store, unit, entry = self._store, place.unit, place.entry
-        if unit.states.is_resident:
+        if unit.states.param.is_replicated:
             whole: torch.Tensor | None = store.shards.rest(unit)
         else:
             whole = None if store.prefetcher is None else store.prefetcher.full(unit)

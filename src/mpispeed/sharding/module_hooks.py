@@ -128,7 +128,7 @@ class ModuleHooks:
         if id(module) not in self._names:
             self._watch(module, "", ())
         known = self._units[id(module)]
-        self._units[id(module)] = known + tuple(u for u in units if u not in known and not u.states.is_resident)
+        self._units[id(module)] = known + tuple(u for u in units if u not in known and not u.states.param.is_replicated)
 
     def drop_external(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Undo `add_external`."""

@@ -203,7 +203,7 @@ class ParamShards:
         Shapes: source [padded], in the dtype of the unit.
         """
         states, own, span = unit.states, self.rest_span(unit), self.span(unit)
-        compute, is_resident = states.compute, states.is_resident
+        compute, is_resident = states.compute, states.param.is_replicated
         rest = source[own.slice].to(compute, copy=not is_resident and not self.tiers.is_apart(PARAM))
         if not is_resident:
             rest = self.tiers.bring(PARAM, rest, compute, copies=False)
@@ -390,7 +390,7 @@ def find_edited(shards: ParamShards, unit: Unit) -> str:
 def find_unbound(shards: ParamShards) -> str:
     """Name of a persistent parameter that does not view its unit's memory any more, else ""."""
     for unit in shards.table.units:
-        if unit.states.is_resident:
+        if unit.states.param.is_replicated:
             for entry, param, mark in zip(unit.layout.entries, unit.params, shards.marks[unit.index], strict=True):
                 if entry.numel and param.data_ptr() != mark[1]:
                     return entry.name

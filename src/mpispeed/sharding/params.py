@@ -162,7 +162,7 @@ class ParamStore:
 
         Collective over: the axes over which parameters are sharded at rest.
         """
-        cut = [unit for unit in units if not unit.states.is_resident]
+        cut = [unit for unit in units if not unit.states.param.is_replicated]
         if not cut:
             yield
             return
@@ -215,7 +215,7 @@ class ParamStore:
             self.prefetcher.abandon()
         problem: StoreError | None = None
         for unit in self.table.all_units:
-            if not unit.states.is_resident:
+            if not unit.states.param.is_replicated:
                 try:
                     self.shards.unshard(unit, self.shards.collected(unit))
                 except StoreError as error:

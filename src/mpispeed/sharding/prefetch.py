@@ -192,7 +192,7 @@ class Prefetcher:
         self._ahead: set[int] = set()
         self._recent: list[int] = []
         self._bound: dict[int, set[int]] = {}
-        self._largest = max((u.layout.padded for u in self._units if not u.states.is_resident), default=0)
+        self._largest = max((u.layout.padded for u in self._units if not u.states.param.is_replicated), default=0)
 
     # -- use ---------------------------------------------------------------------------------------------------
 

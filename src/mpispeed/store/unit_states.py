@@ -92,11 +92,6 @@ class UnitStates:
         return cls(grad=grad, master=master, partial=partial, each_sum=master.axes, last_sum=rest, **more)
 
     @property
-    def is_resident(self) -> bool:
-        """True if the parameters are never sharded."""
-        return self.param.is_replicated
-
-    @property
     def differs_over_data(self) -> bool:
         """True if ranks of the data axis may have parameters of their own."""
         return self.partial != DATA_AXES

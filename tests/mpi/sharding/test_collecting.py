@@ -26,7 +26,7 @@ class Seen:
         for (verb, _), entry in engine.mesh.comm_trace.entries().items():
             self.counts[verb] = self.counts.get(verb, 0) + entry.count
             self.sent[verb] = self.sent.get(verb, 0) + entry.bytes
-        self.parts = [params.shards.span(unit).numel for unit in params.table.units if unit.states.is_resident]
+        self.parts = [params.shards.span(unit).numel for unit in params.table.units if unit.states.param.is_replicated]
         self.itemsize = params.table.units[0].states.compute.itemsize
 
 

@@ -74,7 +74,8 @@ def trained(inner, stage, *, accumulation=1, clip=0.0, **more):
         engine.mesh.comm_trace.reset()
         parts = samples(step).chunk(engine.mesh.size * accumulation)
         for micro in range(accumulation):
-            engine.backward(engine(parts[micro * engine.mesh.size + rank], rank % inner).mean())
+            own = parts[micro * engine.mesh.size + rank].clone().requires_grad_()  # so that backward reads all weights
+            engine.backward(engine(own, rank % inner).mean())
             engine.step()
         norms.append(engine.get_global_grad_norm())
     return engine, norms

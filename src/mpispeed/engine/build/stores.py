@@ -78,7 +78,9 @@ def shard(
         if table.shards_params:
             prefetcher = _make_prefetcher(plan, mesh, shards, waits.wait)
             mark_leaves_by_threshold(model, zero.module_granularity_threshold)
-            users = find_module_units(model, table, needs=lambda unit: not unit.states.is_resident, is_whole=is_leaf)
+            users = find_module_units(
+                model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
+            )
             module_hooks = ModuleHooks(prefetcher, users)
             undo.callback(module_hooks.remove)
             watch_external(model, table, module_hooks)

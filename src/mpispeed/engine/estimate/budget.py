@@ -131,7 +131,7 @@ def predict(facts: EstimateInputs) -> Budget:
         ConfigError: a shard of a unit is longer than the buffers between files and memory.
     """
     users = find_module_units(
-        facts.model, facts.table, needs=lambda unit: not unit.states.is_resident, is_whole=is_leaf
+        facts.model, facts.table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
     )
     played = facts
     if facts.gathers_once:  # each unit is gathered once and stays unsharded
@@ -172,7 +172,7 @@ def _sent_norm(facts: EstimateInputs) -> Iterable[Sent]:
 
 def _held_bytes(facts: EstimateInputs) -> int:
     """Bytes of parameters that stay gathered during a whole step."""
-    cut = [unit for unit in facts.table.all_units if not unit.states.is_resident]
+    cut = [unit for unit in facts.table.all_units if not unit.states.param.is_replicated]
     return sum(unit.layout.padded * unit.states.compute.itemsize for unit in cut)
 
 
@@ -256,11 +256,11 @@ def _build_bytes(facts: EstimateInputs) -> int:
         compute, master = unit.states.compute, unit.states.full
         source = unit.layout.padded * unit.dtype.itemsize
         rest = facts.span(unit, unit.states.param) * compute.itemsize
-        is_source = unit.states.is_resident and compute == unit.dtype
+        is_source = unit.states.param.is_replicated and compute == unit.dtype
         has_masters = unit.is_trainable and not unit.states.master_is_param
         masters = facts.span(unit, unit.states.master) * master.itemsize if has_masters else 0
         made = rest + masters
-        gathered = source if facts.is_init_sharded and not unit.states.is_resident else 0
+        gathered = source if facts.is_init_sharded and not unit.states.param.is_replicated else 0
         most = max(most, held + source + gathered + made - (rest if is_source else 0))
         given = sum(sizes[id(param)] for param in unit.params)
         init_shard = facts.span(unit, unit.states.param) * unit.dtype.itemsize

@@ -217,7 +217,7 @@ class DryRun:
         self._next = len(table.units) - 1
         for module, params in reversed(self._modules):
             places = [place for param in params if (place := table.locate(param)) is not None]
-            units = {place.unit.index: place.unit for place in places if not place.unit.states.is_resident}
+            units = {place.unit.index: place.unit for place in places if not place.unit.states.param.is_replicated}
             if fetches and units and not isinstance(module, _SAVES_NO_WEIGHT):
                 self._use(tuple(units.values()), is_backward=True)
             for param in params:

@@ -135,7 +135,9 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     wanted = {id(value) for value in state.values()}
     for unit in parts.table.all_units:
         # A failure is kept until all gathers are done: the others take part in them.
-        full = parts.params.shards.rest(unit) if unit.states.is_resident else parts.params.shards.collected(unit)
+        full = (
+            parts.params.shards.rest(unit) if unit.states.param.is_replicated else parts.params.shards.collected(unit)
+        )
         if is_taker and failures.first is None:
             with failures.kept():
                 _copy_unit(unit, full, wanted, copies)
@@ -309,7 +311,11 @@ def _visit(
     done = 0
     with failures.kept():
         for unit in parts.table.all_units:
-            full = parts.params.shards.rest(unit) if unit.states.is_resident else parts.params.shards.collected(unit)
+            full = (
+                parts.params.shards.rest(unit)
+                if unit.states.param.is_replicated
+                else parts.params.shards.collected(unit)
+            )
             entries = {id(param): entry for entry, param in zip(unit.layout.entries, unit.params, strict=True)}
             while done < len(own) and id(own[done][1]) in entries:
                 part, tensor = own[done]
@@ -375,7 +381,7 @@ def load_by(parts: Parts, function: Callable[..., Any], state: Mapping[str, Any]
                         take_edited(params, param)
             if failures.first is not None:
                 break
-            if unit.states.is_resident:  # the function may have set `.data`: make parameters views again
+            if unit.states.param.is_replicated:  # the function may have set `.data`: make parameters views again
                 params.shards.unshard(unit, params.shards.rest(unit))
     with comm.together(CheckpointError):
         failures.raise_first()
