@@ -13,8 +13,9 @@ from mpispeed.sharding.grad_shards import GradShards
 from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.reducers import Averaging, SumChannel, SumGradients
 from mpispeed.sharding.units import plan_units
-from mpispeed.store.layout import Table
+from mpispeed.store.layout import Table, Unit
 from mpispeed.store.placement import Placement
+from mpispeed.store.unit_states import UnitStates
 
 WHOLE, DATA = Placement(), Placement(("data",))
 INNER, NESTED = Placement(("data.inner",)), Placement(("data.inner", "data.outer"))
@@ -40,15 +41,26 @@ def table_of(model: nn.Module, parts: int) -> Table:
     return plan_units(model, {id(p): 0 for p in model.parameters()}, parts, 10**9)
 
 
+def placed(table: Table, mesh: Mesh, rest: Placement, target: Placement | None = None, **dtypes: Any) -> Table:
+    """The table with gradients at `rest` and masters at `target`; dtypes are fp32 unless given, and those of fp64."""
+    more = {"accumulate": torch.float32, "wire": torch.float32, **dtypes}
+
+    def states(unit: Unit) -> UnitStates:
+        own = dict.fromkeys(more, torch.float64) if unit.dtype == torch.float64 else more
+        return UnitStates.of(mesh.topology, grad=rest, master=target or rest, **own)
+
+    return table.with_states(states)
+
+
 def store_of(mesh: Mesh, rest: Placement, target: Placement | None = None, **more: Any) -> GradStore:
-    """A store over `small_model`; `more`: a table, and arguments of the objects of which the store is made."""
+    """A store over `small_model`; `more`: a table, dtypes, and arguments of the objects of which the store is made."""
     size = mesh["data"].size
     table = more.pop("table", None) or table_of(small_model(), size)
-    accumulate = more.pop("accumulate", torch.float32)
-    shards = GradShards(table, mesh, rest=rest, target=target or rest, accumulate=accumulate)
+    dtypes = {name: more.pop(name) for name in ("accumulate", "wire") if name in more}
+    shards = GradShards(placed(table, mesh, rest, target, **dtypes), mesh)
     channel = SumChannel.of(mesh, is_overlapped=more.pop("is_overlapped", False))
     averaging, requires_all = more.pop("averaging", Averaging.of(size)), more.pop("requires_all", False)
-    sums = SumGradients(shards, channel.mesh, averaging, **{"communicate": torch.float32, **more})
+    sums = SumGradients(shards, channel.mesh, averaging, **more)
     return GradStore(shards, sums, channel, requires_all=requires_all)
 
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from mpispeed.mesh import sim
 from mpispeed.store.layout import BLOCK, FlatLayout
+from mpispeed.store.placement import Placement
 from mpispeed.store.transfers import own_share, own_span
 from tests.helpers.stores import DATA, INNER, NESTED, NODES, WHOLE, mesh_of
 
@@ -32,11 +33,18 @@ def test_spans_and_shares(division, sizes):
             span = own_span(mesh, placement, layout.padded)
             share = own_share(mesh, placement, layout.padded, "data")
             found[placement] = span, share, mesh.topology.group_size(placement.axes)
+        # Parameters of which each rank of a group has its own: their shares tile a buffer once for each of these ranks.
+        own = (own_share(mesh, at, layout.padded, ("data.outer",)) for at in (WHOLE, Placement(("data.outer",))))
+        found["own"] = tuple(own)
         mesh.close()
         return found
 
     results = sim.run(ranks, work)
-    for placement in results[0]:
+    for whole_or_cut in range(2):
+        tiled = sum(found["own"][whole_or_cut].numel for found in results)
+        assert tiled == inner * layout.padded
+        assert len({found["own"][whole_or_cut] for found in results}) == ranks // inner
+    for placement in (WHOLE, DATA, INNER, NESTED, NODES):
         covered, shared = [0] * (layout.padded // BLOCK), [0] * (layout.padded // BLOCK)
         for found in results:
             span, share, _ = found[placement]

@@ -32,6 +32,7 @@ from mpispeed.plan.axes import choose_axes
 from mpispeed.plan.device import choose_device
 from mpispeed.plan.placements import ranks_per_node
 from mpispeed.plan.plan import Plan, make_plan
+from mpispeed.plan.units import distinct_sizes
 from mpispeed.watchdog import start
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def _resolve(
     content, where = source
     forget_own_cuts(model)
     node = ranks_per_node(world)
+    distinct = set[int]().union(*world.comm.gather_objects(distinct_sizes(model)))  # stages have different layers
     with configuring(world.comm):
         loaded = accept(content, where)
     with configuring(world.comm):  # an mpu is read by all ranks or by none
@@ -193,7 +195,7 @@ def _resolve(
         kind = kind_of(optimizer, loaded.config.optimizer.type if loaded.config.optimizer else None)
         plan = make_plan(
             loaded.config, world.size, dtype, ranks_per_node=node, axes=axes, device=device, optimizer_kind=kind
-        )
+        ).with_distinct(distinct)
         if loaded.config.elasticity.enabled:
             section = loaded.config.elasticity
             loaded.warnings.extend([*find_run_warnings(section, world.size), *check_schedule(section, os.environ)])

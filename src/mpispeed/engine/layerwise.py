@@ -10,7 +10,6 @@ import torch
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.engine.step import StepContext, Update
-from mpispeed.plan.units import Kind
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -40,6 +39,7 @@ class LayerwiseUpdate(Update):
         super().__init__(mesh, rule, update_windows, groups, optimizer)  # type: ignore[arg-type] # it is a rule besides
         self._layerwise, self._params = rule, params
         self._sums = torch.empty(0)
+        self._by_axes = _entries_by_axes(params)
         self._sliced = _sliced_entries(params, mesh["model"])
 
     def works(self, ctx: StepContext) -> Sequence[Callable[[], None]]:
@@ -54,7 +54,8 @@ class LayerwiseUpdate(Update):
 
     def _sum(self) -> None:
         """Collective over: the axes over which masters are sharded, and the model axis."""
-        self._sums = _sum_in_order(self._mesh[self._params.shards.placement.axes], self._sums)
+        for axes, entries in self._by_axes:
+            self._sums[entries] = _sum_in_order(self._mesh[axes], self._sums[entries])
         if self._sliced.numel():
             self._sums[self._sliced] = _sum_in_order(self._mesh["model"], self._sums[self._sliced])
 
@@ -81,6 +82,19 @@ def _sum_in_order(comm: Comm, own: torch.Tensor) -> torch.Tensor:
     return torch.cat(found) if found else own
 
 
+def _entries_by_axes(params: ParamStore) -> list[tuple[tuple[str, ...], slice | torch.Tensor]]:
+    """Axes over which masters are sharded, each with the indices of the parameters in such units."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    first = 0
+    for unit in params.table.units:
+        count = len(unit.layout.entries)
+        found.setdefault(unit.states.master.axes, []).extend(range(first, first + count))
+        first += count
+    if len(found) == 1:
+        return [(axes, slice(None)) for axes in found]
+    return [(axes, torch.tensor(entries)) for axes, entries in found.items()]
+
+
 def _sliced_entries(params: ParamStore, slices: Comm) -> torch.Tensor:
     """Indices of the parameters sliced over the model axis, in the same order on all slices.
 
@@ -96,7 +110,7 @@ def _sliced_entries(params: ParamStore, slices: Comm) -> torch.Tensor:
     found: dict[str, int] = {}
     first = 0
     for unit in params.table.units:
-        if not (isinstance(unit.kind, Kind) and unit.kind.along_model):
+        if not any(copies.axis == "model" for copies in unit.states.copies):
             found |= {entry.name: first + index for index, entry in enumerate(unit.layout.entries)}
         first += len(unit.layout.entries)
     everyone = slices.gather_objects(sorted(found))

@@ -15,7 +15,7 @@ from mpispeed.nn.tensor import cuts
 from mpispeed.nn.tensor.tensor_cut import OWN
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.pipe.tied import make_equal
-from mpispeed.plan.units import Kind
+from mpispeed.plan.units import PLAIN, Kind
 from mpispeed.sharding.sharded_init import edited
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.sharding.grads import GradStore
     from mpispeed.store.layout import Unit
+    from mpispeed.store.unit_states import Copies
 
 
 @dataclass(slots=True)
@@ -32,14 +33,12 @@ class Sharing:
     """Groups of ranks that share parameters.
 
     Attributes:
-        model: ranks with slices of the same layers; None where layers are not sliced.
-        is_first_slice: this rank counts and writes parameters that all slices replicate.
+        slices: ranks with slices of the same layers; this rank alone where layers are not sliced.
         ties: the stages that share a tied module, by key.
         is_own_cut: the model sliced its layers itself; replicated parameters were compared already.
     """
 
-    model: Comm | None = None
-    is_first_slice: bool = True
+    slices: Comm
     ties: Mapping[str, Comm] = field(default_factory=dict)
     is_own_cut: bool = False
 
@@ -50,22 +49,17 @@ class Sharing:
         if isinstance(model, PipelineModule):
             found = {key: model.tied(key).group for key in model.tied_keys()}
             ties = {key: group for key, group in found.items() if group is not None}
-        slices = mesh["model"]
         is_own_cut = any(cut.kind == OWN for cut in cuts(model).values())
-        return cls(slices if slices.size > 1 else None, slices.rank == 0, ties, is_own_cut)
+        return cls(mesh["model"], ties, is_own_cut)
 
     @property
     def shares(self) -> bool:
         """True if there is anything to share."""
-        return self.model is not None or bool(self.ties)
+        return self.slices.size > 1 or bool(self.ties)
 
     def is_counted(self, unit: Unit) -> bool:
         """True on the rank that counts the unit in the norm and writes it, one of those that share it."""
-        kind = unit.kind
-        if not isinstance(kind, Kind):
-            return True
-        is_first_tie = not kind.tie or kind.tie not in self.ties or self.ties[kind.tie].rank == 0
-        return is_first_tie and (self.is_first_slice or not kind.along_model)
+        return all(self.ranks_of(copies).rank == 0 for copies in unit.states.copies)
 
     def sum(self, grads: GradStore) -> None:
         """Add up this rank's range of the summed gradients, over slices and over stages.
@@ -93,7 +87,7 @@ class Sharing:
             own = [
                 (name, group_of.get(id(param), -1))
                 for name, param in model.named_parameters()
-                if kinds.get(id(param), Kind()).tie == key
+                if any(copies.key == key for copies in kinds.get(id(param), PLAIN).copies)
             ]
             for other in comm.gather_objects(own):
                 odd = [name for (name, group), (_, theirs) in zip(own, other, strict=True) if group != theirs]
@@ -110,17 +104,16 @@ class Sharing:
         Collective over: the ranks that share a parameter, and those over which `zero.Init` has sharded it.
         """
         for param in params:
-            kind = kinds.get(id(param), Kind())
-            groups = [self.model] if kind.along_model and self.model is not None and not self.is_own_cut else []
-            groups += [self.ties[kind.tie]] if kind.tie and kind.tie in self.ties else []
+            copies = kinds.get(id(param), PLAIN).copies
+            groups = [self.ranks_of(each) for each in copies if each.key or not self.is_own_cut]
             with edited(param) if groups else nullcontext():
                 for group in groups:
                     make_equal([param], group)
 
     def summed_over(self, unit: Unit) -> list[Comm]:
         """Groups of ranks with copies of the unit that saw different data: their gradients add up."""
-        kind = unit.kind
-        if not isinstance(kind, Kind):
-            return []
-        found = [self.model] if kind.along_model == "partial" and self.model is not None else []
-        return found + ([self.ties[kind.tie]] if kind.tie in self.ties else [])
+        return [self.ranks_of(copies) for copies in unit.states.copies if copies.is_partial]
+
+    def ranks_of(self, copies: Copies) -> Comm:
+        """The ranks of a group of copies."""
+        return self.ties[copies.key] if copies.key else self.slices

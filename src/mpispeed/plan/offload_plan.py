@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.store.tiers import MASTER, PARAM, SwapPlan
+from mpispeed.store.placement import Tier
+from mpispeed.store.tiers import GRAD, MASTER, PARAM, SwapPlan
 
 if TYPE_CHECKING:
     from mpispeed.config.zero import ZeroOptimization
+    from mpispeed.mesh.mesh import Topology
     from mpispeed.store.layout import Table
 
 Cells = Mapping[tuple[str, int], tuple[int, torch.dtype]]
@@ -90,6 +92,24 @@ def leading_units(sizes: Iterable[tuple[int, int]], limit: float) -> frozenset[i
             break
         chosen.add(index)
     return frozenset(chosen)
+
+
+def swapped_cells(table: Table, topology: Topology, slots: Iterable[str]) -> Cells:
+    """States that one rank keeps in swap files; `slots` are the names of the optimizer's."""
+    found: dict[tuple[str, int], tuple[int, torch.dtype]] = {}
+    kinds = tuple(slots)
+    for unit in table.all_units:
+        states, padded = unit.states, unit.layout.padded
+        if states.param.tier is Tier.NVME:
+            found[PARAM, unit.index] = padded // topology.group_size(states.param.axes), states.compute
+    for unit in table.units:
+        states, padded = unit.states, unit.layout.padded
+        if states.master.tier is Tier.NVME:
+            for kind in (*([] if states.master_is_param else [MASTER]), *kinds):
+                found[kind, unit.index] = padded // topology.group_size(states.master.axes), states.full
+        if states.grad.tier is Tier.NVME:
+            found[GRAD, unit.index] = padded // topology.group_size(states.grad.axes), states.accumulate
+    return found
 
 
 def make_swap_plan(tensors: Cells, offload: Offload, table: Table) -> SwapPlan:

@@ -7,7 +7,7 @@ al., ZeRO++ (arXiv 2306.10209).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -70,6 +70,10 @@ class Placing:
         """The hops of a quantized reduction; None on one node, and where gradients are not sharded over the hops."""
         return self.hops if self.states.master.axes == self.hops else None
 
+    def with_distinct(self, sizes: Iterable[int]) -> Placing:
+        """The same with the factors for groups of neighbours whose ranks have parameters of their own."""
+        return replace(self, factors=(*self.factors, *(distinct_factor(size) for size in sorted(sizes))))
+
     def topology(self, axes: Mapping[str, int]) -> Topology:
         """`axes` with the data axis divided into its factors; its name and theirs become aliases."""
         topology = Topology.factored(axes, {"data": self.factors})
@@ -79,6 +83,11 @@ class Placing:
         for name, factor, smaller in self.rings:
             aliases[name] = tuple(axis for axis in aliases[factor] if axis not in aliases[smaller])
         return Topology(sizes, aliases)
+
+
+def distinct_factor(ranks: int) -> Factor:
+    """The factor for parameters of which `ranks` neighbours have their own; `rest` are those with copies."""
+    return Factor(f"data.distinct{ranks}", ranks, "ranks with parameters of their own", rest=f"data.equal{ranks}")
 
 
 def place(

@@ -18,7 +18,7 @@ from mpispeed.precision.policy import Policy, resolve
 from mpispeed.sharding.collecting import Collecting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from mpispeed.config.root import Config
     from mpispeed.mesh.mesh import Topology
@@ -121,6 +121,11 @@ class Plan:
         return next((name for name in ("fp16", "bf16") if getattr(self.config, name).enabled), "")
 
     @property
+    def is_wire_set(self) -> bool:
+        """True if messages of gradients have the dtype of the policy; else that of the parameters."""
+        return bool(self.cast_by) or self.config.communication_data_type is not None
+
+    @property
     def outlasts_overflows(self) -> bool:
         """True if a run goes on when gradients overflow at the minimum loss scale."""
         return self.stage == 0
@@ -143,6 +148,14 @@ class Plan:
     def with_batch(self, batch: Batch) -> Plan:
         """The same plan with another batch."""
         return dataclasses.replace(self, batch=batch)
+
+    def with_distinct(self, sizes: Iterable[int]) -> Plan:
+        """The same plan for groups of neighbours on the data axis whose ranks have parameters of their own.
+
+        Args:
+            sizes: ranks of such groups (`plan.units.distinct_sizes`).
+        """
+        return dataclasses.replace(self, placing=self.placing.with_distinct(sizes))
 
     def digest(self) -> str:
         """A short hash of everything that must be equal on all ranks, except the policy, which may differ by stage."""

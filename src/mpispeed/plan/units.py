@@ -1,53 +1,56 @@
-"""Units of a model under a plan: parameters that are gathered, reduced and updated together, and their replication."""
+"""Units of a model under a plan: parameters that are gathered, reduced and updated together, with all their states.
+
+What a run and a prediction have to know of a unit is decided here, once: placements, tiers, dtypes, copies.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from mpispeed.base.distinct import distinct_over
 from mpispeed.nn.tensor import cuts, partial_gradients
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.sharding.units import plan_units
+from mpispeed.plan.offload_plan import leading_units, offload_of
+from mpispeed.plan.placements import distinct_factor
+from mpispeed.sharding.quantized import Codes
+from mpispeed.sharding.units import choose_resident, plan_units
+from mpispeed.store.placement import REPLICATED, Placement, Tier
+from mpispeed.store.unit_states import DATA_AXES, Copies, UnitStates
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import nn
 
+    from mpispeed.mesh.mesh import Topology
     from mpispeed.plan.plan import Plan
-    from mpispeed.store.layout import Table
+    from mpispeed.store.layout import Table, Unit
 
 
-def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int]) -> Table:
-    """The units of a model under a plan; `group_of` is as for `sharding.units.plan_units`."""
-    zero, topology = plan.config.zero_optimization, plan.topology()
-    return plan_units(
-        model,
-        group_of,
-        topology.group_size("data"),
-        plan.bucket_elements,
-        merge_elements=zero.param_persistence_threshold,
-        takes_frozen=not plan.states.param.is_replicated,
-        kind_of=kinds_of(model, topology.group_size("model")),
-    )
+# -- kinds of parameters ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Replication of the parameters of a unit.
+    """The ranks that have copies of a parameter, and what they saw; a unit holds parameters of one kind.
 
     Attributes:
-        tie: key of the tied module, "" for none.
-        along_model: "" for slices, "copied" for the same weight and gradient on all ranks of the model axis, "partial"
-            for the same weight of which each rank has a part of the gradient.
+        copies: groups of ranks along other axes than data that have copies.
+        partial: axes over which gradients are partial sums and values equal.
     """
 
-    tie: str = ""
-    along_model: str = ""
+    copies: tuple[Copies, ...] = ()
+    partial: tuple[str, ...] = DATA_AXES
+
+
+PLAIN = Kind()
 
 
 def kinds_of(model: nn.Module, slices: int) -> dict[int, Kind]:
-    """Kind by `id` of the parameter, for replicated parameters; `slices` is the size of the model axis."""
+    """Kind by `id` of the parameter, for all that are not `PLAIN`; `slices` is the size of the model axis."""
     ties: dict[int, str] = {}
     if isinstance(model, PipelineModule) and model.num_stages > 1:
         for key in model.tied_keys():
@@ -58,8 +61,130 @@ def kinds_of(model: nn.Module, slices: int) -> dict[int, Kind]:
     partial = set(partial_gradients(model)) if slices > 1 else set[str]()
     found: dict[int, Kind] = {}
     for name, param in model.named_parameters():
-        along = "" if slices == 1 or name in cut else "partial" if name in partial else "copied"
-        kind = Kind(ties.get(id(param), ""), along)
-        if kind != Kind():
+        copies = []
+        if slices > 1 and name not in cut:
+            copies.append(Copies("model", is_partial=name in partial))
+        if id(param) in ties:
+            copies.append(Copies("pipe", ties[id(param)], is_partial=True))
+        ranks = distinct_over(param)
+        kind = Kind(tuple(copies), (str(distinct_factor(ranks).rest),) if ranks > 1 else DATA_AXES)
+        if kind != PLAIN:
             found[id(param)] = kind
     return found
+
+
+def distinct_sizes(model: nn.Module) -> set[int]:
+    """Sizes of the groups of neighbours whose ranks have parameters of their own (`base.distinct`)."""
+    return {distinct_over(param) for param in model.parameters()} - {1}
+
+
+# -- units -----------------------------------------------------------------------------------------------------------
+
+
+def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int], *, own_masters: bool = False) -> Table:
+    """The units of a model under a plan, with their states.
+
+    Args:
+        plan: the settings.
+        model: on any device; only shapes and dtypes are read.
+        group_of: as for `sharding.units.plan_units`.
+        own_masters: masters are not the parameters, even if they have their dtype.
+    """
+    zero, topology = plan.config.zero_optimization, plan.topology()
+    table = plan_units(
+        model,
+        group_of,
+        topology.group_size("data"),
+        plan.bucket_elements,
+        merge_elements=zero.param_persistence_threshold,
+        takes_frozen=not plan.states.param.is_replicated,
+        kind_of=kinds_of(model, topology.group_size("model")),
+    )
+    return table.with_states(_Dealer(plan, topology, table, own_masters=own_masters).states)
+
+
+class _Dealer:
+    """Decides the states of each unit of a table."""
+
+    def __init__(self, plan: Plan, topology: Topology, table: Table, *, own_masters: bool) -> None:
+        zero, offload, rows = plan.config.zero_optimization, offload_of(plan.config.zero_optimization), table.units
+        self._plan, self._topology, self._own_masters = plan, topology, own_masters
+        self._resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
+        sizes = [(unit.index, unit.layout.padded) for unit in rows]
+        self._outside = leading_units(sizes, offload.ratio * sum(size for _, size in sizes))
+        self._in_files: Collection[int] = ()
+        if plan.states.param.tier is Tier.NVME:
+            # The first `max_in_cpu` elements stay in memory, and codes, which are small.
+            cut = [u for u in table.all_units if u.index not in self._resident and not self._takes_codes(u)]
+            spans = [(unit.index, self._span(unit, plan.states.param)) for unit in cut]
+            self._in_files = {index for index, _ in spans} - leading_units(spans, offload.memory_elements)
+
+    def states(self, unit: Unit) -> UnitStates:
+        """The states of one unit."""
+        plan, states = self._plan, self._plan.states
+        kind = _kind(unit)
+        compute, full, accumulate, wire = self._dtypes(unit)
+        param, is_outside = self._param(unit), unit.index in self._outside
+        has_second = not param.is_replicated and kind.partial == DATA_AXES
+        grad, master = (
+            Placement(p.axes, p.tier if is_outside else Tier.DEVICE)
+            for p in (self._own(unit, states.grad), self._own(unit, states.master))
+        )
+        # On a device, parameters cannot be masters that rest on the host, nor the other way round.
+        is_apart = plan.device.type != "cpu" and (states.master.tier is Tier.DEVICE) != (
+            param.is_replicated or states.param.tier is Tier.DEVICE
+        )
+        return UnitStates.of(
+            self._topology,
+            param=param,
+            grad=grad,
+            master=master,
+            second=states.second if has_second else None,
+            partial=kind.partial,
+            copies=kind.copies,
+            compute=compute,
+            full=full,
+            accumulate=accumulate,
+            wire=wire,
+            master_is_param=unit.is_trainable and compute == full and not self._own_masters and not is_apart,
+            is_coded=self._takes_codes(unit) and not param.is_replicated,
+        )
+
+    def _param(self, unit: Unit) -> Placement:
+        """Where parameters rest. Those in files or off the device are fetched as if they were sharded."""
+        if unit.index in self._resident:
+            return REPLICATED
+        wanted, plan = self._own(unit, self._plan.states.param), self._plan
+        is_apart = plan.device.type != "cpu" and wanted.tier is not Tier.DEVICE
+        is_cut = self._topology.group_size(wanted.axes) > 1 or is_apart or unit.index in self._in_files
+        in_memory = wanted.tier is Tier.NVME and unit.index not in self._in_files
+        return Placement(wanted.axes if is_cut else (), Tier.HOST if in_memory else wanted.tier)
+
+    def _own(self, unit: Unit, placement: Placement) -> Placement:
+        """`placement`, over the ranks that have copies of the unit."""
+        partial = _kind(unit).partial
+        return placement if placement.is_replicated or partial == DATA_AXES else Placement(partial, placement.tier)
+
+    def _span(self, unit: Unit, placement: Placement) -> int:
+        return unit.layout.padded // self._topology.group_size(self._own(unit, placement).axes)
+
+    def _takes_codes(self, unit: Unit) -> bool:
+        """True if the unit is frozen and rests in 8-bit codes wherever it is sharded."""
+        wants = self._plan.config.zero_optimization.zero_quantized_nontrainable_weights and not unit.is_trainable
+        return wants and Codes.takes(self._dtypes(unit)[0])
+
+    def _dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]:
+        """Of computing, masters, accumulated gradients and messages; fp64 and integers keep theirs throughout."""
+        plan = self._plan
+        policy, own, is_cast = plan.policy, unit.dtype, bool(plan.cast_by)
+        is_kept = own == torch.float64 or not own.is_floating_point
+        compute = policy.compute if is_cast and not is_kept else own
+        full = own if is_kept else torch.float32
+        if own == torch.float64:
+            return compute, full, own, own
+        accumulate = policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32
+        return compute, full, accumulate, policy.communicate if plan.is_wire_set else own
+
+
+def _kind(unit: Unit) -> Kind:
+    return unit.kind if isinstance(unit.kind, Kind) else PLAIN

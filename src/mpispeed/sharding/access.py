@@ -110,7 +110,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor, *, refres
     if found is None:
         return
     store, unit, entry = found.store, found.place.unit, found.place.entry
-    flat = _flat(found, value, entry.numel).to(store.shards.dtypes(unit)[1])
+    flat = _flat(found, value, entry.numel).to(unit.states.full)
     master = store.shards.master(unit)
     found.own(master).copy_(found.own_of(flat))
     store.shards.put_master(unit, master)
@@ -120,7 +120,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor, *, refres
     common = entry.span.intersect(held)
     rest[common.shifted(-held.start).slice].copy_(flat[common.shifted(-entry.offset).slice])
     store.shards.put_rest(unit, rest)
-    whole = None if store.prefetcher is None or store.shards.is_resident(unit) else store.prefetcher.settled(unit)
+    whole = None if store.prefetcher is None or unit.states.param.is_replicated else store.prefetcher.settled(unit)
     if whole is not None:
         whole[entry.span.slice].copy_(flat)
 
@@ -478,7 +478,7 @@ def _collect(found: Sequence[_Found | None], held: Held, *, are_grads: bool = Fa
             unit = units[index]
             part = _read(held, store, unit)
             full = store.arena.take(unit.layout.padded, part.dtype)
-            source = REPLICATED if are_grads and _grads(store).shards.is_local else store.shards.placement
+            source = REPLICATED if are_grads and _grads(store).shards.is_local else unit.states.master
             all_gather_into(store.mesh, full, part, source, REPLICATED, unit.layout.padded)
             for place, at in mine:
                 if place.unit is unit:

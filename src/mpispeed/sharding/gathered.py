@@ -129,16 +129,19 @@ class _OfStore:
         finally:
             prefetcher = self._store.prefetcher
             if prefetcher is not None and not is_kept:
-                prefetcher.reshard(unit for unit in self._units if not self._store.shards.is_resident(unit))
+                prefetcher.reshard(unit for unit in self._units if not unit.states.param.is_replicated)
 
     def _check(self) -> None:
         for param, place in self._params:
             _check_numel(param, place.entry.name, place.entry.numel)
 
     def _keep(self, param: nn.Parameter, place: Place, root: int, failures: Failures) -> None:
-        """Keep the values of rank `root` for `param`, which may have been given other memory."""
+        """Keep the values of rank `root` for `param`, which may have been given other memory.
+
+        Parameters of which data ranks have their own: those of the rank at the place of `root` among ranks with copies.
+        """
         store, unit, entry = self._store, place.unit, place.entry
-        if store.shards.is_resident(unit):
+        if unit.states.param.is_replicated:
             whole: torch.Tensor | None = store.shards.rest(unit)
         else:
             whole = None if store.prefetcher is None else store.prefetcher.full(unit)
@@ -153,7 +156,9 @@ class _OfStore:
         def told() -> str:
             return f"changes of parameter {entry.name!r} by rank {root}"
 
-        work = self.comm.start(lambda comm: comm.broadcast(view, root), "share", label=entry.name, describe=told)
+        alike = store.mesh[unit.states.partial]
+        at = root if alike is self.comm else store.mesh.topology.index(self.comm.ranks[root], unit.states.partial)
+        work = alike.start(lambda comm: comm.broadcast(view, at), "share", label=entry.name, describe=told)
         store.wait(work, told)
         # With swap files a failure is raised only after all ranks have exchanged it.
         with failures.kept() if store.tiers.is_swapping else nullcontext():

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.store.layout import Span, Table, Unit
-    from mpispeed.store.placement import Placement
     from mpispeed.store.stored_tensor import Carried, StoredTensor
 
 WRITES_BEHIND = 2
@@ -40,28 +39,27 @@ class GradShards:
         is_local: gradients are this rank's own and rest whole: nothing sums them, and all of them is looked at.
     """
 
-    def __init__(
-        self, table: Table, mesh: Mesh, *, rest: Placement, target: Placement, accumulate: torch.dtype,
-        tiers: Tiers = IN_MEMORY, arena: Arena | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, table: Table, mesh: Mesh, *, tiers: Tiers = IN_MEMORY, arena: Arena | None = None) -> None:
         """Start with zeros.
 
         Args:
-            table: the units.
+            table: the units; `states.grad` is the placement of accumulators, and `states.master` that of the range
+                needed here.
             mesh: the ranks.
-            rest: placement of the accumulators.
-            target: placement of the range needed here; `rest` itself, or any sharded one if `rest` is replicated.
-            accumulate: dtype of accumulators.
             tiers: the sharded accumulators that are in swap files.
             arena: gives buffers; its own by default.
         """
-        self.table, self.mesh, self.rest, self.target = table, mesh, rest, target
+        self.table, self.mesh = table, mesh
         self.arena = Arena(tiers.device) if arena is None else arena
         self.is_local = False
-        self._accumulate = accumulate
         self._behind = WRITES_BEHIND if tiers.plan.writes_behind else 0
         self._tensors = [
-            tiers.zeros(GRAD, unit.index, own_span(mesh, rest, unit.layout.padded).numel, self.dtype(unit))
+            tiers.zeros(
+                GRAD,
+                unit.index,
+                own_span(mesh, unit.states.grad, unit.layout.padded).numel,
+                unit.states.accumulate,
+            )
             for unit in table.units
         ]
         # One length for all units: the arena would keep buffers for every length.
@@ -71,10 +69,6 @@ class GradShards:
         self._problem = ""
         self._squares: dict[int, list[float]] = {}
         self._writes: dict[int, Carried] = {}  # by unit, oldest first
-
-    def dtype(self, unit: Unit) -> torch.dtype:
-        """The dtype in which gradients of the unit are accumulated."""
-        return torch.float64 if unit.dtype == torch.float64 else self._accumulate
 
     # -- while a unit is summed --------------------------------------------------------------------------------------
 
@@ -163,7 +157,7 @@ class GradShards:
 
     def target_span(self, unit: Unit) -> Span:
         """The range of the flat buffer whose gradients this rank needs: its part of the sums, or all of its own."""
-        return unit.layout.whole if self.is_local else own_span(self.mesh, self.target, unit.layout.padded)
+        return unit.layout.whole if self.is_local else own_span(self.mesh, unit.states.master, unit.layout.padded)
 
     def reduced(self, unit: Unit) -> torch.Tensor:
         """Gradients of this rank's target range: themselves if they are in memory, else a copy.
@@ -171,11 +165,11 @@ class GradShards:
         Shapes: [target_span(unit).numel].
         """
         accumulator = self._tensors[unit.index].get()
-        return accumulator[self.target_span(unit).slice] if self.rest.is_replicated else accumulator
+        return accumulator[self.target_span(unit).slice] if unit.states.grad.is_replicated else accumulator
 
     def put_reduced(self, unit: Unit, values: torch.Tensor) -> None:
         """Set gradients; copies nothing if `values` are what `reduced` returned from memory."""
-        if not self.rest.is_replicated:
+        if not unit.states.grad.is_replicated:
             self._tensors[unit.index].put(values)
         elif values.data_ptr() != self.reduced(unit).data_ptr():
             self.reduced(unit).copy_(values)
@@ -183,8 +177,8 @@ class GradShards:
 
     def stored(self, unit: Unit) -> tuple[StoredTensor, int]:
         """The stored tensor of the gradients, and the offset of the range that this rank updates."""
-        own = own_span(self.mesh, self.target, unit.layout.padded)
-        return self._tensors[unit.index], own.start if self.rest.is_replicated else 0
+        own = own_span(self.mesh, unit.states.master, unit.layout.padded)
+        return self._tensors[unit.index], own.start if unit.states.grad.is_replicated else 0
 
     def square_sums(self, units: Iterable[Unit], *, threads: int) -> Iterator[list[float]]:
         """`square_partials` of the gradients for which this rank alone counts; a device is waited for once."""
@@ -204,8 +198,9 @@ class GradShards:
         return square_partials(self._own(unit, values), block=BLOCK, threads=threads)
 
     def _own(self, unit: Unit, values: torch.Tensor) -> torch.Tensor:
-        padded = unit.layout.padded
-        share = unit.layout.whole if self.is_local else own_share(self.mesh, self.target, padded, "data")
+        states, share = unit.states, unit.layout.whole
+        if not self.is_local:
+            share = own_share(self.mesh, states.master, unit.layout.padded, states.partial)
         return values[share.shifted(-self.target_span(unit).start).slice]
 
     def forget_squares(self) -> None:
@@ -256,8 +251,9 @@ def global_square_sum(
     """Sum of squares of all averaged gradients, correctly rounded; inf or NaN if any gradient is.
 
     Each rank sums fixed blocks of its own shard in fp64; the block sums are added exactly, so neither sharding over the
-    data axis nor the number of its ranks changes a bit. `counts` is true for units that this rank counts: parameters
-    that several ranks of another axis hold alike are counted by one of them.
+    data axis nor the number of its ranks changes a bit. Data ranks with copies of a unit divide it among them. `counts`
+    is true for units that this rank counts: parameters that several ranks of another axis hold alike are counted by one
+    of them.
 
     Returns the sum and the `note` of every rank.
 

@@ -80,7 +80,7 @@ class GradStore:
         self.shards, self.sums, self.table = shards, sums, shards.table
         self.is_overlapped = channel.is_overlapped
         self._arena, self._channel, self._requires_all = shards.arena, channel, requires_all
-        self._keeps = not shards.rest.is_replicated  # accumulators are no buckets
+        self._keeps = shards.table.shards_grads  # accumulators are no buckets
         self._gradients = [UnitGradient(unit.name) for unit in self.table.units]
         self._backlog = Backlog(limit_of(unit.layout.padded for unit in self.table.units))
         self._next = len(self.table.units) - 1
@@ -111,7 +111,7 @@ class GradStore:
         self.is_open, self._is_due = True, reduces
         self._next = len(self.table.units) - 1
         for unit, gradient in zip(self.table.units, self._gradients, strict=True):
-            if gradient.is_averaged and (self.sums.outer or not self._keeps):
+            if gradient.is_averaged and (unit.states.last_sum or not self._keeps):
                 # Local gradients added to an average would be counted once per rank.
                 self._settle(unit)
                 gradient.put_aside(self.shards.copied(unit))
@@ -159,7 +159,7 @@ class GradStore:
         if not self._keeps:
             gradient.use(self.shards.whole(unit), is_new=False)
             return
-        bucket = self._arena.take(unit.layout.padded, self.sums.wire_dtype(unit))
+        bucket = self._arena.take(unit.layout.padded, unit.states.wire)
         for hole in unit.layout.holes():
             bucket[hole.slice].zero_()
         gradient.use(bucket, is_new=True)
@@ -202,7 +202,7 @@ class GradStore:
     def _launch(self, unit: Unit) -> None:
         self._next = unit.index - 1
         self._settle(unit)  # of the previous micro-step
-        completes = self._is_due or not self.sums.outer
+        completes = self._is_due or not unit.states.last_sum
         reduction = self._gradients[unit.index].launch(keeps=self._keeps, completes=completes)
         squares = completes and self._is_due
         self._run(unit, reduction, lambda: self._take(unit, reduction, squares=squares))

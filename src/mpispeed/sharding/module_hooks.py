@@ -127,8 +127,8 @@ class ModuleHooks:
         """Fetch `units` too whenever `module` runs."""
         if id(module) not in self._names:
             self._watch(module, "", ())
-        known, is_whole = self._units[id(module)], self._prefetcher.shards.is_resident
-        self._units[id(module)] = known + tuple(unit for unit in units if unit not in known and not is_whole(unit))
+        known = self._units[id(module)]
+        self._units[id(module)] = known + tuple(u for u in units if u not in known and not u.states.param.is_replicated)
 
     def drop_external(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Undo `add_external`."""
@@ -256,7 +256,7 @@ class ModuleHooks:
         if index is None:
             return None
         unit = self._table.all_units[index]
-        return unit if tensor.dtype == self._prefetcher.shards.dtypes(unit)[0] else None
+        return unit if tensor.dtype == unit.states.compute else None
 
     def leaf_call(self, unit: Unit) -> LeafCall | None:
         """The running call of a leaf that has `unit`."""

@@ -66,11 +66,11 @@ class Momenta:
             StoreError: on every rank, if a swap file of one cannot be read.
         """
         own = self._read(unit, "exp_avg")
-        if self._params.placement.is_replicated:
+        if unit.states.master.is_replicated:
             return own
         if unit.index not in self._whole:
             whole = torch.zeros(unit.layout.padded, device=self._params.tiers.device)
-            all_gather_into(self._mesh, whole, own, self._params.placement, REPLICATED, unit.layout.padded)
+            all_gather_into(self._mesh, whole, own, unit.states.master, REPLICATED, unit.layout.padded)
             self._whole[unit.index] = whole
         whole = self._whole[unit.index]
         whole[self._params.span(unit).slice].copy_(own)  # groups in full precision change theirs in the update
@@ -84,7 +84,7 @@ class Momenta:
         Raises:
             StoreError: on every rank, if a swap file of one cannot be written.
         """
-        own = momentum if self._params.placement.is_replicated else momentum[self._params.span(unit).slice]
+        own = momentum if unit.states.master.is_replicated else momentum[self._params.span(unit).slice]
         with self.together():
             self._states.tensors(unit)["exp_avg"].put(own)
 
@@ -107,9 +107,9 @@ class Momenta:
         """
         if unit.index not in self._silent:
             dead = (self._read(unit, "exp_avg_sq") == 0.0).to(torch.uint8)
-            if not self._params.placement.is_replicated:
+            if not unit.states.master.is_replicated:
                 whole = torch.zeros(unit.layout.padded, dtype=torch.uint8, device=dead.device)
-                all_gather_into(self._mesh, whole, dead, self._params.placement, REPLICATED, unit.layout.padded)
+                all_gather_into(self._mesh, whole, dead, unit.states.master, REPLICATED, unit.layout.padded)
                 dead = whole
             silent, mask = dead.bool(), self.masks[unit.index]
             for hole in unit.layout.holes():

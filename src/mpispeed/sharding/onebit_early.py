@@ -79,7 +79,7 @@ class EarlyOneBit:
 
     def takes(self, unit: Unit) -> bool:
         """False for a unit whose gradients may have to be summed over other axes first."""
-        return unit.kind is None
+        return not unit.states.copies
 
     def has(self, unit: Unit) -> bool:
         """True if the unit was compressed for the coming update."""

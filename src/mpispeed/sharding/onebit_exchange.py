@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mpispeed.sharding.grads import GradStore
     from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.sharding.update_windows import StateStore, UpdateWindows
-    from mpispeed.store.layout import Unit
+    from mpispeed.store.layout import Table, Unit
 
 LOCAL = (Exchange.NOTHING, Exchange.DRIFT)
 """Steps in which parameters of ranks differ."""
@@ -66,7 +66,7 @@ class OneBitExchange:
         With `early_lane`, the channel of gradients, units are compressed beside the backward pass.
 
         Raises:
-            ConfigError: masters are not fp32, or a mask does not fit its group.
+            ConfigError: masters are not fp32 or not in common, or a mask does not fit its group.
         """
         self._mesh, self._params, self._grads, self._states = mesh, params, grads, states
         self._rule: Exchanges = rule
@@ -75,14 +75,7 @@ class OneBitExchange:
         self.errors: dict[int, OneBitErrors] = {}
         self._momenta, self._is_prepared = Momenta(mesh, params, states, groups), False
         self.step, self.sent, self.plain, self.shows_common = 1, 0, 0, False
-        found = {dtype for unit in params.table.units for dtype in (params.dtypes(unit)[1], grads.shards.dtype(unit))}
-        if found - {torch.float32}:
-            odd = ", ".join(sorted(map(str, found - {torch.float32})))
-            msg = (
-                f"optimizer {rule.name} works on masters and gradients in float32, found {odd}; give it a model of "
-                "float32 or 16-bit parameters, and leave data_types.grad_accum_dtype out or at fp32"
-            )
-            raise ConfigError(msg)
+        _require_common_fp32(rule, params.table)
         self.early = (
             None if early_lane is None else EarlyOneBit(self, Compressor(early_lane, hops, self.compressor.device))
         )
@@ -336,6 +329,29 @@ class OneBitExchange:
     def nbytes(self) -> int:
         """Bytes of errors and of full momenta on this rank."""
         return self._momenta.nbytes + sum(errors.nbytes for errors in self.errors.values())
+
+
+def _require_common_fp32(rule: Any, table: Table) -> None:
+    """Require masters and gradients in fp32, of parameters that all data ranks have in common.
+
+    Raises:
+        ConfigError: some are not.
+    """
+    found = {dtype for unit in table.units for dtype in (unit.states.full, unit.states.accumulate)}
+    if found - {torch.float32}:
+        odd = ", ".join(sorted(map(str, found - {torch.float32})))
+        msg = (
+            f"optimizer {rule.name} works on masters and gradients in float32, found {odd}; give it a model of "
+            "float32 or 16-bit parameters, and leave data_types.grad_accum_dtype out or at fp32"
+        )
+        raise ConfigError(msg)
+    apart = next((unit for unit in table.units if unit.states.differs_over_data), None)
+    if apart is not None:
+        msg = (
+            f"optimizer {rule.name} takes means over all data ranks, and these have values of their own of the "
+            f"parameters of {apart.name!r}; use another optimizer, such as Adam"
+        )
+        raise ConfigError(msg)
 
 
 def is_local(onebit: OneBitExchange | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from enum import Enum
 from functools import partial
@@ -65,25 +65,24 @@ class UnitGatherer:
     until the next update.
     """
 
-    def __init__(self, mesh: Mesh, *, gather: UnitGather = all_gather_into, second: Placement | None = None) -> None:
-        """Args: `second` is the placement of second copies, a prefix of the placement at rest."""
-        self._mesh, self._gather, self._second = mesh, gather, second
+    def __init__(self, mesh: Mesh, *, gather: UnitGather = all_gather_into) -> None:
+        """Args: `gather` carries out gathers of shards that are no codes."""
+        self._mesh, self._gather = mesh, gather
         self._copies: dict[int, torch.Tensor] = {}
         self._fresh: set[int] = set()
         self.codes: dict[int, Codes] = {}
 
     def start(
-        self, channel: Mesh, unit: Unit, full: torch.Tensor, rest: StoredTensor, source: Placement,
-        reader: Callable[[], str],
-    ) -> Work:  # fmt: skip
-        """Start to fill `full` with the whole unit; `rest` is this rank's shard under `source`.
+        self, channel: Mesh, unit: Unit, full: torch.Tensor, rest: StoredTensor, reader: Callable[[], str]
+    ) -> Work:
+        """Start to fill `full` with the whole unit; `rest` is this rank's shard.
 
-        Collective over: the axes of `source`, or of the second copy while that is fresh.
+        Collective over: the axes over which the unit, or its second copy while that is fresh, is sharded.
 
         Raises:
             StoreError: from the work's `wait`, on every rank, if one of them cannot read its shard.
         """
-        codes, second = self.codes.get(unit.index), self._second
+        codes, source, second = self.codes.get(unit.index), unit.states.param, unit.states.second
         copy = self._copies[unit.index] if unit.index in self._fresh else None
         if copy is not None and second is not None:
             source = second
@@ -124,9 +123,10 @@ class UnitGatherer:
 
     def copy_of(self, unit: Unit) -> tuple[torch.Tensor, Span] | None:
         """The second copy of a unit while it is fresh, and its range of the flat buffer."""
-        if unit.index not in self._fresh or self._second is None:
+        second = unit.states.second
+        if unit.index not in self._fresh or second is None:
             return None
-        return self._copies[unit.index], own_span(self._mesh, self._second, unit.layout.padded)
+        return self._copies[unit.index], own_span(self._mesh, second, unit.layout.padded)
 
     def forget(self, unit: Unit) -> None:
         """Mark the second copy of `unit` as out of date."""
@@ -167,8 +167,6 @@ class ParamShards:
     no memory of its own. Frozen units have no masters.
 
     Attributes:
-        placement: of masters.
-        placements: of parameters at rest, by unit.
         gatherer: gathers units; has second copies and codes.
         marks: versions and addresses of the parameters of a unit when it was unsharded.
     """
@@ -178,50 +176,25 @@ class ParamShards:
         table: Table,
         mesh: Mesh,
         *,
-        compute: torch.dtype | None,
-        master: torch.dtype,
-        master_placement: Placement,
-        param_placement: Placement = REPLICATED,
-        second: Placement | None = None,
-        resident: Collection[int] = (),
         gather: UnitGather = all_gather_into,
-        codes_frozen: bool = False,
-        own_masters: bool = False,
         tiers: Tiers = IN_MEMORY,
         collector: Collector | None = None,
     ) -> None:
-        """Decide where everything will be; `adopt` fills it, unit by unit.
+        """Start empty; `adopt` fills it, unit by unit.
 
         Args:
-            table: the units.
+            table: the units, whose states say where everything will be.
             mesh: the ranks.
-            compute: dtype to compute in; None: that of each unit's parameters.
-            master: dtype of masters.
-            master_placement: placement of masters.
-            param_placement: placement of parameters at rest, a prefix of `master_placement`.
-            second: placement of second copies, taken while a unit is unsharded and gathered from until the next update;
-                a prefix of `param_placement`.
-            resident: indices of persistent units, never sharded.
             gather: carries out gathers.
-            codes_frozen: keep and gather sharded frozen units as 8-bit codes.
-            own_masters: masters have memory of their own even if they have the dtype of the parameters.
-            tiers: the states in swap files; units with parameters there are fetched like sharded ones.
+            tiers: the states in swap files.
             collector: brings updated masters to replicated parameters; by all-gathers of whole units by default.
         """
         self.table, self.mesh, self.tiers = table, mesh, tiers
-        self.compute, self.master_dtype, self.placement = compute, master, master_placement
-        self.arena, self._codes_frozen, self._own_masters = Arena(tiers.device), codes_frozen, own_masters
-        self.gatherer = UnitGatherer(mesh, gather=gather, second=second)
+        self.arena = Arena(tiers.device)
+        self.gatherer = UnitGatherer(mesh, gather=gather)
         self.collector = collector or Collector(device=tiers.device)
-        self.rests_cut = not param_placement.is_replicated
-        is_cut = mesh.topology.group_size(param_placement.axes) > 1 or tiers.is_apart(PARAM)  # then it is fetched too
-        self.placements = [
-            param_placement if (is_cut and unit.index not in resident) or tiers.holds(PARAM, unit.index) else REPLICATED
-            for unit in table.all_units
-        ]
         self._rest: list[StoredTensor] = []
         self._masters: list[StoredTensor] = []
-        self._shared: set[int] = set()  # units whose masters are their parameters
         self.marks: dict[int, list[tuple[int, int]]] = {}
 
     def adopt(self, unit: Unit, source: torch.Tensor) -> None:
@@ -229,26 +202,25 @@ class ParamShards:
 
         Shapes: source [padded], in the dtype of the unit.
         """
-        compute, master = self.dtypes(unit)
-        own, span = self.rest_span(unit), self.span(unit)
-        rest = source[own.slice].to(compute, copy=not self.is_resident(unit) and not self.tiers.is_apart(PARAM))
-        if not self.is_resident(unit):
+        states, own, span = unit.states, self.rest_span(unit), self.span(unit)
+        compute, is_resident = states.compute, states.param.is_replicated
+        rest = source[own.slice].to(compute, copy=not is_resident and not self.tiers.is_apart(PARAM))
+        if not is_resident:
             rest = self.tiers.bring(PARAM, rest, compute, copies=False)
-        if self._codes_frozen and not unit.is_trainable and not self.is_resident(unit) and Codes.takes(compute):
+        if states.is_coded:
             self.gatherer.codes[unit.index] = Codes(rest)
             rest = rest[:0].clone()
         self._rest.append(self.tiers.keep(PARAM, unit.index, rest))
         # Masters of another dtype start from the model as given, before it is rounded to the compute dtype.
         if not unit.is_trainable:
             self._masters.append(MemoryTensor(rest[:0].clone()))
-        elif master != compute or self._own_masters or self.tiers.home(MASTER) != rest.device:
-            values = self.tiers.bring(MASTER, source[span.slice], master, copies=True)
+        elif not states.master_is_param:
+            values = self.tiers.bring(MASTER, source[span.slice], states.full, copies=True)
             self._masters.append(self.tiers.keep(MASTER, unit.index, values))
         else:
-            self._shared.add(unit.index)
             is_same = own == span and self._rest[-1].is_swapped
             self._masters.append(self._rest[-1] if is_same else MemoryTensor(rest[span.shifted(-own.start).slice]))
-        if self.is_resident(unit):
+        if is_resident:
             self.unshard(unit, rest)
         else:
             self.reshard(unit)
@@ -268,15 +240,14 @@ class ParamShards:
     def reshard(self, unit: Unit) -> None:
         """Make the unit's parameters sharded."""
         for param in unit.params:
-            sharded_param.to_sharded(param, self.dtypes(unit)[0], self.tiers.device)
+            sharded_param.to_sharded(param, unit.states.compute, self.tiers.device)
 
     def start_gather(self, channel: Mesh, unit: Unit, full: torch.Tensor, reader: Callable[[], str]) -> Work:
         """Start to fill `full` with the full unit, from the second copy while that is fresh.
 
         Collective over: the axes over which the unit, or its second copy, is sharded.
         """
-        source, shard = self.placements[unit.index], self._rest[unit.index]
-        return self.gatherer.start(channel, unit, full, shard, source, reader)
+        return self.gatherer.start(channel, unit, full, self._rest[unit.index], reader)
 
     def collected(self, unit: Unit) -> torch.Tensor:
         """A copy of the full unit as it is stored, without the rounding of quantized gathers.
@@ -289,8 +260,8 @@ class ParamShards:
         """
         with self.mesh["data"].together(StoreError) if self._rest[unit.index].is_swapped else nullcontext():
             shard = self.rest(unit)
-        full = torch.empty(unit.layout.padded, dtype=self.dtypes(unit)[0], device=self.tiers.device)
-        all_gather_into(self.mesh, full, shard, self.placements[unit.index], REPLICATED, unit.layout.padded)
+        full = torch.empty(unit.layout.padded, dtype=unit.states.compute, device=self.tiers.device)
+        all_gather_into(self.mesh, full, shard, unit.states.param, REPLICATED, unit.layout.padded)
         return full
 
     def publish(self, unit: Unit) -> None:
@@ -303,35 +274,20 @@ class ParamShards:
         if unit.is_trainable and not self._rest[unit.index].is_swapped:
             rest, own = self._rest[unit.index].get(), self.rest_span(unit)
             local = rest[self.span(unit).shifted(-own.start).slice]
-            target = self.placements[unit.index]
-            self.collector.collect(self.mesh, rest, local, self.placement, target, unit.layout.padded)
+            states = unit.states
+            self.collector.collect(self.mesh, rest, local, states.master, states.param, unit.layout.padded)
 
     # -- where things are ----------------------------------------------------------------------------------------
 
-    def is_resident(self, unit: Unit) -> bool:
-        """True if the unit's parameters are never sharded."""
-        return self.placements[unit.index].is_replicated
-
-    @property
-    def is_all_resident(self) -> bool:
-        """True if no parameter is ever sharded."""
-        return all(placement.is_replicated for placement in self.placements)
-
-    def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
-        """Compute and master dtype of a unit; fp64 parameters and integers keep theirs throughout."""
-        if unit.dtype == torch.float64 or not unit.dtype.is_floating_point:
-            return unit.dtype, unit.dtype
-        return unit.dtype if self.compute is None else self.compute, self.master_dtype
-
     def rest_span(self, unit: Unit) -> Span:
         """The range of the unit's flat buffer that this rank holds at rest."""
-        return own_span(self.mesh, self.placements[unit.index], unit.layout.padded)
+        return own_span(self.mesh, unit.states.param, unit.layout.padded)
 
     def span(self, unit: Unit) -> Span:
         """The range of the unit's flat buffer whose masters this rank holds; empty for frozen units."""
         if not unit.is_trainable:
             return Span(0, 0)
-        return own_span(self.mesh, self.placement, unit.layout.padded)
+        return own_span(self.mesh, unit.states.master, unit.layout.padded)
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -390,7 +346,7 @@ class ParamShards:
 
     def low_precision(self, unit: Unit) -> tuple[StoredTensor, int] | None:
         """The destination of rounded masters, and the offset of their range in it; None if they are the parameters."""
-        if not unit.is_trainable or unit.index in self._shared:
+        if not unit.is_trainable or unit.states.master_is_param:
             return None
         return self._rest[unit.index], self.span(unit).start - self.rest_span(unit).start
 
@@ -409,13 +365,16 @@ class ParamShards:
     @property
     def master_bytes(self) -> int:
         """Masters in memory that are not the parameters themselves."""
-        return sum(stored.memory_bytes for i, stored in enumerate(self._masters) if i not in self._shared)
+        return sum(stored.memory_bytes for stored in self._own_masters())
 
     @property
     def swapped_bytes(self) -> int:
         """Parameters and masters of this rank in swap files."""
-        own = [stored for index, stored in enumerate(self._masters) if index not in self._shared]
-        return sum(stored.file_bytes for stored in (*self._rest, *own))
+        return sum(stored.file_bytes for stored in (*self._rest, *self._own_masters()))
+
+    def _own_masters(self) -> Iterator[StoredTensor]:
+        pairs = zip(self.table.all_units, self._masters, strict=False)  # fewer until all units are adopted
+        return (stored for unit, stored in pairs if not unit.states.master_is_param)
 
 
 def find_edited(shards: ParamShards, unit: Unit) -> str:
@@ -431,7 +390,7 @@ def find_edited(shards: ParamShards, unit: Unit) -> str:
 def find_unbound(shards: ParamShards) -> str:
     """Name of a persistent parameter that does not view its unit's memory any more, else ""."""
     for unit in shards.table.units:
-        if shards.is_resident(unit):
+        if unit.states.param.is_replicated:
             for entry, param, mark in zip(unit.layout.entries, unit.params, shards.marks[unit.index], strict=True):
                 if entry.numel and param.data_ptr() != mark[1]:
                     return entry.name

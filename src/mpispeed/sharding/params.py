@@ -54,6 +54,12 @@ class Gatherer(Protocol):
         """The unit's full buffer, once a pending gather has arrived; None if nobody has fetched it."""
 
 
+_MADE_ALIKE = (
+    "initialize: parameter {0!r} is marked to differ between data ranks (mark_distinct), and zero.Init has given all "
+    "of them the values of the first; construct it in `with mpispeed.base.init_scope.paused():`, and mark it there"
+)
+
+
 class ParamStore:
     """Parameters of a model that one engine trains, as their owner: whoever reads a sharded one is answered here.
 
@@ -63,7 +69,7 @@ class ParamStore:
         reader: answers stray reads; None where nothing is sharded.
         wait: waits for started communication; its second argument is the reason, for messages.
         away: kinds of states that `engine.offload_states` took away.
-        rests_cut: True if parameters are sharded while nobody needs them.
+        rests_cut: True if parameters may be sharded while nobody needs them, as at stage 3.
     """
 
     is_of_init = False
@@ -72,11 +78,12 @@ class ParamStore:
         self,
         shards: ParamShards,
         *,
+        rests_cut: bool = False,
         prefetcher: Gatherer | None = None,
         reader: Reader | None = None,
         wait: Wait = lambda work, _: work.wait(),
     ) -> None:
-        """Take over the parameters of the table of `shards`; all ranks start from the values of the first data rank.
+        """Take over the parameters of the table of `shards`; ranks with copies start from the values of the first.
 
         Collective over: the data axis of the mesh.
 
@@ -85,7 +92,7 @@ class ParamStore:
         """
         self.shards, self.prefetcher, self.reader, self.wait = shards, prefetcher, reader, wait
         self.table, self.mesh, self.tiers, self.arena = shards.table, shards.mesh, shards.tiers, shards.arena
-        self.rests_cut = shards.rests_cut
+        self.rests_cut = rests_cut
         self.away: frozenset[str] = frozenset()
         self._names = {id(param): place.entry.name for param, place in self.table.all_places()}
         for unit in self.table.all_units:
@@ -93,17 +100,20 @@ class ParamStore:
 
     def _adopt(self, unit: Unit) -> None:
         source = torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self.tiers.device)
-        # Parameters that zero.Init sharded over all data ranks have equal values there.
+        # Parameters that zero.Init sharded over all ranks with copies have equal values there.
+        comm = self.mesh[unit.states.partial]
         alike = [
             getattr(sharded_param.owner_of(p), "ranks", ()) if sharded_param.is_sharded(p) else () for p in unit.params
         ]
-        is_init_sharded = all(set(self.mesh["data"].ranks) <= set(ranks) for ranks in alike)
+        if unit.states.differs_over_data and any(alike):
+            raise UsageError(_MADE_ALIKE.format(unit.layout.entries[0].name))
+        is_init_sharded = all(set(comm.ranks) <= set(ranks) for ranks in alike)
         _refuse_taken(unit)
         with sharded_param.opened(unit.params, "initialize"):
             for entry, param in zip(unit.layout.entries, unit.params, strict=True):
                 source[entry.span.slice].copy_(param.detach().reshape(-1))
         if not is_init_sharded:
-            self.mesh["data"].broadcast(source)
+            comm.broadcast(source)
         self.shards.adopt(unit, source)
         for param in unit.params:
             sharded_param.watch(param, self)
@@ -152,7 +162,7 @@ class ParamStore:
 
         Collective over: the axes over which parameters are sharded at rest.
         """
-        cut = [unit for unit in units if not self.shards.is_resident(unit)]
+        cut = [unit for unit in units if not unit.states.param.is_replicated]
         if not cut:
             yield
             return
@@ -168,7 +178,7 @@ class ParamStore:
     def take(self, param: nn.Parameter) -> None:
         """Keep the values of a parameter that was unsharded and edited: in this rank's shard and in its master.
 
-        Values have to be equal on all ranks of the data axis. Local.
+        Values have to be equal on all ranks that have copies. Local.
 
         Raises:
             StoreError: the parameter is not unsharded now.
@@ -205,7 +215,7 @@ class ParamStore:
             self.prefetcher.abandon()
         problem: StoreError | None = None
         for unit in self.table.all_units:
-            if not self.shards.is_resident(unit):
+            if not unit.states.param.is_replicated:
                 try:
                     self.shards.unshard(unit, self.shards.collected(unit))
                 except StoreError as error:
@@ -223,7 +233,7 @@ class ParamStore:
     def describe(self, param: nn.Parameter) -> str:
         """Name and placement, for messages and `repr`."""
         place = self.table.locate(param)
-        axes = self.shards.placements[place.unit.index].axes if place else ()
+        axes = place.unit.states.param.axes if place else ()
         ranks = self.mesh.topology.group_size(axes)
         where = " and swapped out" if place is not None and self.shards.stored_shard(place.unit).is_swapped else ""
         return f"{self._names.get(id(param), 'a parameter')!r} is cut over {ranks} ranks{where}"

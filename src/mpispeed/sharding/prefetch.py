@@ -192,7 +192,7 @@ class Prefetcher:
         self._ahead: set[int] = set()
         self._recent: list[int] = []
         self._bound: dict[int, set[int]] = {}
-        self._largest = max((u.layout.padded for u in self._units if not shards.is_resident(u)), default=0)
+        self._largest = max((u.layout.padded for u in self._units if not u.states.param.is_replicated), default=0)
 
     # -- use ---------------------------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class Prefetcher:
     def _serve(self, index: int) -> None:
         """Take part in a gather whose result only other ranks need."""
         unit = self._units[index]
-        scratch = self._arena.take(unit.layout.padded, self.shards.dtypes(unit)[0])
+        scratch = self._arena.take(unit.layout.padded, unit.states.compute)
         work = self.shards.start_gather(self._channel, unit, scratch, lambda: "other ranks")
         self._wait(work, lambda: f"parameters {unit.name!r}, which another rank needs")
         self._arena.give(scratch)
@@ -345,7 +345,7 @@ class Prefetcher:
     # -- one unit --------------------------------------------------------------------------------------------
 
     def _start(self, unit: Unit, reader: Callable[[], str]) -> None:
-        full = self._arena.take(unit.layout.padded, self.shards.dtypes(unit)[0])
+        full = self._arena.take(unit.layout.padded, unit.states.compute)
         self._full[unit.index] = full
         self._users[unit.index] = _looking_at(full)
         self._owners[full.untyped_storage().data_ptr()] = unit.index

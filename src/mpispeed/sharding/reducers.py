@@ -15,20 +15,16 @@ from mpispeed.base import log as logs
 from mpispeed.base.errors import StoreError
 from mpispeed.mesh.compressed.quantized import Feedback, quantized_reduce_scatter
 from mpispeed.store.layout import BLOCK
-from mpispeed.store.transfers import reduce_into, remaining_axes
+from mpispeed.store.transfers import reduce_into
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait, Work
-    from mpispeed.mesh.mesh import Axes, Mesh
+    from mpispeed.mesh.mesh import Mesh
     from mpispeed.sharding.grad_shards import GradShards
     from mpispeed.store.arena import Arena
     from mpispeed.store.layout import Entry, Unit
-    from mpispeed.store.placement import Placement
 
 log = logging.getLogger(__name__)
-
-PARTIAL_AXES = ("data",)
-"""Each data-parallel rank sees its own samples, so raw gradients are partial sums over this axis."""
 
 # -- progress ----------------------------------------------------------------------------------------------------
 
@@ -289,24 +285,24 @@ class Reducer(Protocol):
 
 
 class PlainReducer(Listener):
-    """Sums by `store.transfers.reduce_into`."""
+    """Sums over the axes that the states of a unit say, by `store.transfers.reduce_into`."""
 
-    def __init__(self, partial: Axes, placement: Placement, *, scatters: bool = True) -> None:
+    def __init__(self, *, scatters: bool = True) -> None:
         """Args: without `scatters` buffers are all-reduced and each rank takes its range."""
-        self._partial, self._placement, self._scatters = partial, placement, scatters
+        self._scatters = scatters
 
     def __call__(
         self, mesh: Mesh, unit: Unit, wire: torch.Tensor, target: torch.Tensor, scale: float, arena: Arena
     ) -> None:
         """As in `Reducer`."""
-        placement, scatters = self._placement, self._scatters
-        reduce_into(mesh, wire, target, self._partial, placement, scale=scale, scatters=scatters, arena=arena)
+        states, scatters = unit.states, self._scatters
+        reduce_into(mesh, wire, target, states.each_sum, states.master, scale=scale, scatters=scatters, arena=arena)
 
 
 class QuantizedReducer(Listener):
     """Sums in two hops of 4-bit codes, inside nodes first; for gradients sharded over `inner`, then `outer`.
 
-    Units of vectors alone (norms, biases) and fp64 units are summed as they are.
+    Units of vectors alone (norms, biases), fp64 units, and units sharded over other axes are summed as they are.
 
     Source: ZeRO++ (arXiv 2306.10209), qgZ.
     """
@@ -337,7 +333,7 @@ class QuantizedReducer(Listener):
     def takes(self, unit: Unit, dtype: torch.dtype) -> bool:
         """True if the unit's gradients, sent in `dtype`, are quantized."""
         is_made_of_vectors = all(len(entry.shape) < 2 for entry in unit.layout.entries)
-        return dtype.itemsize <= 4 and not is_made_of_vectors
+        return dtype.itemsize <= 4 and not is_made_of_vectors and unit.states.master.axes == self.axes
 
     def feedback_of(self, unit: Unit) -> Feedback | None:
         """The error feedback of a unit that is quantized; None without any."""
@@ -350,7 +346,10 @@ class QuantizedReducer(Listener):
     ) -> None:
         """As in `Reducer`."""
         if not self.takes(unit, wire.dtype):
-            text = f"unit {unit.name!r} holds vectors or fp64 values alone; its gradients are not quantized"
+            text = (
+                f"unit {unit.name!r} holds vectors or fp64 values alone, or parameters of which not all data ranks "
+                "have copies; its gradients are not quantized"
+            )
             logs.once(log, logging.INFO, text)
             self._plain(mesh, unit, wire, target, scale, arena)
             return
@@ -421,36 +420,25 @@ class SumChannel:
 
 
 class SumGradients:
-    """Sums buckets over the data axis into accumulators, in one hop or two.
+    """Sums buckets over ranks with copies of a unit into accumulators, in one hop or two.
 
-    Two hops where gradients are sharded over a part of the data axis: each bucket is summed over these axes, and the
-    accumulator over the others once (MiCS, arXiv 2205.00119, two-hop synchronization).
+    Two hops where gradients are sharded over a part of these axes: each bucket is summed over `each_sum` of the unit's
+    states, and the accumulator over `last_sum` once (MiCS, arXiv 2205.00119, two-hop synchronization).
     """
 
     def __init__(
-        self, shards: GradShards, channel: Mesh, averaging: Averaging, *, communicate: torch.dtype | None,
-        reducer: Reducer | None = None, scatters: bool = True,
-    ) -> None:  # fmt: skip
+        self, shards: GradShards, channel: Mesh, averaging: Averaging, *, reducer: Reducer | None = None
+    ) -> None:
         """Prepare sums.
 
         Args:
             shards: the accumulators.
             channel: the ranks.
             averaging: factors around the sum.
-            communicate: dtype of messages; None: that of each unit's parameters.
-            reducer: sums a bucket over the axes of sharding (the data axis if replicated); plain sums by default.
-            scatters: False: buckets are all-reduced, and each rank takes its range.
+            reducer: sums a bucket over the axes of `each_sum`; plain sums by default.
         """
-        rest, target = shards.rest, shards.target
-        outer = remaining_axes(shards.mesh, target, PARTIAL_AXES)
-        self.outer = outer if not rest.is_replicated and shards.mesh.topology.group_size(outer) > 1 else ()
-        partial = target.axes if self.outer else PARTIAL_AXES
-        self.reducer = reducer or PlainReducer(partial, target, scatters=scatters)
-        self._shards, self._channel, self.averaging, self._communicate = shards, channel, averaging, communicate
-
-    def wire_dtype(self, unit: Unit) -> torch.dtype:
-        """The dtype in which gradients of the unit are sent."""
-        return unit.dtype if self._communicate is None or unit.dtype == torch.float64 else self._communicate
+        self.reducer = reducer or PlainReducer()
+        self._shards, self._channel, self.averaging = shards, channel, averaging
 
     def take(self, unit: Unit, reduction: Reduction, *, squares: bool) -> None:
         """Carry out a sum; `squares`: the gradients of the unit are not added to any more.
@@ -462,11 +450,11 @@ class SumGradients:
         bucket, shards, arena = reduction.bucket, self._shards, self._shards.arena
         if bucket is None:
             target = shards.begin(unit, reads=True)
-            self._complete(target, reduction.carried)
+            self._complete(unit, target, reduction.carried)
             shards.end(unit, target, squares=True)
             return
-        before, after = self.averaging.before, 1.0 if self.outer else self.averaging.after
-        wire = _scaled(bucket, before, self.wire_dtype(unit), arena)
+        before, after = self.averaging.before, 1.0 if unit.states.last_sum else self.averaging.after
+        wire = _scaled(bucket, before, unit.states.wire, arena)
         target = shards.begin(unit, reads=reduction.adds)
         if reduction.adds:
             wide = torch.promote_types(target.dtype, wire.dtype)
@@ -477,17 +465,17 @@ class SumGradients:
         else:
             self.reducer(self._channel, unit, wire, target, after, arena)
         if reduction.completes:
-            self._complete(target, reduction.carried)
+            self._complete(unit, target, reduction.carried)
         shards.end(unit, target, squares=squares)
         if wire is not bucket:
             arena.give(wire)
-        if not shards.rest.is_replicated:
+        if not unit.states.grad.is_replicated:
             arena.give(bucket)
 
-    def _complete(self, target: torch.Tensor, carried: torch.Tensor | None) -> None:
+    def _complete(self, unit: Unit, target: torch.Tensor, carried: torch.Tensor | None) -> None:
         """Sum over the axes along which ranks hold equal ranges, in the accumulator's own dtype."""
-        if self.outer:
-            self._channel[self.outer].all_reduce(target, scale=self.averaging.after)
+        if unit.states.last_sum:
+            self._channel[unit.states.last_sum].all_reduce(target, scale=self.averaging.after)
         if carried is not None:
             target.add_(carried)
 

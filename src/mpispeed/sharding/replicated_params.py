@@ -10,16 +10,24 @@ from torch import nn
 from mpispeed.sharding import sharded_param
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.mesh import Mesh
+    from collections.abc import Mapping
+
+    from mpispeed.mesh.mesh import Axes, Mesh
     from mpispeed.store.layout import Table
 
 
 def broadcast_rest(
-    model: nn.Module, table: Table, mesh: Mesh, compute: torch.dtype | None, device: torch.device
+    model: nn.Module,
+    table: Table,
+    mesh: Mesh,
+    compute: torch.dtype | None,
+    device: torch.device,
+    alike: Mapping[int, Axes] | None = None,
 ) -> None:
     """Broadcast the state that the store does not manage: frozen parameters and buffers.
 
-    They go to `device`, and floats to `compute` if it is given.
+    They go to `device`, and floats to `compute` if it is given. `alike`: axes along which ranks have equal values, by
+    `id` of the parameter; the data axis for others.
 
     Collective over: the data axis.
     """
@@ -30,9 +38,10 @@ def broadcast_rest(
                 whole = param.data
             sharded_param.to_unsharded(param, whole)
             sharded_param.forget(param)
+    axes = alike or {}
     tensors: list[torch.Tensor] = [*frozen, *model.buffers()]
     for tensor in tensors:
         if compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:
             tensor.data = tensor.data.to(compute)
         tensor.data = tensor.data.to(device).contiguous()
-        mesh["data"].broadcast(tensor.data)
+        mesh[axes.get(id(tensor), "data")].broadcast(tensor.data)

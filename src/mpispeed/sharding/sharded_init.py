@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mpispeed.base.distinct import distinct_over
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.mesh.comm import text_of
 from mpispeed.sharding import sharded_param
@@ -294,8 +295,10 @@ def _is_of(param: nn.Parameter, sharded_init: ShardedInit) -> bool:
 
 
 def _is_uncut(param: nn.Parameter) -> bool:
-    """True for an ordinary parameter that has data; those of engines stay as they are."""
-    if is_lazy(param) or param.is_meta or sharded_param.is_sharded(param) or find_init_shard(param) is not None:
+    """True for an ordinary parameter that has data and is common to ranks; those of engines stay as they are."""
+    if is_lazy(param) or param.is_meta or distinct_over(param) > 1:
+        return False
+    if sharded_param.is_sharded(param) or find_init_shard(param) is not None:
         return False
     # An engine's parameter has its owner even where it is replicated.
     return isinstance(sharded_param.owner_of(param), ShardedInit | None)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.mesh import Axes, Mesh
+    from mpispeed.mesh.mesh import Mesh
     from mpispeed.store.arena import Arena
     from mpispeed.store.layout import Entry, Unit
 
@@ -36,9 +36,9 @@ def find_tables(model: nn.Module) -> set[int]:
 class RowReducer(Listener):
     """All-reduces full gradients; those of sparse tables row by row."""
 
-    def __init__(self, partial: Axes, tables: Set[str]) -> None:
+    def __init__(self, tables: Set[str]) -> None:
         """Args: `tables` are the names of the parameters whose gradients are sent as rows."""
-        self._partial, self._tables = partial, tables
+        self._tables = tables
         self._rows: dict[str, list[torch.Tensor]] = {}
 
     def note(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class RowReducer(Listener):
                 f"rows of tables are summed into whole gradients, not into {target.numel()} of {wire.numel()} elements"
             )
             raise StoreError(msg)
-        comm, position = mesh[self._partial], 0
+        comm, position = mesh[unit.states.partial], 0
         tables = [entry for entry in unit.layout.entries if entry.name in self._tables]
         for entry in tables:
             if entry.offset > position:

@@ -41,10 +41,7 @@ class StateStore:
         self.slots = tuple(slots)
         self.edits = 0  # how often slots were set by something else than an update
         self._tensors = [
-            {
-                slot: tiers.zeros(slot, unit.index, params.span(unit).numel, params.dtypes(unit)[1])
-                for slot in self.slots
-            }
+            {slot: tiers.zeros(slot, unit.index, params.span(unit).numel, unit.states.full) for slot in self.slots}
             for unit in table.units
         ]
 
@@ -137,7 +134,7 @@ class UpdateWindows:
                 as long as their buffers.
         """
         self._params, self._grads, self._state = params, grads, state
-        self._per_parameter = rule.wants_whole and (params.placement.is_replicated or isinstance(rule, Layerwise))
+        self._per_parameter = rule.wants_whole and (not params.table.shards_masters or isinstance(rule, Layerwise))
         self._keeps_windows = isinstance(rule, KeepsState)
         self._lends_units = self._per_parameter and not isinstance(rule, Layerwise)
         self._plan = params.tiers.plan

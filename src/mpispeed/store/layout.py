@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from mpispeed.base.errors import StoreError
+from mpispeed.store.unit_states import UnitStates
 
 ENTRY_ALIGNMENT = 16
 """Elements. Tensors start on 64-byte borders in fp32, so that vector code and GEMMs see aligned rows."""
@@ -153,7 +154,7 @@ class Unit:
     """Parameters that are unsharded, reduced and updated together: one flat buffer per kind of state.
 
     `dtype` is that of the parameters of the model as given; it may differ from the compute dtype. `kind` is a label of
-    the planner of units.
+    the planner of units. `states` says where its states rest, in which dtypes, and who has copies.
     """
 
     index: int
@@ -163,6 +164,7 @@ class Unit:
     dtype: torch.dtype
     is_trainable: bool = True
     kind: Hashable = None
+    states: UnitStates = field(default_factory=UnitStates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,26 @@ class Table:
                 place = Place(unit, entry)
                 self._by_param[id(param)] = place
                 self._by_name[entry.name] = place
+
+    def with_states(self, states: Callable[[Unit], UnitStates]) -> Table:
+        """The same units with the states that a function says."""
+        units, frozen = (tuple(replace(u, states=states(u)) for u in some) for some in (self.units, self.frozen))
+        return Table(units, self.aliases, frozen)
+
+    @property
+    def shards_params(self) -> bool:
+        """True if any unit's parameters are sharded at rest."""
+        return not all(unit.states.param.is_replicated for unit in self.all_units)
+
+    @property
+    def shards_masters(self) -> bool:
+        """True if any unit's masters are sharded."""
+        return not all(unit.states.master.is_replicated for unit in self.units)
+
+    @property
+    def shards_grads(self) -> bool:
+        """True if any unit's accumulated gradients are sharded; then those of all are, be it over one rank."""
+        return not all(unit.states.grad.is_replicated for unit in self.units)
 
     @property
     def all_units(self) -> tuple[Unit, ...]:

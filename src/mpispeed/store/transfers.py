@@ -11,7 +11,7 @@ from mpispeed.base.errors import StoreError
 from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
 from mpispeed.store.arena import Arena
 from mpispeed.store.layout import Span
-from mpispeed.store.placement import Placement, moves, reduce_moves
+from mpispeed.store.placement import Move, Placement, moves, reduce_moves
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -83,6 +83,7 @@ def reduce_into(
     own = set(mesh.topology.resolve(partial))
     cuts = [axis for axis in placement.axes if own >= set(mesh.topology.resolve(axis))]
     todo = reduce_moves((*cuts, *remaining_axes(mesh, placement, partial)), placement)
+    todo = todo or (Move("all_reduce", ()),)  # no other rank has copies
     if not scatters:
         mesh[partial].all_reduce(full, scale=scale)
         full = full[own_span(mesh, placement, full.numel()).slice]

@@ -34,7 +34,7 @@ def test_mixed_models_keep_their_dtypes(stage):
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
     assert torch.equal(model.inverse, plain.inverse)
     for unit in engine.parts.table.units:
-        assert engine.parts.params.shards.dtypes(unit) == (unit.dtype, torch.float32)
+        assert (unit.states.compute, unit.states.full) == (unit.dtype, torch.float32)
     assert {unit.dtype for unit in engine.parts.table.units} == {torch.float32, torch.bfloat16}
     data = samples(3)
     train(engine, data)

@@ -338,10 +338,9 @@ def test_dtype_cocktail(stage, dtype, sums):
     if accumulate is not None:
         section["data_types"] = {"grad_accum_dtype": dtype}
     engine = start(config(stage, **ADAM, **section))
-    grads = engine.parts.optimization.grads
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     assert engine.communication_data_type == names[wire or dtype]
-    assert {grads.sums.wire_dtype(unit) for unit in engine.parts.table.units} == {names[wire or dtype]}
+    assert {unit.states.wire for unit in engine.parts.table.units} == {names[wire or dtype]}
     assert engine.get_data_types() == (names[dtype], torch.float32 if accumulate is None else names[dtype])
     data = samples(3)
     losses = train(engine, data)

@@ -26,8 +26,8 @@ class Seen:
         for (verb, _), entry in engine.mesh.comm_trace.entries().items():
             self.counts[verb] = self.counts.get(verb, 0) + entry.count
             self.sent[verb] = self.sent.get(verb, 0) + entry.bytes
-        self.parts = [params.shards.span(unit).numel for unit in params.table.units if params.shards.is_resident(unit)]
-        self.itemsize = params.shards.dtypes(params.table.units[0])[0].itemsize
+        self.parts = [params.shards.span(unit).numel for unit in params.table.units if unit.states.param.is_replicated]
+        self.itemsize = params.table.units[0].states.compute.itemsize
 
 
 def run(stage, dtype="bf16", more=WARM, **zero):

@@ -123,7 +123,8 @@ def mixed(facts, inner, **placements):
     size = facts.topology.group_size("data")
     factors = {"data": [Factor("inner", inner, "test", rest="outer")]}
     topology = Topology.factored({"pipe": 1, "data": size, "model": 1}, factors)
-    return dataclasses.replace(facts, topology=topology, **placements)
+    table = facts.table.with_states(lambda unit: dataclasses.replace(unit.states, **placements))
+    return dataclasses.replace(facts, topology=topology, table=table, master=placements["master"])
 
 
 def test_cut_over_a_part_of_the_ranks():

@@ -378,7 +378,7 @@ def test_prediction_is_what_engines_measure(of, dtype, case, tmp_path):
     assert predicted == found["memory"]
     assert budget.tier_bytes(NVME) == found["swapped"]
     assert budget.file_bytes == found["files"]
-    assert facts.tensors == found["cells"]
+    assert facts.swap.tensors == found["cells"]
     buffers = budget.bytes_of("parameter buffers") + budget.bytes_of("update buffers")
     assert buffers <= found["most"] <= buffers + 64 * PAGE  # each is of whole pages
     assert budget.bytes_of("gathered parameters") + budget.bytes_of("gradient buckets") == found["scratch"]

@@ -29,8 +29,8 @@ def make_store(world, row, *, overlap=False, wire=torch.float32, averaging=None)
     table = plan_units(model, {id(p): 0 for p in model.parameters()}, world.size, 10**9)
     rest, target = ROWS[row]
     averaging = averaging or Averaging.of(world.size)
-    store = store_of(mesh, rest, target, table=table, communicate=wire, averaging=averaging, is_overlapped=overlap)
-    return table, mesh, store
+    store = store_of(mesh, rest, target, table=table, wire=wire, averaging=averaging, is_overlapped=overlap)
+    return store.table, mesh, store
 
 
 def gradient(rank, micro, entry):

@@ -5,7 +5,7 @@ import torch
 
 from mpispeed.mesh import sim
 from mpispeed.sharding.grad_shards import global_square_sum
-from mpispeed.sharding.reducers import Averaging
+from mpispeed.sharding.reducers import Averaging, PlainReducer
 from tests.helpers.stores import DATA, INNER, NESTED, NODES, WHOLE, backward, collect, gradient, mesh_of, store_of
 from tests.zoo import same_bits
 
@@ -43,13 +43,13 @@ def test_one_micro_step_has_the_bits_of_stage_2(row, overlap, wire, known):
 
     def work(world):
         mesh = mesh_of(world, inner, local)
-        store = store_of(mesh, placement, is_overlapped=overlap, communicate=wire)
+        store = store_of(mesh, placement, is_overlapped=overlap, wire=wire)
         backward(store, world.rank, 0, reduces=known)
         store.finish()
         found, norm = collect(mesh, store), global_square_sum(mesh, store.shards, threads=1)[0]
         assert store.shards.arena.taken_count == 0
         mesh.close()
-        expected, expected_norm = stage_2(world, 1, communicate=wire)
+        expected, expected_norm = stage_2(world, 1, wire=wire)
         same_bits(found, expected)
         assert norm == expected_norm
 
@@ -62,7 +62,7 @@ def test_all_buffers_of_a_bucket_sum_into_16_bit_accumulators_as_at_stage_2(row)
 
     def work(world):
         mesh = mesh_of(world, inner, local)
-        settings = {"accumulate": torch.bfloat16, "communicate": torch.bfloat16}
+        settings = {"accumulate": torch.bfloat16, "wire": torch.bfloat16}
         store = store_of(mesh, placement, **settings)
         backward(store, world.rank, 0, reduces=True)
         store.finish()
@@ -197,7 +197,8 @@ def test_all_reduce_of_whole_buckets(row, rest_is_whole, overlap):
     def work(world):
         mesh = mesh_of(world, inner, local)
         rest = WHOLE if rest_is_whole else placement
-        store = store_of(mesh, rest, placement, scatters=False, is_overlapped=overlap)
+        reducer = PlainReducer(scatters=False)
+        store = store_of(mesh, rest, placement, reducer=reducer, is_overlapped=overlap)
         backward(store, world.rank, 0, reduces=True)
         store.finish()
         found, traffic = collect(mesh, store), sent(mesh)
@@ -219,7 +220,7 @@ def test_all_reduce_of_whole_buckets(row, rest_is_whole, overlap):
 def test_wire_and_accumulation_dtypes(size, wire, accumulate, rest):
     def work(world):
         mesh = mesh_of(world)
-        store = store_of(mesh, rest, DATA, communicate=wire, accumulate=accumulate)
+        store = store_of(mesh, rest, DATA, wire=wire, accumulate=accumulate)
         for micro in range(2):
             backward(store, world.rank, micro, reduces=micro == 1)
         store.finish()

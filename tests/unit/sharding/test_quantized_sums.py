@@ -6,7 +6,7 @@ from torch import nn
 
 from mpispeed.mesh import sim
 from mpispeed.mesh.compressed.quantized import Feedback, reduce_scatter_bytes
-from mpispeed.sharding.reducers import PARTIAL_AXES, PlainReducer, QuantizedReducer
+from mpispeed.sharding.reducers import PlainReducer, QuantizedReducer
 from mpispeed.store.layout import BLOCK
 from tests.helpers.stores import NESTED, WHOLE, backward, collect, gradient, mesh_of, store_of, table_of
 
@@ -17,7 +17,7 @@ def mixed():
 
 
 def quantized(feedback=None):
-    return QuantizedReducer("data.inner", "data.outer", PlainReducer(PARTIAL_AXES, NESTED), feedback=feedback)
+    return QuantizedReducer("data.inner", "data.outer", PlainReducer(), feedback=feedback)
 
 
 def exact(unit, ranks, micro=0):
@@ -33,11 +33,10 @@ def exact(unit, ranks, micro=0):
 def test_sums_are_near_and_travel_as_codes(ranks, inner, rest, overlap):
     def work(world):
         mesh = mesh_of(world, inner)
-        table = table_of(mixed(), ranks)
-        store = store_of(mesh, rest, NESTED, table=table, reducer=quantized(), is_overlapped=overlap)
+        store = store_of(mesh, rest, NESTED, table=table_of(mixed(), ranks), reducer=quantized(), is_overlapped=overlap)
         backward(store, world.rank, 0, reduces=True)
         store.finish()
-        matrices, vectors = table.units
+        matrices, vectors = store.table.units
         found = collect(mesh, store)
         assert all(len(entry.shape) == 1 for entry in vectors.layout.entries)
         torch.testing.assert_close(found[1], exact(vectors, ranks), rtol=1e-5, atol=1e-6)

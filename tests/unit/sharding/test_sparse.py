@@ -6,7 +6,7 @@ from torch import nn
 
 from mpispeed.mesh import sim
 from mpispeed.sharding.grads import GradHooks
-from mpispeed.sharding.reducers import PARTIAL_AXES, Averaging
+from mpispeed.sharding.reducers import Averaging
 from mpispeed.sharding.sparse import RowReducer, find_tables
 from tests.helpers.stores import WHOLE, mesh_of, store_of, table_of
 
@@ -44,9 +44,9 @@ def run_steps(world, model, *, travels_as_rows, micros=2, counts=None, **more):
     mesh = mesh_of(world)
     table = table_of(model, world.size)
     names = {place.entry.name for param, place in table.places() if id(param) in find_tables(model)}
-    reducer = RowReducer(PARTIAL_AXES, names) if travels_as_rows else None
+    reducer = RowReducer(names) if travels_as_rows else None
     store = store_of(mesh, WHOLE, table=table, reducer=reducer, **more)
-    hooks = GradHooks(table, store)
+    hooks = GradHooks(store.table, store)
     count = 5 if counts is None else counts[world.rank]
     results = []
     for step in range(2):
@@ -103,7 +103,7 @@ def test_a_table_that_serves_a_dense_layer_too():
 def test_16_bit_rows_and_factors():
     averaging = Averaging.of(3, predivide=3.0)
     # rows are rounded to 8 bits, scaled before, summed in fp32 and rounded once, as dense ones are
-    compare(3, communicate=torch.bfloat16, averaging=averaging, rtol=2**-7, atol=2**-10)
+    compare(3, wire=torch.bfloat16, averaging=averaging, rtol=2**-7, atol=2**-10)
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])
@@ -133,9 +133,9 @@ def test_rows_of_a_backward_pass_that_is_given_up_are_forgotten():
     def work(world):
         model, mesh = models[world.rank], mesh_of(world)
         table = table_of(model, 2)
-        reducer = RowReducer(PARTIAL_AXES, {"table.weight", "bag.weight"})
+        reducer = RowReducer({"table.weight", "bag.weight"})
         store = store_of(mesh, WHOLE, table=table, reducer=reducer)
-        hooks = GradHooks(table, store)
+        hooks = GradHooks(store.table, store)
         store.begin_backward(reduces=False)
         model(tokens(world.rank, 0, 40)).backward()
         store.end_backward()

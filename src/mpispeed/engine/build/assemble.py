@@ -82,11 +82,12 @@ def assemble(
         problem = sharing.find_unlike(model, kinds, group_of)
         mesh.world.comm.agree(not problem, problem, ConfigError)
     sharing.equalise([*model.parameters()], kinds)
-    sharding = shard(plan, mesh, model, group_of, _cast_to(plan), slots, own_masters=isinstance(rule, Drifts))
+    sharding = shard(plan, mesh, model, group_of, slots, own_masters=isinstance(rule, Drifts))
     table, params = sharding.table, sharding.params
     if not isinstance(model, PipelineModule):  # a pipeline's schedule decides how many micro-batches are kept
         configure_recomputation(plan, mesh)
-    broadcast_rest(model, table, mesh, _cast_to(plan), plan.device)
+    alike = {param: kind.partial for param, kind in kinds.items()}
+    broadcast_rest(model, table, mesh, _cast_to(plan), plan.device, alike)
     counters = Counters()
     optimization, scheduler, bus = None, None, Bus()
     steps: Sequence[step.StepPart] = ()
@@ -118,7 +119,7 @@ def _hand_out(
     grads, facade = optimization.grads, optimization.facade
     if params.rests_cut:
         vars(facade)["parameter_offload"] = ParameterOffload()
-    elif not params.shards.placement.is_replicated:
+    elif params.shards.table.shards_masters:
         vars(facade)["averaged_gradients"] = AveragedGradients(grads, len(optimization.groups))
     if basic is None:
         return optimization
@@ -315,7 +316,7 @@ def _optimize(
     basic: torch.optim.Optimizer | None,
 ) -> tuple[Optimization, UpdateWindows]:
     table, params = sharding.table, sharding.params
-    grads = make_grads(plan, mesh, model, sharding, is_cast=_cast_to(plan) is not None)
+    grads = make_grads(plan, mesh, model, sharding)
     states = StateStore(table, params.shards, rule.state_names, params.tiers)
     _tell_uncut(plan, params, rule)
     landed = sharding.module_hooks.landed if sharding.module_hooks is not None else None
@@ -447,7 +448,7 @@ def _make_update(
     mesh: Mesh, params: ParamStore, optimization: Optimization, update_windows: UpdateWindows
 ) -> step.Update:
     rule, groups, optimizer = optimization.rule, optimization.groups, optimization.facade
-    has_parts = not params.shards.placement.is_replicated or mesh["model"].size > 1
+    has_parts = params.table.shards_masters or mesh["model"].size > 1
     if isinstance(rule, Layerwise) and has_parts:
         return LayerwiseUpdate(mesh, rule, update_windows, groups, optimizer, params)
     return step.Update(mesh, rule, update_windows, groups, optimizer)

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from mpispeed.base.errors import ConfigError, MpispeedError, StoreError
 from mpispeed.base.units import format_bytes
 from mpispeed.native.block_io import Options
 from mpispeed.optim.rule import KeepsState
-from mpispeed.plan.offload_plan import leading_units, make_swap_plan, offload_of
-from mpispeed.sharding.quantized import Codes
+from mpispeed.plan.offload_plan import make_swap_plan, offload_of, swapped_cells
 from mpispeed.store.placement import Tier
 from mpispeed.store.preflight import preflight
 from mpispeed.store.swap import SwapFolder, run_name
 from mpispeed.store.tiers import GRAD, MASTER, PARAM, SwapPlan, Tiers
-from mpispeed.store.transfers import own_span
 
 if TYPE_CHECKING:
     from mpispeed.config.offload import Aio
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
     from mpispeed.plan.plan import Plan
-    from mpispeed.store.layout import Table, Unit
+    from mpispeed.store.layout import Table
 
 log = logging.getLogger(__name__)
-
-Kept = tuple[tuple[str, int], tuple[int, torch.dtype]]
-"""(kind, unit index), (elements, dtype)."""
 
 
 def is_swapping(plan: Plan) -> bool:
@@ -41,81 +34,14 @@ def is_swapping(plan: Plan) -> bool:
     return Tier.NVME in (states.param.tier, states.grad.tier, states.master.tier)
 
 
-def plan_swap(
-    plan: Plan,
-    mesh: Mesh,
-    table: Table,
-    resident: Collection[int],
-    compute: torch.dtype | None,
-    slots: Sequence[str],
-    *,
-    own_masters: bool = False,
-) -> SwapPlan:
-    """Files and buffers of this rank under the plan; the same units on every rank.
-
-    Args:
-        plan: the placements and their tiers.
-        mesh: the ranks.
-        table: the units.
-        resident: indices of units whose parameters stay unsharded in memory.
-        compute: dtype to compute in; None: that of each unit.
-        slots: names of the optimizer's states.
-        own_masters: masters are not the parameters, even if they have their dtype.
+def plan_swap(plan: Plan, mesh: Mesh, table: Table, slots: Sequence[str]) -> SwapPlan:
+    """Files and buffers of this rank under the plan; the same units on every rank. `slots`: optimizer states.
 
     Raises:
         ConfigError: a shard does not fit into a buffer of `offload_param`.
     """
-    holders: dict[tuple[str, int], tuple[int, torch.dtype]] = {}
-    if plan.states.param.tier is Tier.NVME:
-        holders.update(_param_cells(plan, mesh, table, resident, compute))
-    if plan.states.master.tier is Tier.NVME:
-        holders.update(_state_cells(plan, mesh, table, compute, slots, own_masters=own_masters))
-    return make_swap_plan(holders, offload_of(plan.config.zero_optimization), table)
-
-
-def _dtypes(plan: Plan, unit: Unit, compute: torch.dtype | None) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Compute, master and accumulation dtype."""
-    if unit.dtype == torch.float64 or not unit.dtype.is_floating_point:
-        return unit.dtype, unit.dtype, torch.float64
-    accumulate = plan.policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32
-    return unit.dtype if compute is None else compute, torch.float32, accumulate
-
-
-def _param_cells(
-    plan: Plan, mesh: Mesh, table: Table, resident: Collection[int], compute: torch.dtype | None
-) -> Iterator[Kept]:
-    """Shards beyond the first `max_in_cpu` elements; quantized frozen units are small and stay in memory."""
-    zero = plan.config.zero_optimization
-    shards = []
-    for unit in table.all_units:
-        dtype = _dtypes(plan, unit, compute)[0]
-        is_coded = zero.zero_quantized_nontrainable_weights and not unit.is_trainable and Codes.takes(dtype)
-        if unit.index not in resident and not is_coded:
-            shards.append((unit.index, own_span(mesh, plan.states.param, unit.layout.padded).numel, dtype))
-    kept = leading_units(((index, numel) for index, numel, _ in shards), offload_of(zero).memory_elements)
-    return (((PARAM, index), (numel, dtype)) for index, numel, dtype in shards if index not in kept)
-
-
-def _state_cells(
-    plan: Plan, mesh: Mesh, table: Table, compute: torch.dtype | None, slots: Sequence[str], *, own_masters: bool
-) -> Iterator[Kept]:
-    """Masters, optimizer states and sharded gradients of the first units, which hold `ratio` of all elements."""
-    total = sum(unit.layout.padded for unit in table.units)
-    ratio = offload_of(plan.config.zero_optimization).ratio
-    chosen = leading_units(((unit.index, unit.layout.padded) for unit in table.units), ratio * total)
-    # On a device, parameters of the same dtype that stay there cannot be the masters.
-    is_apart = own_masters or (plan.device.type != "cpu" and plan.states.param.tier is Tier.DEVICE)
-    for unit in table.units:
-        if unit.index not in chosen:
-            continue
-        span = own_span(mesh, plan.states.master, unit.layout.padded).numel
-        own, master, accumulate = _dtypes(plan, unit, compute)
-        if own != master or is_apart:
-            yield (MASTER, unit.index), (span, master)
-        for slot in slots:
-            yield (slot, unit.index), (span, master)
-        if plan.states.grad.tier is Tier.NVME:
-            yield (GRAD, unit.index), (own_span(mesh, plan.states.grad, unit.layout.padded).numel, accumulate)
+    cells = swapped_cells(table, mesh.topology, slots)
+    return make_swap_plan(cells, offload_of(plan.config.zero_optimization), table)
 
 
 def check_rule(plan: Plan, rule: Rule | None, name: str) -> None:

@@ -233,7 +233,7 @@ class Parts:
         Raises:
             UsageError: gradients are sharded over ranks.
         """
-        if self.optimization and not self.optimization.grads.shards.rest.is_replicated:
+        if self.optimization and self.table.shards_grads:
             msg = (
                 f"{what} is incompatible with gradients that are partitioned over ranks "
                 f"(zero_optimization.stage {self.plan.stage}); use stage 0 or 1, or gradient_accumulation_steps"

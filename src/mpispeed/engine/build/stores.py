@@ -6,8 +6,6 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import torch
-
 from mpispeed.base import log as logs
 from mpispeed.base.errors import StoreError
 from mpispeed.engine.build.nvme_tiers import is_swapping, open_tiers, plan_swap
@@ -27,16 +25,8 @@ from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.params import ParamStore
 from mpispeed.sharding.prefetch import Limits, Prefetcher
 from mpispeed.sharding.quantized import all_gather_quantized
-from mpispeed.sharding.reducers import (
-    PARTIAL_AXES,
-    Averaging,
-    PlainReducer,
-    QuantizedReducer,
-    SumChannel,
-    SumGradients,
-)
+from mpispeed.sharding.reducers import Averaging, PlainReducer, QuantizedReducer, SumChannel, SumGradients
 from mpispeed.sharding.sparse import RowReducer, find_tables
-from mpispeed.sharding.units import choose_resident
 from mpispeed.store.tiers import GRAD
 from mpispeed.store.transfers import all_gather_into
 
@@ -59,7 +49,6 @@ def shard(
     mesh: Mesh,
     model: nn.Module,
     group_of: Mapping[int, int],
-    compute: torch.dtype | None,
     slots: Sequence[str] = (),
     *,
     own_masters: bool = False,
@@ -69,24 +58,15 @@ def shard(
     Collective over: all ranks.
     """
     zero = plan.config.zero_optimization
-    table = deal_units(plan, model, group_of)
-    resident = choose_resident(table, zero.param_persistence_threshold, zero.model_persistence_threshold)
+    table = deal_units(plan, model, group_of, own_masters=own_masters)
     with ExitStack() as undo:
-        swap = plan_swap(plan, mesh, table, resident, compute, slots, own_masters=own_masters)
+        swap = plan_swap(plan, mesh, table, slots)
         tiers = open_tiers(plan, mesh, swap)
         undo.callback(tiers.close)
         shards = ParamShards(
             table,
             mesh,
-            compute=compute,
-            master=torch.float32,
-            master_placement=plan.states.master,
-            param_placement=plan.states.param,
-            second=plan.states.second,
-            resident=resident,
             gather=all_gather_quantized if zero.zero_quantized_weights else all_gather_into,
-            codes_frozen=zero.zero_quantized_nontrainable_weights,
-            own_masters=own_masters,
             tiers=tiers,
             collector=Collector(plan.collecting, plan.device),
         )
@@ -95,14 +75,22 @@ def shard(
         if mesh["data"].size > 1:
             mesh.channel("calls")
         prefetcher, module_hooks = None, None
-        if not shards.is_all_resident:
+        if table.shards_params:
             prefetcher = _make_prefetcher(plan, mesh, shards, waits.wait)
             mark_leaves_by_threshold(model, zero.module_granularity_threshold)
-            users = find_module_units(model, table, needs=lambda unit: not shards.is_resident(unit), is_whole=is_leaf)
+            users = find_module_units(
+                model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
+            )
             module_hooks = ModuleHooks(prefetcher, users)
             undo.callback(module_hooks.remove)
             watch_external(model, table, module_hooks)
-        params = ParamStore(shards, prefetcher=prefetcher, reader=module_hooks, wait=waits.wait)
+        params = ParamStore(
+            shards,
+            rests_cut=not plan.states.param.is_replicated,
+            prefetcher=prefetcher,
+            reader=module_hooks,
+            wait=waits.wait,
+        )
         if is_swapping(plan):
             mesh.world.comm.agree(not tiers.problem, tiers.problem, StoreError)
         undo.pop_all()
@@ -128,19 +116,15 @@ def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait) ->
     return Prefetcher(shards, channel, shards.arena, limits, wait=wait, rounds=rounds)
 
 
-def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding, *, is_cast: bool) -> GradStore:
-    """The store of gradients; `is_cast`: parameters are cast to the compute dtype, and messages with them.
+def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding) -> GradStore:
+    """The store of gradients.
 
     Collective over: all ranks, where sums are started.
     """
     zero, params = plan.config.zero_optimization, sharding.params
-    is_wire_set = is_cast or plan.config.communication_data_type is not None
     shards = GradShards(
         sharding.table,
         mesh,
-        rest=plan.states.grad,
-        target=plan.states.master,
-        accumulate=plan.policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32,
         tiers=params.tiers,
         arena=params.arena,  # buffers of one size serve both
     )
@@ -151,43 +135,41 @@ def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding, *, 
         shards,
         channel.mesh,
         Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
-        communicate=plan.policy.communicate if is_wire_set else None,
         reducer=choose_reducer(plan, model, sharding.table),
-        scatters=zero.reduce_scatter,
     )
     return GradStore(shards, sums, channel, requires_all=not zero.ignore_unused_parameters)
 
 
-def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer | None:
-    """The reducer for `sparse_gradients` or `zero_quantized_gradients`; None: plain sums."""
+def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer:
+    """The reducer for `sparse_gradients` or `zero_quantized_gradients`; else plain sums."""
+    plain = PlainReducer(scatters=plan.config.zero_optimization.reduce_scatter)
     if plan.config.sparse_gradients and plan.states.master.is_replicated:
         chosen = find_tables(model)
         names = {place.entry.name for param, place in table.places() if id(param) in chosen}
         if names:
-            return RowReducer(PARTIAL_AXES, names)
+            return RowReducer(names)
         text = "sparse_gradients has no effect: no nn.Embedding or nn.EmbeddingBag is trained"
         logs.once(log, logging.WARNING, text)
-        return None
+        return plain
     zero = plan.config.zero_optimization
     if not zero.zero_quantized_gradients:
-        return None
+        return plain
     if plan.placing.hops is None:
         text = (
             "zero_optimization.zero_quantized_gradients has no effect on one node: sums inside a node are not "
             "quantized (environment variable MPISPEED_RANKS_PER_NODE says how many ranks form a node)"
         )
         logs.once(log, logging.WARNING, text)
-        return None
+        return plain
     if plan.placing.sum_hops is None:
         text = (
             "zero_optimization.zero_quantized_gradients has no effect with a 1-bit optimizer on several nodes: its "
             "states are not cut over nodes"
         )
         logs.once(log, logging.WARNING, text)
-        return None
+        return plain
     loco = zero.zeropp_loco_param
     inner, outer = plan.placing.sum_hops
-    plain = PlainReducer(PARTIAL_AXES, plan.states.master)
     return QuantizedReducer(
-        inner, outer, plain, feedback=None if loco is None else lambda: Feedback(loco.err_beta, loco.reset_T)
+        inner, outer, PlainReducer(), feedback=None if loco is None else lambda: Feedback(loco.err_beta, loco.reset_T)
     )

@@ -131,7 +131,7 @@ def predict(facts: EstimateInputs) -> Budget:
         ConfigError: a shard of a unit is longer than the buffers between files and memory.
     """
     users = find_module_units(
-        facts.model, facts.table, needs=lambda unit: not facts.is_resident(unit), is_whole=is_leaf
+        facts.model, facts.table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
     )
     played = facts
     if facts.gathers_once:  # each unit is gathered once and stays unsharded
@@ -172,15 +172,15 @@ def _sent_norm(facts: EstimateInputs) -> Iterable[Sent]:
 
 def _held_bytes(facts: EstimateInputs) -> int:
     """Bytes of parameters that stay gathered during a whole step."""
-    cut = [unit for unit in facts.table.all_units if not facts.is_resident(unit)]
-    return sum(unit.layout.padded * facts.dtypes(unit)[0].itemsize for unit in cut)
+    cut = [unit for unit in facts.table.all_units if not unit.states.param.is_replicated]
+    return sum(unit.layout.padded * unit.states.compute.itemsize for unit in cut)
 
 
 def _fetches(facts: EstimateInputs, outcome: Outcome) -> Mapping[int, int]:
     """Reads of this rank's shards by unit index; gathers from fresh second copies do not count."""
     found: dict[int, int] = {}
     for (index, is_fresh), count in outcome.fetches.items():
-        if not (is_fresh and facts.second is not None):
+        if not (is_fresh and facts.table.all_units[index].states.second is not None):
             found[index] = found.get(index, 0) + count
     return found
 
@@ -192,16 +192,16 @@ def _held_at_rest(facts: EstimateInputs) -> Iterable[Held]:
         total[what, tier] = total.get((what, tier), 0) + count_bytes
 
     for unit in facts.table.all_units:
-        add("parameters", facts.param_tier(unit), rest_bytes(facts, unit))
-        if facts.second is not None and not facts.is_resident(unit):
-            size = facts.span(unit, facts.second) * facts.dtypes(unit)[0].itemsize
-            add("second copies", facts.second.tier, size)
+        add("parameters", unit.states.param.tier, rest_bytes(facts, unit))
+        if unit.states.second is not None:
+            size = facts.span(unit, unit.states.second) * unit.states.compute.itemsize
+            add("second copies", unit.states.second.tier, size)
     add("outside of units", Tier.DEVICE, _outside_bytes(facts, is_cast=True))
     for unit in facts.table.units:
-        master, span = facts.dtypes(unit)[1], facts.span(unit, facts.master)
-        add("masters", facts.state_tier(unit), 0 if facts.is_shared(unit) else span * master.itemsize)
-        add("optimizer state", facts.state_tier(unit), span * facts.state_bytes * master.itemsize // 4)
-        add("gradients", facts.grad_tier(unit), facts.span(unit, facts.grad) * facts.grad_dtypes(unit)[0].itemsize)
+        master, span = unit.states.full, facts.span(unit, unit.states.master)
+        add("masters", unit.states.master.tier, 0 if unit.states.master_is_param else span * master.itemsize)
+        add("optimizer state", unit.states.master.tier, span * facts.state_bytes * master.itemsize // 4)
+        add("gradients", unit.states.grad.tier, facts.span(unit, unit.states.grad) * unit.states.accumulate.itemsize)
         add("1-bit momentum", Tier.HOST, momentum_bytes(facts, unit))
         add("1-bit errors", Tier.HOST, error_bytes(facts, unit))
         add("errors of quantized sums", Tier.DEVICE, sum_error_bytes(facts, unit, 8))
@@ -226,7 +226,7 @@ def _buffers(facts: EstimateInputs) -> Iterable[Held]:
 def _saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
     """Bytes of a unit that one rank writes into a checkpoint: an equal part, whatever it holds."""
     part = unit.layout.padded // facts.topology.group_size("data")
-    compute, master = facts.dtypes(unit)
+    compute, master = unit.states.compute, unit.states.full
     if not unit.is_trainable:
         return part * compute.itemsize
     errors = saved_bytes(facts, unit) + sum_error_bytes(facts, unit, 32)
@@ -250,21 +250,23 @@ def _build_bytes(facts: EstimateInputs) -> int:
     held = sum(sizes.values()) + sum(buffer.nbytes for buffer in facts.model.buffers())
     if facts.is_init_sharded:
         held -= sum(sizes[id(param)] for unit in facts.table.all_units for param in unit.params)
-        held += sum(facts.span(unit, facts.rest(unit)) * unit.dtype.itemsize for unit in facts.table.all_units)
+        held += sum(facts.span(unit, unit.states.param) * unit.dtype.itemsize for unit in facts.table.all_units)
     most = held
     for unit in facts.table.all_units:
-        compute, master = facts.dtypes(unit)
+        compute, master = unit.states.compute, unit.states.full
         source = unit.layout.padded * unit.dtype.itemsize
-        rest = facts.span(unit, facts.rest(unit)) * compute.itemsize
-        is_source = facts.is_resident(unit) and compute == unit.dtype
-        has_masters = unit.is_trainable and not facts.is_shared(unit)
-        masters = facts.span(unit, facts.master) * master.itemsize if has_masters else 0
+        rest = facts.span(unit, unit.states.param) * compute.itemsize
+        is_source = unit.states.param.is_replicated and compute == unit.dtype
+        has_masters = unit.is_trainable and not unit.states.master_is_param
+        masters = facts.span(unit, unit.states.master) * master.itemsize if has_masters else 0
         made = rest + masters
-        gathered = source if facts.is_init_sharded and not facts.is_resident(unit) else 0
+        gathered = source if facts.is_init_sharded and not unit.states.param.is_replicated else 0
         most = max(most, held + source + gathered + made - (rest if is_source else 0))
         given = sum(sizes[id(param)] for param in unit.params)
-        init_shard = facts.span(unit, facts.rest(unit)) * unit.dtype.itemsize
-        written = sum(size for kind, size in ((PARAM, rest), (MASTER, masters)) if (kind, unit.index) in facts.tensors)
+        init_shard = facts.span(unit, unit.states.param) * unit.dtype.itemsize
+        written = sum(
+            size for kind, size in ((PARAM, rest), (MASTER, masters)) if (kind, unit.index) in facts.swap.tensors
+        )
         held += made - written - (init_shard if facts.is_init_sharded else given)
     return most
 
@@ -281,20 +283,18 @@ def _summed(rows: Iterable[Sent]) -> tuple[Sent, ...]:
 def _rehearse(facts: EstimateInputs, users: list[ModuleUnits], *, fetches: bool = True) -> Outcome:
     params = PaperParams(
         facts.table,
-        frozenset(unit.index for unit in facts.table.all_units if facts.is_resident(unit)),
-        lambda unit: facts.dtypes(unit)[0],
         lambda unit, is_second: gather(facts, unit, is_second=is_second),
     )
 
     def bucket(unit: Unit) -> Buffers:
-        return [] if facts.grad.is_replicated else [(unit.layout.padded, facts.grad_dtypes(unit)[1])]
+        return [] if unit.states.grad.is_replicated else [(unit.layout.padded, unit.states.wire)]
 
     def wire(unit: Unit, is_added: bool) -> Buffers:
-        rests, travels = facts.grad_dtypes(unit)
-        found = [(unit.layout.padded, travels)] if facts.grad.is_replicated and rests != travels else []
+        rests, travels = unit.states.accumulate, unit.states.wire
+        found = [(unit.layout.padded, travels)] if unit.states.grad.is_replicated and rests != travels else []
         if is_added:
-            found.append((facts.span(unit, facts.master), torch.promote_types(rests, travels)))
-        sizes = [facts.topology.group_size(axis) for axis in facts.master.axes]
+            found.append((facts.span(unit, unit.states.master), torch.promote_types(rests, travels)))
+        sizes = [facts.topology.group_size(axis) for axis in unit.states.master.axes]
         if travels in HALF_FLOATS and facts.scatters and not is_coded_sum(facts, unit):
             # Sums of 16 bits are kept in fp32 between hops.
             spans = [unit.layout.padded // math.prod(sizes[: i + 1]) for i, n in enumerate(sizes) if n > 1]
@@ -302,17 +302,17 @@ def _rehearse(facts: EstimateInputs, users: list[ModuleUnits], *, fetches: bool 
         return found
 
     longest: dict[torch.dtype, int] = {}
-    for (kind, _), (numel, dtype) in facts.tensors.items():
+    for (kind, _), (numel, dtype) in facts.swap.tensors.items():
         if kind == GRAD:
             longest[dtype] = max(numel, longest.get(dtype, 0))
 
     def swapped(unit: Unit) -> Buffers:
-        dtype = facts.grad_dtypes(unit)[0]
-        return [(longest[dtype], dtype)] if (GRAD, unit.index) in facts.tensors else []
+        dtype = unit.states.accumulate
+        return [(longest[dtype], dtype)] if (GRAD, unit.index) in facts.swap.tensors else []
 
     rehearsal = DryRun(
         facts.model, params, users, facts.limits, bucket=bucket, wire=wire, swapped=swapped,
         writes_behind=WRITES_BEHIND if facts.swap.writes_behind else 0, is_overlapped=facts.is_overlapped,
     )  # fmt: skip
-    cuts = fetches and any(not facts.is_resident(unit) for unit in facts.table.all_units)
-    return rehearsal.run(facts.micro_steps, reduces_each=not facts.grad.is_replicated, fetches=cuts)
+    cuts = fetches and facts.table.shards_params
+    return rehearsal.run(facts.micro_steps, reduces_each=facts.table.shards_grads, fetches=cuts)

@@ -74,23 +74,13 @@ class PaperParams:
     def __init__(
         self,
         table: Table,
-        resident: frozenset[int],
-        dtype_of: Callable[[Unit], torch.dtype],
         gather: Callable[[Unit, bool], Iterable[tuple[str, tuple[str, ...], int]]],
     ) -> None:
         """Args: `gather` yields (verb, axes, bytes) of one gather; True: from a second copy."""
-        self.table, self._resident, self._dtype_of, self._gather = table, resident, dtype_of, gather
+        self.table, self._gather = table, gather
         self.sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.fetches: Counter[tuple[int, bool]] = Counter()
         self._fresh: set[int] = set()
-
-    def is_resident(self, unit: Unit) -> bool:
-        """True if the unit is never sharded."""
-        return unit.index in self._resident
-
-    def dtypes(self, unit: Unit) -> tuple[torch.dtype, torch.dtype]:
-        """Dtype of full buffers, twice; the prefetcher uses the first only."""
-        return self._dtype_of(unit), self._dtype_of(unit)
 
     def start_gather(self, channel: Any, unit: Unit, full: Any, reader: Any) -> Work:
         """Count one gather."""
@@ -227,7 +217,7 @@ class DryRun:
         self._next = len(table.units) - 1
         for module, params in reversed(self._modules):
             places = [place for param in params if (place := table.locate(param)) is not None]
-            units = {place.unit.index: place.unit for place in places if not self._params.is_resident(place.unit)}
+            units = {place.unit.index: place.unit for place in places if not place.unit.states.param.is_replicated}
             if fetches and units and not isinstance(module, _SAVES_NO_WEIGHT):
                 self._use(tuple(units.values()), is_backward=True)
             for param in params:

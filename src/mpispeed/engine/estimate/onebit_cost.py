@@ -74,7 +74,7 @@ def whole_unit_bytes(facts: EstimateInputs, buffers: int) -> int:
     """Bytes for states in files during a step, where `buffers` serve windows: a 1-bit exchange reads a unit at once."""
     if facts.coding is None:
         return buffers
-    longest = max((facts.span(unit, facts.master) for unit in facts.table.units), default=0)
+    longest = max((facts.span(unit, unit.states.master) for unit in facts.table.units), default=0)
     if facts.coding.lends_units:
         return longest * (_ITEM + facts.state_bytes)
     return max(buffers, longest * _ITEM)

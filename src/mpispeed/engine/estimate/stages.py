@@ -21,6 +21,7 @@ from mpispeed.pipe.process_topology import PipeModelDataParallelTopology
 from mpispeed.plan.axes import choose_axes
 from mpispeed.plan.own_slices import asks_for_slices
 from mpispeed.plan.plan import make_plan
+from mpispeed.plan.units import distinct_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -98,6 +99,7 @@ def _examine_one(
             axes = choose_axes(config, world, model)
             own = dtype_of(model) if dtype is None else dtype
             plan = make_plan(config, ranks, own, ranks_per_node=ranks_per_node, axes=axes)
+            plan = plan.with_distinct(distinct_sizes(model))
             mesh = Mesh(plan.topology(), world)
             built = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
             _slice(plan, mesh, model)

@@ -11,7 +11,6 @@ from mpispeed.mesh.compressed.quantized import gather_bytes, reduce_scatter_byte
 from mpispeed.native.block_quant import default_block
 from mpispeed.native.codes import Grid
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.plan.units import Kind
 from mpispeed.sharding.quantized import Codes
 from mpispeed.store.layout import BLOCK
 from mpispeed.store.placement import REPLICATED, Placement, Tier, moves, reduce_moves
@@ -50,12 +49,13 @@ class Moved:
 # -- to other ranks --------------------------------------------------------------------------------------------------
 
 
-def _replicas(facts: EstimateInputs) -> tuple[str, ...]:
+def _replicas(facts: EstimateInputs, unit: Unit) -> tuple[str, ...]:
     """Axes along which ranks hold equal parts of masters."""
-    if facts.master.is_replicated:
-        return ("data",)
-    cut = facts.topology.resolve(facts.master.axes)
-    rest = (axis for axis in facts.topology.resolve("data") if axis not in cut)
+    states = unit.states
+    if states.master.is_replicated:
+        return states.partial
+    cut = facts.topology.resolve(states.master.axes)
+    rest = (axis for axis in facts.topology.resolve(states.partial) if axis not in cut)
     return tuple(axis for axis in rest if facts.topology.group_size(axis) > 1)
 
 
@@ -64,14 +64,14 @@ def _sums(facts: EstimateInputs, unit: Unit) -> Iterable[tuple[str, tuple[str, .
 
     Sums of 16-bit gradients are in fp32 after the first of several hops.
     """
-    size = unit.layout.padded * facts.grad_dtypes(unit)[1].itemsize
-    rest = _replicas(facts) if facts.grad.is_replicated else ()
+    states, size = unit.states, unit.layout.padded * unit.states.wire.itemsize
+    rest = _replicas(facts, unit) if states.grad.is_replicated else ()
     if not facts.scatters:
-        axes = facts.topology.resolve("data" if facts.grad.is_replicated else facts.master.axes)
+        axes = facts.topology.resolve(states.partial if states.grad.is_replicated else states.master.axes)
         yield "all_reduce", axes, size
         return
-    is_half = facts.grad_dtypes(unit)[1] in HALF_FLOATS
-    for move in reduce_moves((*facts.master.axes, *rest), facts.master):
+    is_half = states.wire in HALF_FLOATS
+    for move in reduce_moves((*states.master.axes, *rest), states.master):
         n = facts.topology.group_size(move.axes)
         yield move.verb, move.axes, size
         if n > 1 and move.verb == "reduce_scatter":
@@ -81,9 +81,9 @@ def _sums(facts: EstimateInputs, unit: Unit) -> Iterable[tuple[str, tuple[str, .
 
 def sent_gradients(facts: EstimateInputs) -> Iterable[Sent]:
     """Traffic of reductions: for sharded gradients in every micro-step, and over replicas of the shards once a step."""
-    steps = 1 if facts.grad.is_replicated else facts.micro_steps
-    replicas = () if facts.grad.is_replicated else _replicas(facts)
+    steps = facts.micro_steps if facts.table.shards_grads else 1
     for unit in facts.table.units:
+        replicas = () if unit.states.grad.is_replicated else _replicas(facts, unit)
         if is_coded_sum(facts, unit):
             for axis, size in zip(facts.master.axes, _coded_hops(facts, unit), strict=True):
                 yield Sent("gradients", "all_to_all", (axis,), steps * size)
@@ -93,7 +93,7 @@ def sent_gradients(facts: EstimateInputs) -> Iterable[Sent]:
                 times = 2 if verb == "all_reduce" else 1
                 yield Sent("gradients", verb, axes, steps * (times * size * (n - 1) // n))
         n = facts.topology.group_size(replicas)
-        part = facts.span(unit, facts.master) * facts.grad_dtypes(unit)[0].itemsize
+        part = facts.span(unit, unit.states.master) * unit.states.accumulate.itemsize
         yield Sent("gradients", "all_reduce", replicas, 2 * part * (n - 1) // n)
 
 
@@ -101,17 +101,15 @@ def sent_shared(facts: EstimateInputs) -> Iterable[Sent]:
     """Traffic of sums over slices and over stages that share a weight, as in `Sharing.sum`, and of losses."""
     model = facts.model
     for unit in facts.table.units:
-        kind = unit.kind
-        if not isinstance(kind, Kind):
-            continue
-        part = facts.span(unit, facts.master) * facts.grad_dtypes(unit)[0].itemsize
-        if kind.along_model == "partial":
-            n = facts.topology.group_size("model")
-            yield Sent("gradients of slices", "all_reduce", ("model",), 2 * part * (n - 1) // n)
-        if kind.tie and isinstance(model, PipelineModule):
-            n = len(model.tied(kind.tie).stages)
-            axes = ("pipe",) if n == model.num_stages else (f"tied {kind.tie}",)
-            yield Sent("gradients of shared weights", "all_reduce", axes, 2 * part * (n - 1) // n)
+        part = facts.span(unit, unit.states.master) * unit.states.accumulate.itemsize
+        for copies in unit.states.copies:
+            if copies.key and isinstance(model, PipelineModule):
+                n = len(model.tied(copies.key).stages)
+                axes = ("pipe",) if n == model.num_stages else (f"tied {copies.key}",)
+                yield Sent("gradients of shared weights", "all_reduce", axes, 2 * part * (n - 1) // n)
+            elif copies.is_partial:
+                n = facts.topology.group_size(copies.axis)
+                yield Sent("gradients of slices", "all_reduce", (copies.axis,), 2 * part * (n - 1) // n)
     if isinstance(model, PipelineModule) and model.stage_id == model.num_stages - 1:
         n = facts.topology.group_size("data")
         yield Sent("losses", "all_reduce", ("data",), 2 * _LOSS_BYTES * (n - 1) // n)
@@ -120,13 +118,14 @@ def sent_shared(facts: EstimateInputs) -> Iterable[Sent]:
 def is_coded_sum(facts: EstimateInputs, unit: Unit) -> bool:
     """True if the unit's reduction is quantized, as `sharding.reducers.QuantizedReducer` decides."""
     is_made_of_vectors = all(len(entry.shape) < 2 for entry in unit.layout.entries)
-    return facts.codes_grads and facts.grad_dtypes(unit)[1].itemsize <= 4 and not is_made_of_vectors
+    is_common = unit.states.master.axes == facts.master.axes
+    return facts.codes_grads and unit.states.wire.itemsize <= 4 and not is_made_of_vectors and is_common
 
 
 def _coded_hops(facts: EstimateInputs, unit: Unit) -> tuple[int, int]:
     """Bytes of the two hops of a quantized reduction."""
     inner, outer = (facts.topology.group_size(axis) for axis in facts.master.axes)
-    return reduce_scatter_bytes(facts.span(unit, facts.master), inner, outer, BLOCK)
+    return reduce_scatter_bytes(facts.span(unit, unit.states.master), inner, outer, BLOCK)
 
 
 def sum_error_bytes(facts: EstimateInputs, unit: Unit, bits: int) -> int:
@@ -137,7 +136,7 @@ def sum_error_bytes(facts: EstimateInputs, unit: Unit, bits: int) -> int:
     if not (facts.keeps_sum_errors and is_coded_sum(facts, unit)):
         return 0
     inner, outer = (facts.topology.group_size(axis) for axis in facts.master.axes)
-    piece = facts.span(unit, facts.master)
+    piece = facts.span(unit, unit.states.master)
     grids = [Grid(piece, BLOCK, inner * outer)] + [Grid(piece, BLOCK, outer)] * (inner > 1)
     return sum(grid.nbytes(8) if bits == 8 else grid.numel * bits // 8 for grid in grids)
 
@@ -145,8 +144,8 @@ def sum_error_bytes(facts: EstimateInputs, unit: Unit, bits: int) -> int:
 def sent_updates(facts: EstimateInputs) -> Iterable[Sent]:
     """Traffic from updated masters to the parameters' placement."""
     for unit in facts.table.units:
-        itemsize = facts.dtypes(unit)[0].itemsize
-        for _, axes, elements in _widening(facts, unit, facts.master, facts.rest(unit)):
+        itemsize = unit.states.compute.itemsize
+        for _, axes, elements in _widening(facts, unit, unit.states.master, unit.states.param):
             n = facts.topology.group_size(axes)
             verb, sent = facts.collecting.sent(elements // n, n)
             yield Sent("updated parameters", verb, axes, sent * itemsize)
@@ -156,9 +155,9 @@ def collecting_bytes(facts: EstimateInputs) -> int:
     """Bytes of the buffers in which pieces of updated parameters arrive; they are kept from step to step."""
     buffers: set[tuple[torch.dtype, int]] = set()
     for unit in facts.table.units:
-        for _, axes, elements in _widening(facts, unit, facts.master, facts.rest(unit)):
+        for _, axes, elements in _widening(facts, unit, unit.states.master, unit.states.param):
             n = facts.topology.group_size(axes)
-            buffers.add((facts.dtypes(unit)[0], facts.collecting.buffer_elements(elements // n, n)))
+            buffers.add((unit.states.compute, facts.collecting.buffer_elements(elements // n, n)))
     return sum(dtype.itemsize * numel for dtype, numel in buffers)
 
 
@@ -174,13 +173,13 @@ def _widening(
 
 def gather(facts: EstimateInputs, unit: Unit, *, is_second: bool) -> Iterable[tuple[str, tuple[str, ...], int]]:
     """(verb, axes, bytes) of the collectives that gather a unit; second copies are never quantized."""
-    is_second = is_second and facts.second is not None
-    source = facts.second if is_second and facts.second is not None else facts.rest(unit)
+    second = unit.states.second if is_second else None
+    source = unit.states.param if second is None else second
     steps = list(_widening(facts, unit, source, REPLICATED))
     sizes = [facts.topology.group_size(axes) for _, axes, _ in steps]
-    count, itemsize = facts.span(unit, source), facts.dtypes(unit)[0].itemsize
-    is_coded = facts.codes_params or (facts.codes_frozen and not unit.is_trainable)
-    if is_coded and not is_second and Codes.takes(facts.dtypes(unit)[0]):
+    count, itemsize = facts.span(unit, source), unit.states.compute.itemsize
+    is_coded = facts.codes_params or unit.states.is_coded
+    if is_coded and second is None and Codes.takes(unit.states.compute):
         sent = gather_bytes(count, sizes, default_block(count))
     else:
         sent = tuple(elements * itemsize * (n - 1) // n for (_, _, elements), n in zip(steps, sizes, strict=True))
@@ -190,8 +189,8 @@ def gather(facts: EstimateInputs, unit: Unit, *, is_second: bool) -> Iterable[tu
 
 def rest_bytes(facts: EstimateInputs, unit: Unit) -> int:
     """Bytes of this rank's shard of a unit's parameters."""
-    count, dtype = facts.span(unit, facts.rest(unit)), facts.dtypes(unit)[0]
-    if facts.is_coded(unit) and not facts.is_resident(unit):
+    count, dtype = facts.span(unit, unit.states.param), unit.states.compute
+    if unit.states.is_coded:
         return Grid(count, default_block(count)).nbytes(8)
     return count * dtype.itemsize
 
@@ -219,7 +218,7 @@ def moved(facts: EstimateInputs, fetches: Mapping[int, int]) -> list[Moved]:
 
     for unit in facts.table.all_units:
         count = fetches.get(unit.index, 0)
-        move("parameters", facts.param_tier(unit), Tier.DEVICE, count * rest_bytes(facts, unit))
+        move("parameters", unit.states.param.tier, Tier.DEVICE, count * rest_bytes(facts, unit))
     for unit in facts.table.units:
         _move_update(facts, unit, move)
         _move_gradients(facts, unit, move)
@@ -230,31 +229,31 @@ def moved(facts: EstimateInputs, fetches: Mapping[int, int]) -> list[Moved]:
 Move = Callable[[str, Tier, Tier, int], None]
 
 
-def _update_tier(facts: EstimateInputs, unit: Unit) -> Tier:
+def _update_tier(unit: Unit) -> Tier:
     """Tier on which the optimizer runs: the host for states in files."""
-    return Tier.DEVICE if facts.state_tier(unit) == Tier.DEVICE else Tier.HOST
+    return Tier.DEVICE if unit.states.master.tier == Tier.DEVICE else Tier.HOST
 
 
 def _move_update(facts: EstimateInputs, unit: Unit, move: Move) -> None:
     """States to the optimizer and back, and updated parameters to their tier."""
-    span = facts.span(unit, facts.master)
-    (compute, master), runs = facts.dtypes(unit), _update_tier(facts, unit)
+    span = facts.span(unit, unit.states.master)
+    compute, master, runs = unit.states.compute, unit.states.full, _update_tier(unit)
     states = {"optimizer state": facts.state_bytes * master.itemsize // 4}
-    if facts.is_shared(unit):
-        move("updated parameters", facts.param_tier(unit), runs, span * compute.itemsize)
+    if unit.states.master_is_param:
+        move("updated parameters", unit.states.param.tier, runs, span * compute.itemsize)
     else:
         states["masters"] = master.itemsize
-    move("updated parameters", runs, facts.param_tier(unit), span * compute.itemsize)
+    move("updated parameters", runs, unit.states.param.tier, span * compute.itemsize)
     for what, size in states.items():
-        move(what, facts.state_tier(unit), runs, span * size)
-        move(what, runs, facts.state_tier(unit), span * size)
+        move(what, unit.states.master.tier, runs, span * size)
+        move(what, runs, unit.states.master.tier, span * size)
 
 
 def _move_gradients(facts: EstimateInputs, unit: Unit, move: Move) -> None:
     """Reduced gradients to their tier in every micro-step, and from there to the optimizer."""
-    rests, runs = facts.grad_tier(unit), _update_tier(facts, unit)
-    size = facts.span(unit, facts.master) * facts.grad_dtypes(unit)[0].itemsize
-    times = 0 if facts.grad.is_replicated else facts.micro_steps
+    rests, runs = unit.states.grad.tier, _update_tier(unit)
+    size = facts.span(unit, unit.states.master) * unit.states.accumulate.itemsize
+    times = 0 if unit.states.grad.is_replicated else facts.micro_steps
     move("gradients", Tier.DEVICE, rests, times * size)
     if rests == Tier.NVME:
         move("gradients", rests, Tier.HOST, max(times - 1, 0) * size)  # read back to be added to

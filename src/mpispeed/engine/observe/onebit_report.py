@@ -114,7 +114,7 @@ def watch_onebit(parts: Parts, onebit: OneBitExchange, rule: Any) -> None:
     OneBitReport(parts, onebit, parts.plan.steps_per_print).attach(parts.bus)
     freeze = getattr(rule, "freeze_step", None) or rule.intervals.var_freeze_step
     FreezeWatch(parts, freeze).attach(parts.bus)
-    if not parts.params.shards.placement.is_replicated:
-        size = sum(unit.layout.padded * parts.params.shards.dtypes(unit)[0].itemsize for unit in parts.table.units)
+    if parts.table.shards_masters:
+        size = sum(unit.layout.padded * unit.states.compute.itemsize for unit in parts.table.units)
         log.info("1-bit | stage 1 cuts masters: besides the coded momenta, parameters of %s are gathered in every step",
                  format_bytes(size))  # fmt: skip

@@ -217,8 +217,8 @@ def describe_pipeline(parts: Parts, schedule: PipeSchedule, name: str) -> list[t
         text = f"gradients are summed once in a step, not for each micro-batch: {format_bytes(extra)} more on this rank"
         rows.append(("memory", text + "; pipeline.per_micro_batch saves them"))
     if plan.gathers_once:
-        cut = [unit for unit in parts.table.all_units if not parts.params.shards.is_resident(unit)]
-        extra = sum(unit.layout.padded * parts.params.shards.dtypes(unit)[0].itemsize for unit in cut)
+        cut = [unit for unit in parts.table.all_units if not unit.states.param.is_replicated]
+        extra = sum(unit.layout.padded * unit.states.compute.itemsize for unit in cut)
         if extra:
             rows.append(("memory", f"parameters are gathered once in a step: {format_bytes(extra)} while it runs"))
     return rows

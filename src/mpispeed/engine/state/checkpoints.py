@@ -344,12 +344,12 @@ def _param_infos(parts: Parts, settings: SaveSettings, numbers: Mapping[str, Map
     for name, param in parts.module.named_parameters():
         place = parts.table.find(param)
         if place is not None:
-            compute = parts.params.shards.dtypes(place.unit)[0]
+            compute = place.unit.states.compute
             info = ParamInfo(name, tuple(param.shape), compute, "trainable", place.entry.group, step)
             infos.append(replace(info, scalars=dict(numbers.get(name, {}))))
         elif not settings.exclude_frozen_parameters:
             place = parts.table.locate(param)
-            compute = param.dtype if place is None else parts.params.shards.dtypes(place.unit)[0]
+            compute = param.dtype if place is None else place.unit.states.compute
             infos.append(ParamInfo(name, tuple(param.shape), compute, "frozen", -1, 0))
     return infos
 

@@ -74,7 +74,7 @@ class Kept:
             found._add_counts(parts, rule)
         elif isinstance(rule, KeepsState):
             own = _read_windows(parts, rule, windows)
-            rows = [own] if parts.params.shards.placement.is_replicated else parts.mesh["data"].gather_objects(own)
+            rows = parts.mesh["data"].gather_objects(own) if parts.table.shards_masters else [own]
             found._add_rows(parts, [row for part in rows for row in part])
         else:
             found.slots = {place.entry.name: set(rule.state_names) for _, place in parts.table.places()}

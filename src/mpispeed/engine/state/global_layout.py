@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from mpispeed.base.errors import UsageError
 from mpispeed.base.rng import get_rng_tracker
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece, persistent_buffers
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from mpispeed.ckpt.read.reader import Checkpoint
     from mpispeed.engine.build.parts import Parts
     from mpispeed.optim.rule import Window
-    from mpispeed.store.layout import Place, Unit
+    from mpispeed.store.layout import Place, Table, Unit
     from mpispeed.store.stored_tensor import Lease, StoredTensor
 
 T = TypeVar("T")
@@ -54,7 +55,12 @@ class GlobalLayout:
 
     @classmethod
     def of(cls, parts: Parts) -> GlobalLayout:
-        """Read this rank's part off the model. Local."""
+        """Read this rank's part off the model. Local, alike on all ranks.
+
+        Raises:
+            UsageError: data ranks have parameters of their own, which have no logical tensor.
+        """
+        require_common(parts.table, "a checkpoint has one tensor for each name")
         comm = parts.mesh["model"]
         if comm.size == 1:
             return cls(parts)
@@ -211,6 +217,21 @@ class GlobalLayout:
             source.read(name, slot, before + start, out)
 
 
+def require_common(table: Table, reason: str) -> None:
+    """Require that data ranks have all parameters in common; `reason` is a clause of the message.
+
+    Raises:
+        UsageError: on every rank, if they have some of their own.
+    """
+    apart = next((unit for unit in table.all_units if unit.states.differs_over_data), None)
+    if apart is not None:
+        msg = (
+            f"parameter {apart.layout.entries[0].name!r} has values of its own on each of several data ranks "
+            f"(mark_distinct), and {reason}; save and load such a model's weights by your own code, rank by rank"
+        )
+        raise UsageError(msg)
+
+
 def named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, None]]:
     """The names alone, for `GlobalLayout.over_stages`."""
     return ((name, None) for name, _ in tensors)
@@ -268,7 +289,7 @@ def tensors_of(
     for name, param in parts.module.named_parameters():
         place, shape = parts.table.locate(param), whole.shape(name, param)
         if place is not None and place.unit.is_trainable:
-            dtype = parts.params.shards.dtypes(place.unit)[1]
+            dtype = place.unit.states.full
             for slot, holder in _trained(parts, place.unit, sorted(slots.get(name, ()))).items():
                 mean = next((found for each in more if (found := each.mean(place, slot)) is not None), None)
                 if mean is not None:
@@ -283,7 +304,7 @@ def tensors_of(
         elif place is not None and place.unit.index in frozen:
             # Frozen parameters of a unit are sharded too: every rank writes its part.
             pieces = _pieces(parts, whole, place, frozen[place.unit.index], cuts)
-            yield LogicalTensor(name, "weight16", shape, parts.params.shards.dtypes(place.unit)[0], pieces)
+            yield LogicalTensor(name, "weight16", shape, place.unit.states.compute, pieces)
         elif has_frozen:
             yield whole.outside(name, "weight16", param)
     for name, buffer in persistent_buffers(parts.module):
@@ -321,7 +342,7 @@ def _rest(parts: Parts, unit: Unit) -> StoredTensor:
 
 def _share(parts: Parts, unit: Unit) -> Span:
     """The range this rank writes: its masters divided among their replicas, so that all ranks write equal parts."""
-    return own_share(parts.mesh, parts.params.shards.placement, unit.layout.padded, "data")
+    return own_share(parts.mesh, unit.states.master, unit.layout.padded, unit.states.partial)
 
 
 class _Cuts:

@@ -336,7 +336,7 @@ def _read_module(parts: Parts, source: Checkpoint, whole: GlobalLayout) -> None:
         for entry, common in ranges:
             out = values[common.shifted(-own.start).slice]
             whole.read(source, entry.name, _weight_slot(source, entry.name), common.start - entry.offset, out)
-            out.copy_(out.to(params.shards.dtypes(unit)[0]) if rounds else out)
+            out.copy_(out.to(unit.states.compute) if rounds else out)
         put = params.shards.put_master if unit.is_trainable else params.shards.put_rest
         put(unit, values)
     with torch.no_grad():

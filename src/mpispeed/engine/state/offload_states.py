@@ -205,7 +205,7 @@ class Absence:
         if Kind.lp_params in kinds:
             params.shards.gatherer.drop_copies()
             for unit in params.table.all_units:
-                if params.shards.is_resident(unit):
+                if unit.states.param.is_replicated:
                     params.shards.reshard(unit)
         params.away |= kinds - {Kind.contiguous_grad_buffer}
         for item in found:
@@ -261,7 +261,7 @@ class Absence:
         params.away -= frozenset(kinds)
         if is_back:
             for unit in params.table.all_units:
-                if params.shards.is_resident(unit):
+                if unit.states.param.is_replicated:
                     params.shards.unshard(unit, params.shards.rest(unit))
         if not params.away:
             self.close()

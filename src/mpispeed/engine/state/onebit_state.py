@@ -66,9 +66,9 @@ class CodedTensors:
                 self._average(unit)
 
     def _average(self, unit: Unit) -> None:
-        share = self._shares[unit.index] = own_share(
-            self._parts.mesh, self._parts.params.shards.placement, unit.layout.padded, "data"
-        )
+        states = unit.states
+        share = own_share(self._parts.mesh, states.master, unit.layout.padded, states.partial)
+        self._shares[unit.index] = share
         with self._comm.together(StoreError):
             values = {slot: self._holder(unit, slot) for slot in self._local}
         for slot in self._local:

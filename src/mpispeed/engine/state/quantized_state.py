@@ -112,7 +112,7 @@ class ErrorTensors:
     def tensors(self, place: Place, shape: tuple[int, ...]) -> Iterator[LogicalTensor]:
         """The errors of one parameter, whose logical shape is `shape`; read as they are written."""
         parts, unit = self._parts, place.unit
-        feedback = _feedback(parts, self._quantized, unit) if self._uses else None
+        feedback = _feedback(self._quantized, unit) if self._uses else None
         if feedback is None:
             return
         for hop in _hops(parts, self._quantized, unit):
@@ -143,10 +143,9 @@ class ErrorTensors:
         return {KEY: {"uses": self._uses, "after": grads.sums.averaging.after, "loss_scale": self._parts.scaler.scale}}
 
 
-def _feedback(parts: Parts, quantized: QuantizedReducer, unit: Unit) -> Feedback | None:
+def _feedback(quantized: QuantizedReducer, unit: Unit) -> Feedback | None:
     """The error feedback of a unit; None if the unit is not quantized."""
-    grads = parts.optimization.grads  # type: ignore[union-attr]
-    return quantized.feedback_of(unit) if quantized.takes(unit, grads.sums.wire_dtype(unit)) else None
+    return quantized.feedback_of(unit) if quantized.takes(unit, unit.states.wire) else None
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ def read(parts: Parts, source: Checkpoint, state: Mapping[str, Any], whole: Glob
         _check_shapes(source, name)
     found = []
     for unit in parts.table.units:
-        feedback = _feedback(parts, quantized, unit)
+        feedback = _feedback(quantized, unit)
         if feedback is None:
             continue
         hops, entries = _hops(parts, quantized, unit), [e for e in unit.layout.entries if e.name in stored]
@@ -200,7 +199,7 @@ def spread(parts: Parts, sums: Iterable[Sums]) -> None:
         return
     inner, outer = quantized.axes
     for each in sums:
-        feedback, padded = _feedback(parts, quantized, each.unit), each.unit.layout.padded
+        feedback, padded = _feedback(quantized, each.unit), each.unit.layout.padded
         if feedback is None:
             continue
         for hop, part in zip(_hops(parts, quantized, each.unit), each.parts, strict=True):

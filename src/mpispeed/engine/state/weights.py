@@ -19,7 +19,7 @@ from mpispeed.base.errors import CheckpointError, UsageError
 from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.slices import place_slice
-from mpispeed.engine.state.global_layout import GlobalLayout
+from mpispeed.engine.state.global_layout import GlobalLayout, require_common
 from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 from mpispeed.sharding.update_windows import take_edited
@@ -87,7 +87,9 @@ class Weights:
 
         Raises:
             CheckpointError: (a RuntimeError) on every rank, if names or shapes do not fit.
+            UsageError: on every rank, if data ranks have parameters of their own.
         """
+        require_common(self._parts.table, "a state dict that is loaded has one value for each name")
         state_dict = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         if custom_load_fn is None:
             take_state(self._parts, state_dict, strict=strict)
@@ -126,6 +128,7 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on every rank, if rank 0 has no memory for the copies.
     """
+    require_common(parts.table, "the gathered state dict of data rank 0 has one value for each name")
     state = _kept_state(parts, exclude_frozen=exclude_frozen)
     copies: dict[int, torch.Tensor] = {}
     is_taker, failures = parts.mesh.index("data") == 0, Failures()
@@ -133,9 +136,7 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     for unit in parts.table.all_units:
         # A failure is kept until all gathers are done: the others take part in them.
         full = (
-            parts.params.shards.rest(unit)
-            if parts.params.shards.is_resident(unit)
-            else parts.params.shards.collected(unit)
+            parts.params.shards.rest(unit) if unit.states.param.is_replicated else parts.params.shards.collected(unit)
         )
         if is_taker and failures.first is None:
             with failures.kept():
@@ -280,7 +281,7 @@ def _own_parts(parts: Parts, layout: GlobalLayout, state: Mapping[str, Any]) -> 
     for tensor in (*managed, *(tensor for key, tensor in tensors.items() if key not in known)):
         place, own = parts.table.locate(tensor), tuple(names[id(tensor)])
         shape = tuple(tensor.shape if place is None else place.entry.shape)
-        dtype = tensor.dtype if place is None else parts.params.shards.dtypes(place.unit)[0]
+        dtype = tensor.dtype if place is None else place.unit.states.compute
         cut = next((layout.slices[name] for name in own if name in layout.slices), None)
         if layout.is_first(own[0] if cut is None else cut.info.name):
             whole = shape if cut is None else cut.info.shape
@@ -312,7 +313,7 @@ def _visit(
         for unit in parts.table.all_units:
             full = (
                 parts.params.shards.rest(unit)
-                if parts.params.shards.is_resident(unit)
+                if unit.states.param.is_replicated
                 else parts.params.shards.collected(unit)
             )
             entries = {id(param): entry for entry, param in zip(unit.layout.entries, unit.params, strict=True)}
@@ -380,7 +381,7 @@ def load_by(parts: Parts, function: Callable[..., Any], state: Mapping[str, Any]
                         take_edited(params, param)
             if failures.first is not None:
                 break
-            if params.shards.is_resident(unit):  # the function may have set `.data`: make parameters views again
+            if unit.states.param.is_replicated:  # the function may have set `.data`: make parameters views again
                 params.shards.unshard(unit, params.shards.rest(unit))
     with comm.together(CheckpointError):
         failures.raise_first()
@@ -451,8 +452,7 @@ def _take_unit(
     if not items:
         return
     comm, params = parts.mesh["data"], parts.params
-    compute, master = params.shards.dtypes(unit)
-    flat = torch.zeros(unit.layout.padded, dtype=master if unit.is_trainable else compute)
+    flat = torch.zeros(unit.layout.padded, dtype=unit.states.full if unit.is_trainable else unit.states.compute)
     with failures.kept():
         for entry, param in items if comm.rank == 0 else ():
             flat[entry.span.slice].copy_(given[id(param)].detach().reshape(-1))
