@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from mpispeed.base.hang_limits import HANG_SECONDS, WATCH_SECONDS
 from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Secret, Section, subsection
 
 
@@ -112,11 +113,11 @@ class Guard(Section):
     """Limits after which the watchdog reports a hang and ends the job. Environment variables take precedence."""
 
     divergence_timeout: PositiveReal = Field(
-        30.0,
+        WATCH_SECONDS,
         description="Seconds by which a hang is named and ended in which no rank can go on (MPISPEED_WATCH_SECONDS).",
     )
     hang_timeout: PositiveReal = Field(
-        600.0,
+        HANG_SECONDS,
         description="Seconds after which the job is ended because others wait for a rank that is in no operation "
         "(MPISPEED_HANG_TIMEOUT).",
     )

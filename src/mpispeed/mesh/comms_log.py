@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.registry import suggest
+from mpispeed.mesh.collectives.verbs import TABLE
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.group import CommTrace, Record
@@ -27,9 +28,9 @@ TRIMMED = 0.1
 """Part of the latencies that is left out of an average at either end."""
 
 VERBS = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "isend", "irecv",
-    "gather", "scatter", "barrier", "agree", "share", "gather_objects", "compressed_all_reduce",
-)  # fmt: skip
+    *(verb.name for verb in TABLE),
+    *("isend", "irecv", "barrier", "agree", "share", "gather_objects", "compressed_all_reduce"),
+)
 
 # Names of torch.distributed and DeepSpeed for the same verbs.
 ALIASES = {

@@ -16,6 +16,7 @@ from mpispeed.config.derive import batch_sizes, overlaps_communication
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.precision.policy import Policy, resolve
 from mpispeed.sharding.collecting import Collecting
+from mpispeed.sharding.prefetch import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -88,9 +89,6 @@ class Plan:
     casts_inputs: bool
     optimizer_name: str | None
     optimizer_params: dict[str, Any]
-    scheduler_name: str | None
-    scheduler_params: dict[str, Any]
-    steps_per_print: int | None
     device: torch.device
 
     @property
@@ -111,9 +109,31 @@ class Plan:
         return Collecting(zero.allgather_bucket_size, by_broadcast=not zero.allgather_partitions)
 
     @property
+    def fetch_limits(self) -> Limits:
+        """How far ahead sharded parameters are fetched, and how long they stay."""
+        zero = self.config.zero_optimization
+        ahead = zero.prefetch_bucket_size if self.is_overlapped else 0
+        return Limits(ahead=ahead, live=zero.max_live_parameters, reuse=zero.max_reuse_distance)
+
+    @property
     def window_elements(self) -> int | None:
         """Most elements of a window of an update in memory; None: no limit."""
         return self.config.zero_optimization.sub_group_size if self.stage == 3 else None
+
+    @property
+    def scheduler_name(self) -> str | None:
+        """The learning-rate schedule that the config names."""
+        return self.config.scheduler.type if self.config.scheduler else None
+
+    @property
+    def scheduler_params(self) -> dict[str, Any]:
+        """Its keywords."""
+        return dict(self.config.scheduler.params) if self.config.scheduler else {}
+
+    @property
+    def steps_per_print(self) -> int | None:
+        """Steps between progress lines; None: no lines."""
+        return self.config.steps_per_print
 
     @property
     def cast_by(self) -> str:
@@ -207,7 +227,7 @@ def make_plan(
         communication_data_type=config.communication_data_type,
         model_dtype=model_dtype,
     )
-    optimizer, scheduler = config.optimizer, config.scheduler
+    optimizer = config.optimizer
     name = _check_device(config, device, optimizer_kind)
     return Plan(
         config=config,
@@ -233,9 +253,6 @@ def make_plan(
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
         optimizer_name=optimizer.type if optimizer else None,
         optimizer_params=dict(optimizer.params) if optimizer else {},
-        scheduler_name=scheduler.type if scheduler else None,
-        scheduler_params=dict(scheduler.params) if scheduler else {},
-        steps_per_print=config.steps_per_print,
         device=device,
     )
 

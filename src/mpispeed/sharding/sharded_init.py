@@ -150,7 +150,7 @@ class ShardedInit:
     # -- gathering -----------------------------------------------------------------------------------------------
 
     def gather(self, params: Sequence[nn.Parameter]) -> None:
-        """Unshard `params` until `let_go`."""
+        """Unshard `params` until `let_go`. Collective over: the group of the shards."""
         self.settle(except_for=params)
         for param in params:
             self._holds[id(param)] += 1
@@ -222,7 +222,10 @@ class ShardedInit:
 
     @contextmanager
     def edited(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Context in which `params` may be changed; the first rank's values count."""
+        """Context in which `params` may be changed; the first rank's values count.
+
+        Collective over: the group of the shards.
+        """
         self.gather(params)
         try:
             yield
@@ -240,7 +243,10 @@ class ShardedInit:
         return f"{name!r} is cut over {self.comm.size} ranks by zero.Init, and no engine has it yet"
 
     def open(self, params: Sequence[nn.Parameter], reader: str) -> bool:
-        """Unshard inside of the context, or for an engine; elsewhere ranks may not all read."""
+        """Unshard inside of the context, or for an engine; elsewhere ranks may not all read.
+
+        Collective over: the group of the shards, where it unshards.
+        """
         if not self.is_active and reader != "initialize":
             return False
         self.gather(params)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus, Event
+from mpispeed.base.hang_limits import HANG_SECONDS, WATCH_SECONDS
 from mpispeed.base.units import parse_duration
 from mpispeed.mesh import recorder as recorders
 from mpispeed.mesh.comm import Failures, agree_by_texts, together
@@ -27,12 +28,6 @@ from mpispeed.watchdog.sentinel import Sentinel
 from mpispeed.watchdog.side_channel import Node, open_listener, own_addresses
 
 log = logging.getLogger(__name__)
-
-WATCH_SECONDS = 30.0
-"""Seconds until a proven hang is named."""
-
-HANG_SECONDS = 600.0
-"""Seconds after which a rank that is in no operation while others wait for it ends the job."""
 
 REPORTS = "mpispeed_reports"
 """Folder in the working folder for reports of runs without a folder of their own."""

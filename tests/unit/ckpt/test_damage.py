@@ -159,7 +159,7 @@ def rewrite(folder, **changes):
 def test_versions_newer_than_this_library(folder, caplog):
     rewrite(folder, version=[2, 9])
     read_all(folder)
-    assert "format 2.9, newer than 2.0" in caplog.text
+    assert "format 2.9, newer than {}.{}".format(*schema.VERSION) in caplog.text
     rewrite(folder, version=[3, 0])
     with pytest.raises(CheckpointError, match=r"format 3\.0.*install a newer"):
         open_checkpoint(folder)

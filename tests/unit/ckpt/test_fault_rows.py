@@ -375,7 +375,7 @@ def test_18_versions(folder, caplog, name):
         sign_files(folder / "step7")
 
     for major, what in (
-        (3, r"3\.0, this library reads up to 2\.0; install a newer"),
+        (3, r"3\.0, this library reads up to {}\.{}; install a newer".format(*schema.VERSION)),
         (1, r"1\.0, .* older mpispeed"),
     ):
         write(major, 0)
@@ -386,7 +386,7 @@ def test_18_versions(folder, caplog, name):
         write(2, 7)
         assert holds(folder, TENSORS)
     if name == "manifest":
-        assert "format 2.7, newer than 2.0" in caplog.text
+        assert "format 2.7, newer than {}.{}".format(*schema.VERSION) in caplog.text
 
 
 LOCKER = """

@@ -23,7 +23,7 @@ from mpispeed.sharding.module_hooks import ModuleHooks
 from mpispeed.sharding.module_units import find_module_units
 from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.params import ParamStore
-from mpispeed.sharding.prefetch import Limits, Prefetcher
+from mpispeed.sharding.prefetch import Prefetcher
 from mpispeed.sharding.quantized import all_gather_quantized
 from mpispeed.sharding.reducers import Averaging, PlainReducer, QuantizedReducer, SumChannel, SumGradients
 from mpispeed.sharding.sparse import RowReducer, find_tables
@@ -105,15 +105,10 @@ def shard(
 def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait) -> Prefetcher:
     """The prefetcher of sharded units. Collective over: all ranks."""
     zero = plan.config.zero_optimization
-    limits = Limits(
-        ahead=zero.prefetch_bucket_size if plan.is_overlapped else 0,
-        live=zero.max_live_parameters,
-        reuse=zero.max_reuse_distance,
-    )
     channel, rounds = mesh.channel("params"), None
     if zero.divergent_modules == "union":
         rounds = DivergentFetch(channel, plan.states.param.axes, len(shards.table.all_units), wait=wait)
-    return Prefetcher(shards, channel, shards.arena, limits, wait=wait, rounds=rounds)
+    return Prefetcher(shards, channel, shards.arena, plan.fetch_limits, wait=wait, rounds=rounds)
 
 
 def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding) -> GradStore:

@@ -129,7 +129,7 @@ def gather_inputs(
         state_bytes=state_bytes,
         micro_steps=plan.batch.gradient_accumulation_steps,
         is_overlapped=plan.is_overlapped and topology.group_size("data") > 1,
-        limits=_limits(plan),
+        limits=plan.fetch_limits,
         codes_params=zero.zero_quantized_weights,
         codes_grads=zero.zero_quantized_gradients and plan.placing.sum_hops is not None,
         keeps_sum_errors=zero.zeropp_loco_param is not None,
@@ -146,12 +146,6 @@ def gather_inputs(
 
 def _all_trainable(model: nn.Module) -> dict[int, int]:
     return {id(param): 0 for param in model.parameters() if param.requires_grad}
-
-
-def _limits(plan: Plan) -> Limits:
-    zero = plan.config.zero_optimization
-    ahead = zero.prefetch_bucket_size if plan.is_overlapped else 0
-    return Limits(ahead=ahead, live=zero.max_live_parameters, reuse=zero.max_reuse_distance)
 
 
 def _slots(plan: Plan) -> tuple[tuple[str, ...], int, Rule | None]:

@@ -352,3 +352,6 @@ RECV: Message[[torch.Tensor, int, int]] = Message(
     post_host=host_collectives.post_recv,
     post_device=device_collectives.post_recv,
 )
+
+TABLE = (ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECV, GATHER, SCATTER)
+"""All verbs on tensors."""
