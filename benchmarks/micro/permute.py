@@ -11,12 +11,13 @@
 Tokens choose `k` of `experts` at random, and rows are sorted by expert. Copies are torch's `copy_`, with as many
 threads. Ratios are the copy's time by ours, so 1 is the speed of memory. All calls run in turn in every round, each
 beside its copy; the best times of all rounds are compared, because a neighbour on a shared machine slows single calls
-down.
+down. The record has the load average: above the number of cores, figures of several threads are too low.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -113,7 +114,8 @@ def main() -> None:
                 goal = f"   goal {GOALS[call]}" if call in GOALS else ""
                 print(f"  {call:18}{row['ms']:8.2f} ms   copy {row['copy_ms']:8.2f} ms   {row['ratio']:5.2f}{goal}")
     shown = {key: value for key, value in vars(options).items() if key not in ("json", "threads")}
-    peers.write_record(options.json, "micro/permute", {**shown, "times": "best of all rounds", "goals": GOALS}, results)
+    shown |= {"times": "best of all rounds", "load_average": os.getloadavg()[0], "goals": GOALS}
+    peers.write_record(options.json, "micro/permute", shown, results)
 
 
 if __name__ == "__main__":
