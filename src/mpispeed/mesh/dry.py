@@ -17,11 +17,10 @@ from mpispeed.mesh.collectives.group import CommTrace, Group
 from mpispeed.mesh.collectives.progress import Progress
 from mpispeed.mesh.collectives.work import Label, Ready, Work
 from mpispeed.mesh.comm import Comm
-from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.world import World
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.mesh import Topology
+    pass
 
 
 class DryTransport(SoloTransport):
@@ -92,7 +91,7 @@ class DryChannel(Progress):
         self._run(lambda done: done is work)
 
     def _run(self, is_last: Callable[[Work], bool]) -> None:
-        before, self._is_running, self._world.running = self._world.running, True, self.name
+        self._is_running, self._world.running = True, self.name
         try:
             while self._started:
                 work, body = self._started.popleft()
@@ -106,7 +105,7 @@ class DryChannel(Progress):
                 if is_last(work):
                     return
         finally:
-            self._is_running, self._world.running = False, before
+            self._is_running, self._world.running = False, ""
 
 
 class DryWorld(World):
@@ -133,8 +132,3 @@ class DryWorld(World):
         """A group of this rank alone."""
         ranks = (self.rank,)
         return Comm(Group(DryTransport(0, ranks), ranks, axes, reduction, trace), progress)
-
-
-def dry_mesh(topology: Topology, rank: int = 0) -> Mesh:
-    """Axes over the ranks of a job that is not started, as rank `rank` sees them. Local."""
-    return Mesh(topology, DryWorld(rank, topology.size))

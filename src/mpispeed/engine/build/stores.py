@@ -1,22 +1,18 @@
-"""Construction of units, the parameter store, the prefetcher and module hooks of sharded parameters, and reducers."""
+"""Construction of units, the parameter store, the prefetcher and module hooks of sharded parameters, and gradients."""
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from mpispeed.base import log as logs
 from mpispeed.base.errors import StoreError
 from mpispeed.engine.build.nvme_tiers import is_swapping, open_tiers, plan_swap
 from mpispeed.engine.build.parts import OrderWatch, Sharding
-from mpispeed.mesh.compressed.quantized import Feedback
+from mpispeed.engine.plan_parts import choose_reducer, fetch_limits, make_shards, make_sums
 from mpispeed.mesh.deadlock import Watch
 from mpispeed.plan.units import deal_units
-from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.divergent_fetch import DivergentFetch
 from mpispeed.sharding.external import watch_external
-from mpispeed.sharding.grad_shards import GradShards
 from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.leaf import is_leaf, mark_leaves_by_threshold
 from mpispeed.sharding.module_hooks import ModuleHooks
@@ -24,11 +20,6 @@ from mpispeed.sharding.module_units import find_module_units
 from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.params import ParamStore
 from mpispeed.sharding.prefetch import Prefetcher
-from mpispeed.sharding.quantized import all_gather_quantized
-from mpispeed.sharding.reducers import Averaging, PlainReducer, QuantizedReducer, SumChannel, SumGradients
-from mpispeed.sharding.sparse import RowReducer, find_tables
-from mpispeed.store.tiers import GRAD
-from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,10 +29,6 @@ if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
-    from mpispeed.sharding.reducers import Reducer
-    from mpispeed.store.layout import Table
-
-log = logging.getLogger(__name__)
 
 
 def shard(
@@ -63,13 +50,7 @@ def shard(
         swap = plan_swap(plan, mesh, table, slots)
         tiers = open_tiers(plan, mesh, swap)
         undo.callback(tiers.close)
-        shards = ParamShards(
-            table,
-            mesh,
-            gather=all_gather_quantized if zero.zero_quantized_weights else all_gather_into,
-            tiers=tiers,
-            collector=Collector(plan.collecting, plan.device),
-        )
+        shards = make_shards(ParamShards, plan, mesh, table, tiers)
         waits = Watch(mesh, "data")
         undo.callback(waits.close)
         if mesh["data"].size > 1:
@@ -78,9 +59,7 @@ def shard(
         if table.shards_params:
             prefetcher = _make_prefetcher(plan, mesh, shards, waits.wait)
             mark_leaves_by_threshold(model, zero.module_granularity_threshold)
-            users = find_module_units(
-                model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
-            )
+            users = find_module_units(model, table, needs=lambda unit: not unit.states.is_resident, is_whole=is_leaf)
             module_hooks = ModuleHooks(prefetcher, users)
             undo.callback(module_hooks.remove)
             watch_external(model, table, module_hooks)
@@ -108,7 +87,7 @@ def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait) ->
     channel, rounds = mesh.channel("params"), None
     if zero.divergent_modules == "union":
         rounds = DivergentFetch(channel, plan.states.param.axes, len(shards.table.all_units), wait=wait)
-    return Prefetcher(shards, channel, shards.arena, plan.fetch_limits, wait=wait, rounds=rounds)
+    return Prefetcher(shards, channel, shards.arena, fetch_limits(plan), wait=wait, rounds=rounds)
 
 
 def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding) -> GradStore:
@@ -116,55 +95,6 @@ def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding) -> 
 
     Collective over: all ranks, where sums are started.
     """
-    zero, params = plan.config.zero_optimization, sharding.params
-    shards = GradShards(
-        sharding.table,
-        mesh,
-        tiers=params.tiers,
-        arena=params.arena,  # buffers of one size serve both
-    )
-    channel = SumChannel.of(
-        mesh, is_overlapped=plan.is_overlapped, wait=sharding.wait, is_copied=params.tiers.is_apart(GRAD)
-    )
-    sums = SumGradients(
-        shards,
-        channel.mesh,
-        Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
-        reducer=choose_reducer(plan, model, sharding.table),
-    )
-    return GradStore(shards, sums, channel, requires_all=not zero.ignore_unused_parameters)
-
-
-def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer:
-    """The reducer for `sparse_gradients` or `zero_quantized_gradients`; else plain sums."""
-    plain = PlainReducer(scatters=plan.config.zero_optimization.reduce_scatter)
-    if plan.config.sparse_gradients and plan.states.master.is_replicated:
-        chosen = find_tables(model)
-        names = {place.entry.name for param, place in table.places() if id(param) in chosen}
-        if names:
-            return RowReducer(names)
-        text = "sparse_gradients has no effect: no nn.Embedding or nn.EmbeddingBag is trained"
-        logs.once(log, logging.WARNING, text)
-        return plain
-    zero = plan.config.zero_optimization
-    if not zero.zero_quantized_gradients:
-        return plain
-    if plan.placing.hops is None:
-        text = (
-            "zero_optimization.zero_quantized_gradients has no effect on one node: sums inside a node are not "
-            "quantized (environment variable MPISPEED_RANKS_PER_NODE says how many ranks form a node)"
-        )
-        logs.once(log, logging.WARNING, text)
-        return plain
-    if plan.placing.sum_hops is None:
-        text = (
-            "zero_optimization.zero_quantized_gradients has no effect with a 1-bit optimizer on several nodes: its "
-            "states are not cut over nodes"
-        )
-        logs.once(log, logging.WARNING, text)
-        return plain
-    loco = zero.zeropp_loco_param
-    inner, outer = plan.placing.sum_hops
-    return QuantizedReducer(
-        inner, outer, PlainReducer(), feedback=None if loco is None else lambda: Feedback(loco.err_beta, loco.reset_T)
-    )
+    reducer = choose_reducer(plan, model, sharding.table)
+    shards, sums, channel = make_sums(plan, sharding.params.shards, reducer, sharding.wait)
+    return GradStore(shards, sums, channel, requires_all=not plan.config.zero_optimization.ignore_unused_parameters)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.engine.estimate.traffic import Sent, sent_updates
+from mpispeed.engine.estimate.traffic import Sent
 from mpispeed.mesh.compressed.onebit import sent_bytes
 from mpispeed.mesh.compressed.onebit_nodes import shard_length
 from mpispeed.optim.exchange import Exchange
@@ -89,15 +89,18 @@ def saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
 # -- traffic ---------------------------------------------------------------------------------------------------------
 
 
-def phases(facts: EstimateInputs, full: Sequence[Sent], every: Iterable[Sent]) -> Iterator[Phase]:
+def phases(
+    facts: EstimateInputs, full: Sequence[Sent], updates: Iterable[Sent], every: Iterable[Sent]
+) -> Iterator[Phase]:
     """Kinds of steps with their traffic; the first has `full`, the rows of a step in full precision.
 
-    Empty for other optimizers. `every` is the traffic common to all kinds of steps.
+    Empty for other optimizers. `updates` are those of updated parameters, `every` is the traffic common to all kinds of
+    steps.
     """
     coding = facts.coding
     if coding is None:
         return
-    last, always = coding.freeze_step, tuple(every)
+    last, updates, always = coding.freeze_step, tuple(updates), tuple(every)
     when = {
         Exchange.GRADIENT: f"up to update {last}" + (", ever more rarely" if coding.own_masters else ""),
         Exchange.CODED_GRADIENT: f"the others up to update {last}",
@@ -107,7 +110,7 @@ def phases(facts: EstimateInputs, full: Sequence[Sent], every: Iterable[Sent]) -
     }
     yield Phase(PHASES[Exchange.GRADIENT], when[Exchange.GRADIENT], tuple(full))
     for kind in coding.kinds:
-        rows = [*_exchanged(facts, coding, kind), *sent_updates(facts), *always]
+        rows = [*_exchanged(facts, coding, kind), *updates, *always]
         yield Phase(PHASES[kind], when[kind], tuple(rows))
         if kind is Exchange.MOMENTUM and not facts.master.is_replicated:
             rows += _widened(facts)  # kept from then on

@@ -60,6 +60,11 @@ class Feedback:
         """Bytes held, 0 before the first reduction."""
         return sum(x.nbytes for _, coded in self._errors.values() for x in coded)
 
+    @property
+    def elements(self) -> int:
+        """Elements with a kept error, 0 before the first reduction."""
+        return sum(grid.numel for grid, _ in self._errors.values())
+
     def error(self, hop: str, grid: Grid, device: torch.device = HOST) -> Coded:
         """The kept error of a hop, zeros at first, on `device`.
 
