@@ -317,6 +317,7 @@ class Mesh:
         self._coords = topology.coords(world.rank)
         self._channels: dict[str, Mesh] = {}
         self._found: dict[str | Key, Comm] = {}
+        self._indices: dict[str | Key, int] = {}
         self._solos: dict[Key, Comm] = {}
         self._progress: Progress | None = None
         self._comms: dict[Key, Comm]
@@ -358,7 +359,11 @@ class Mesh:
 
     def index(self, axes: Axes) -> int:
         """Position of this rank in its group over `axes`."""
-        return self.topology.index(self.rank, axes)
+        named = axes if isinstance(axes, str) else tuple(axes)
+        found = self._indices.get(named)
+        if found is None:
+            found = self._indices[named] = self.topology.index(self.rank, named)
+        return found
 
     def channel(self, name: str) -> Mesh:
         """The same axes on duplicated groups with a progress thread of their own.

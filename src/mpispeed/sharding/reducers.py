@@ -330,11 +330,6 @@ class QuantizedReducer(Listener):
         """Bytes of errors on this rank."""
         return sum(feedback.nbytes for feedback in self._feedbacks.values())
 
-    @property
-    def error_elements(self) -> int:
-        """Elements of these errors."""
-        return sum(feedback.elements for feedback in self._feedbacks.values())
-
     def takes(self, unit: Unit, dtype: torch.dtype) -> bool:
         """True if the unit's gradients, sent in `dtype`, are quantized."""
         is_made_of_vectors = all(len(entry.shape) < 2 for entry in unit.layout.entries)

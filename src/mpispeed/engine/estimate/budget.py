@@ -27,7 +27,6 @@ from mpispeed.engine.estimate.onebit_cost import (
     whole_unit_bytes,
 )
 from mpispeed.engine.estimate.traffic import Moved, Sent, moved
-from mpispeed.sharding.reducers import QuantizedReducer
 from mpispeed.store.placement import Tier
 from mpispeed.store.tiers import MASTER, PARAM
 
@@ -163,8 +162,7 @@ def _held_at_rest(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
         add("gradients", states.grad.tier, gradients.memory_bytes + gradients.file_bytes)
         add("1-bit momentum", Tier.HOST, momentum_bytes(facts, unit))
         add("1-bit errors", Tier.HOST, error_bytes(facts, unit))
-    if isinstance(outcome.reducer, QuantizedReducer):
-        add("errors of quantized sums", Tier.DEVICE, outcome.reducer.error_bytes)
+    add("errors of quantized sums", Tier.DEVICE, outcome.error_bytes)
     for what in ORDER:
         for tier in Tier:
             yield Held(what, tier, total.get((what, tier), 0))
@@ -180,9 +178,7 @@ def _buffers(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
         yield Held("update buffers", Tier.HOST, whole_unit_bytes(facts, count * swap.window_elements * widest))
     # States in swap files cannot be copied: such checkpoints are written in the foreground.
     if facts.plan.config.checkpoint.async_save and not swap.file_bytes:
-        size = sum(_saved_bytes(facts, unit) for unit in facts.table.all_units)
-        if isinstance(outcome.reducer, QuantizedReducer):
-            size += 4 * outcome.reducer.error_elements
+        size = 4 * outcome.error_elements + sum(_saved_bytes(facts, unit) for unit in facts.table.all_units)
         yield Held("checkpoint copy", Tier.HOST, size)
 
 

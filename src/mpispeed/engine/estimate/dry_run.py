@@ -7,7 +7,8 @@ several times or not at all differs.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,24 +25,23 @@ from mpispeed.sharding.leaf import is_leaf
 from mpispeed.sharding.module_units import find_module_units
 from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.prefetch import Prefetcher
-from mpispeed.sharding.reducers import PlainReducer, Reducer, SumChannel
+from mpispeed.sharding.reducers import Listener, PlainReducer, QuantizedReducer, SumChannel
 from mpispeed.sharding.sparse import RowReducer
 from mpispeed.store.dry import META, DryTiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from mpispeed.engine.estimate.inputs import EstimateInputs
     from mpispeed.mesh.collectives.group import Record
     from mpispeed.mesh.collectives.work import Work
     from mpispeed.mesh.comm import Comm
+    from mpispeed.mesh.compressed.quantized import Feedback
     from mpispeed.sharding.module_units import ModuleUnits
+    from mpispeed.store.arena import Arena
     from mpispeed.store.layout import Unit
 
-STEPS = 3
-"""Optimizer steps of a dry run: the order is recorded in the first and known from the second on."""
-
-MICRO_STEPS = 4
+MICRO_STEPS = 3
 """Micro-steps of a step that are run; of more, the last but one counts several times, because those are alike."""
 
 _SAVES_NO_WEIGHT = (nn.Embedding, nn.EmbeddingBag)
@@ -95,7 +95,8 @@ class Outcome:
     Attributes:
         params: parameters and masters at rest; its `reads` are those of the last step.
         grads: gradients.
-        reducer: sums gradients; has errors of quantized sums.
+        error_bytes: of quantized sums.
+        error_elements: of quantized sums.
         sent: bytes sent in the last step.
         gathered_bytes: most bytes of full units.
         scratch_bytes: bytes of full units and of buckets.
@@ -103,21 +104,76 @@ class Outcome:
 
     params: DryParams
     grads: GradStore
-    reducer: Reducer
-    sent: Counter[Key] = field(default_factory=Counter)
+    sent: Counter[Key]
     gathered_bytes: int = 0
     scratch_bytes: int = 0
+    error_bytes: int = 0
+    error_elements: int = 0
 
 
 def rehearse(facts: EstimateInputs) -> Outcome:
-    """Run `STEPS` optimizer steps of one rank. Local."""
+    """Run two optimizer steps of one rank: the order of use is recorded in the first. Local."""
     return _DryRun(facts).run()
+
+
+class _Repeats:
+    """Bytes sent, by purpose, verb and axes. What one unit sends is repeated for others of its kind."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.sent: Counter[Key] = Counter()
+        self.what, self.weight, self._world = "", 1, mesh.world
+        self._known: dict[object, Counter[Key]] = {}
+        self._noted: Counter[Key] = Counter()
+        mesh.comm_trace.subscribe(self._read)
+
+    def _read(self, record: Record) -> None:
+        channel = self._world.running if isinstance(self._world, DryWorld) else ""
+        key = _OF_CHANNEL.get(channel, self.what), record.verb, record.axes
+        self.sent[key] += record.sent_bytes * self.weight
+        self._noted[key] += record.sent_bytes
+
+    def once(self, kind: object, run: Callable[[], object]) -> None:
+        """Run `run` for the first of its kind, and count the same again for the others."""
+        rows = self._known.get(kind)
+        if rows is None:
+            self._noted = Counter()
+            run()
+            self._known[kind], self._noted = self._noted, Counter()
+            return
+        for key, size in rows.items():
+            self.sent[key] += size * self.weight
+
+
+class _QuantizedOnce(Listener):
+    """A `QuantizedReducer` that works on one unit of each kind: it looks at the message of every rank."""
+
+    def __init__(self, reducer: QuantizedReducer, repeats: _Repeats) -> None:
+        self._reducer, self._repeats = reducer, repeats
+        self._first: dict[object, Unit] = {}
+        self._units: dict[int, Unit] = {}  # by index; the first of the kind of each
+
+    def __call__(
+        self, mesh: Mesh, unit: Unit, wire: torch.Tensor, target: torch.Tensor, scale: float, arena: Arena
+    ) -> None:
+        """As in `Reducer`."""
+        if not self._reducer.takes(unit, wire.dtype):
+            self._reducer(mesh, unit, wire, target, scale, arena)
+            return
+        kind = unit.layout.padded, unit.states
+        first = self._units[unit.index] = self._first.setdefault(kind, unit)
+        self._repeats.once(("sum", *kind), lambda: self._reducer(mesh, first, wire, target, scale, arena))
+
+    def errors(self) -> Iterator[Feedback]:
+        """Error feedback of each unit, or that of another of its kind."""
+        found = map(self._reducer.feedback_of, self._units.values())
+        return (feedback for feedback in found if feedback is not None)
 
 
 class _DryRun:
     def __init__(self, facts: EstimateInputs) -> None:
         self._facts, model, table = facts, facts.model, facts.table
         mesh = self._mesh = _mesh_of(facts)
+        self._repeats = _Repeats(mesh)
         params = make_shards(DryParams, facts.plan, mesh, table, DryTiers(facts.swap))
         params.adopt_all()
         self._fetcher: Prefetcher | None = None
@@ -127,10 +183,13 @@ class _DryRun:
         reducer = choose_reducer(facts.plan, model, table)
         if isinstance(reducer, RowReducer):  # rows depend on the data; they send no more than whole tables
             reducer = PlainReducer()
+        elif isinstance(reducer, QuantizedReducer):
+            reducer = _QuantizedOnce(reducer, self._repeats)
+        self._reducer = reducer
         shards, sums, channel = make_sums(facts.plan, params, reducer, _wait)
         if not facts.is_overlapped:
             channel = SumChannel(channel.mesh, _wait, channel.is_started, is_overlapped=False)
-        self._out = Outcome(params, GradStore(shards, sums, channel), reducer)
+        self._out = Outcome(params, GradStore(shards, sums, channel), self._repeats.sent)
         self._sharing = _sharing(mesh, model)
         self._users = find_module_units(model, table, needs=lambda unit: not unit.states.is_resident, is_whole=is_leaf)
         self._modules = [(module, own) for module in model.modules() if (own := list(module.parameters(recurse=False)))]
@@ -140,37 +199,34 @@ class _DryRun:
             for unit in table.units
             for entry in unit.layout.entries
         }
-        self._what = ""
-        mesh.comm_trace.subscribe(self._read)
-
-    def _read(self, record: Record) -> None:
-        world = self._mesh.world
-        channel = world.running if isinstance(world, DryWorld) else ""
-        what = _OF_CHANNEL.get(channel, self._what)
-        self._out.sent[what, record.verb, record.axes] += record.sent_bytes * self._out.params.weight
 
     def run(self) -> Outcome:
-        for _ in range(STEPS):
-            self._out.sent.clear()
-            self._out.params.reads.clear()
-            with torch.no_grad():
-                self._step()
-        self._out.gathered_bytes = 0 if self._fetcher is None else self._fetcher.tally.peak_bytes
-        self._out.scratch_bytes = self._out.params.arena.owned_bytes
-        return self._out
+        """Run the steps."""
+        out, total = self._out, self._facts.micro_steps
+        with torch.no_grad():
+            self._step(1)
+            out.sent.clear()
+            out.params.reads.clear()
+            self._step(total)
+        out.gathered_bytes = 0 if self._fetcher is None else self._fetcher.tally.peak_bytes
+        out.scratch_bytes = out.params.arena.owned_bytes
+        for feedback in self._reducer.errors() if isinstance(self._reducer, _QuantizedOnce) else ():
+            out.error_bytes += feedback.nbytes
+            out.error_elements += feedback.elements
+        return out
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        params, grads, total = self._out.params, self._out.grads, self._facts.micro_steps
+    def _step(self, total: int) -> None:
+        params, grads = self._out.params, self._out.grads
         once = self._fetcher if self._facts.plan.gathers_once else None
         if once is not None:
             once.open(self._cut)
         count = min(total, MICRO_STEPS)
         for micro in range(count):
-            params.weight = total - count + 1 if micro == count - 2 else 1
+            self._repeats.weight = params.weight = total - count + 1 if micro == count - 2 else 1
             self._micro_step(None if once is not None else self._fetcher, is_last=micro == count - 1)
-        params.weight = 1
+        self._repeats.weight = params.weight = 1
         grads.finish()
         if once is not None:
             once.close(self._cut)
@@ -186,21 +242,22 @@ class _DryRun:
 
     def _update(self) -> None:
         """Communication of the parts of a step, in their order (`engine.build.assemble.step_parts`)."""
-        params, grads, model = self._out.params, self._out.grads, self._facts.model
+        params, grads, model, repeats = self._out.params, self._out.grads, self._facts.model, self._repeats
         if isinstance(model, PipelineModule) and model.stage_id == model.num_stages - 1:
-            self._what = "losses"
+            repeats.what = "losses"
             self._mesh["data"].all_reduce(torch.empty(1, dtype=torch.float64, device=META), "avg")
         if not params.table.units and not isinstance(model, PipelineModule):  # a stage may have nothing to add
             return
-        self._what = "gradients of shared weights"
+        repeats.what = "gradients of shared weights"
         self._sharing.sum(grads)
-        self._what = "gradient norm"
-        global_square_sum(self._mesh, grads.shards, threads=1)
-        self._what = "updated parameters"
+        repeats.what = "gradient norm"
+        repeats.once(repeats.what, lambda: global_square_sum(self._mesh, grads.shards, threads=1))
+        repeats.what = "updated parameters"
         if self._fetcher is not None:
             self._fetcher.reshard_all()
         for unit in params.table.units:
-            params.publish(unit)
+            params.gatherer.forget(unit)
+            repeats.once((unit.layout.padded, unit.states), partial(params.publish, unit))
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
