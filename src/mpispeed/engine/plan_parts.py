@@ -10,7 +10,6 @@ from mpispeed.mesh.compressed.quantized import Feedback
 from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.grad_shards import GradShards
 from mpispeed.sharding.param_shards import ParamShards
-from mpispeed.sharding.prefetch import Limits
 from mpispeed.sharding.quantized import all_gather_quantized
 from mpispeed.sharding.reducers import Averaging, PlainReducer, QuantizedReducer, SumChannel, SumGradients
 from mpispeed.sharding.sparse import RowReducer, find_tables
@@ -38,13 +37,6 @@ def make_shards(kind: type[T], plan: Plan, mesh: Mesh, table: Table, tiers: Tier
     is_coded = plan.config.zero_optimization.zero_quantized_weights
     gather = all_gather_quantized if is_coded else all_gather_into
     return kind(table, mesh, gather=gather, tiers=tiers, collector=Collector(plan.collecting, tiers.device))
-
-
-def fetch_limits(plan: Plan) -> Limits:
-    """Limits of the prefetcher."""
-    zero = plan.config.zero_optimization
-    ahead = zero.prefetch_bucket_size if plan.is_overlapped else 0
-    return Limits(ahead=ahead, live=zero.max_live_parameters, reuse=zero.max_reuse_distance)
 
 
 def make_sums(

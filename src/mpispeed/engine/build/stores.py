@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import StoreError
 from mpispeed.engine.build.nvme_tiers import is_swapping, open_tiers, plan_swap
 from mpispeed.engine.build.parts import OrderWatch, Sharding
-from mpispeed.engine.plan_parts import choose_reducer, fetch_limits, make_shards, make_sums
+from mpispeed.engine.plan_parts import choose_reducer, make_shards, make_sums
 from mpispeed.mesh.deadlock import Watch
 from mpispeed.plan.units import deal_units
 from mpispeed.sharding.divergent_fetch import DivergentFetch
@@ -59,7 +59,9 @@ def shard(
         if table.shards_params:
             prefetcher = _make_prefetcher(plan, mesh, shards, waits.wait)
             mark_leaves_by_threshold(model, zero.module_granularity_threshold)
-            users = find_module_units(model, table, needs=lambda unit: not unit.states.is_resident, is_whole=is_leaf)
+            users = find_module_units(
+                model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
+            )
             module_hooks = ModuleHooks(prefetcher, users)
             undo.callback(module_hooks.remove)
             watch_external(model, table, module_hooks)
@@ -87,7 +89,7 @@ def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait) ->
     channel, rounds = mesh.channel("params"), None
     if zero.divergent_modules == "union":
         rounds = DivergentFetch(channel, plan.states.param.axes, len(shards.table.all_units), wait=wait)
-    return Prefetcher(shards, channel, shards.arena, fetch_limits(plan), wait=wait, rounds=rounds)
+    return Prefetcher(shards, channel, shards.arena, plan.fetch_limits, wait=wait, rounds=rounds)
 
 
 def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding) -> GradStore:

@@ -213,11 +213,11 @@ def _build_bytes(facts: EstimateInputs) -> int:
         compute, master = unit.states.compute, unit.states.full
         source = unit.layout.padded * unit.dtype.itemsize
         rest = facts.span(unit, unit.states.param) * compute.itemsize
-        is_source = unit.states.is_resident and compute == unit.dtype
+        is_source = unit.states.param.is_replicated and compute == unit.dtype
         has_masters = unit.is_trainable and not unit.states.master_is_param
         masters = facts.span(unit, unit.states.master) * master.itemsize if has_masters else 0
         made = rest + masters
-        gathered = source if facts.is_init_sharded and not unit.states.is_resident else 0
+        gathered = source if facts.is_init_sharded and not unit.states.param.is_replicated else 0
         most = max(most, held + source + gathered + made - (rest if is_source else 0))
         given = sum(sizes[id(param)] for param in unit.params)
         init_shard = facts.span(unit, unit.states.param) * unit.dtype.itemsize

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from mpispeed.engine.plan_parts import choose_reducer, fetch_limits, make_shards, make_sums
+from mpispeed.engine.plan_parts import choose_reducer, make_shards, make_sums
 from mpispeed.engine.replica_groups import Sharing
 from mpispeed.mesh.dry import DryWorld
 from mpispeed.mesh.mesh import Mesh
@@ -178,7 +178,7 @@ class _DryRun:
         params.adopt_all()
         self._fetcher: Prefetcher | None = None
         if table.shards_params:
-            limits = fetch_limits(facts.plan)
+            limits = facts.plan.fetch_limits
             self._fetcher = Prefetcher(params, mesh.channel("params"), params.arena, limits, wait=_wait)
         reducer = choose_reducer(facts.plan, model, table)
         if isinstance(reducer, RowReducer):  # rows depend on the data; they send no more than whole tables
@@ -191,9 +191,11 @@ class _DryRun:
             channel = SumChannel(channel.mesh, _wait, channel.is_started, is_overlapped=False)
         self._out = Outcome(params, GradStore(shards, sums, channel), self._repeats.sent)
         self._sharing = _sharing(mesh, model)
-        self._users = find_module_units(model, table, needs=lambda unit: not unit.states.is_resident, is_whole=is_leaf)
+        self._users = find_module_units(
+            model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
+        )
         self._modules = [(module, own) for module in model.modules() if (own := list(module.parameters(recurse=False)))]
-        self._cut = [unit for unit in table.all_units if not unit.states.is_resident]
+        self._cut = [unit for unit in table.all_units if not unit.states.param.is_replicated]
         self._gradients = {
             entry.name: torch.empty(entry.shape, dtype=unit.states.compute, device=META)
             for unit in table.units
@@ -279,7 +281,7 @@ class _DryRun:
         left = Counter(id(param) for _, params in self._modules for param in params)
         for module, params in reversed(self._modules):
             places = [place for param in params if (place := table.locate(param)) is not None]
-            units = {place.unit.index: place.unit for place in places if not place.unit.states.is_resident}
+            units = {place.unit.index: place.unit for place in places if not place.unit.states.param.is_replicated}
             if fetcher is not None and units and not isinstance(module, _SAVES_NO_WEIGHT):
                 fetcher.unshard(tuple(units.values()), is_backward=True, reader=_a_module)
             for param in params:
