@@ -90,7 +90,7 @@ class DryParams(ParamShards):
 
 @dataclass(slots=True)
 class Outcome:
-    """What one rank holds, and sends in a step.
+    """Bytes that one rank holds, and sends in a step.
 
     Attributes:
         params: parameters and masters at rest; its `reads` are those of the last step.
@@ -181,7 +181,7 @@ class _DryRun:
             limits = facts.plan.fetch_limits
             self._fetcher = Prefetcher(params, mesh.channel("params"), params.arena, limits, wait=_wait)
         reducer = choose_reducer(facts.plan, model, table)
-        if isinstance(reducer, RowReducer):  # rows depend on the data; they send no more than whole tables
+        if isinstance(reducer, RowReducer):  # rows depend on the data; whole tables are counted
             reducer = PlainReducer()
         elif isinstance(reducer, QuantizedReducer):
             reducer = _QuantizedOnce(reducer, self._repeats)
@@ -320,7 +320,7 @@ def _sharing(mesh: Mesh, model: nn.Module) -> Sharing:
     pipe = mesh["pipe"]
     for tied in map(model.tied, model.tied_keys()) if isinstance(model, PipelineModule) else ():
         if pipe.rank in tied.stages and len(tied.stages) > 1:
-            members = [pipe.ranks[stage] for stage in tied.stages]
+            members = [pipe.ranks[place] for place in tied.stages]
             is_all = len(members) == pipe.size
             ties[tied.key] = pipe if is_all else pipe.split(1, members, (f"tied {tied.key}",))
     return Sharing(mesh["model"], ties)
