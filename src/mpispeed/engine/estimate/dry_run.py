@@ -19,7 +19,7 @@ from mpispeed.engine.replica_groups import Sharing
 from mpispeed.mesh.dry import DryWorld
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.sharding.grad_shards import global_square_sum
+from mpispeed.sharding.grad_shards import gather_partials
 from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.leaf import is_leaf
 from mpispeed.sharding.module_units import find_module_units
@@ -253,7 +253,7 @@ class _DryRun:
         repeats.what = "gradients of shared weights"
         self._sharing.sum(grads)
         repeats.what = "gradient norm"
-        repeats.once(repeats.what, lambda: global_square_sum(self._mesh, grads.shards, threads=1))
+        gather_partials(self._mesh, ())
         repeats.what = "updated parameters"
         if self._fetcher is not None:
             self._fetcher.reshard_all()
