@@ -306,8 +306,8 @@ class Engine(Getters):
         """
         super().train(mode)
         self.parts.is_training = mode
-        if not self.parts.is_closed:
-            self.parts.show(is_training=mode)
+        if not self.parts.is_closed and self.parts.optimization:
+            self.parts.optimization.exchange.show(is_training=mode)
         return self
 
     # -- end -----------------------------------------------------------------------------------------------------
@@ -337,8 +337,8 @@ class Engine(Getters):
             self.parts.optimization.hooks.remove()
             self.parts.optimization.unguard()
         self.parts.sharding.meet("engine.destroy()")
-        if not self.parts.params.away:
-            self.parts.show(is_training=False)  # the model keeps the common parameters
+        if self.parts.optimization and not self.parts.params.away:
+            self.parts.optimization.exchange.show(is_training=False)  # the model keeps the common parameters
         try:
             if self.parts.optimization:
                 with suppress(MpispeedError):  # the channel may be broken already

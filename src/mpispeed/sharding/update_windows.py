@@ -383,7 +383,7 @@ def take_edited(params: ParamStore, param: nn.Parameter) -> None:
     """`ParamStore.take` of a parameter that a script edited. Local.
 
     Raises:
-        UsageError: the model has this rank's own parameters, which a 1-bit optimizer updates locally.
+        UsageError: the model has this rank's own parameters, which are updated locally.
         StoreError: the parameter is not unsharded now.
     """
     state = state_of(params)

@@ -17,15 +17,14 @@ from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.divergent_fetch import DivergentFetch
 from mpispeed.sharding.external import watch_external
 from mpispeed.sharding.grad_shards import GradShards
-from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.leaf import is_leaf, mark_leaves_by_threshold
 from mpispeed.sharding.module_hooks import ModuleHooks
 from mpispeed.sharding.module_units import find_module_units
 from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.params import ParamStore
 from mpispeed.sharding.prefetch import Prefetcher
-from mpispeed.sharding.quantized import all_gather_quantized
-from mpispeed.sharding.reducers import Averaging, PlainReducer, QuantizedReducer, SumChannel, SumGradients
+from mpispeed.sharding.quantized import QuantizedReducer, all_gather_quantized
+from mpispeed.sharding.reducers import Averaging, PlainReducer, SumChannel, SumGradients
 from mpispeed.sharding.sparse import RowReducer, find_tables
 from mpispeed.store.tiers import GRAD
 from mpispeed.store.transfers import all_gather_into
@@ -111,12 +110,14 @@ def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait) ->
     return Prefetcher(shards, channel, shards.arena, plan.fetch_limits, wait=wait, rounds=rounds)
 
 
-def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding) -> GradStore:
-    """The store of gradients.
+def make_sums(
+    plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding
+) -> tuple[GradShards, SumGradients, SumChannel]:
+    """Accumulators of gradients, their sums over ranks, and time and place of these.
 
     Collective over: all ranks, where sums are started.
     """
-    zero, params = plan.config.zero_optimization, sharding.params
+    params = sharding.params
     shards = GradShards(
         sharding.table,
         mesh,
@@ -132,7 +133,7 @@ def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding) -> 
         Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide),
         reducer=choose_reducer(plan, model, sharding.table),
     )
-    return GradStore(shards, sums, channel, requires_all=not zero.ignore_unused_parameters)
+    return shards, sums, channel
 
 
 def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer:
@@ -158,8 +159,8 @@ def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer:
         return plain
     if plan.placing.sum_hops is None:
         text = (
-            "zero_optimization.zero_quantized_gradients has no effect with a 1-bit optimizer on several nodes: its "
-            "states are not cut over nodes"
+            "zero_optimization.zero_quantized_gradients has no effect on these nodes: states are not cut over them, as "
+            "it needs"
         )
         logs.once(log, logging.WARNING, text)
         return plain

@@ -18,17 +18,8 @@ import torch
 
 from mpispeed.engine.estimate.dry_run import Buffers, DryRun, Outcome, PaperParams
 from mpispeed.engine.estimate.inputs import EstimateInputs, gather_inputs
-from mpispeed.engine.estimate.onebit_cost import (
-    Phase,
-    error_bytes,
-    momentum_bytes,
-    phases,
-    saved_bytes,
-    whole_unit_bytes,
-)
 from mpispeed.engine.estimate.traffic import (
     Moved,
-    Sent,
     collecting_bytes,
     gather,
     is_coded_sum,
@@ -39,6 +30,7 @@ from mpispeed.engine.estimate.traffic import (
     sent_updates,
     sum_error_bytes,
 )
+from mpispeed.exchange.cost import Phase, Sent
 from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding.grad_shards import WRITES_BEHIND
@@ -53,12 +45,6 @@ if TYPE_CHECKING:
     from mpispeed.store.layout import Unit
 
 __all__ = ["Budget", "EstimateInputs", "Held", "Moved", "Phase", "Sent", "gather_inputs", "predict"]
-
-ORDER = (
-    "parameters", "second copies", "outside of units", "masters", "optimizer state", "gradients", "1-bit momentum",
-    "1-bit errors", "errors of quantized sums",
-)  # fmt: skip
-"""Order of the kinds of state held between steps."""
 
 NORM_BYTES = 512
 """Bytes that each rank contributes to the exact sum of squares of all gradients (`sharding.grad_shards`)."""
@@ -79,13 +65,13 @@ class Budget:
 
     Attributes:
         held: model states while training, without activations.
-        sent: traffic of one optimizer step, once the order of use is known; with 1-bit optimizers, of a step in full
-            precision.
+        sent: traffic of one optimizer step, once the order of use is known; where exchanges differ by step, of
+            one in full precision.
         build_bytes: peak while the engine takes the model over.
         lag_bytes: part of the gradient buckets that is held only if reductions lag behind the backward pass.
         moved: traffic between tiers in one optimizer step.
         file_bytes: size of swap files in whole pages; `held` has the exact sizes of the states in them.
-        phases: kinds of steps of a 1-bit optimizer, by their traffic; the first is that of `sent`.
+        phases: kinds of steps where exchanges differ, by their traffic; the first is that of `sent`.
     """
 
     held: tuple[Held, ...]
@@ -149,7 +135,9 @@ def predict(facts: EstimateInputs) -> Budget:
     held.append(Held("gradient buckets", device, bucket_bytes))
     gathers = [Sent("parameters", verb, axes, count) for (verb, axes), count in sorted(outcome.gathers.items())]
     norm = [*sent_shared(facts), *_sent_norm(facts)]
-    sent = _summed([*sent_gradients(facts), *gathers, *sent_updates(facts), *norm])
+    updates = list(sent_updates(facts))
+    sent = _summed([*sent_gradients(facts), *gathers, *updates, *norm])
+    phases = facts.exchange.phases(facts, sent, updates, [*gathers, *norm])
     return Budget(
         held=tuple(row for row in held if row.bytes),
         sent=sent,
@@ -157,7 +145,7 @@ def predict(facts: EstimateInputs) -> Budget:
         lag_bytes=outcome.scratch_bytes - prompt.scratch_bytes,
         moved=tuple(moved(facts, _fetches(facts, outcome))),
         file_bytes=sum(facts.swap.file_bytes.values()),
-        phases=tuple(replace(phase, sent=_summed(phase.sent)) for phase in phases(facts, sent, [*gathers, *norm])),
+        phases=tuple(replace(phase, sent=_summed(phase.sent)) for phase in phases),
     )
 
 
@@ -202,10 +190,10 @@ def _held_at_rest(facts: EstimateInputs) -> Iterable[Held]:
         add("masters", unit.states.master.tier, 0 if unit.states.master_is_param else span * master.itemsize)
         add("optimizer state", unit.states.master.tier, span * facts.state_bytes * master.itemsize // 4)
         add("gradients", unit.states.grad.tier, facts.span(unit, unit.states.grad) * unit.states.accumulate.itemsize)
-        add("1-bit momentum", Tier.HOST, momentum_bytes(facts, unit))
-        add("1-bit errors", Tier.HOST, error_bytes(facts, unit))
+        for what, count_bytes in facts.exchange.held(facts, unit):
+            add(what, Tier.HOST, count_bytes)
         add("errors of quantized sums", Tier.DEVICE, sum_error_bytes(facts, unit, 8))
-    for what in ORDER:
+    for what in dict.fromkeys(what for what, _ in total):
         for tier in Tier:
             yield Held(what, tier, total.get((what, tier), 0))
 
@@ -217,7 +205,9 @@ def _buffers(facts: EstimateInputs) -> Iterable[Held]:
     if swap.window_kinds:
         widest = max(dtype.itemsize for _, dtype in swap.tensors.values())
         count = len(swap.window_kinds) * swap.in_flight
-        yield Held("update buffers", Tier.HOST, whole_unit_bytes(facts, count * swap.window_elements * widest))
+        yield Held(
+            "update buffers", Tier.HOST, facts.exchange.buffer_bytes(facts, count * swap.window_elements * widest)
+        )
     # States in swap files cannot be copied: such checkpoints are written in the foreground.
     if facts.copies_checkpoint and not swap.file_bytes:
         yield Held("checkpoint copy", Tier.HOST, sum(_saved_bytes(facts, unit) for unit in facts.table.all_units))
@@ -229,7 +219,7 @@ def _saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
     compute, master = unit.states.compute, unit.states.full
     if not unit.is_trainable:
         return part * compute.itemsize
-    errors = saved_bytes(facts, unit) + sum_error_bytes(facts, unit, 32)
+    errors = facts.exchange.saved_bytes(facts, unit) + sum_error_bytes(facts, unit, 32)
     return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + errors
 
 

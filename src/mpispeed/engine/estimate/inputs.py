@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from mpispeed.exchange.cost import SUMS_ALONE, ExchangeCost
+from mpispeed.exchange.table import kind_of
 from mpispeed.mesh.mesh import Topology
 from mpispeed.optim.choice import build
 from mpispeed.optim.rule import KeepsState, Rule, Window
 from mpispeed.plan.offload_plan import Offload, make_swap_plan, offload_of, swapped_cells
-from mpispeed.plan.onebit_plan import OneBitPlan, onebit_plan_of
 from mpispeed.plan.units import deal_units
 from mpispeed.sharding.collecting import Collecting
 from mpispeed.sharding.leaf import mark_leaves_by_threshold
@@ -55,7 +56,7 @@ class EstimateInputs:
         copies_checkpoint: checkpoints are copied and written in the background.
         gathers_once: sharded parameters are gathered once for all micro-batches of a step.
         collecting: how updated parameters are collected.
-        coding: plan of a 1-bit optimizer; None for other optimizers.
+        exchange: costs of the exchange of gradients.
     """
 
     model: nn.Module
@@ -77,7 +78,7 @@ class EstimateInputs:
     copies_checkpoint: bool = False
     gathers_once: bool = False
     collecting: Collecting = field(default_factory=Collecting)
-    coding: OneBitPlan | None = None
+    exchange: ExchangeCost = SUMS_ALONE
 
     def span(self, unit: Unit, placement: Placement) -> int:
         """Elements of a unit's flat buffer that one rank holds."""
@@ -106,19 +107,19 @@ def gather_inputs(
         is_init_sharded: it is built inside zero.Init.
         group_of: parameter group index by `id` of the parameter; all trainable parameters by default.
         slots: names of the optimizer's flat state tensors; by default those of the plan's optimizer, or Adam's.
-        rule: the optimizer, where `slots` are given; None: not a 1-bit optimizer.
+        rule: the optimizer, where `slots` are given; None: one whose gradients are summed.
 
     Raises:
-        ConfigError: the optimizer is unknown, refuses its settings, or is a 1-bit optimizer that the plan rules out.
+        ConfigError: the optimizer is unknown, refuses its settings, or is one that the plan rules out.
     """
     zero, topology = plan.config.zero_optimization, plan.topology()
     if slots is None:
         names, state_bytes, rule = _slots(plan)
     else:
         names, state_bytes = tuple(slots), 4 * len(slots)
-    coding = onebit_plan_of(plan, rule)
+    exchange = kind_of(rule).cost(plan, rule)
     trained = _all_trainable(model) if group_of is None else group_of
-    table = deal_units(plan, model, trained, own_masters=coding is not None and coding.own_masters)
+    table = deal_units(plan, model, trained, own_masters=exchange.own_masters)
     mark_leaves_by_threshold(model, zero.module_granularity_threshold)
     return EstimateInputs(
         model=model,
@@ -139,7 +140,7 @@ def gather_inputs(
         offload=offload_of(zero),
         copies_checkpoint=plan.config.checkpoint.async_save,
         gathers_once=plan.gathers_once,
-        coding=coding,
+        exchange=exchange,
         collecting=plan.collecting,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mpispeed.exchange.cost import Sent
 from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
 from mpispeed.mesh.compressed.quantized import gather_bytes, reduce_scatter_bytes
 from mpispeed.native.block_quant import default_block
@@ -24,16 +25,6 @@ if TYPE_CHECKING:
 
 _LOSS_BYTES = 8
 """Bytes of a pipeline's loss, of which data ranks take the mean."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Bytes that one rank sends in one optimizer step, by the ring formula of the trace."""
-
-    what: str
-    verb: str
-    axes: tuple[str, ...]
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +107,7 @@ def sent_shared(facts: EstimateInputs) -> Iterable[Sent]:
 
 
 def is_coded_sum(facts: EstimateInputs, unit: Unit) -> bool:
-    """True if the unit's reduction is quantized, as `sharding.reducers.QuantizedReducer` decides."""
+    """True if the unit's reduction is quantized, as `sharding.quantized.QuantizedReducer` decides."""
     is_made_of_vectors = all(len(entry.shape) < 2 for entry in unit.layout.entries)
     is_common = unit.states.master.axes == facts.master.axes
     return facts.codes_grads and unit.states.wire.itemsize <= 4 and not is_made_of_vectors and is_common

@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.slices import place_slice
 from mpispeed.engine.state.global_layout import GlobalLayout, require_common
+from mpispeed.exchange.saved import NAMES_SHOWN
 from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 from mpispeed.sharding.update_windows import take_edited
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from mpispeed.store.layout import Unit
 
 log = logging.getLogger(__name__)
-
-NAMES_SHOWN = 20
 
 
 class Weights:
@@ -59,8 +59,8 @@ class Weights:
         left_out = _frozen_names(self._parts) if exclude_frozen_parameters else ()
         state: dict[str, Any] = self._parts.module.state_dict()
         state = {name: value for name, value in state.items() if name not in left_out}
-        if self._parts.is_apart:
-            with self._parts.common():
+        if self._parts.optimization and self._parts.optimization.exchange.is_apart:
+            with self._parts.optimization.exchange.common():
                 state = copy.deepcopy(state)  # keeps tied tensors tied
         return state
 
@@ -95,8 +95,8 @@ class Weights:
             take_state(self._parts, state_dict, strict=strict)
         else:
             load_by(self._parts, custom_load_fn, state_dict, self._parts.mesh["data"])
-        if self._parts.optimization is not None and self._parts.optimization.onebit is not None:
-            self._parts.optimization.onebit.drop_drift()
+        if self._parts.optimization:
+            self._parts.optimization.exchange.drop_local()
         self._parts.params.refresh()
         self._parts.show_loaded()
 
@@ -189,7 +189,7 @@ def save_weights(parts: Parts, folder: str, filename: str, *, exclude_frozen: bo
                 "true in zero_optimization to have them gathered, or use save_checkpoint", filename,
             )  # fmt: skip
         return False
-    with parts.common():
+    with parts.optimization.exchange.common() if parts.optimization else nullcontext():
         state = gather_model(parts, exclude_frozen=exclude_frozen)
     # torch reports a full disk as a RuntimeError
     plain, doing = (OSError, RuntimeError, ValueError), f"cannot write {filename} in {folder}"
