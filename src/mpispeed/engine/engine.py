@@ -299,7 +299,8 @@ class Engine(Getters):
     def train(self, mode: bool = True) -> Self:
         """As `torch.nn.Module.train`. Local.
 
-        Between synchronisations of 0/1 Adam, data ranks train local parameters and evaluate the common ones.
+        Where an optimizer updates locally between synchronisations, data ranks train their own parameters and evaluate
+        the common ones.
 
         Raises:
             UsageError: this has to switch between them, and states that it needs are offloaded.

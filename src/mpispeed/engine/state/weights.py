@@ -50,7 +50,7 @@ class Weights:
 
         For a pipeline it has this rank's stage only, for sliced layers its slices. Where parameters are sharded, data
         rank 0 gets full copies and the others {}: units are gathered one at a time, and no other rank holds more than
-        one. With local updates of 0/1 Adam it has copies of the common parameters.
+        one. With local updates it has copies of the common parameters.
 
         Collective over: the data axis.
         """
@@ -75,7 +75,7 @@ class Weights:
 
         The values of data rank 0 count; the others may pass {}. Optimizer state stays. With `custom_load_fn` all ranks
         pass the same values: it is called as `custom_load_fn(src=state_dict, dst=module)` while every rank holds the
-        full model. Local updates of 0/1 Adam are dropped: parameters not given return to the common values.
+        full model. Local updates are dropped: parameters not given return to the common values.
 
         Args:
             checkpoint: a state dict, or {"module": a state dict}.

@@ -50,9 +50,11 @@ class OneBitReport:
             global_step=step,
             samples=event["samples"],
             phase=kind.name,
-            sent_bytes=coder.sent,
-            saved_bytes=coder.plain - coder.sent,
-            error_norm=norm,
+            series={
+                "onebit_sent_bytes": coder.sent,
+                "onebit_saved_bytes": coder.plain - coder.sent,
+                "onebit_error_norm": norm,
+            },
         )
         if is_logged:
             log.info(
