@@ -299,8 +299,7 @@ class Engine(Getters):
     def train(self, mode: bool = True) -> Self:
         """As `torch.nn.Module.train`. Local.
 
-        Where an optimizer updates locally between synchronisations, data ranks train their own parameters and evaluate
-        the common ones.
+        Between synchronisations of local updates, data ranks train their own parameters and evaluate the common ones.
 
         Raises:
             UsageError: this has to switch between them, and states that it needs are offloaded.
