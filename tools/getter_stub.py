@@ -10,14 +10,14 @@ import argparse
 import re
 from pathlib import Path
 
-from mpispeed.engine.delegation import COMPONENTS, HOMES, PROPERTIES, REFUSED, all_methods
+from mpispeed.engine.delegation import COMPONENTS, HOMES, OWN, PROPERTIES, REFUSED, all_methods
 
 PAGE = Path(__file__).resolve().parents[1] / "src" / "mpispeed" / "engine" / "getters.pyi"
 
 
 def page() -> str:
     """The whole stub."""
-    methods, values = all_methods(), {**COMPONENTS, **PROPERTIES}
+    methods, values = all_methods(), {**COMPONENTS, **OWN, **PROPERTIES}
     used = {word for getter in (*methods.values(), *values.values()) for word in re.findall(r"\w+", getter.returns)}
     places: dict[str, list[str]] = {}
     for name in sorted(used & HOMES.keys()):

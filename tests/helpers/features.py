@@ -207,7 +207,7 @@ def _onebit(name: str, params: dict[str, Any]) -> Feature:
     settings = {"type": name, "params": {"lr": 1e-3, **params}}
 
     def seen(run: Run) -> bool:
-        return run.engine.parts.optimization.exchange.is_phased
+        return run.engine.mpispeed.parts.optimization.exchange.is_phased
 
     return Feature(
         name, (name.lower(), "1-bit", "gradients stay local"), seen, put("optimizer", settings), (0, 1), FINAL,
@@ -283,7 +283,7 @@ def _drilled(run: Run) -> bool:
 def _sends_rows(run: Run) -> bool:
     """True if this rank, where it has a table, sums rows of it."""
     has_table = any(isinstance(module, nn.Embedding) for module in run.engine.module.modules())
-    reducer = run.engine.parts.optimization.grads.sums.reducer
+    reducer = run.engine.mpispeed.parts.optimization.grads.sums.reducer
     return not has_table or type(reducer).__name__ == "RowReducer"
 
 

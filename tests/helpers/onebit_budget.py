@@ -18,7 +18,7 @@ def compare(engine: Any, model: Any) -> set[Exchange]:
 
     Collective over: all ranks.
     """
-    budget, comm_trace = predict(gather_inputs(engine.parts.plan, model)), engine.mesh.comm_trace
+    budget, comm_trace = predict(gather_inputs(engine.mpispeed.parts.plan, model)), engine.mesh.comm_trace
     phases = {phase.name: phase for phase in budget.phases}
     assert phases[PHASES[Exchange.GRADIENT]].sent == budget.sent
     seen: set[Exchange] = set()
@@ -44,7 +44,7 @@ def compare(engine: Any, model: Any) -> set[Exchange]:
 
 def held_bytes(engine: Any) -> dict[str, int]:
     """Kind of state -> bytes on this rank, after a step in which momenta, gradients or drifts were coded."""
-    parts, optimization = engine.parts.params, engine.parts.optimization
+    parts, optimization = engine.mpispeed.parts.params, engine.mpispeed.parts.optimization
     coded = optimization.exchange.coder
     errors = sum(one.nbytes for one in coded.errors.values())
     return {

@@ -69,12 +69,12 @@ def run_step(engine: Any, batch: tuple[torch.Tensor, ...], factor: float = 1.0) 
 
 def kind_of(engine: Any, step: int) -> Exchange:
     """What travels for update number `step`."""
-    return engine.parts.optimization.exchange.kind(step)
+    return engine.mpispeed.parts.optimization.exchange.kind(step)
 
 
 def states_of(engine: Any) -> dict[str, torch.Tensor]:
     """Copies of masters, states and errors of this rank."""
-    parts, found = engine.parts, {}
+    parts, found = engine.mpispeed.parts, {}
     for unit in parts.table.units:
         found[f"{unit.index} master"] = parts.params.shards.master(unit).clone()
         for slot, tensor in parts.optimization.states.of(unit).items():

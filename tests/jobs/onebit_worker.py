@@ -71,8 +71,8 @@ def go_on(engine):
 
 def errors_of(engine):
     """By parameter: the mean of the errors of all workers, and the error of the servers. Collective over: all ranks."""
-    found, coded, comm = {}, engine.parts.optimization.exchange.coder, engine.mesh["data"]
-    for unit in engine.parts.table.units:
+    found, coded, comm = {}, engine.mpispeed.parts.optimization.exchange.coder, engine.mesh["data"]
+    for unit in engine.mpispeed.parts.table.units:
         errors = coded.errors[unit.index]
         worker, server = errors.worker.double(), torch.empty_like(errors.worker)
         comm.all_reduce(worker, "avg")

@@ -56,7 +56,7 @@ Drive = Callable[[Any, Batch, int], float]
 
 def tally_of(engine: Any) -> Tally | None:
     """What the engine fetched; None if it has nothing to fetch."""
-    prefetcher = engine.parts.params.prefetcher
+    prefetcher = engine.mpispeed.parts.params.prefetcher
     return None if prefetcher is None else prefetcher.tally
 
 
@@ -83,7 +83,7 @@ def check_all_cut(engine: Any) -> None:
     tally = tally_of(engine)
     assert tally is not None
     assert tally.live_elements == 0
-    params = engine.parts.params
+    params = engine.mpispeed.parts.params
     whole = [name for name, param in engine.module.named_parameters() if param.numel() and not is_sharded(param)]
     assert not whole, whole
     assert all(params.prefetcher.full(unit) is None for unit in params.table.all_units)

@@ -72,7 +72,8 @@ def start(settings: dict[str, Any], model: nn.Module | None = None, **more: Any)
 def own_part(engine: Any, batch: Batch, micro: int = 0) -> tuple[torch.Tensor, ...]:
     """This rank's share of micro-batch `micro` of a global batch."""
     tensors = (batch,) if isinstance(batch, torch.Tensor) else batch
-    rank, size, accumulation = engine.mesh.index("data"), engine.mesh["data"].size, engine.gradient_accumulation_steps()
+    mesh, accumulation = engine.mpispeed.parts.mesh, engine.gradient_accumulation_steps()
+    rank, size = mesh.index("data"), mesh["data"].size
     count = tensors[0].shape[0] // (size * accumulation)
     first = (micro * size + rank) * count
     return tuple(tensor[first : first + count] for tensor in tensors)
@@ -93,7 +94,7 @@ def train(engine: Any, data: Iterable[Batch], **step: Any) -> list[float]:
 
 def train_averaged(engine: Any, data: Iterable[Batch]) -> list[float]:
     """Run global batches; returns losses averaged over ranks."""
-    data_axis, losses = engine.mesh["data"], []
+    data_axis, losses = engine.mpispeed.parts.mesh["data"], []
     for batch in data:
         total = torch.tensor(train(engine, [batch]), dtype=torch.float64) / data_axis.size
         data_axis.all_reduce(total)

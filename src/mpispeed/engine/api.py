@@ -5,25 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, ScheduleError
 from mpispeed.config.accept import accept
 from mpispeed.config.elastic_batch import check_schedule, find_run_warnings
 from mpispeed.config.load import LoadedConfig, read_source
 from mpispeed.engine import features
+from mpispeed.engine.agreement import configuring
+from mpispeed.engine.attached import transform
 from mpispeed.engine.build.assemble import assemble
-from mpispeed.engine.build.slicing import fit_layers
 from mpispeed.engine.distributed import DEFAULT_PORT, init_distributed
 from mpispeed.engine.engine import Engine
-from mpispeed.engine.observe.reports import watch
+from mpispeed.engine.hooks import Given, Setup
 from mpispeed.engine.ownership import register, release
 from mpispeed.engine.pipeline import PipelineEngine
-from mpispeed.mesh.comm import agree_by_texts, together
 from mpispeed.mesh.mesh import Mesh
+from mpispeed.nn.sync_norm import release_norms
 from mpispeed.nn.tensor.tensor_cut import forget_own_cuts
 from mpispeed.optim.choice import kind_of
 from mpispeed.pipe.module import PipelineModule
@@ -36,7 +36,7 @@ from mpispeed.plan.units import distinct_sizes
 from mpispeed.watchdog import start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from torch import nn
@@ -109,28 +109,38 @@ def initialize(
     loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
-    _transform(plan, mesh, model, mpu)
-    given = optimizer, model_parameters, training_data, lr_scheduler
-    parts = assemble(plan, mesh, model, *given, collate_fn=collate_fn)
-    watch(parts, loaded.warnings)
-    engine = _make_engine(parts, model)
+    setup = Setup(None, plan, mesh, Given(training_data, collate_fn, mpu, loaded.warnings))
+    _transform(model, setup)
+    engine = _make_engine(assemble(setup, model, optimizer, model_parameters, lr_scheduler), model)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _transform(plan: Plan, mesh: Mesh, model: nn.Module, mpu: Any) -> None:
-    """Change the model as the plan and features ask, before its parameters are sharded. Collective over: all ranks."""
-    fit_layers(plan, mesh, model, has_mpu=mpu is not None)
-    features.transform(model, plan, mesh)
+def _transform(model: nn.Module, setup: Setup) -> None:
+    """Change the model as features ask, before its parameters are sharded. Collective over: all ranks."""
+    try:
+        transform(features.registered(), model, setup)
+    except ConfigError:  # on all ranks
+        release_norms(model)
+        setup.mesh.close()
+        raise
 
 
 def _make_engine(parts: Parts, model: nn.Module) -> Engine:
-    """An engine that is found later, watched, and resumed if its run is to end in time. Collective over: all ranks."""
-    engine = PipelineEngine(model, parts) if isinstance(model, PipelineModule) else Engine(parts)
+    """An engine that is found later, watched, and begun.
+
+    If it cannot be made, the model and the optimizer can be given to another `initialize`.
+
+    Collective over: all ranks.
+    """
+    try:
+        engine = PipelineEngine(model, parts) if isinstance(model, PipelineModule) else Engine(parts)
+    except (ConfigError, ScheduleError):  # on all ranks
+        parts.dismantle()
+        raise
     register(engine)
-    guard = engine.plan.config.guard
-    start.attach(engine.bus, guard.divergence_timeout, guard.hang_timeout)
-    if engine.run_end is not None:
-        engine.run_end.begin()
+    guard = parts.plan.config.guard
+    start.attach(parts.bus, guard.divergence_timeout, guard.hang_timeout)
+    parts.features.begun(engine)
     return engine
 
 
@@ -157,7 +167,7 @@ def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -
     Collective over: all ranks.
     """
     content, where = None, ""
-    with _together(world):
+    with configuring(world.comm):
         source = _config_source(args, config)
         if world.rank == 0 or isinstance(source, Mapping):
             content, where = read_source(source)
@@ -177,9 +187,9 @@ def _resolve(
     forget_own_cuts(model)
     node = ranks_per_node(world)
     distinct = set[int]().union(*world.comm.gather_objects(distinct_sizes(model)))  # stages have different layers
-    with _together(world):
+    with configuring(world.comm):
         loaded = accept(content, where)
-    with _together(world):  # an mpu is read by all ranks or by none
+    with configuring(world.comm):  # an mpu is read by all ranks or by none
         axes = choose_axes(loaded.config, world, model, mpu)
         dtype = _floating_dtype(model)
         kind = kind_of(optimizer, loaded.config.optimizer.type if loaded.config.optimizer else None)
@@ -192,26 +202,6 @@ def _resolve(
         own = fingerprint(plan, world.rank, model)
     require_equal(world.comm, world.comm.gather_objects(own), plan, model)
     return loaded, plan
-
-
-@contextmanager
-def _together(world: World) -> Iterator[None]:
-    """Context of a step of this rank that raises ConfigError on all ranks if it fails on one.
-
-    A rank that failed by an error derived from it raises that, which scripts may catch.
-
-    Collective over: all ranks, at the end of the step.
-    """
-    try:
-        with together(agree_by_texts(world.comm.gather_objects), ConfigError):
-            yield
-    except ConfigError as told:
-        own = type(told.__cause__)
-        if not issubclass(own, ConfigError):
-            raise
-        error = own(str(told))
-        error.is_collective = told.is_collective
-        raise error from told.__cause__
 
 
 def _floating_dtype(model: torch.nn.Module) -> torch.dtype:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from mpispeed.engine.backward import DirectBackward
 from mpispeed.engine.build.loaders import Loaders
+from mpispeed.engine.features import registered
 from mpispeed.engine.hooks import Context
-from mpispeed.engine.preemption import RunEnd, make_run_end
 from mpispeed.engine.state.checkpoints import Checkpoints
 from mpispeed.engine.state.offload_states import OffloadStates
 from mpispeed.engine.state.weights import Weights
@@ -25,6 +25,7 @@ class Composition:
     """The objects that an engine delegates to.
 
     Attributes:
+        parts: the components that they work on.
         accumulation: the boundaries of global batches.
         direct: backward passes that scripts start themselves.
         updates: the updates.
@@ -32,9 +33,9 @@ class Composition:
         weights: the model's weights as state dicts.
         offload: states that leave memory on request.
         loaders: the loader of the training data, and more of its kind.
-        run_end: what saves and ends the run in time, or None.
     """
 
+    parts: Parts
     accumulation: Accumulation
     direct: DirectBackward
     updates: Updates
@@ -42,18 +43,15 @@ class Composition:
     weights: Weights
     offload: OffloadStates
     loaders: Loaders
-    run_end: RunEnd | None
 
 
 def compose(parts: Parts) -> Composition:
     """Make the objects of an engine, and attach the features of the table.
 
-    If that fails, the model and the optimizer can be given to another `initialize`.
-
     Collective over: all ranks.
 
     Raises:
-        ConfigError: on every rank, if MPISPEED_WALLTIME of one is not a duration, or a feature fails on one.
+        ConfigError: on every rank, if a feature fails on one.
     """
     optimization = parts.optimization
     direct = DirectBackward(
@@ -68,26 +66,15 @@ def compose(parts: Parts) -> Composition:
     # Gradients that come outside of a pipeline's schedule are refused by the gradient store.
     if optimization is not None and not is_pipeline:
         optimization.hooks.listen(direct.expect_gradient)
-    checkpoints = Checkpoints(parts)
-    try:
-        parts.updates.insert(
-            parts.features.attach(
-                Context(
-                    None, parts.plan, parts.mesh, parts.module, parts.params, parts.counters, parts.bus, parts.monitors
-                )
-            )
-        )
-        run_end = make_run_end(parts, checkpoints)
-    except BaseException:
-        parts.dismantle()
-        raise
+    context = Context(None, parts.plan, parts.mesh, parts.given, parts, {})
+    parts.updates.insert(parts.features.attach(registered(), context))
     return Composition(
+        parts=parts,
         accumulation=parts.accumulation,
         direct=direct,
         updates=parts.updates,
-        checkpoints=checkpoints,
+        checkpoints=Checkpoints(parts),
         weights=Weights(parts),
         offload=OffloadStates(parts),
         loaders=Loaders(parts, shuffles=not is_pipeline),
-        run_end=run_end,
     )

@@ -190,13 +190,31 @@ COMPONENTS: dict[str, Getter] = {
         "The optimizer that `initialize` returned, or None.",
     ),
     "is_compiled": Getter(lambda p: p.is_compiled, "bool", "True once `compile` was called."),
+    "training_dataloader": Getter(
+        lambda p: p.features.published.get("training_dataloader"),
+        "Any",
+        "The loader made from `training_data`, or None.",
+    ),
+    "must_stop": Getter(
+        lambda p: bool(getattr(_run_end(p), "must_stop", False)),
+        "bool",
+        "True once the run was saved because it has to end; for loops where `walltime.ends_program` is false.",
+    ),
+    "resumed_from": Getter(
+        lambda p: getattr(_run_end(p), "resumed_from", None),
+        "str | None",
+        "The checkpoint from which this run resumed by itself (its client state is in `client_state`), or None.",
+    ),
+}
+"""Values that a script cannot set."""
+
+OWN: dict[str, Getter] = {
     "plan": Getter(lambda p: p.plan, "Plan", "The resolved settings of the run."),
     "mesh": Getter(lambda p: p.mesh, "Mesh", "The ranks as named axes."),
     "bus": Getter(lambda p: p.bus, "Bus", "The event bus, to which observers subscribe."),
     "counters": Getter(lambda p: p.counters, "Counters", "Counters of steps, samples and updates."),
-    "training_dataloader": Getter(lambda p: p.loader, "Any", "The loader made from `training_data`, or None."),
 }
-"""Values that a script cannot set."""
+"""Values that DeepSpeed's engines do not have; a script cannot set them, and an attribute of the model comes first."""
 
 PROPERTIES: dict[str, Getter] = {
     "global_steps": Getter(lambda p: p.counters.global_steps, "int", "Steps of the run."),
@@ -231,8 +249,12 @@ PROPERTIES: dict[str, Getter] = {
     "monitor_config": Getter(
         lambda p: _monitor_config(p.plan.config), "MonitorConfig", "The sections of all monitors."
     ),
-    "monitor": Getter(lambda p: p.monitors, "Monitors", "The monitors, for points of series of the script's own."),
-    "tput_timer": Getter(lambda p: p.throughput, "Throughput", "Average throughput of the run."),
+    "monitor": Getter(
+        lambda p: p.features.published["monitor"],
+        "Monitors",
+        "The monitors, for points of series of the script's own.",
+    ),
+    "tput_timer": Getter(lambda p: p.features.published["tput_timer"], "Throughput", "Average throughput of the run."),
 }
 """Values that a script may set on an engine; it reads what it has set then, and nothing else changes."""
 
@@ -309,6 +331,8 @@ def install(cls: Any) -> None:
             setattr(cls, name, _method(cls, name, getter))
     for name, getter in COMPONENTS.items():
         setattr(cls, name, property(_method(cls, name, getter), doc=getter.doc))
+    for name, getter in OWN.items():
+        setattr(cls, name, Yielding(name, getter))
     for name, getter in PROPERTIES.items():
         setattr(cls, name, Value(getter))
     for name, feature in REFUSED.items():
@@ -322,12 +346,29 @@ class Value:
         self._read, self.__doc__ = getter.read, getter.doc
 
     def __get__(self, engine: Any, owner: type) -> Any:
-        return self if engine is None else self._read(engine.parts)
+        return self if engine is None else self._read(engine.mpispeed.parts)
+
+
+class Yielding(Value):
+    """A name that is read like an attribute; one of the model with that name comes first, and nobody may set it."""
+
+    def __init__(self, name: str, getter: Getter) -> None:
+        super().__init__(getter)
+        self._name = name
+
+    def __get__(self, engine: Any, owner: type) -> Any:
+        if engine is not None and hasattr(engine.module, self._name):
+            return getattr(engine.module, self._name)
+        return super().__get__(engine, owner)
+
+    def __set__(self, engine: Any, value: Any) -> None:
+        msg = f"engine.{self._name} cannot be set"
+        raise AttributeError(msg)
 
 
 def _method(cls: type, name: str, getter: Getter) -> Callable[[Any], Any]:
     def method(self: Any) -> Any:
-        return getter.read(self.parts)
+        return getter.read(self.mpispeed.parts)
 
     return _named(method, cls, name, getter.doc, getter.returns)
 
@@ -357,6 +398,10 @@ def _at(config: Config, path: str) -> Any:
     if found is None and path.endswith(".profile"):
         return False
     return found.model_dump() if hasattr(found, "model_dump") else found
+
+
+def _run_end(parts: Parts) -> Any:
+    return parts.features.published.get("run_end")
 
 
 def _inner_optimizer(parts: Parts) -> torch.optim.Optimizer | None:

@@ -17,12 +17,11 @@ from mpispeed.engine import delegation
 from mpispeed.engine.backward import Accumulation, DirectBackward, backward_scaled, divided, require_scalar, scale_loss
 from mpispeed.engine.build.loaders import Loaders
 from mpispeed.engine.build.parts import Parts
-from mpispeed.engine.composition import compose
+from mpispeed.engine.composition import Composition, compose
 from mpispeed.engine.getters import Getters
 from mpispeed.engine.state.checkpoints import Checkpoints
 from mpispeed.engine.state.offload_states import OffloadStates
 from mpispeed.engine.state.weights import Weights
-from mpispeed.nn.sync_norm import release_norms
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
 P = ParamSpec("P")
@@ -42,7 +41,7 @@ def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = getattr(getattr(self, name), method.__name__)(*args, **kwargs)
+        result: R = getattr(getattr(self.mpispeed, name), method.__name__)(*args, **kwargs)
         return result
 
     call.__qualname__, call.__module__ = f"Engine.{method.__name__}", __name__
@@ -52,29 +51,19 @@ def _delegated(name: str, method: Callable[Concatenate[Any, P], R]) -> Callable[
 class Engine(Getters):
     """Trains a model under a plan. Built by `mpispeed.initialize`; the model itself is `engine.module`.
 
-    Other names are looked up on the model. DeepSpeed's getters are in `engine/delegation.py`.
+    DeepSpeed's getters are in `engine/delegation.py`. Other names are looked up on the model, then among what features
+    have published, then in `mpispeed`; so a model may have a `parts` or `weights` of its own.
 
     Attributes:
         module: the model.
-        parts: the components that the engine and its objects work on.
-        accumulation: the boundaries of global batches.
-        direct: backward passes that scripts start themselves.
-        updates: the updates.
-        checkpoints: saving and loading of whole runs.
-        weights: the model's weights as state dicts.
-        offload: states that leave memory on request.
-        loaders: the loader of the training data, and more of its kind.
-        run_end: what saves and ends the run in time, or None.
+        mpispeed: the objects that do the work, under a name that no model has.
     """
 
     def __init__(self, parts: Parts) -> None:
         """Collective over: all ranks."""
         super().__init__()
-        made = compose(parts)
-        self.module, self.parts = parts.module, parts
-        self.accumulation, self.direct, self.updates = made.accumulation, made.direct, made.updates
-        self.checkpoints, self.weights, self.offload = made.checkpoints, made.weights, made.offload
-        self.loaders, self.run_end = made.loaders, made.run_end
+        self.mpispeed = compose(parts)
+        self.module = parts.module
         if parts.optimization is not None:
             parts.optimization.link.attach(self._update_now)
 
@@ -83,24 +72,23 @@ class Engine(Getters):
     @property
     def lr_scheduler(self) -> Any | None:
         """The learning-rate scheduler, or None; another may be put in its place, which steps from then on."""
-        return self.parts.scheduler
+        return self.mpispeed.parts.scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any | None) -> None:
-        self.updates.follow(scheduler)
-        self.parts.scheduler = scheduler
+        self.mpispeed.updates.follow(scheduler)
+        self.mpispeed.parts.scheduler = scheduler
 
     # -- one micro-batch ---------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; returns its output unchanged."""
-        parts = self.parts
+        own = self.mpispeed
+        parts = own.parts
         parts.require("forward", (Kind.lp_params,))
-        self.direct.settle()
+        own.direct.settle()
         micro_step, global_step = parts.counters.micro_steps, parts.counters.global_steps
-        self.parts.bus.announce(
-            Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training
-        )
+        parts.bus.announce(Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training)
         if parts.features.batches:
             inputs, kwargs = parts.features.batch((inputs, kwargs), is_training=self.training)
         if parts.plan.device.type != "cpu":
@@ -109,7 +97,7 @@ class Engine(Getters):
         start = time.perf_counter()
         with parts.sharding.unwinding(), parts.casting.named():
             output = self.module(*inputs, **kwargs)
-        self.parts.bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
+        parts.bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
         return output
 
     def backward(
@@ -137,13 +125,14 @@ class Engine(Getters):
             UsageError: there is no optimizer, the loss is not a scalar, or `allreduce_gradients` is False where
                 gradients are sharded over ranks.
         """
-        parts, is_local = self.parts, self.accumulation.is_local
+        own = self.mpispeed
+        parts, is_local = own.parts, own.accumulation.is_local
         parts.require("backward", (Kind.lp_params, Kind.lp_grads))
         grads, start = parts.trained("backward").grads, time.perf_counter()
-        self.direct.settle()
+        own.direct.settle()
         if not allreduce_gradients:
             parts.require_whole_grads("engine.backward(allreduce_gradients=False)")
-        steps = self.accumulation.steps if scale_wrt_gas and not is_local else 1
+        steps = own.accumulation.steps if scale_wrt_gas and not is_local else 1
         loss = scale_loss(loss, steps)
         require_scalar(loss, "engine.backward", "sum or average it first")
         is_due = self.is_gradient_accumulation_boundary() and allreduce_gradients
@@ -151,8 +140,8 @@ class Engine(Getters):
         with parts.sharding.unwinding(), divided(steps), parts.casting.named():
             backward_scaled(loss, parts.scaler.scale, retain_graph=retain_graph)
         parts.end_backward()
-        self.updates.losses.append(start_reading(loss))
-        self.parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
+        own.updates.losses.append(start_reading(loss))
+        parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -167,21 +156,22 @@ class Engine(Getters):
                 before an update.
             RunEnded: (a SystemExit) on all ranks: the run was saved because its job ends or it was asked to stop.
         """
-        self.parts.trained("step")
-        self.parts.require("step")
-        self.accumulation.require_summed()
-        self.direct.settle()
-        self.updates.was_applied = False
+        own = self.mpispeed
+        own.parts.trained("step")
+        own.parts.require("step")
+        own.accumulation.require_summed()
+        own.direct.settle()
+        own.updates.was_applied = False
         if self.is_gradient_accumulation_boundary():
-            self.accumulation.warn_of_fewer()
-            self.updates.run(self.parts.plan.batch.train_batch_size, lr_kwargs or {})
-        self.parts.counters.micro_steps += 1
-        if self.run_end is not None:
-            self.run_end.end_step()
+            own.accumulation.warn_of_fewer()
+            own.updates.run(own.parts.plan.batch.train_batch_size, lr_kwargs or {})
+        own.parts.counters.micro_steps += 1
+        for end in own.parts.features.after_steps:
+            end()
 
     def _update_now(self) -> None:
         """`step` at a boundary, wherever the micro-batches are; `optimizer.step()` calls it."""
-        with self.accumulation.overridden(True):
+        with self.mpispeed.accumulation.overridden(True):
             self.step()
 
     def train_batch(self, data_iter: Iterator[Any], loss_fn: Callable[..., torch.Tensor] | None = None) -> float:
@@ -194,10 +184,11 @@ class Engine(Getters):
         Collective over: the data axis.
         """
         losses: list[float | Readback] = []
-        for _ in range(self.accumulation.steps):
+        device = self.mpispeed.parts.plan.device
+        for _ in range(self.mpispeed.accumulation.steps):
             batch = next(data_iter)
-            if self.parts.plan.device.type != "cpu":
-                batch = move(batch, self.parts.plan.device)
+            if device.type != "cpu":
+                batch = move(batch, device)
             arguments = batch if isinstance(batch, tuple | list) else (batch,)
             output = self(*arguments)
             losses.append(start_reading(self.backward(output if loss_fn is None else loss_fn(output, batch))))
@@ -213,15 +204,16 @@ class Engine(Getters):
         Raises:
             UsageError: gradients are sharded over ranks, or the context is entered twice.
         """
-        self.parts.require_whole_grads("no_sync context manager")
-        with self.accumulation.local():
+        self.mpispeed.parts.require_whole_grads("no_sync context manager")
+        with self.mpispeed.accumulation.local():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""
         self.module.zero_grad(set_to_none=set_to_none)
-        if self.parts.optimization:
-            self.parts.optimization.grads.clear()
+        optimization = self.mpispeed.parts.optimization
+        if optimization:
+            optimization.grads.clear()
 
     # -- delegated -----------------------------------------------------------------------------------------------
 
@@ -251,39 +243,30 @@ class Engine(Getters):
     @property
     def is_saving(self) -> bool:
         """True while a checkpoint is being written in the background or has not been waited for."""
-        return self.checkpoints.is_saving
+        return self.mpispeed.checkpoints.is_saving
 
     @property
     def client_state(self) -> dict[str, Any]:
         """Goes into checkpoints that are made because the run ends, and comes back when it is resumed."""
-        return self.checkpoints.client_state
+        return self.mpispeed.checkpoints.client_state
 
     @client_state.setter
     def client_state(self, state: dict[str, Any]) -> None:
-        self.checkpoints.client_state = state
-
-    @property
-    def must_stop(self) -> bool:
-        """True once the run was saved because it has to end; for loops where `walltime.ends_program` is false."""
-        return self.run_end is not None and self.run_end.must_stop
-
-    @property
-    def resumed_from(self) -> str | None:
-        """The checkpoint from which this run resumed by itself (its client state is in `client_state`), or None."""
-        return None if self.run_end is None else self.run_end.resumed_from
+        self.mpispeed.checkpoints.client_state = state
 
     def heed_requests(self) -> None:
-        """Save or end the run now, if requested; for long evaluations, called by all ranks alike.
+        """Let features do what they do between steps: `walltime` saves or ends the run now, if requested.
 
-        No effect within a global batch, or without `walltime.save_dir`. `engine.step` does the same at its end.
+        For long evaluations, called by all ranks alike. No effect within a global batch, or without
+        `walltime.save_dir`. `engine.step` does the same at its end.
 
         Collective over: all ranks.
 
         Raises:
             RunEnded: the run is saved and has to end.
         """
-        if self.run_end is not None:
-            self.run_end.heed_between_steps()
+        for heed in self.mpispeed.parts.features.between_steps:
+            heed()
 
     def _backward_prologue(self) -> None:
         """No operation: a pass begins with its first gradient. Scripts call this before `loss.backward()`."""
@@ -294,7 +277,17 @@ class Engine(Getters):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            own = vars(self).get("mpispeed")
+            published = {} if own is None else own.parts.features.published
+            if name in published:
+                return published[name]
+            if own is not None and name in Composition.__dataclass_fields__:
+                return getattr(own, name)
+            raise
 
     def train(self, mode: bool = True) -> Self:
         """As `torch.nn.Module.train`. Local.
@@ -305,9 +298,10 @@ class Engine(Getters):
             UsageError: this has to switch between them, and states that it needs are offloaded.
         """
         super().train(mode)
-        self.parts.is_training = mode
-        if not self.parts.is_closed and self.parts.optimization:
-            self.parts.optimization.exchange.show(is_training=mode)
+        parts = self.mpispeed.parts
+        parts.is_training = mode
+        if not parts.is_closed and parts.optimization:
+            parts.optimization.exchange.show(is_training=mode)
         return self
 
     # -- end -----------------------------------------------------------------------------------------------------
@@ -323,32 +317,33 @@ class Engine(Getters):
             StoreError: on every rank, if weights in swap files cannot be read; everything else is still done.
             CheckpointError: on every rank, if the checkpoint could not be written; everything else is still done.
         """
-        if not self.parts.is_closed:
+        if not self.mpispeed.parts.is_closed:
             try:
                 self.wait_checkpoint()
             finally:
                 if not self.is_saving:  # saving after an interrupt: the save goes on, and needs the mesh
-                    self.parts.is_closed = True
+                    self.mpispeed.parts.is_closed = True
                     self._take_apart()
-                    self.checkpoints.close()
+                    self.mpispeed.checkpoints.close()
 
     def _take_apart(self) -> None:
-        if self.parts.optimization:
-            self.parts.optimization.hooks.remove()
-            self.parts.optimization.unguard()
-        self.parts.sharding.meet("engine.destroy()")
-        if self.parts.optimization and not self.parts.params.away:
-            self.parts.optimization.exchange.show(is_training=False)  # the model keeps the common parameters
+        parts = self.mpispeed.parts
+        optimization = parts.optimization
+        if optimization:
+            optimization.hooks.remove()
+            optimization.unguard()
+        parts.sharding.meet("engine.destroy()")
+        if optimization and not parts.params.away:
+            optimization.exchange.show(is_training=False)  # the model keeps the common parameters
         try:
-            if self.parts.optimization:
+            if optimization:
                 with suppress(MpispeedError):  # the channel may be broken already
-                    self.parts.optimization.grads.pause()  # reductions under way use stores that are closed next
-            self.offload.end()
-            self.parts.sharding.remove()
+                    optimization.grads.pause()  # reductions under way use stores that are closed next
+            self.mpispeed.offload.end()
+            parts.sharding.remove()
         finally:
-            release_norms(self.module)
-            self.parts.bus.announce(Event.CLOSE)
-            self.parts.mesh.close()
+            parts.bus.announce(Event.CLOSE)
+            parts.mesh.close()
 
 
 delegation.install(Engine)

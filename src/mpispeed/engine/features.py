@@ -2,44 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.events import Event
 from mpispeed.config import added
-from mpispeed.engine import drills
-from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.config.walltime import Walltime
+from mpispeed.engine import drills, preemption
+from mpispeed.engine.attached import Feature
+from mpispeed.engine.build.loaders import make_loader
+from mpispeed.engine.build.slicing import fit_layers
+from mpispeed.engine.hooks import Context, Hooks, Setup
+from mpispeed.engine.observe import reports
+from mpispeed.nn.sync_norm import release_norms
+from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.config.section import Section
-    from mpispeed.engine.step import Place, StepPart
     from mpispeed.mesh.comm import Comm
-    from mpispeed.mesh.mesh import Mesh
-    from mpispeed.plan.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """One row of the table.
+def slice_model(model: nn.Module, setup: Setup) -> None:
+    """Slice layers, as `fit_layers`. Collective over: all ranks."""
+    fit_layers(setup.plan, setup.mesh, model, has_mpu=setup.given.mpu is not None)
 
-    Attributes:
-        name: unique; the key of its section in the config and of its state in checkpoints.
-        attach: called once for each engine, on every rank; returns None where the feature is off.
-        section: its settings; None if it has none.
-        transform: changes the model, called as `transform(model, settings, plan, mesh)` before parameters are sharded.
+
+def attach_slicing(context: Context) -> None:
+    """Let BatchNorms go when the engine ends; slices stay."""
+    module = context.module
+    context.bus.subscribe(Event.CLOSE, lambda _: release_norms(module))
+
+
+def attach_loader(context: Context) -> Hooks | None:
+    """Make the loader of `training_data`, whose position is state; None without such data.
+
+    Raises:
+        ConfigError: sizes do not fit, or it is no data set.
     """
+    given, counters = context.given, context.counters
+    if given.training_data is None:
+        return None
+    # DeepSpeed's pipelines read in order, its other engines do not.
+    shuffles = not isinstance(context.module, PipelineModule)
+    loader = make_loader(context.plan, context.mesh, given.training_data, given.collate_fn, shuffles=shuffles)
+    return Hooks(
+        # Micro-batches since the last boundary have changed only gradients, which are not saved: replay them.
+        state=lambda: loader.state_dict(unused_batches=counters.pending_backwards),
+        check=loader.check_state,
+        load=loader.load_state_dict,
+        published={"training_dataloader": loader},
+    )
 
-    name: str
-    attach: Callable[[Context], Hooks | None]
-    section: type[Section] | None = None
-    transform: Callable[[nn.Module, Any, Plan, Mesh], None] | None = None
 
+BUILT_IN = (
+    Feature("slicing", attach_slicing, transform=slice_model),
+    Feature("monitors", reports.attach),
+    Feature("loader", attach_loader, is_of_data=True),
+    Feature("drills", drills.attach),
+    Feature("walltime", preemption.attach, section=Walltime),
+)
+"""Features that are always in the table, before those of scripts.
 
-BUILT_IN = (Feature("drills", drills.attach),)
-"""Features that are always in the table, before those of scripts."""
+Order has a meaning: a row sees the model as the rows before it have left it, and what they have published. Slices come
+first, so that others add whole layers to a model that is sliced; monitors come before what may write to them. What ends
+something runs in reverse: `walltime` may end the program after a step when the features of scripts are done with it.
+"""
 
 _table: dict[str, Feature] = {feature.name: feature for feature in BUILT_IN}
 
@@ -63,8 +91,11 @@ def unregister(name: str) -> None:
     """Take a feature out of the table; engines that have it keep it.
 
     Raises:
-        UsageError: there is no such feature.
+        UsageError: there is no such feature, or it is one of `BUILT_IN`.
     """
+    if any(feature.name == name for feature in BUILT_IN):
+        msg = f"feature {name!r} belongs to mpispeed and stays; its section in the config switches it off"
+        raise UsageError(msg)
     feature = _table.pop(name, None)
     if feature is None:
         msg = f"no feature named {name!r} is registered; registered: {', '.join(_table) or 'none'}"
@@ -92,82 +123,3 @@ def require_same(comm: Comm) -> None:
         told = [", ".join(names) or "none" for names in (found[0], found[odd])]
         msg = f"rank {odd} has registered the features {told[1]}, and rank 0 {told[0]}; register the same on all ranks"
         raise ConfigError(msg)
-
-
-def transform(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Let features change the model, before its parameters are sharded.
-
-    Collective over: all ranks.
-
-    Raises:
-        ConfigError: on every rank, if a feature fails on one.
-    """
-    for feature in registered():
-        if feature.transform is not None:
-            with mesh.world.comm.together(ConfigError, plain=Exception):
-                feature.transform(model, _settings(feature, plan), plan, mesh)
-
-
-def _settings(feature: Feature, plan: Plan) -> Any:
-    return None if feature.section is None else getattr(plan.config, feature.name, feature.section())
-
-
-class Attached:
-    """The features of one engine that are on."""
-
-    def __init__(self) -> None:
-        """None are on yet; `batches` are the functions that change inputs of the model."""
-        self._hooks: dict[str, Hooks] = {}
-        self.batches: list[Callable[[Any, bool], Any]] = []
-
-    def attach(self, context: Context) -> list[tuple[Place, StepPart]]:
-        """Attach the rows of the table to a run; returns their parts of a step.
-
-        Collective over: all ranks.
-
-        Raises:
-            ConfigError: on every rank, if a feature fails on one.
-        """
-        for feature in registered():
-            with context.mesh.world.comm.together(ConfigError, plain=Exception):
-                hooks = feature.attach(replace(context, settings=_settings(feature, context.plan)))
-            if hooks is not None:
-                self._hooks[feature.name] = hooks
-        self.batches = [hooks.batch for hooks in self._hooks.values() if hooks.batch is not None]
-        return [row for hooks in self._hooks.values() for row in hooks.step_parts]
-
-    def batch(self, inputs: Any, *, is_training: bool) -> Any:
-        """The inputs of a forward pass, as features change them."""
-        for change in self.batches:
-            inputs = change(inputs, is_training)
-        return inputs
-
-    def state(self) -> dict[str, Any]:
-        """State for a checkpoint, by name."""
-        return {name: dict(hooks.state()) for name, hooks in self._hooks.items() if hooks.state is not None}
-
-    def load(self, states: Mapping[str, Any]) -> None:
-        """Give state of a checkpoint back; features without state there stay as they are.
-
-        Raises:
-            CheckpointError: a feature does not take its state.
-        """
-        for name, hooks in self._hooks.items():
-            if hooks.load is not None and name in states:
-                try:
-                    hooks.load(states[name])
-                except Exception as error:
-                    msg = f"feature {name!r} does not take its state in this checkpoint: {error}"
-                    raise CheckpointError(msg) from error
-
-    def before_save(self) -> None:
-        """Tell features that a save begins. Collective over: all ranks."""
-        for hooks in self._hooks.values():
-            if hooks.before_save is not None:
-                hooks.before_save()
-
-    def after_save(self) -> None:
-        """Tell features that a save is over. Collective over: all ranks."""
-        for hooks in self._hooks.values():
-            if hooks.after_save is not None:
-                hooks.after_save()

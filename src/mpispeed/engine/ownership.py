@@ -56,7 +56,7 @@ def register(engine: Engine) -> None:
             held = vars(param)[_HELD] = _Held()
         held.engines.append(engine)
     me = weakref.ref(engine)
-    engine.bus.subscribe(Event.CLOSE, lambda _: _let_go(params, me()))
+    engine.mpispeed.parts.bus.subscribe(Event.CLOSE, lambda _: _let_go(params, me()))
 
 
 def _let_go(params: Iterable[torch.Tensor], engine: Engine | None) -> None:
@@ -87,8 +87,8 @@ def _number_of(engine: Engine) -> int:
 
 def newest_mesh() -> Mesh | None:
     """The mesh of the engine that was made last and is open; None without one."""
-    open_ones = [number for number, engine in _ENGINES.items() if not engine.parts.is_closed]
-    return _ENGINES[max(open_ones)].mesh if open_ones else None
+    open_ones = [number for number, engine in _ENGINES.items() if not engine.mpispeed.parts.is_closed]
+    return _ENGINES[max(open_ones)].mpispeed.parts.mesh if open_ones else None
 
 
 def release(model: nn.Module, comm: Comm) -> None:
@@ -108,8 +108,8 @@ def release(model: nn.Module, comm: Comm) -> None:
             if comm.rank == 0:
                 log.warning("the model is given to a new engine; the one that had it is destroyed")
             engine.destroy()
-        elif engine.parts.optimization is not None:
-            engine.parts.optimization.hooks.remove()
+        elif engine.mpispeed.parts.optimization is not None:
+            engine.mpispeed.parts.optimization.hooks.remove()
 
 
 def _owners(model: nn.Module) -> dict[int, Engine]:
@@ -118,6 +118,6 @@ def _owners(model: nn.Module) -> dict[int, Engine]:
     found: dict[int, Engine] = {}
     for number, engine in _ENGINES.items():
         own = {id(param) for param in engine.module.parameters()}
-        if not engine.parts.is_closed and own and own <= wanted:
+        if not engine.mpispeed.parts.is_closed and own and own <= wanted:
             found[number] = engine
     return found

@@ -159,24 +159,26 @@ class PipelineEngine(Engine):
         if loss_fn is not None:
             msg = "engine.train_batch(loss_fn=...): give the loss to PipelineModule(layers, loss_fn=...)"
             raise UsageError(msg)
-        self.parts.trained("train_batch")
-        self.parts.require("train_batch")
+        parts, duties = self.mpispeed.parts, self._duties
+        parts.trained("train_batch")
+        parts.require("train_batch")
         self.train()
-        duties, steps = self._duties, self.plan.batch.gradient_accumulation_steps
+        steps = parts.plan.batch.gradient_accumulation_steps
         duties.begin_training(self._feed(data_iter), steps)
         self._run(self._schedule(steps), is_training=True)
         loss = torch.tensor(duties.mean_loss)
-        if self.run_end is not None:
-            self.run_end.end_step()
+        for end in parts.features.after_steps:
+            end()
         return loss
 
     def _finish_batch(self, mean_loss: float) -> None:
         """Run the update, the last instruction of a schedule. Collective over: all ranks."""
-        batch = self.plan.batch
-        self.updates.losses = [mean_loss]
-        self.counters.micro_steps += batch.gradient_accumulation_steps - 1
-        self.updates.run(batch.train_batch_size, {})
-        self.counters.micro_steps += 1
+        updates, parts = self.mpispeed.updates, self.mpispeed.parts
+        batch, counters = parts.plan.batch, parts.counters
+        updates.losses = [mean_loss]
+        counters.micro_steps += batch.gradient_accumulation_steps - 1
+        updates.run(batch.train_batch_size, {})
+        counters.micro_steps += 1
 
     def eval_batch(
         self,
@@ -207,10 +209,10 @@ class PipelineEngine(Engine):
         if reduce_output not in ("avg", None):
             msg = f'engine.eval_batch(reduce_output={reduce_output!r}): "avg" and None are known'
             raise UnimplementedUse(msg)
-        self.parts.require("eval_batch")
+        self.mpispeed.parts.require("eval_batch")
         self.heed_requests()
         was_training, duties, place = self.training, self._duties, self._executor.place
-        steps = num_micro_batches or self.plan.batch.gradient_accumulation_steps
+        steps = num_micro_batches or self.mpispeed.parts.plan.batch.gradient_accumulation_steps
         schedule = InferenceSchedule(steps, place.stages, place.stage, chunks=place.chunks)
         kept = duties.data
         self.eval()
@@ -243,8 +245,9 @@ class PipelineEngine(Engine):
             ConfigError: no schedule of that name, or it does not fit the module's chunks. The old schedule stays.
             ScheduleError: on every rank, if stages would deadlock or mix up micro-batches. The old schedule stays.
         """
-        chunks, steps = self._executor.place.chunks, self.plan.batch.gradient_accumulation_steps
-        factory = _factory(name, chunks) if make is None else _proved(make, chunks, self.mesh.world.comm)
+        parts, chunks = self.mpispeed.parts, self._executor.place.chunks
+        steps = parts.plan.batch.gradient_accumulation_steps
+        factory = _factory(name, chunks) if make is None else _proved(make, chunks, parts.mesh.world.comm)
         schedule = self._made_by(factory, steps)
         self._make_schedule, self._schedules = factory, {steps: schedule}
 
@@ -303,7 +306,7 @@ class PipelineEngine(Engine):
 
     def _run(self, schedule: PipeSchedule, *, is_training: bool) -> None:
         """Run one global batch. Collective over: all ranks."""
-        run_batch(self._executor, self._duties, schedule, self.mesh.world.comm, is_training=is_training)
+        run_batch(self._executor, self._duties, schedule, self.mpispeed.parts.mesh.world.comm, is_training=is_training)
 
     def _feed(self, data_iter: Iterator[Any] | None) -> Iterator[Any] | None:
         if data_iter is not None:

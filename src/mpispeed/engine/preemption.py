@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mpispeed.base.errors import CheckpointError, ConfigError
+from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.base.units import format_duration
 from mpispeed.ckpt.format import tags
+from mpispeed.engine.hooks import Hooks
 from mpispeed.walltime import run_state
 from mpispeed.walltime.handoff import Ending, Leaving
 from mpispeed.walltime.job_end import LIMIT, JobEnd
@@ -30,54 +32,50 @@ if TYPE_CHECKING:
     from mpispeed.base.events import Bus
     from mpispeed.config.walltime import Walltime
     from mpispeed.engine.backward import Counters
-    from mpispeed.engine.build.parts import Parts
+    from mpispeed.engine.hooks import Context
     from mpispeed.mesh.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
 
-def make_run_end(parts: Parts, checkpoints: Checkpoints) -> RunEnd | None:
-    """The object that ends a run that has `walltime.save_dir` in time and resumes it; None for others.
-
-    Collective over: all ranks, if there is one.
+def attach(context: Context) -> Hooks | None:
+    """End a run that has `walltime.save_dir` in time, and resume it; None for others.
 
     Raises:
-        ConfigError: on every rank, if MPISPEED_WALLTIME of one is not a duration.
+        ConfigError: MPISPEED_WALLTIME is not a duration.
     """
-    options = parts.plan.config.walltime
+    options, parts = context.settings, context.parts
     if options.save_dir is None or not options.enabled or parts.optimization is None:
-        if os.environ.get(LIMIT) and parts.mesh.rank == 0 and parts.optimization is not None:
+        if os.environ.get(LIMIT) and context.mesh.rank == 0 and parts.optimization is not None:
             log.warning("%s is set, but walltime.save_dir is not: nothing is saved before the job ends", LIMIT)
         return None
-    with parts.mesh.world.comm.together(ConfigError):
-        limit = choose_limit(options.limit, os.environ.get(LIMIT))
+    limit = choose_limit(options.limit, os.environ.get(LIMIT))
     slots = len(parts.optimization.rule.state_names)
     own = sum(
         param.numel() * (param.dtype.itemsize + 4 * (1 + slots) * param.requires_grad)
-        for param in parts.module.parameters()
+        for param in context.module.parameters()
     )
-    run = Run(parts.mesh, parts.counters, parts.bus, own, parts.plan.config.checkpoint.use_node_local_storage)
-    return RunEnd(run, checkpoints, options, limit)
+    is_local = context.plan.config.checkpoint.use_node_local_storage
+    run_end = RunEnd(Run(context.mesh, context.counters, context.bus, own, is_local), options, limit)
+    return Hooks(
+        begun=run_end.begin,
+        after_step=run_end.end_step,
+        between_steps=run_end.heed_between_steps,
+        published={"run_end": run_end},
+    )
 
 
-class Checkpoints(Protocol):
-    """Saving and loading of the run, as by `engine.checkpoints`."""
+class Engine(Protocol):
+    """The engine of the run, as far as it is asked here."""
 
     client_state: dict[str, Any]
+    mpispeed: Any
 
     @property
     def is_saving(self) -> bool:
         """True while a checkpoint is being written in the background."""
 
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        *,
-        overwrite: bool | None = None,
-        async_save: bool | None = None,
-    ) -> bool:
+    def save_checkpoint(self, save_dir: str, tag: str | None, *, client_state: dict[str, Any]) -> Any:
         """Collective over: all ranks."""
 
     def load_checkpoint(self, load_dir: str) -> tuple[str | None, dict[str, Any] | None]:
@@ -117,8 +115,9 @@ class RunEnd:
         resumed_from: the checkpoint from which this run resumed by itself, or None.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpoints, options: Walltime, limit_seconds: float | None) -> None:
-        self._run, self._checkpoints, self._options = run, checkpoints, options
+    def __init__(self, run: Run, options: Walltime, limit_seconds: float | None) -> None:
+        self._run, self._options = run, options
+        self._found: weakref.ref[Engine] | None = None
         self._save_dir = Path(str(options.save_dir))
         self._is_first = self._run.mesh.rank == 0
         self._folder = run_state.run_folder(os.environ, self._save_dir)
@@ -141,8 +140,10 @@ class RunEnd:
 
     # -- begin and end -------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, engine: Engine) -> None:
         """Install signal handlers, resume, and log what will happen.
+
+        Checkpoints are saved and loaded by the methods of `engine`, for which a script may have put others on it.
 
         Collective over: all ranks.
 
@@ -150,11 +151,21 @@ class RunEnd:
             CheckpointError: on every rank, if there is a checkpoint and it cannot be loaded.
             ConfigError: on every rank, if another run uses the folder.
         """
+        self._found = weakref.ref(engine)
         try:
             self._begin()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _engine(self) -> Engine:
+        """The engine, which calls this object and so is there."""
+        engine = None if self._found is None else self._found()
+        if engine is None:
+            msg = "the end of a run was asked for before its engine had begun, or after it was gone"
+            raise UsageError(msg)
+        return engine
 
     def _begin(self) -> None:
         rival = "" if self._leaving is None else self._leaving.find_rival()
@@ -187,11 +198,11 @@ class RunEnd:
             has_some = any(entry.is_dir() for entry in self._save_dir.iterdir())
         if not any(world.comm.gather_objects(has_some)):
             return
-        path, client = self._checkpoints.load_checkpoint(str(self._save_dir))
+        path, client = self._engine.load_checkpoint(str(self._save_dir))
         self.resumed_from = path
         if path is None:
             return
-        self._checkpoints.client_state.update(client or {})
+        self._engine.client_state.update(client or {})
         self._saved = (self._run.counters.global_steps, Path(path).name)
         log.info("walltime   resumed from %s at step %d", path, self._run.counters.global_steps)
 
@@ -289,7 +300,7 @@ class RunEnd:
 
     def _first_asks(self) -> tuple[Asked, int]:
         """The request that rank 0 finds, and the steps until the next check."""
-        counters, pending = self._run.counters, int(self._checkpoints.is_saving)
+        counters, pending = self._run.counters, int(self._engine.is_saving)
         left = self._job_end.left_seconds
         verdict = judge(left, counters.global_steps, self._steps, self._saves, self._margin, pending=pending)
         if verdict.is_last:
@@ -314,14 +325,17 @@ class RunEnd:
         step = self._run.counters.global_steps
         if self._saved[0] == step:
             return self._saved[1]
-        tag, self._is_saving = self._options.tag.replace("{step}", str(step)), True
+        engine, tag = self._engine, self._options.tag.replace("{step}", str(step))
+        self._is_saving = True
         try:
-            self._checkpoints.save_checkpoint(
-                str(self._save_dir), tag, dict(self._checkpoints.client_state), overwrite=True, async_save=in_background
-            )
+            # The arguments are DeepSpeed's alone: a script's own method may know no others.
+            with engine.mpispeed.checkpoints.by_default(overwrite=True, async_save=in_background):
+                engine.save_checkpoint(str(self._save_dir), tag, client_state=dict(engine.client_state))
+            if in_background is False:
+                engine.wait_checkpoint()  # a script's own method may have asked for the background
         finally:
             self._is_saving = False
-        self._saved = (step, tag) if not self._checkpoints.is_saving else self._saved
+        self._saved = (step, tag) if not engine.is_saving else self._saved
         self._remove_old(tag)
         return tag
 
@@ -371,7 +385,7 @@ class RunEnd:
     def _finish_pending(self) -> None:
         """Wait for a checkpoint in the background; its failure is logged, and the next save is still tried."""
         try:
-            self._checkpoints.wait_checkpoint()
+            self._engine.wait_checkpoint()
         except CheckpointError as error:
             if self._is_first:
                 log.error("walltime   the checkpoint before this one failed: %s", error)  # noqa: TRY400

@@ -90,6 +90,27 @@ def test_a_signal_on_one_rank_ends_all_and_the_next_run_goes_on(zero_stage, mpi_
     again.destroy()
 
 
+def test_a_method_that_a_script_has_put_on_the_engine_saves(mpi_tmp_path, comm):
+    """It has DeepSpeed's arguments only."""
+    engine, told = make(mpi_tmp_path), []
+    real = engine.save_checkpoint
+
+    def save(save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
+        told.append(tag)
+        return real(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    engine.save_checkpoint = save
+    train_averaged(engine, DATA[:2])
+    if comm.rank == 0:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    ended, _ = ends(engine, DATA[2:])
+    assert told == [ended.tag]
+    engine.destroy()
+    again = make(mpi_tmp_path)
+    assert (again.global_steps, again.resumed_from) == (ended.step, str(mpi_tmp_path / ended.tag))
+    again.destroy()
+
+
 def test_the_last_safe_step(mpi_tmp_path, comm, caplog):
     """Without time nothing but a first step is done; the time for the next save is what this one took."""
     engine = make(mpi_tmp_path, limit=1)

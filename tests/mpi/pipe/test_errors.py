@@ -30,7 +30,7 @@ def train(made, step):
 
 def state(made):
     """What a batch that failed must leave as it was; and that nothing of it is left."""
-    counters, grads = made.counters, made.parts.optimization.grads
+    counters, grads = made.counters, made.mpispeed.parts.optimization.grads
     assert not grads.has_gradients
     assert not grads.is_open
     assert all(param.grad is None for param in made.module.parameters())

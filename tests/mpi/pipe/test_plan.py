@@ -38,7 +38,7 @@ def test_memory_and_traffic_of_every_stage(case):
     comm_trace.reset()
     train(engine, range(2, 3))
     sent = {key: entry.bytes for key, entry in comm_trace.entries().items() if entry.bytes}
-    parts = engine.parts
+    parts = engine.mpispeed.parts
     params, optimization = parts.params.shards, parts.optimization
     held = {
         "parameters": params.param_bytes,

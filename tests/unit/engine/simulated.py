@@ -8,7 +8,7 @@ from torch import nn
 from mpispeed.config.load import validate
 from mpispeed.engine.build.assemble import assemble
 from mpispeed.engine.engine import Engine
-from mpispeed.engine.observe.reports import watch
+from mpispeed.engine.hooks import Given, Setup
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.plan.placements import ranks_per_node
 from mpispeed.plan.plan import make_plan
@@ -18,8 +18,5 @@ def engine_on(world: Any, config: dict[str, Any], model: nn.Module, **more: Any)
     """What `initialize` does after it has joined MPI and read the config."""
     loaded = validate(config, "test")
     plan = make_plan(loaded.config, world.size, torch.float32, ranks_per_node=ranks_per_node(world))
-    arguments = {"optimizer": None, "model_parameters": None, "training_data": None, "lr_scheduler": None, **more}
-    mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
-    parts = assemble(plan, mesh, model, **arguments, collate_fn=None)
-    watch(parts, loaded.warnings)
-    return Engine(parts)
+    setup = Setup(None, plan, Mesh(plan.topology(), world, reduction=plan.reduction), Given(warnings=loaded.warnings))
+    return Engine(assemble(setup, model, **more))

@@ -10,7 +10,7 @@ import mpispeed
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.engine.api import _config_source
 from mpispeed.engine.backward import Counters
-from mpispeed.engine.delegation import COMPONENTS, HOMES, PROPERTIES, REFUSED, all_methods
+from mpispeed.engine.delegation import COMPONENTS, HOMES, OWN, PROPERTIES, REFUSED, all_methods
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, StepLink
 from mpispeed.mesh import sim
 from mpispeed.monitor.by_hand import Monitors
@@ -122,7 +122,7 @@ def fits(value, annotation):
 def test_every_name_of_the_tables_answers_with_its_type(engine):
     for name, getter in all_methods().items():
         assert fits(getattr(engine, name)(), getter.returns), name
-    for name, getter in {**COMPONENTS, **PROPERTIES}.items():
+    for name, getter in {**COMPONENTS, **OWN, **PROPERTIES}.items():
         assert fits(getattr(engine, name), getter.returns), name
     for name in REFUSED:
         with pytest.raises(UsageError, match=rf"engine.{name}\(\): .* not available"):

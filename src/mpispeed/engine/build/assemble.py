@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,6 @@ from mpispeed.base.events import Bus
 from mpispeed.engine import step
 from mpispeed.engine.backward import Accumulation, Counters
 from mpispeed.engine.buffers import Buffers
-from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.nvme_tiers import check_rule, is_swapping
 from mpispeed.engine.build.parts import Optimization, Parts, Sharding
 from mpispeed.engine.build.recomputing import configure_recomputation
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from mpispeed.engine.hooks import Setup
     from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
@@ -57,20 +57,17 @@ log = logging.getLogger(__name__)
 
 
 def assemble(
-    plan: Plan,
-    mesh: Mesh,
+    setup: Setup,
     model: nn.Module,
-    optimizer: Any,
-    model_parameters: Iterable[Any] | None,
-    training_data: Any,
-    lr_scheduler: Any,
-    *,
-    collate_fn: Callable[[list[Any]], Any] | None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
 ) -> Parts:
     """Build everything an engine holds, bottom up.
 
     Collective over: all ranks.
     """
+    plan, mesh = setup.plan, setup.mesh
     rule, groups, basic = _choose_together(plan, mesh, model, optimizer, model_parameters)
     _require_trainable(mesh, groups, is_needed=rule is not None)
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
@@ -90,18 +87,12 @@ def assemble(
     alike = {param: kind.partial for param, kind in kinds.items()}
     broadcast_rest(model, table, mesh, _cast_to(plan), plan.device, alike)
     counters = Counters()
-    optimization, scheduler, loader, bus = None, None, None, Bus()
+    optimization, scheduler, bus = None, None, Bus()
     steps: Sequence[step.StepPart] = ()
     if rule is not None:
         optimization, update_windows = _optimize(plan, mesh, model, sharding, scaler, counters, rule, groups, basic)
         scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
         steps = step_parts(plan, mesh, params, scaler, counters, optimization, update_windows, sharing)
-        if basic is not None:
-            unguard = make_handle(basic, rule, optimization.grads.clear, optimization.link, counters)
-            optimization = dataclasses.replace(optimization, unguard=unguard)
-    if training_data is not None:
-        # DeepSpeed's pipelines read in order, its other engines do not.
-        loader = make_loader(plan, mesh, training_data, collate_fn, shuffles=not isinstance(model, PipelineModule))
     buffers = Buffers.of(model, mesh["data"])
     updates = step.Updates(
         steps, scaler, counters, bus, groups=groups, scheduler=scheduler,
@@ -109,12 +100,29 @@ def assemble(
     )  # fmt: skip
     casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
     accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
+    if optimization is not None:  # nothing fails after this that would leave the client's object changed
+        optimization = _hand_out(optimization, basic, params, counters)
     parts = Parts(
         plan, mesh, model, sharding, bus, scaler, counters, casting, optimization, accumulation, updates, scheduler,
-        loader, sharing=sharing if sharing.shares else None, buffers=buffers,
+        setup.given, sharing=sharing if sharing.shares else None, buffers=buffers,
     )  # fmt: skip
     parts.expect_step()
     return parts
+
+
+def _hand_out(
+    optimization: Optimization, basic: torch.optim.Optimizer | None, params: ParamStore, counters: Counters
+) -> Optimization:
+    """Give the optimizer that scripts hold, maybe the client's own `basic`, what libraries look for on it."""
+    grads, facade = optimization.grads, optimization.facade
+    if params.rests_cut:
+        vars(facade)["parameter_offload"] = ParameterOffload()
+    elif params.shards.table.shards_masters:
+        vars(facade)["averaged_gradients"] = AveragedGradients(grads, len(optimization.groups))
+    if basic is None:
+        return optimization
+    unguard = make_handle(basic, optimization.rule, grads.clear, optimization.link, counters)
+    return dataclasses.replace(optimization, unguard=unguard)
 
 
 def _cast_to(plan: Plan) -> torch.dtype | None:
@@ -320,10 +328,6 @@ def _optimize(
     inner = InnerOptimizer(groups, counters, link, grads.clear) if basic is None else basic
     own = EngineOptimizer(groups, scaler, grads.clear, rule.name, link, inner)
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
-    if params.rests_cut:
-        vars(facade)["parameter_offload"] = ParameterOffload()
-    elif table.shards_masters:
-        vars(facade)["averaged_gradients"] = AveragedGradients(grads, len(groups))
     hooks = GradHooks(table, grads, landed)
     state = ZeroState(params, grads, states, rule, groups, lambda: exchange.has_local_params)
     return Optimization(state, hooks, facade, basic or own, link, exchange), update_windows

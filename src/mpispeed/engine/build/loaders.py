@@ -184,10 +184,11 @@ class Loaders:
         Raises:
             UsageError: there is no `training_dataloader`.
         """
-        if self._parts.loader is None:
+        loader = self._parts.features.published.get("training_dataloader")
+        if loader is None:
             msg = (
                 "engine.set_data_post_process_func() is for engine.training_dataloader, which is made of "
                 "mpispeed.initialize(training_data=...); apply the function to batches of your own loader"
             )
             raise UsageError(msg)
-        self._parts.loader.post_process_func = post_process_func
+        loader.post_process_func = post_process_func

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import UsageError
-from mpispeed.engine.features import Attached
-from mpispeed.monitor.by_hand import Monitors, Throughput
+from mpispeed.base.events import Event
+from mpispeed.engine.attached import Attached
+from mpispeed.engine.hooks import Given
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ class Parts:
     """Components of one engine, as `assemble` built them.
 
     Attributes:
+        given: what the script gave to `initialize`.
         sharing: None where no parameter is shared along the pipe or the model axis.
         buffers: None without persistent buffers, and where one rank has all data.
         is_training: the mode that `engine.train` has set.
@@ -176,18 +178,13 @@ class Parts:
     accumulation: Accumulation
     updates: Updates
     scheduler: Any | None
-    loader: Any | None
+    given: Given
     sharing: Sharing | None
     buffers: Buffers | None
     is_training: bool = True
     is_closed: bool = False
     is_compiled: bool = False  # by `engine.compile`
-    monitors: Monitors = field(default_factory=Monitors)
-    throughput: Throughput = field(default_factory=Throughput)
     features: Attached = field(default_factory=Attached)
-
-    def __post_init__(self) -> None:
-        self.throughput.attach(self.bus)
 
     @property
     def table(self) -> Table:
@@ -306,8 +303,15 @@ class Parts:
             self.optimization.exchange.show(is_training=self.is_training, is_refreshed=True)
 
     def dismantle(self) -> None:
-        """Give the model and the optimizer back, so that another `initialize` can take them. Local."""
+        """Give the model and the optimizer back, so that another `initialize` can take them, and close all else.
+
+        Collective over: all ranks.
+        """
         if self.optimization is not None:
             self.optimization.hooks.remove()
             self.optimization.unguard()
-        self.sharding.remove()
+        try:
+            self.sharding.remove()
+        finally:
+            self.bus.announce(Event.CLOSE)
+            self.mesh.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import resource
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mpispeed import monitor
@@ -13,13 +12,14 @@ from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes, format_duration
 from mpispeed.config.ineffective import PINNED
 from mpispeed.engine.delegation import momenta
+from mpispeed.engine.hooks import Context, Hooks
 from mpispeed.mesh import comms_log
 from mpispeed.monitor import step_times
-from mpispeed.monitor.by_hand import Monitors
+from mpispeed.monitor.by_hand import Monitors, Throughput
 from mpispeed.pipe.timeline import expected_bubble
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.collectives.group import CommTrace
@@ -76,43 +76,37 @@ class Timings:
         self._seconds = {"fwd": 0.0, "bwd": 0.0}
 
 
-def watch(parts: Parts, warnings: Iterable[str]) -> None:
+def attach(context: Context) -> Hooks:
     """Attach monitors on every rank (they write on rank 0 only) and the log on rank 0.
 
-    If that fails, the model and the optimizer can be given to another `initialize`.
-
-    Collective over: all ranks.
-
     Raises:
-        ConfigError: on every rank, if a monitor cannot make its folder or files.
+        ConfigError: a monitor cannot make its folder or files.
     """
-    try:
-        _attach_monitors(parts)
-        start_comms_log(parts)
-        if parts.mesh.rank == 0:
-            for warning in warnings:
-                if parts.plan.device.type == "cpu" or PINNED not in warning:
-                    log.warning("%s", warning)
-            for row in parts.plan.describe():
-                log.info("%-10s %s", *row)
-            observe(parts)
-    except BaseException:
-        parts.dismantle()
-        raise
+    parts, throughput = context.parts, Throughput()
+    throughput.attach(parts.bus)
+    monitors = _attach_monitors(parts)
+    start_comms_log(parts)
+    if parts.mesh.rank == 0:
+        for warning in context.given.warnings:
+            if parts.plan.device.type == "cpu" or PINNED not in warning:
+                log.warning("%s", warning)
+        for row in parts.plan.describe():
+            log.info("%-10s %s", *row)
+        observe(parts)
+    return Hooks(published={"monitor": monitors, "tput_timer": throughput})
 
 
-def _attach_monitors(parts: Parts) -> None:
+def _attach_monitors(parts: Parts) -> Monitors:
     plan = parts.plan
     sections = {name: getattr(plan.config, name).model_dump() for name in ("tensorboard", "csv_monitor")}
     enabled = ", ".join(name for name, section in sections.items() if section["enabled"])
-    with parts.mesh.world.comm.together(ConfigError) if enabled else nullcontext():
-        try:
-            sinks = monitor.build(sections, parts.mesh.rank)
-        except OSError as error:
-            msg = f"a monitor of the config ({enabled}) cannot write: {error}; correct its output_path or disable it"
-            raise ConfigError(msg) from error
+    try:
+        sinks = monitor.build(sections, parts.mesh.rank)
+    except OSError as error:
+        msg = f"a monitor of the config ({enabled}) cannot write: {error}; correct its output_path or disable it"
+        raise ConfigError(msg) from error
     monitor.attach(parts.bus, sinks)
-    parts.monitors = Monitors(sinks, enabled=bool(enabled))
+    return Monitors(sinks, enabled=bool(enabled))
 
 
 def start_comms_log(parts: Parts) -> None:

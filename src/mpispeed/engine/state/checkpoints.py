@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding.units import tied_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from mpispeed.ckpt.write.request import Request
     from mpispeed.ckpt.write.save import SaveReport
@@ -56,6 +57,8 @@ class Checkpoints:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.client_state: dict[str, Any] = {}
+        self._overwrite: bool | None = None
+        self._async_save: bool | None = None
         self._saver: BackgroundSaver | None = None
         self._pending: _Pending | None = None
 
@@ -88,13 +91,26 @@ class Checkpoints:
         parts.require("save_checkpoint")
         parts.sharding.meet("engine.save_checkpoint()")
         waited = self._waited()
-        flags = SaveSettings(save_latest, exclude_frozen_parameters, overwrite)
+        flags = SaveSettings(
+            save_latest, exclude_frozen_parameters, self._overwrite if overwrite is None else overwrite
+        )
+        async_save = self._async_save if async_save is None else async_save
         try:
             parts.features.before_save()
             return self._save(Path(save_dir), tag, client_state or {}, flags, async_save, start, waited)
         finally:
             if not self.is_saving:
                 parts.features.after_save()
+
+    @contextmanager
+    def by_default(self, *, overwrite: bool | None, async_save: bool | None) -> Iterator[None]:
+        """Context in which these stand for what a caller of `save_checkpoint` leaves None."""
+        before = self._overwrite, self._async_save
+        self._overwrite, self._async_save = overwrite, async_save
+        try:
+            yield
+        finally:
+            self._overwrite, self._async_save = before
 
     @property
     def is_saving(self) -> bool:
@@ -376,9 +392,6 @@ def _state(parts: Parts, whole: GlobalLayout, kept: Kept, client_state: dict[str
         state["pipeline"] = {"micro_offset": parts.module.micro_offset}
     if parts.scheduler is not None:
         state["lr_scheduler"] = _plain_scheduler(parts.scheduler.state_dict())
-    if parts.loader is not None:
-        # Micro-batches since the last boundary have changed only gradients, which are not saved: replay them.
-        state["data_sampler"] = parts.loader.state_dict(unused_batches=counters.pending_backwards)
     return state
 
 

@@ -65,9 +65,8 @@ def load(
     with Source(opened, parts.plan.config.checkpoint.load_verify != "off") as source:
         with comm.together(CheckpointError):
             state = objects.restored(source.state(), types)
-            takes_data = settings.data_state and not settings.module_only and "data_sampler" in state
-            if takes_data and parts.loader is not None:
-                parts.loader.check_state(state["data_sampler"])
+            if not settings.module_only:
+                parts.features.check(state.get("features", {}), takes_data=settings.data_state)
             if parts.plan.config.checkpoint.load_verify == "full":
                 source.verify_share(comm.rank, comm.size)
         _take(parts, source, state, settings)
@@ -169,9 +168,7 @@ def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], sett
         parts.module.micro_offset = int(state.get("pipeline", {}).get("micro_offset", 0))
     if settings.lr_scheduler_states and parts.scheduler is not None and "lr_scheduler" in state:
         parts.scheduler.load_state_dict(state["lr_scheduler"])
-    if settings.data_state and parts.loader is not None and "data_sampler" in state:
-        parts.loader.load_state_dict(state["data_sampler"])
-    parts.features.load(state.get("features", {}))
+    parts.features.load(state.get("features", {}), takes_data=settings.data_state)
     _take_generators(parts, source)
 
 
