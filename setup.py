@@ -20,6 +20,7 @@ SOURCES = {
     "crc32c": "bits/crc32c.pyx",
     "block_quant": "bits/block_quant.pyx",
     "one_bit": "bits/one_bit.pyx",
+    "permute": "rows/permute.pyx",
     "block_io": "io/block_io.pyx",
 }
 # top-level folder -> suffixes that go into a wheel, as mpispeed/_<folder>

@@ -54,7 +54,7 @@ static inline void mps_exact_join(mps_exact *total, mps_exact *other) {
 }
 
 /* Doubles of decreasing size with the same exact sum, about one for 53 bits that are in use; returns their number. */
-static int mps_exact_partials(mps_exact *total, double *values) {
+static inline int mps_exact_partials(mps_exact *total, double *values) {
     int count = 0;
     double head = 0.0;
     mps_exact_carry(total);

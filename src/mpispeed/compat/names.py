@@ -65,6 +65,11 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "git_version_info": {"mpispeed.compat.names": "VERSION=version GIT=git_hash GIT=git_branch"},
     "launcher.runner": {"mpispeed.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
+    "moe.utils": {
+        "mpispeed.optim.expert_groups": "has_moe_layers is_moe_param is_moe_param_group configure_moe_param_groups "
+        "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params "
+        "split_params_grads_into_shared_and_expert_params",
+    },
     "monitor": {"mpispeed.monitor": "*"},
     "monitor.config": {
         "mpispeed.config.monitor": "Tensorboard=TensorBoardConfig Wandb=WandbConfig CsvMonitor=CSVConfig "
@@ -168,7 +173,6 @@ LATER: dict[str, dict[str, str]] = {
         "moe.layer": "MoE",
         "moe.experts": "Experts",
         "moe.sharded_moe": "MOELayer TopKGate top1gating top2gating",
-        "moe.utils": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer",
         "runtime.config": "DeepSpeedMoEConfig",
     },
     "inference": {

@@ -30,6 +30,7 @@ MODULES = {
     "crc32c": "checksums",
     "block_quant": "block quantizers of compressed communication",
     "one_bit": "signs of compressed sums over ranks",
+    "permute": "rows of tokens on their way to experts and back",
     "block_io": "asynchronous reads and writes of files",
 }
 
