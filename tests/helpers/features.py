@@ -207,7 +207,7 @@ def _onebit(name: str, params: dict[str, Any]) -> Feature:
     settings = {"type": name, "params": {"lr": 1e-3, **params}}
 
     def seen(run: Run) -> bool:
-        return run.engine.mpispeed.parts.optimization.onebit is not None
+        return run.engine.mpispeed.parts.optimization.exchange.is_phased
 
     return Feature(
         name, (name.lower(), "1-bit", "gradients stay local"), seen, put("optimizer", settings), (0, 1), FINAL,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpispeed.engine.estimate.budget import gather_inputs, predict
+from mpispeed.exchange.onebit.plan import PHASES
 from mpispeed.optim.exchange import Exchange
-from mpispeed.plan.onebit_plan import PHASES
 from tests.helpers.onebit_training import kind_of, run_step, samples
 
 STEPS = 12
@@ -45,7 +45,7 @@ def compare(engine: Any, model: Any) -> set[Exchange]:
 def held_bytes(engine: Any) -> dict[str, int]:
     """Kind of state -> bytes on this rank, after a step in which momenta, gradients or drifts were coded."""
     parts, optimization = engine.mpispeed.parts.params, engine.mpispeed.parts.optimization
-    coded = optimization.onebit
+    coded = optimization.exchange.coder
     errors = sum(one.nbytes for one in coded.errors.values())
     return {
         "parameters": parts.shards.param_bytes,

@@ -69,7 +69,7 @@ def run_step(engine: Any, batch: tuple[torch.Tensor, ...], factor: float = 1.0) 
 
 def kind_of(engine: Any, step: int) -> Exchange:
     """What travels for update number `step`."""
-    return engine.mpispeed.parts.optimization.onebit.kind(step)
+    return engine.mpispeed.parts.optimization.exchange.kind(step)
 
 
 def states_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ def states_of(engine: Any) -> dict[str, torch.Tensor]:
         found[f"{unit.index} master"] = parts.params.shards.master(unit).clone()
         for slot, tensor in parts.optimization.states.of(unit).items():
             found[f"{unit.index} {slot}"] = tensor.clone()
-        errors = parts.optimization.onebit.errors.get(unit.index)
+        errors = parts.optimization.exchange.coder.errors.get(unit.index)
         if errors is not None:
             found[f"{unit.index} worker"], found[f"{unit.index} server"] = errors.worker.clone(), errors.server.clone()
     return found

@@ -71,7 +71,7 @@ def go_on(engine):
 
 def errors_of(engine):
     """By parameter: the mean of the errors of all workers, and the error of the servers. Collective over: all ranks."""
-    found, coded, comm = {}, engine.mpispeed.parts.optimization.onebit, engine.mesh["data"]
+    found, coded, comm = {}, engine.mpispeed.parts.optimization.exchange.coder, engine.mesh["data"]
     for unit in engine.mpispeed.parts.table.units:
         errors = coded.errors[unit.index]
         worker, server = errors.worker.double(), torch.empty_like(errors.worker)

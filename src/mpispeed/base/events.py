@@ -24,8 +24,8 @@ class Event(enum.Enum):
     # global_step, and since the last step ended: bytes_read, requests_read, bytes_written, requests_written of swap
     # files by this rank; announced on rank 0 where states are swapped
     SWAP = "swap"
-    # global_step, samples, phase, sent_bytes, saved_bytes (against sums in fp32), error_norm (of rank 0's values), of a
-    # 1-bit optimizer; announced on rank 0 after steps that were applied
+    # global_step, samples, phase, series (name -> value: bytes sent, bytes saved against sums in fp32, norm of rank 0's
+    # errors), of an exchange that compresses; announced on rank 0 after steps that were applied
     CODED = "coded"
     EVAL_END = "eval_end"  # global_step, samples, loss
     SAVE_END = "save_end"  # path, tag, seconds, stall_seconds (that training stood still), bytes; when it is complete

@@ -252,7 +252,7 @@ class DirectBackward:
         if self._grads is None:
             msg = "engine.allreduce_gradients() needs an optimizer: set one in the config or pass it to initialize"
             raise UsageError(msg)
-        self._grads.finish(codes=False)
+        self._grads.finish(is_final=False)
 
     def expect_gradient(self) -> None:
         """Begin a pass if none is open; called before a gradient is accumulated. Local.

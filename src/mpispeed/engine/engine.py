@@ -292,7 +292,7 @@ class Engine(Getters):
     def train(self, mode: bool = True) -> Self:
         """As `torch.nn.Module.train`. Local.
 
-        Between synchronisations of 0/1 Adam, data ranks train local parameters and evaluate the common ones.
+        Between synchronisations of local updates, data ranks train their own parameters and evaluate the common ones.
 
         Raises:
             UsageError: this has to switch between them, and states that it needs are offloaded.
@@ -300,8 +300,8 @@ class Engine(Getters):
         super().train(mode)
         parts = self.mpispeed.parts
         parts.is_training = mode
-        if not parts.is_closed:
-            parts.show(is_training=mode)
+        if not parts.is_closed and parts.optimization:
+            parts.optimization.exchange.show(is_training=mode)
         return self
 
     # -- end -----------------------------------------------------------------------------------------------------
@@ -333,8 +333,8 @@ class Engine(Getters):
             optimization.hooks.remove()
             optimization.unguard()
         parts.sharding.meet("engine.destroy()")
-        if not parts.params.away:
-            parts.show(is_training=False)  # the model keeps the common parameters
+        if optimization and not parts.params.away:
+            optimization.exchange.show(is_training=False)  # the model keeps the common parameters
         try:
             if optimization:
                 with suppress(MpispeedError):  # the channel may be broken already

@@ -13,9 +13,9 @@ from torch import nn
 
 from mpispeed.base.errors import UsageError
 from mpispeed.optim.foreign import Foreign, guard
+from mpispeed.optim.rule import MASK
 from mpispeed.optim.torch_rule import TorchRule
 from mpispeed.sharding.local_states import local_states
-from mpispeed.sharding.momenta import MASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

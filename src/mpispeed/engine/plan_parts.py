@@ -10,8 +10,8 @@ from mpispeed.mesh.compressed.quantized import Feedback
 from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.grad_shards import GradShards
 from mpispeed.sharding.param_shards import ParamShards
-from mpispeed.sharding.quantized import all_gather_quantized
-from mpispeed.sharding.reducers import Averaging, PlainReducer, QuantizedReducer, SumChannel, SumGradients
+from mpispeed.sharding.quantized import QuantizedReducer, all_gather_quantized
+from mpispeed.sharding.reducers import Averaging, PlainReducer, SumChannel, SumGradients
 from mpispeed.sharding.sparse import RowReducer, find_tables
 from mpispeed.store.tiers import GRAD
 from mpispeed.store.transfers import all_gather_into
@@ -82,8 +82,8 @@ def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer:
         return plain
     if plan.placing.sum_hops is None:
         text = (
-            "zero_optimization.zero_quantized_gradients has no effect with a 1-bit optimizer on several nodes: its "
-            "states are not cut over nodes"
+            "zero_optimization.zero_quantized_gradients has no effect on these nodes: states are not cut over them, as "
+            "it needs"
         )
         logs.once(log, logging.WARNING, text)
         return plain

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from mpispeed.engine.backward import Counters
     from mpispeed.engine.buffers import Buffers
     from mpispeed.engine.replica_groups import Sharing
+    from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Rule
     from mpispeed.precision.scaler import LossScale
     from mpispeed.sharding.grads import GradStore
-    from mpispeed.sharding.onebit_exchange import OneBitExchange
     from mpispeed.sharding.params import ParamStore
     from mpispeed.sharding.update_windows import UpdateWindows
     from mpispeed.store.layout import Unit
@@ -136,7 +136,7 @@ class MeasureNorm:
         if any(map(math.isnan, everyone)):
             raise BatchFailed
         self._look_for_passes(everyone)
-        if self._grads.shards.is_local:
+        if self._grads.exchange.local_grads:
             total /= self._mesh["data"].size
         ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
         ctx.skip = not math.isfinite(total)
@@ -198,29 +198,29 @@ class ScaleAndClip:
 
 
 class ExchangeBefore:
-    """1-bit exchange of momenta or gradients, before the update."""
+    """Exchanges that differ from step to step: what the update needs."""
 
-    def __init__(self, onebit: OneBitExchange) -> None:
-        self._onebit = onebit
+    def __init__(self, exchange: ExchangeStrategy) -> None:
+        self._exchange = exchange
 
     def __call__(self, ctx: StepContext) -> None:
         """Collective over: the data axis."""
         if ctx.skip:
-            self._onebit.drop()
+            self._exchange.drop()
         else:
-            ctx.multiplier = self._onebit.before_update(ctx.step, ctx.multiplier)
+            ctx.multiplier = self._exchange.before_update(ctx.step, ctx.multiplier)
 
 
 class ExchangeAfter:
-    """1-bit exchange of local updates, after updates at which the rule synchronises."""
+    """Exchanges that differ from step to step: what the update has left."""
 
-    def __init__(self, onebit: OneBitExchange) -> None:
-        self._onebit = onebit
+    def __init__(self, exchange: ExchangeStrategy) -> None:
+        self._exchange = exchange
 
     def __call__(self, ctx: StepContext) -> None:
         """Collective over: the data axis."""
         if not ctx.skip:
-            self._onebit.after_update(ctx.step)
+            self._exchange.after_update(ctx.step)
 
 
 class Update:
@@ -405,12 +405,16 @@ class Updates:
         *,
         groups: list[dict[str, Any]],
         scheduler: Any | None = None,
-        onebit: OneBitExchange | None = None,
+        exchange: ExchangeStrategy | None = None,
         buffers: Buffers | None = None,
     ) -> None:
-        """Args: `parts` of a step in order, to which those of `scheduler` are added; `groups` of hyper-parameters."""
+        """Args: `parts` of a step in order, to which those of `scheduler` are added; `groups` of hyper-parameters.
+
+        `exchange` is told of the next update, if it is phased.
+        """
         self._parts, self._scaler, self._counters, self._bus = parts, scaler, counters, bus
-        self._groups, self._onebit, self._buffers = groups, onebit, buffers
+        self._groups, self._buffers = groups, buffers
+        self._exchange = exchange if exchange is not None and exchange.is_phased else None
         self.losses: list[float | Readback] = []
         self.was_applied = False
         self.norm: float | None = None
@@ -468,5 +472,5 @@ class Updates:
             update_seconds=now - start,
         )
         self._began, self.losses = now, []
-        if self._onebit is not None:
-            self._onebit.begin(counters.update_count + 1)
+        if self._exchange is not None:
+            self._exchange.begin(counters.update_count + 1)

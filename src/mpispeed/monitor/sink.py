@@ -12,12 +12,8 @@ TRAIN_LOSS = "Train/Samples/train_loss"
 LR = "Train/Samples/lr"
 LOSS_SCALE = "Train/Samples/loss_scale"
 EVAL_LOSS = "Train/Samples/eval_loss"
-CODED = {
-    "Train/Samples/onebit_sent_bytes": "sent_bytes",
-    "Train/Samples/onebit_saved_bytes": "saved_bytes",
-    "Train/Samples/onebit_error_norm": "error_norm",
-}
-"""Series of 1-bit optimizers, and the keys of their event."""
+CODED = "Train/Samples/"
+"""What the names of series of compressed exchanges begin with."""
 
 
 class Sink(Protocol):
@@ -70,8 +66,8 @@ class Watcher:
         self._sink.flush()
 
     def _on_coded(self, event: Mapping[str, Any]) -> None:
-        for series, key in CODED.items():
-            self._sink.write(series, float(event[key]), event["samples"])
+        for name, value in event["series"].items():
+            self._sink.write(CODED + name, float(value), event["samples"])
 
     def _on_eval(self, event: Mapping[str, Any]) -> None:
         self._sink.write(EVAL_LOSS, event["loss"], event["samples"])

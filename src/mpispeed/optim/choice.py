@@ -10,6 +10,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.base.registry import did_you_mean
 from mpispeed.optim import adagrad, adam, lamb, lion, onebit_adam, onebit_lamb, sgd, zero_one_adam
 from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion
+from mpispeed.optim.exchange import Needs
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.fused import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
 from mpispeed.optim.host_optimizer import HostOptimizer
@@ -25,6 +26,22 @@ _RULE_MODULES = (adagrad, adam, lamb, lion, onebit_adam, onebit_lamb, sgd, zero_
 _OWN = (CPUAdagrad, CPUAdam, CPULamb, CPULion, FusedAdagrad, FusedAdam, FusedLamb, FusedLion)
 _OWN_ONEBIT = (OnebitAdam, OnebitLamb, ZeroOneAdam)
 """Optimizers that stand for a rule."""
+
+
+_NEEDS = {
+    "onebitadam": Needs(divides_nodes=True, near_states=True),
+    "zerooneadam": Needs(divides_nodes=True, near_states=True, whole_states=True),
+    "onebitlamb": Needs(divides_nodes=True, near_states=True, whole_states=True),
+}
+"""By name in lower case; the others sum gradients and need nothing."""
+
+TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad", "Lion", "OneBitAdam")
+"""Optimizers tested on flat shards; others need `zero_allow_untested_optimizer`."""
+
+
+def needs_of(name: str) -> Needs:
+    """What an optimizer asks of a plan, by its name in a JSON file, without case; nothing if it is none of ours."""
+    return _NEEDS.get(name.lower(), Needs())
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:

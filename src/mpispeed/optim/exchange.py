@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,6 +26,21 @@ class Exchange(Enum):
     """Gradients stay local, and so does the update."""
     DRIFT = auto()
     """After a local update: the sum of updates since the last common point, through one bit per element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Demands of an optimizer's exchange on a plan; none by default.
+
+    Attributes:
+        divides_nodes: the data axis is divided into nodes, between which it exchanges, where gradients are replicated.
+        whole_states: full states on every rank, even if the plan would shard those of the optimizer alone.
+        near_states: states where the model computes; they cannot be offloaded from a device.
+    """
+
+    divides_nodes: bool = False
+    whole_states: bool = False
+    near_states: bool = False
 
 
 @runtime_checkable

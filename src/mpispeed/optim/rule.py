@@ -126,6 +126,9 @@ class KeepsNumbers(Protocol):
     number_names: tuple[str, ...]
 
 
+MASK = "exp_avg_mask"
+"""Key of a parameter group: a tensor that is 0 where the momentum has to stay 0, 1 elsewhere. It is not saved."""
+
 RuleFactory = Callable[[dict[str, Any]], tuple[Rule, dict[str, Any]]]
 
 RULES: Registry[RuleFactory] = Registry("optimizer type", ignore_case=True)

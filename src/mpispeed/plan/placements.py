@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.mesh import Factor, Topology
+from mpispeed.optim.exchange import Needs
 from mpispeed.store.placement import REPLICATED, Placement, Tier
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ LOCAL, ACROSS = "data.local", "data.across"
 SECOND, BETWEEN = "data.second", "data.between"
 RANKS_PER_NODE = "MPISPEED_RANKS_PER_NODE"
 _Z = "zero_optimization"
+NEEDS_NOTHING = Needs()
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
@@ -54,7 +56,7 @@ STATES_BY_STAGE: dict[int, States] = {
 class Placing:
     """Placements of states, and the factors of the data axis that they need.
 
-    `hops`: axes inside and between nodes of a quantized or 1-bit reduction, or None. `sums_late` is True if gradients
+    `hops`: axes inside and between nodes of a compressed reduction, or None. `sums_late` is True if gradients
     are replicated only because they are reduced once for all micro-batches. `rings` are further names of axes: (name,
     factor, smaller factor) names the axes of a factor that are not in the smaller one.
     """
@@ -96,8 +98,7 @@ def place(
     ranks_per_node: int,
     *,
     sums_late: bool = False,
-    codes: bool = False,
-    replicates: bool = False,
+    needs: Needs = NEEDS_NOTHING,
 ) -> Placing:
     """Placements for the settings.
 
@@ -108,8 +109,7 @@ def place(
             distinguish nodes.
         sums_late: gradients are replicated until the last micro-batch at every stage: a pipeline then reduces them once
             in a step, and not for each micro-batch.
-        codes: a 1-bit optimizer; the data axis is divided into nodes.
-        replicates: the optimizer needs full states on every rank: stage 1 replicates them.
+        needs: what the optimizer's exchange asks for.
 
     Raises:
         ConfigError: sizes do not divide each other, or settings exclude each other.
@@ -119,8 +119,9 @@ def place(
         key, value = ("mics_shard_size", shard) if shard > 0 else ("zero_hpz_partition_size", second)
         msg = f"{_Z}.{key} {value} divides cut parameters and needs {_Z}.stage 3, found {zero.stage}; remove the key"
         raise ConfigError(msg)
-    if codes and zero.stage <= 1:
-        return _on_tiers(_place_coded(0 if replicates else zero.stage, data, ranks_per_node), zero, sums_late=False)
+    if needs.divides_nodes and zero.stage <= 1:
+        stage = 0 if needs.whole_states else zero.stage
+        return _on_tiers(_place_through_nodes(stage, data, ranks_per_node), zero, sums_late=False)
     if shard > 0:
         return _on_tiers(_place_in_groups(zero, data, ranks_per_node), zero, sums_late=sums_late)
     if zero.mics_hierarchical_params_gather:
@@ -151,8 +152,8 @@ def _on_tiers(placing: Placing, zero: ZeroOptimization, *, sums_late: bool) -> P
     return replace(placing, states=moved, sums_late=sums_late and not placing.states.grad.is_replicated)
 
 
-def _place_coded(stage: int, data: int, ranks_per_node: int) -> Placing:
-    """Placements of 1-bit optimizers: states by the stage; the data axis divided into nodes, if they are full."""
+def _place_through_nodes(stage: int, data: int, ranks_per_node: int) -> Placing:
+    """States by the stage; the data axis divided into nodes, if they are full."""
     states = STATES_BY_STAGE[stage]
     if ranks_per_node < 2 or data <= ranks_per_node or data % ranks_per_node:
         return Placing(states)

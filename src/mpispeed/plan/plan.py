@@ -13,6 +13,7 @@ import torch
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
+from mpispeed.optim.choice import needs_of
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.precision.policy import Policy, resolve
 from mpispeed.sharding.collecting import Collecting
@@ -26,13 +27,7 @@ if TYPE_CHECKING:
 
 UNIT_ELEMENTS_MAX = 2**31 - 1
 
-CODED = ("onebitadam", "zerooneadam", "onebitlamb")
-"""Optimizers with 1-bit exchange."""
-
 _CURE = "leave it out, or set MPISPEED_DEVICE=cpu"
-
-REPLICATED = ("zerooneadam", "onebitlamb")
-"""Optimizers that need full tensors on every rank: with ZeRO stage 1 their states are replicated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +235,7 @@ def make_plan(
             data,
             _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node),
             sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
-            codes=name in CODED,
-            replicates=name in REPLICATED,
+            needs=needs_of(name),
         ),
         policy=policy,
         gradient_clipping=config.gradient_clipping,
@@ -270,7 +264,7 @@ def _check_device(config: Config, device: torch.device, kind: str | None = None)
     offload = config.zero_optimization.offload_optimizer
     is_apart = offload is not None and offload.device != "none"
     refused = {
-        f"optimizer {name} with zero_optimization.offload_optimizer": name in CODED and is_apart,
+        f"optimizer {name} with zero_optimization.offload_optimizer": needs_of(name).near_states and is_apart,
         "sparse_gradients": config.sparse_gradients,
     }
     for what, is_on in refused.items():

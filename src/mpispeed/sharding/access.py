@@ -168,8 +168,8 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The full averaged gradient of `param` since the last step, in its shape and in the accumulation dtype.
 
     It is what the step will use before it unscales and clips: in fp16 it contains the loss scale. Sums over ranks
-    that are not due before the step are made now. Where a 1-bit optimizer leaves gradients local, after its warm-up,
-    it is this rank's own; with overlap_comm what was agreed on stands there instead, a momentum for 1-bit Adam.
+    that are not due before the step are made now. Where the optimizer leaves gradients local,
+    it is this rank's own; with overlap_comm what was agreed on stands there instead, which may be a momentum.
 
     Collective over: the data axis.
 
@@ -264,13 +264,13 @@ def _finished(store: ParamStore) -> GradStore:
     if not grads.has_gradients:
         msg = "there are no gradients: they can be read and written after engine.backward() and before engine.step()"
         raise NoGradient(msg)
-    grads.finish(codes=False)
+    grads.finish(is_final=False)
     return grads
 
 
 def _refuse_coded(found: _Found) -> None:
     grads = _finished(found.store)
-    if grads.early is not None and grads.early.has(found.place.unit):
+    if grads.exchange.has_taken(found.place.unit):
         msg = (
             f"the gradient of {found.place.entry.name!r} is coded and agreed on already, beside the backward pass; to "
             "set gradients, set zero_optimization.overlap_comm to false"
@@ -478,7 +478,7 @@ def _collect(found: Sequence[_Found | None], held: Held, *, are_grads: bool = Fa
             unit = units[index]
             part = _read(held, store, unit)
             full = store.arena.take(unit.layout.padded, part.dtype)
-            source = REPLICATED if are_grads and _grads(store).shards.is_local else unit.states.master
+            source = REPLICATED if are_grads and _grads(store).exchange.local_grads else unit.states.master
             all_gather_into(store.mesh, full, part, source, REPLICATED, unit.layout.padded)
             for place, at in mine:
                 if place.unit is unit:

@@ -36,7 +36,8 @@ class GradShards:
     meanwhile, because other ranks take part in them.
 
     Attributes:
-        is_local: gradients are this rank's own and rest whole: nothing sums them, and all of them is looked at.
+        is_local: gradients are this rank's own and rest whole: nothing sums them, and all of them is looked at. Set by
+            the `UnitExchange` that leaves them so.
     """
 
     def __init__(self, table: Table, mesh: Mesh, *, tiers: Tiers = IN_MEMORY, arena: Arena | None = None) -> None:

@@ -22,29 +22,36 @@ if TYPE_CHECKING:
 
 NAMES_SHOWN = 8
 
-_CODED_ALREADY = (
-    "a backward pass after the gradients of this step were coded: with overlap_comm a 1-bit optimizer takes one "
-    "backward pass at an accumulation boundary; add the losses, or set zero_optimization.overlap_comm to false"
-)
 
+class UnitExchange(Protocol):
+    """The way in which ranks agree on the gradients of single units; `reducers.SumGradients` is the plain one."""
 
-class Early(Protocol):
-    """Compresses local gradients unit by unit during backward; `onebit_early.EarlyOneBit` is one."""
+    @property
+    def sums(self) -> SumGradients:
+        """Sums over ranks in full precision, or of quantized messages."""
 
-    def __call__(self, unit: Unit, grad: torch.Tensor) -> None:
-        """Agree on a unit."""
+    @property
+    def local_grads(self) -> bool:
+        """True while gradients stay this rank's own, and each rank holds all of them."""
 
-    def is_ready(self) -> bool:
-        """True if units can be compressed early now."""
+    @property
+    def takes_units(self) -> bool:
+        """True if units are taken as their gradients come, in the backward pass that was begun last."""
 
-    def takes(self, unit: Unit) -> bool:
-        """False for a unit that is compressed later."""
+    def begin_backward(self, *, is_again: bool) -> None:
+        """Prepare for one backward pass; `is_again`: gradients of this step have been taken already."""
 
-    def has(self, unit: Unit) -> bool:
-        """True if the unit was compressed for the coming update."""
+    def take(self, unit: Unit, reduction: Reduction, *, squares: bool) -> None:
+        """Agree on a unit; `squares`: its gradients are not added to any more."""
 
-    def end(self, *, is_applied: bool) -> None:
-        """Tell that the update has taken the compressed units, or never will."""
+    def has_taken(self, unit: Unit) -> bool:
+        """True if ranks have agreed on something that came out of the gradients, which cannot be set any more."""
+
+    def clear(self) -> None:
+        """Forget noted gradients, and units that no update has used."""
+
+    def rescale(self, factor: float, *, is_overflow: bool) -> None:
+        """Follow the loss scale, which was multiplied by `factor`; after an overflow if so."""
 
 
 class GradStore:
@@ -62,22 +69,19 @@ class GradStore:
         reduces_now: units are summed in this backward pass.
     """
 
-    early: Early | None = None
-    _has_several = False  # several backward passes were made over gradients that had been summed
-    is_early = False  # local gradients are coded as they come, by `early`
-
     def __init__(
-        self, shards: GradShards, sums: SumGradients, channel: SumChannel, *, requires_all: bool = False
+        self, shards: GradShards, exchange: UnitExchange, channel: SumChannel, *, requires_all: bool = False
     ) -> None:
         """Start without gradients.
 
         Args:
             shards: the accumulators.
-            sums: carries out sums over ranks.
-            channel: says when they run.
+            exchange: agrees on units with other ranks.
+            channel: says when it does.
             requires_all: `finish` refuses parameters that got no gradient.
         """
-        self.shards, self.sums, self.table = shards, sums, shards.table
+        self.shards, self.exchange, self.table = shards, exchange, shards.table
+        self.sums = exchange.sums
         self.is_overlapped = channel.is_overlapped
         self._arena, self._channel, self._requires_all = shards.arena, channel, requires_all
         self._keeps = shards.table.shards_grads  # accumulators are no buckets
@@ -93,10 +97,6 @@ class GradStore:
 
     # -- one micro-step ------------------------------------------------------------------------------------
 
-    def expect(self, *, is_local: bool, early: Early | None) -> None:
-        """Prepare for one update; gradients stay this rank's own if `is_local`, and `early` may compress them."""
-        self.shards.is_local, self.early, self.is_early = is_local, early, False
-
     def begin_backward(self, *, reduces: bool, factor: float = 1.0) -> None:
         """Prepare for one backward pass.
 
@@ -105,8 +105,8 @@ class GradStore:
             factor: for gradients whose loss was not multiplied by it.
         """
         self._factor = factor
-        self._choose_early(is_again=reduces and any(gradient.is_averaged for gradient in self._gradients))
-        reduces = reduces and (self.is_early or not self.shards.is_local)
+        self.exchange.begin_backward(is_again=reduces and any(gradient.is_averaged for gradient in self._gradients))
+        reduces = reduces and self.exchange.takes_units
         self.reduces_now = reduces or self._keeps
         self.is_open, self._is_due = True, reduces
         self._next = len(self.table.units) - 1
@@ -116,20 +116,6 @@ class GradStore:
                 self._settle(unit)
                 gradient.put_aside(self.shards.copied(unit))
             gradient.begin_micro_step()
-
-    def _choose_early(self, *, is_again: bool) -> None:
-        """Decide if this backward pass compresses units as they come.
-
-        Not in a second pass over the same gradients, nor ever after a script has made such a pass.
-
-        Raises:
-            UsageError: units were compressed already, and no earlier pass has shown that there are several.
-        """
-        if is_again and self.is_early:
-            raise UsageError(_CODED_ALREADY)
-        self._has_several = self._has_several or is_again
-        is_local = self.shards.is_local
-        self.is_early = self.early is not None and is_local and not self._has_several and self.early.is_ready()
 
     def land(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
         """Take one gradient from autograd; starts the unit's reduction when it was the last one missing.
@@ -205,19 +191,7 @@ class GradStore:
         completes = self._is_due or not unit.states.last_sum
         reduction = self._gradients[unit.index].launch(keeps=self._keeps, completes=completes)
         squares = completes and self._is_due
-        self._run(unit, reduction, lambda: self._take(unit, reduction, squares=squares))
-
-    def _take(self, unit: Unit, reduction: Reduction, *, squares: bool) -> None:
-        if self.is_early and reduction.bucket is not None:
-            self._code(unit, reduction.bucket)
-        else:
-            self.sums.take(unit, reduction, squares=squares)
-
-    def _code(self, unit: Unit, values: torch.Tensor) -> None:
-        """Compress local gradients now, unless they are summed over other axes first; their squares are kept."""
-        if self.early is not None and self.early.takes(unit):
-            self.shards.square(unit, values)
-            self.early(unit, values)
+        self._run(unit, reduction, lambda: self.exchange.take(unit, reduction, squares=squares))
 
     def _run(self, unit: Unit, reduction: Reduction, work: Callable[[], None]) -> None:
         """Do `work` in its turn on the channel, or at once."""
@@ -245,8 +219,8 @@ class GradStore:
         wait = self._channel.wait
         reduction.settle(lambda work: wait(work, lambda: f"the sum of the gradients of {unit.name!r}"))
 
-    def finish(self, *, codes: bool = True) -> None:
-        """Complete all sums over ranks, starting those not started; `codes` says that no more gradients will come.
+    def finish(self, *, is_final: bool = True) -> None:
+        """Complete all sums over ranks, starting those not started; `is_final`: no more gradients will come.
 
         Collective over: the data axis.
 
@@ -254,8 +228,8 @@ class GradStore:
             UsageError: on every rank, if gradients of all parameters are required and one of a rank is missing.
             StoreError: on every rank, if swapped gradients of one could not be read or written.
         """
-        is_local = self.shards.is_local
-        if not is_local or (self.is_early and codes):
+        is_local = self.exchange.local_grads
+        if self.exchange.takes_units and (is_final or not is_local):
             self._sum_rest()
         for unit, gradient in zip(self.table.units if is_local else (), self._gradients, strict=False):
             if not gradient.is_averaged:
@@ -273,15 +247,13 @@ class GradStore:
             if gradient.held is Held.PART:
                 self._settle(unit)
                 reduction = gradient.complete()
-                self._run(unit, reduction, functools.partial(self._take, unit, reduction, squares=True))
+                self._run(unit, reduction, functools.partial(self.exchange.take, unit, reduction, squares=True))
 
     def clear(self) -> None:
         """Forget all gradients; the next one of each parameter overwrites."""
         self._backlog.clear()
         self.has_gradients = self.is_given_up = False
-        self.sums.reducer.forget()
-        if self.early is not None:
-            self.early.end(is_applied=False)
+        self.exchange.clear()
         self.shards.forget_squares()
         for gradient in self._gradients:
             bucket = gradient.let_go()
@@ -297,7 +269,7 @@ class GradStore:
 
     def rescale(self, factor: float, *, is_overflow: bool) -> None:
         """Tell error feedback that the loss scale was multiplied by `factor`."""
-        self.sums.reducer.adjust(factor, is_overflow=is_overflow)
+        self.exchange.rescale(factor, is_overflow=is_overflow)
 
 
 class GradHooks:

@@ -1,23 +1,39 @@
-"""8-bit codes with one scale per block, for gathers of sharded parameters and for frozen shards.
+"""Codes with one scale per block: 8 bits for gathers of sharded parameters and frozen shards, 4 for sums of gradients.
 
-Source: ZeRO++ (arXiv 2306.10209), qwZ; MixZ++ for frozen parameters.
+Source: ZeRO++ (arXiv 2306.10209), qwZ and qgZ; MixZ++ for frozen parameters.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.mesh.compressed.quantized import gather_codes_through, quantized_gather_through
+from mpispeed.base import log as logs
+from mpispeed.mesh.compressed.quantized import (
+    Feedback,
+    gather_codes_through,
+    quantized_gather_through,
+    quantized_reduce_scatter,
+)
 from mpispeed.native.block_quant import default_block, dequantize, quantize
 from mpispeed.native.codes import Coded, Grid
+from mpispeed.sharding.reducers import Listener
+from mpispeed.store.layout import BLOCK
 from mpispeed.store.placement import Placement, moves
 from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.sharding.reducers import Reducer
+    from mpispeed.store.arena import Arena
+    from mpispeed.store.layout import Unit
+
+log = logging.getLogger(__name__)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,7 +59,7 @@ class Codes:
     def __init__(self, shard: torch.Tensor) -> None:
         self.numel, self.dtype = shard.numel(), shard.dtype
         self._grid = Grid(self.numel, default_block(self.numel))
-        self._onebit = Coded.zeros(self._grid, 8, shard.device)
+        self._coded = Coded.zeros(self._grid, 8, shard.device)
         self.keep(shard)
 
     @staticmethod
@@ -53,12 +69,12 @@ class Codes:
 
     def keep(self, shard: torch.Tensor) -> None:
         """Replace the shard. Shapes: shard [numel]."""
-        quantize(self._onebit, shard.to(self._onebit.codes.device), self._grid)
+        quantize(self._coded, shard.to(self._coded.codes.device), self._grid)
 
     def values(self) -> torch.Tensor:
         """The shard, rounded. Shapes: [numel]."""
-        out = torch.empty(self.numel, dtype=self.dtype, device=self._onebit.codes.device)
-        dequantize(out, self._onebit, self._grid)
+        out = torch.empty(self.numel, dtype=self.dtype, device=self._coded.codes.device)
+        dequantize(out, self._coded, self._grid)
         return out
 
     def all_gather_into(self, mesh: Mesh, out: torch.Tensor, source: Placement, target: Placement) -> None:
@@ -66,13 +82,83 @@ class Codes:
 
         Collective over: the axes over which `source` is sharded and `target` is not.
         """
-        gather_codes_through(_groups(mesh, source, target), out, self._onebit, block=self._grid.block)
+        gather_codes_through(_groups(mesh, source, target), out, self._coded, block=self._grid.block)
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return self._onebit.codes.nbytes + self._onebit.scales.nbytes
+        return self._coded.codes.nbytes + self._coded.scales.nbytes
 
 
 def _groups(mesh: Mesh, source: Placement, target: Placement) -> list[Comm]:
     return [mesh[move.axes[0]] for move in moves(source, target)]
+
+
+class QuantizedReducer(Listener):
+    """Sums in two hops of 4-bit codes, inside nodes first; for gradients sharded over `inner`, then `outer`.
+
+    Units of vectors alone (norms, biases), fp64 units, and units sharded over other axes are summed as they are.
+
+    Source: ZeRO++ (arXiv 2306.10209), qgZ.
+    """
+
+    def __init__(
+        self, inner: str, outer: str, plain: Reducer, *, block: int = BLOCK, feedback: Callable[[], Feedback] | None
+    ) -> None:
+        """Args: `plain` reduces units that are not quantized; `feedback` makes the error feedback of one unit."""
+        self.axes, self._plain, self.block = (inner, outer), plain, block
+        self._make_feedback = feedback
+        self._feedbacks: dict[int, Feedback] = {}
+
+    @property
+    def keeps_errors(self) -> bool:
+        """True with error feedback."""
+        return self._make_feedback is not None
+
+    @property
+    def uses(self) -> int:
+        """Sums since errors were last forgotten; 0 without error feedback."""
+        return max((feedback.uses for feedback in self._feedbacks.values()), default=0)
+
+    @property
+    def error_bytes(self) -> int:
+        """Bytes of errors on this rank."""
+        return sum(feedback.nbytes for feedback in self._feedbacks.values())
+
+    def takes(self, unit: Unit, dtype: torch.dtype) -> bool:
+        """True if the unit's gradients, sent in `dtype`, are quantized."""
+        is_made_of_vectors = all(len(entry.shape) < 2 for entry in unit.layout.entries)
+        return dtype.itemsize <= 4 and not is_made_of_vectors and unit.states.master.axes == self.axes
+
+    def feedback_of(self, unit: Unit) -> Feedback | None:
+        """The error feedback of a unit that is quantized; None without any."""
+        if self._make_feedback is None:
+            return None
+        return self._feedbacks.get(unit.index) or self._feedbacks.setdefault(unit.index, self._make_feedback())
+
+    def __call__(
+        self, mesh: Mesh, unit: Unit, wire: torch.Tensor, target: torch.Tensor, scale: float, arena: Arena
+    ) -> None:
+        """As in `Reducer`."""
+        if not self.takes(unit, wire.dtype):
+            text = (
+                f"unit {unit.name!r} holds vectors or fp64 values alone, or parameters of which not all data ranks "
+                "have copies; its gradients are not quantized"
+            )
+            logs.once(log, logging.INFO, text)
+            self._plain(mesh, unit, wire, target, scale, arena)
+            return
+        for hole in unit.layout.holes():
+            wire[
+                hole.slice
+            ].zero_()  # an overflow has made whole blocks NaN, and accumulators that rest whole keep that
+        (inner, outer), kept = (mesh[axis] for axis in self.axes), self.feedback_of(unit)
+        quantized_reduce_scatter(inner, outer, target, wire, block=self.block, scale=scale, feedback=kept)
+
+    def adjust(self, factor: float, *, is_overflow: bool) -> None:
+        """Forget errors after an overflow; otherwise scale them with the loss."""
+        for feedback in self._feedbacks.values():
+            if is_overflow:
+                feedback.clear()
+            elif factor != 1.0:
+                feedback.rescale(factor)

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 
-from mpispeed.base import log as logs
 from mpispeed.base.errors import StoreError
-from mpispeed.mesh.compressed.quantized import Feedback, quantized_reduce_scatter
-from mpispeed.store.layout import BLOCK
 from mpispeed.store.transfers import reduce_into
 
 if TYPE_CHECKING:
@@ -299,76 +296,6 @@ class PlainReducer(Listener):
         reduce_into(mesh, wire, target, states.each_sum, states.master, scale=scale, scatters=scatters, arena=arena)
 
 
-class QuantizedReducer(Listener):
-    """Sums in two hops of 4-bit codes, inside nodes first; for gradients sharded over `inner`, then `outer`.
-
-    Units of vectors alone (norms, biases), fp64 units, and units sharded over other axes are summed as they are.
-
-    Source: ZeRO++ (arXiv 2306.10209), qgZ.
-    """
-
-    def __init__(
-        self, inner: str, outer: str, plain: Reducer, *, block: int = BLOCK, feedback: Callable[[], Feedback] | None
-    ) -> None:
-        """Args: `plain` reduces units that are not quantized; `feedback` makes the error feedback of one unit."""
-        self.axes, self._plain, self.block = (inner, outer), plain, block
-        self._make_feedback = feedback
-        self._feedbacks: dict[int, Feedback] = {}
-
-    @property
-    def keeps_errors(self) -> bool:
-        """True with error feedback."""
-        return self._make_feedback is not None
-
-    @property
-    def uses(self) -> int:
-        """Sums since errors were last forgotten; 0 without error feedback."""
-        return max((feedback.uses for feedback in self._feedbacks.values()), default=0)
-
-    @property
-    def error_bytes(self) -> int:
-        """Bytes of errors on this rank."""
-        return sum(feedback.nbytes for feedback in self._feedbacks.values())
-
-    def takes(self, unit: Unit, dtype: torch.dtype) -> bool:
-        """True if the unit's gradients, sent in `dtype`, are quantized."""
-        is_made_of_vectors = all(len(entry.shape) < 2 for entry in unit.layout.entries)
-        return dtype.itemsize <= 4 and not is_made_of_vectors and unit.states.master.axes == self.axes
-
-    def feedback_of(self, unit: Unit) -> Feedback | None:
-        """The error feedback of a unit that is quantized; None without any."""
-        if self._make_feedback is None:
-            return None
-        return self._feedbacks.get(unit.index) or self._feedbacks.setdefault(unit.index, self._make_feedback())
-
-    def __call__(
-        self, mesh: Mesh, unit: Unit, wire: torch.Tensor, target: torch.Tensor, scale: float, arena: Arena
-    ) -> None:
-        """As in `Reducer`."""
-        if not self.takes(unit, wire.dtype):
-            text = (
-                f"unit {unit.name!r} holds vectors or fp64 values alone, or parameters of which not all data ranks "
-                "have copies; its gradients are not quantized"
-            )
-            logs.once(log, logging.INFO, text)
-            self._plain(mesh, unit, wire, target, scale, arena)
-            return
-        for hole in unit.layout.holes():
-            wire[
-                hole.slice
-            ].zero_()  # an overflow has made whole blocks NaN, and accumulators that rest whole keep that
-        (inner, outer), kept = (mesh[axis] for axis in self.axes), self.feedback_of(unit)
-        quantized_reduce_scatter(inner, outer, target, wire, block=self.block, scale=scale, feedback=kept)
-
-    def adjust(self, factor: float, *, is_overflow: bool) -> None:
-        """Forget errors after an overflow; otherwise scale them with the loss."""
-        for feedback in self._feedbacks.values():
-            if is_overflow:
-                feedback.clear()
-            elif factor != 1.0:
-                feedback.rescale(factor)
-
-
 @dataclass(frozen=True, slots=True)
 class Averaging:
     """Factors around the sum over ranks: `g = after * sum(before * g)`; their product is 1 / ranks by default."""
@@ -420,11 +347,14 @@ class SumChannel:
 
 
 class SumGradients:
-    """Sums buckets over ranks with copies of a unit into accumulators, in one hop or two.
+    """Sums buckets over ranks with copies of a unit into accumulators, in one hop or two; the plain `UnitExchange`.
 
     Two hops where gradients are sharded over a part of these axes: each bucket is summed over `each_sum` of the unit's
     states, and the accumulator over `last_sum` once (MiCS, arXiv 2205.00119, two-hop synchronization).
     """
+
+    local_grads = False
+    takes_units = True
 
     def __init__(
         self, shards: GradShards, channel: Mesh, averaging: Averaging, *, reducer: Reducer | None = None
@@ -439,6 +369,26 @@ class SumGradients:
         """
         self.reducer = reducer or PlainReducer()
         self._shards, self._channel, self.averaging = shards, channel, averaging
+
+    @property
+    def sums(self) -> SumGradients:
+        """This object."""
+        return self
+
+    def begin_backward(self, *, is_again: bool) -> None:
+        """As in `UnitExchange`; nothing depends on it."""
+
+    def has_taken(self, unit: Unit) -> bool:
+        """False: sums can be set until the update."""
+        return False
+
+    def clear(self) -> None:
+        """As in `UnitExchange`."""
+        self.reducer.forget()
+
+    def rescale(self, factor: float, *, is_overflow: bool) -> None:
+        """As in `UnitExchange`."""
+        self.reducer.adjust(factor, is_overflow=is_overflow)
 
     def take(self, unit: Unit, reduction: Reduction, *, squares: bool) -> None:
         """Carry out a sum; `squares`: the gradients of the unit are not added to any more.

@@ -383,15 +383,15 @@ def take_edited(params: ParamStore, param: nn.Parameter) -> None:
     """`ParamStore.take` of a parameter that a script edited. Local.
 
     Raises:
-        UsageError: the model has this rank's own parameters, which a 1-bit optimizer updates locally.
+        UsageError: the model has this rank's own parameters, which are updated locally.
         StoreError: the parameter is not unsharded now.
     """
     state = state_of(params)
     if state is not None and state.is_local():
         place = params.table.locate(param)
         msg = (
-            f"parameter {'?' if place is None else place.entry.name!r} was edited between meetings of 0/1 Adam, where "
-            "it is this rank's own; call engine.eval() before, and engine.train() afterwards"
+            f"parameter {'?' if place is None else place.entry.name!r} was edited while it is this rank's own, between "
+            "meetings of the optimizer; call engine.eval() before, and engine.train() afterwards"
         )
         raise UsageError(msg)
     params.take(param)

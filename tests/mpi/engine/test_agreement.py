@@ -76,7 +76,7 @@ def test_a_key_of_a_service_is_not_shown(world):
         "engine.build.slicing.synchronise_norms",
         "engine.build.slicing._find_other_group",
         "plan.own_slices._refuse_sharded_elsewhere",
-        "engine.build.assemble.OneBitExchange",
+        "exchange.onebit.attach.OneBitExchange",
     ],
 )
 def test_an_error_that_nobody_foresaw_on_one_rank_is_raised_on_all(world, step, monkeypatch):

@@ -42,8 +42,8 @@ def test_exchanges_beside_backward_change_no_bit(name, how):
     coded = 0
     for batch in samples(FREEZE + 8):
         run_step(plain, batch)
-        grads = early.parts.optimization.grads
-        coded += grads.shards.is_local and grads.early.is_ready()
+        units = early.parts.optimization.exchange.units
+        coded += units.local_grads and units.is_ready()
         run_step(early, batch)
         first, second = states_of(plain), states_of(early)
         same_bits(second, first)
@@ -51,8 +51,8 @@ def test_exchanges_beside_backward_change_no_bit(name, how):
 
 
 def test_clipping_and_loss_scales_wait_for_the_norm():
-    assert beside("OneBitAdam", 0, gradient_clipping=1.0).parts.optimization.grads.early is None
-    assert beside("OneBitAdam", 0, fp16={"enabled": True}).parts.optimization.grads.early is None
+    assert not beside("OneBitAdam", 0, gradient_clipping=1.0).parts.optimization.exchange.units.is_beside
+    assert not beside("OneBitAdam", 0, fp16={"enabled": True}).parts.optimization.exchange.units.is_beside
 
 
 def test_a_step_that_is_skipped_forgets_errors_and_keeps_the_rest(comm):

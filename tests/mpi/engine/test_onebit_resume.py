@@ -80,7 +80,7 @@ def test_what_is_in_the_file(name, at, mpi_tmp_path, comm):
     with open_checkpoint(mpi_tmp_path) as source:
         parts = engine.parts
         for unit in parts.table.units:
-            errors = parts.optimization.onebit.errors[unit.index]
+            errors = parts.optimization.exchange.coder.errors[unit.index]
             for entry in unit.layout.entries:
                 rows = source.read_whole(entry.name, "worker_error")
                 assert rows.shape == (comm.size, *entry.shape)
@@ -144,7 +144,7 @@ def test_nodes_of_two_ranks_and_back(name, mpi_tmp_path, monkeypatch):
     monkeypatch.setattr(api, "ranks_per_node", lambda world: 2)
     first = engine_of(name)
     steps(first, DATA[:13])
-    assert first.parts.optimization.onebit.compressor.workers == 2
+    assert first.parts.optimization.exchange.coder.compressor.workers == 2
     first.save_checkpoint(str(mpi_tmp_path))
     second = engine_of(name, model=Mlp(seed=99))
     second.load_checkpoint(str(mpi_tmp_path))
@@ -154,7 +154,7 @@ def test_nodes_of_two_ranks_and_back(name, mpi_tmp_path, monkeypatch):
     flat.load_checkpoint(str(mpi_tmp_path))
     with open_checkpoint(mpi_tmp_path) as source:
         for unit in flat.parts.table.units:
-            errors = flat.parts.optimization.onebit.errors[unit.index]
+            errors = flat.parts.optimization.exchange.coder.errors[unit.index]
             for entry in unit.layout.entries:
                 mean = source.read_whole(entry.name, "worker_error").double().mean(0).float()
                 assert torch.equal(errors.worker[entry.span.slice], mean.reshape(-1))
@@ -223,7 +223,7 @@ def test_without_optimizer_states_the_warm_up_begins_again(name, mpi_tmp_path):
     fresh.load_checkpoint(str(mpi_tmp_path), load_optimizer_states=False)
     for engine in (first, fresh):
         assert engine.parts.counters.update_count == 0
-        assert engine.parts.optimization.onebit.errors == {}
+        assert engine.parts.optimization.exchange.coder.errors == {}
     assert is_same_on_ranks(fresh)
     assert steps(first, DATA[:10]) == steps(fresh, DATA[:10])
     for engine in (first, fresh):

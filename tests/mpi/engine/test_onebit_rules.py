@@ -266,7 +266,7 @@ def test_a_momentum_that_is_set_is_the_one_that_is_mixed(stage, world):
         run_step(engine, batch)
     for param in engine.module.parameters():
         safe_set_full_optimizer_state(param, torch.full(param.shape, 3.0), "exp_avg")
-    for errors in engine.parts.optimization.onebit.errors.values():
+    for errors in engine.parts.optimization.exchange.coder.errors.values():
         errors.clear()
     run_step(engine, data[-1])
     for param in engine.module.parameters():
@@ -461,7 +461,7 @@ def test_optimizers_given_in_code_sum_as_before():
         config={"train_batch_size": BATCH, "zero_optimization": {"stage": 0}},
         optimizer=torch.optim.Adam(model.parameters(), lr=1e-3),
     )[0]
-    assert engine.parts.optimization.onebit is None
+    assert not engine.parts.optimization.exchange.is_phased
     for batch in samples(3):
         run_step(engine, batch)
     assert engine.mesh.comm_trace.total_bytes("compressed_all_reduce") == 0

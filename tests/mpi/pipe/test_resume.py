@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mpispeed.ckpt.read.reader import open_checkpoint
-from mpispeed.engine.state.quantized_state import RANK_ERROR
+from mpispeed.exchange.quantized_sums import RANK_ERROR
 from tests.helpers.covering import in_turn
 from tests.helpers.pipes import Case, Layout, train
 from tests.helpers.saved import difference

@@ -206,7 +206,7 @@ def measure(source, ranks, **model):
             "optimizer state": parts.states.state_bytes,
             "gradients": parts.grads.shards.rest_bytes,
             "second copies": params.shards.second_bytes,
-            "errors of quantized sums": 0 if parts.quantized is None else parts.quantized.error_bytes,
+            "errors of quantized sums": parts.exchange.memory().get("errors of quantized sums", 0),
             "pieces of updated parameters": params.shards.collector.arena.owned_bytes,
         }
         scratch = params.arena.owned_bytes

@@ -12,8 +12,9 @@ from click.testing import CliRunner
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.read.reader import open_checkpoint
 from mpispeed.cli.main import cli
-from mpispeed.engine.state import quantized_state
-from mpispeed.engine.state.quantized_state import NODE_ERROR, RANK_ERROR
+from mpispeed.engine.state.global_layout import GlobalLayout, exchanging_run
+from mpispeed.exchange.quantized_sums import NODE_ERROR, RANK_ERROR
+from mpispeed.exchange.saved import Loading
 from mpispeed.mesh import sim
 from tests.unit.engine.simulated import engine_on
 from tests.zoo.models import Net, samples
@@ -40,7 +41,7 @@ def on_ranks(ranks, node, job, source, seed=11):
 
 
 def feedbacks(engine):
-    return dict(engine.parts.optimization.quantized._feedbacks)
+    return dict(engine.parts.optimization.exchange.reducer._feedbacks)
 
 
 def kept(engine):
@@ -257,9 +258,10 @@ def test_errors_that_cannot_be_are_refused_on_every_rank(change, ranks, saved, t
 def test_impossible_numbers_beside_errors_are_refused(key, value, saved):
     def load(engine):
         with open_checkpoint(saved, "a") as source:
-            state = source.state()
-            state["optimizer"]["gradient_errors"][key] = value
+            optimizer = source.state()["optimizer"]
+            optimizer["gradient_errors"][key] = value
+            loading = Loading(exchanging_run(engine.parts, GlobalLayout.of(engine.parts)), source, optimizer, 1)
             with pytest.raises(CheckpointError, match="gradient_errors in the state of"):
-                quantized_state.read(engine.parts, source, state, None)
+                engine.parts.optimization.exchange.read_scaled(loading)
 
     on_ranks(2, 1, load, settings())

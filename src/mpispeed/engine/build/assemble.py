@@ -19,26 +19,27 @@ from mpispeed.engine.buffers import Buffers
 from mpispeed.engine.build.nvme_tiers import check_rule, is_swapping
 from mpispeed.engine.build.parts import Optimization, Parts, Sharding
 from mpispeed.engine.build.recomputing import configure_recomputation
-from mpispeed.engine.build.stores import make_grads, shard
+from mpispeed.engine.build.stores import shard
 from mpispeed.engine.estimate.host_budget import require_host_budget
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, ParameterOffload, StepLink, make_handle
 from mpispeed.engine.layerwise import LayerwiseUpdate
+from mpispeed.engine.plan_parts import choose_reducer, make_sums
 from mpispeed.engine.replica_groups import Sharing
-from mpispeed.optim.choice import build, rule_of
-from mpispeed.optim.exchange import Drifts, Exchanges
+from mpispeed.exchange.making import Making
+from mpispeed.exchange.table import kind_of
+from mpispeed.optim.choice import TESTED_FOR_CUTS, build, rule_of
+from mpispeed.optim.exchange import Drifts
 from mpispeed.optim.foreign import Foreign
 from mpispeed.optim.rule import Layerwise, Rule
 from mpispeed.optim.schedule import build_schedule
 from mpispeed.optim.torch_rule import in_windows
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.plan.onebit_plan import require_whole
+from mpispeed.plan.local_gradients import require_whole
 from mpispeed.plan.units import kinds_of
 from mpispeed.precision.cast import Casting
 from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.sharding.averaged_gradients import AveragedGradients
 from mpispeed.sharding.grads import GradHooks, GradStore
-from mpispeed.sharding.onebit_exchange import OneBitExchange, is_local
-from mpispeed.sharding.reducers import QuantizedReducer
 from mpispeed.sharding.replicated_params import broadcast_rest
 from mpispeed.sharding.update_windows import StateStore, UpdateWindows, ZeroState, takes_any_cut
 
@@ -48,14 +49,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpispeed.engine.hooks import Setup
+    from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
     from mpispeed.sharding.params import ParamStore
 
 log = logging.getLogger(__name__)
-
-TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad", "Lion", "OneBitAdam")
-"""Optimizers tested on flat shards; others need `zero_allow_untested_optimizer`."""
 
 
 def assemble(
@@ -98,7 +97,7 @@ def assemble(
     buffers = Buffers.of(model, mesh["data"])
     updates = step.Updates(
         steps, scaler, counters, bus, groups=groups, scheduler=scheduler,
-        onebit=optimization.onebit if optimization is not None else None, buffers=buffers,
+        exchange=optimization.exchange if optimization is not None else None, buffers=buffers,
     )  # fmt: skip
     casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
     accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
@@ -316,22 +315,24 @@ def _optimize(
     basic: torch.optim.Optimizer | None,
 ) -> tuple[Optimization, UpdateWindows]:
     table, params = sharding.table, sharding.params
-    grads = make_grads(plan, mesh, model, sharding)
+    reducer = choose_reducer(plan, model, table)
+    shards, sums, channel = make_sums(plan, params.shards, reducer, sharding.wait)
     states = StateStore(table, params.shards, rule.state_names, params.tiers)
     _tell_uncut(plan, params, rule)
+    update_windows = UpdateWindows(params.shards, shards, states, rule, most_elements=plan.window_elements)
+    making = Making(plan, mesh, params, shards, sums, channel, states, rule, groups, update_windows, is_swapping(plan))
+    exchange = _make_exchange(making, sharding)
+    requires_all = not plan.config.zero_optimization.ignore_unused_parameters
+    grads = GradStore(shards, exchange.units, channel, requires_all=requires_all)
     landed = sharding.module_hooks.landed if sharding.module_hooks is not None else None
     # With fp16, scripts read the loss scale off the optimizer, and a client's own object does not have it.
     link = StepLink()
     inner = InnerOptimizer(groups, counters, link, grads.clear) if basic is None else basic
     own = EngineOptimizer(groups, scaler, grads.clear, rule.name, link, inner)
     facade = own if basic is None or plan.policy.compute == torch.float16 else basic
-    update_windows = UpdateWindows(params.shards, grads.shards, states, rule, most_elements=plan.window_elements)
-    onebit = _make_onebit(plan, mesh, sharding, rule, groups, grads, states, update_windows)
     hooks = GradHooks(table, grads, landed)
-    state = ZeroState(params, grads, states, rule, groups, lambda: is_local(onebit))
-    reducer = grads.sums.reducer
-    quantized = reducer if isinstance(reducer, QuantizedReducer) and reducer.keeps_errors else None
-    return Optimization(state, hooks, facade, basic or own, link, onebit=onebit, quantized=quantized), update_windows
+    state = ZeroState(params, grads, states, rule, groups, lambda: exchange.has_local_params)
+    return Optimization(state, hooks, facade, basic or own, link, exchange), update_windows
 
 
 def _tell_uncut(plan: Plan, params: ParamStore, rule: Rule) -> None:
@@ -346,38 +347,19 @@ def _tell_uncut(plan: Plan, params: ParamStore, rule: Rule) -> None:
     logs.once(log, logging.WARNING, text)
 
 
-def _make_onebit(
-    plan: Plan,
-    mesh: Mesh,
-    sharding: Sharding,
-    rule: Rule,
-    groups: list[dict[str, Any]],
-    grads: GradStore,
-    states: StateStore,
-    update_windows: UpdateWindows,
-) -> OneBitExchange | None:
-    """The exchange of a 1-bit optimizer, else None; on failure the model can be given to another `initialize`.
+def _make_exchange(making: Making, sharding: Sharding) -> ExchangeStrategy:
+    """The exchange that serves the rule; on failure the model can be given to another `initialize`.
 
-    Collective over: all ranks, for 1-bit optimizers.
+    Collective over: all ranks.
 
     Raises:
-        ConfigError: on every rank, if the dtypes or masks of one do not allow it.
+        ConfigError: on every rank, if one cannot have it.
     """
-    if not isinstance(rule, Exchanges):
-        return None
-    # A disk that fails under one rank is told to the others on the way, which the channel's thread cannot do.
-    is_in_memory = not is_swapping(plan)
-    is_early = grads.is_overlapped and is_in_memory and plan.gradient_clipping == 0 and not plan.config.fp16.enabled
-    channel, onebit = mesh.channel("grads") if is_early else None, None
     try:
-        with mesh.world.comm.together(ConfigError):
-            onebit = OneBitExchange(
-                mesh, sharding.params.shards, grads, states, rule, groups, update_windows, plan.placing.hops, channel
-            )
+        return kind_of(making.rule).make(making)
     except ConfigError:
         sharding.remove()
         raise
-    return onebit
 
 
 def _make_scheduler_or_unhook(
@@ -425,23 +407,21 @@ def step_parts(
     sharing: Sharing,
 ) -> list[step.StepPart]:
     """The parts of a step in their order; see `engine/step.py`."""
-    grads = optimization.grads
-    parts: list[step.StepPart] = [
+    grads, exchange = optimization.grads, optimization.exchange
+    exchanging = (step.ExchangeBefore(exchange), step.ExchangeAfter(exchange)) if exchange.is_phased else ()
+    return [
         step.CheckParams(params),
         step.FinishReduce(grads),
         *([step.SumShared(grads, sharing)] if sharing.shares else []),
         step.MeasureNorm(mesh, grads, sharing if sharing.shares else None, counters),
         step.AdjustScale(scaler, mesh, counters, grads),
         step.ScaleAndClip(plan.gradient_clipping),
+        *exchanging[:1],
         _make_update(mesh, params, optimization, update_windows),
+        *exchanging[1:],
         step.Publish(params),
         step.ClearGrads(grads),
     ]
-    onebit = optimization.onebit
-    if onebit is not None:
-        at = next(index for index, part in enumerate(parts) if isinstance(part, step.Update))
-        parts[at : at + 1] = [step.ExchangeBefore(onebit), parts[at], step.ExchangeAfter(onebit)]
-    return parts
 
 
 def _make_update(

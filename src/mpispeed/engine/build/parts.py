@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mpispeed.engine.facade import StepLink
     from mpispeed.engine.replica_groups import Sharing
     from mpispeed.engine.step import Updates
+    from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.mesh.collectives.work import Wait
     from mpispeed.mesh.deadlock import Watch
     from mpispeed.mesh.mesh import Mesh
@@ -35,10 +36,8 @@ if TYPE_CHECKING:
     from mpispeed.precision.scaler import LossScale
     from mpispeed.sharding.grads import GradHooks, GradStore
     from mpispeed.sharding.module_hooks import ModuleHooks
-    from mpispeed.sharding.onebit_exchange import OneBitExchange
     from mpispeed.sharding.params import ParamStore
     from mpispeed.sharding.prefetch import Order
-    from mpispeed.sharding.reducers import QuantizedReducer
     from mpispeed.sharding.update_windows import StateStore, ZeroState
     from mpispeed.store.layout import Table
 
@@ -131,9 +130,8 @@ class Optimization:
     facade: torch.optim.Optimizer  # the optimizer that `initialize` returns
     basic: torch.optim.Optimizer  # the optimizer that schedulers attach to
     link: StepLink  # what `step()` of these calls
+    exchange: ExchangeStrategy  # how data-parallel ranks come to one update
     unguard: Callable[[], object] = field(default=lambda: None)  # gives a client's optimizer its own methods back
-    onebit: OneBitExchange | None = None  # of a 1-bit optimizer
-    quantized: QuantizedReducer | None = None  # that keeps errors of quantized gradients
 
     @property
     def rule(self) -> Rule:
@@ -288,9 +286,9 @@ class Parts:
     # -- backward passes and updates ---------------------------------------------------------------------------------
 
     def expect_step(self) -> None:
-        """Prepare a 1-bit optimizer for the next update; called after the counters have changed. Local."""
-        if self.optimization is not None and self.optimization.onebit is not None:
-            self.optimization.onebit.begin(self.counters.update_count + 1)
+        """Prepare the exchange for the next update; called after the counters have changed. Local."""
+        if self.optimization is not None and self.optimization.exchange.is_phased:
+            self.optimization.exchange.begin(self.counters.update_count + 1)
 
     def end_backward(self) -> None:
         """End a backward pass. Collective over: the data axis, where gradients or parameters are sharded."""
@@ -299,52 +297,10 @@ class Parts:
             self.optimization.grads.end_backward()
         self.sharding.end_backward()
 
-    # -- local parameters of 1-bit optimizers ------------------------------------------------------------------------
-
-    @property
-    def is_apart(self) -> bool:
-        """True if parameters differ between data ranks, because a 1-bit optimizer makes local updates."""
-        onebit = self.optimization.onebit if self.optimization else None
-        return onebit is not None and onebit.is_apart(self.counters.update_count)
-
-    def show(self, *, is_training: bool, is_refreshed: bool = False) -> None:
-        """Give the model its local parameters for training, or the common ones, where data ranks differ. Local.
-
-        Args:
-            is_training: show the local parameters; else the common ones.
-            is_refreshed: parameters were just written from masters.
-
-        Raises:
-            UsageError: states that this needs are offloaded.
-        """
-        onebit = self.optimization.onebit if self.optimization else None
-        if onebit is None or not self.is_apart:
-            return
-        onebit.shows_common = onebit.shows_common or is_refreshed
-        if onebit.shows_common == is_training:
-            kinds = (Kind.hp_params, Kind.lp_params, Kind.optim_states)
-            self.params.require(kinds, "engine.train() or eval() between meetings of a 1-bit optimizer")
-            if is_training:
-                onebit.show_local()
-            else:
-                onebit.show_common()
-
     def show_loaded(self) -> None:
         """Give the model what the engine's mode needs, after parameters were written from masters. Local."""
-        self.show(is_training=self.is_training, is_refreshed=True)
-
-    @contextmanager
-    def common(self) -> Iterator[None]:
-        """Context in which the model holds parameters that are equal on all data ranks."""
-        onebit = self.optimization.onebit if self.optimization else None
-        if onebit is None or onebit.shows_common or not self.is_apart:
-            yield
-            return
-        self.show(is_training=False)
-        try:
-            yield
-        finally:
-            self.show(is_training=True)
+        if self.optimization is not None:
+            self.optimization.exchange.show(is_training=self.is_training, is_refreshed=True)
 
     def dismantle(self) -> None:
         """Give the model and the optimizer back, so that another `initialize` can take them, and close all else.

@@ -1,4 +1,4 @@
-"""Construction of units, the parameter store, the prefetcher and module hooks of sharded parameters, and gradients."""
+"""Construction of units, the parameter store, the prefetcher and module hooks of sharded parameters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import StoreError
 from mpispeed.engine.build.nvme_tiers import is_swapping, open_tiers, plan_swap
 from mpispeed.engine.build.parts import OrderWatch, Sharding
-from mpispeed.engine.plan_parts import choose_reducer, make_shards, make_sums
+from mpispeed.engine.plan_parts import make_shards
 from mpispeed.mesh.deadlock import Watch
 from mpispeed.plan.units import deal_units
 from mpispeed.sharding.divergent_fetch import DivergentFetch
 from mpispeed.sharding.external import watch_external
-from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.leaf import is_leaf, mark_leaves_by_threshold
 from mpispeed.sharding.module_hooks import ModuleHooks
 from mpispeed.sharding.module_units import find_module_units
@@ -90,13 +89,3 @@ def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait) ->
     if zero.divergent_modules == "union":
         rounds = DivergentFetch(channel, plan.states.param.axes, len(shards.table.all_units), wait=wait)
     return Prefetcher(shards, channel, shards.arena, plan.fetch_limits, wait=wait, rounds=rounds)
-
-
-def make_grads(plan: Plan, mesh: Mesh, model: nn.Module, sharding: Sharding) -> GradStore:
-    """The store of gradients.
-
-    Collective over: all ranks, where sums are started.
-    """
-    reducer = choose_reducer(plan, model, sharding.table)
-    shards, sums, channel = make_sums(plan, sharding.params.shards, reducer, sharding.wait)
-    return GradStore(shards, sums, channel, requires_all=not plan.config.zero_optimization.ignore_unused_parameters)

@@ -18,15 +18,8 @@ import torch
 
 from mpispeed.engine.estimate.dry_run import Outcome, rehearse
 from mpispeed.engine.estimate.inputs import EstimateInputs, gather_inputs
-from mpispeed.engine.estimate.onebit_cost import (
-    Phase,
-    error_bytes,
-    momentum_bytes,
-    phases,
-    saved_bytes,
-    whole_unit_bytes,
-)
-from mpispeed.engine.estimate.traffic import Moved, Sent, moved
+from mpispeed.engine.estimate.traffic import Moved, moved
+from mpispeed.exchange.cost import Phase, Sent
 from mpispeed.store.placement import Tier
 from mpispeed.store.tiers import MASTER, PARAM
 
@@ -39,12 +32,6 @@ PURPOSES = (
     "gradients", "parameters", "updated parameters", "gradients of shared weights", "losses", "gradient norm",
 )  # fmt: skip
 """Order of the kinds of messages."""
-
-ORDER = (
-    "parameters", "second copies", "outside of units", "masters", "optimizer state", "gradients", "1-bit momentum",
-    "1-bit errors", "errors of quantized sums",
-)  # fmt: skip
-"""Order of the kinds of state held between steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +49,13 @@ class Budget:
 
     Attributes:
         held: model states while training, without activations.
-        sent: traffic of one optimizer step, once the order of use is known; with 1-bit optimizers, of a step in full
-            precision.
+        sent: traffic of one optimizer step, once the order of use is known; where exchanges differ by step, of
+            one in full precision.
         build_bytes: peak while the engine takes the model over.
         lag_bytes: part of the gradient buckets that is held only if reductions lag behind the backward pass.
         moved: traffic between tiers in one optimizer step.
         file_bytes: size of swap files in whole pages; `held` has the exact sizes of the states in them.
-        phases: kinds of steps of a 1-bit optimizer, by their traffic; the first is that of `sent`.
+        phases: kinds of steps where exchanges differ, by their traffic; the first is that of `sent`.
     """
 
     held: tuple[Held, ...]
@@ -126,7 +113,7 @@ def predict(facts: EstimateInputs) -> Budget:
     full = [row for rows in sent.values() for row in rows]
     updates = sent.pop("updated parameters")
     del sent["gradients"]
-    found = phases(facts, full, updates, [row for rows in sent.values() for row in rows])
+    phases = facts.exchange.phases(facts, full, updates, [row for rows in sent.values() for row in rows])
     return Budget(
         held=tuple(row for row in held if row.bytes),
         sent=tuple(full),
@@ -134,7 +121,7 @@ def predict(facts: EstimateInputs) -> Budget:
         lag_bytes=outcome.scratch_bytes - prompt.scratch_bytes,
         moved=tuple(moved(facts, params)),
         file_bytes=sum(facts.swap.file_bytes.values()),
-        phases=tuple(replace(phase, sent=_summed(phase.sent)) for phase in found),
+        phases=tuple(replace(phase, sent=_summed(phase.sent)) for phase in phases),
     )
 
 
@@ -160,10 +147,10 @@ def _held_at_rest(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
         add("masters", states.master.tier, own)
         add("optimizer state", states.master.tier, master.numel * facts.state_bytes * states.full.itemsize // 4)
         add("gradients", states.grad.tier, gradients.memory_bytes + gradients.file_bytes)
-        add("1-bit momentum", Tier.HOST, momentum_bytes(facts, unit))
-        add("1-bit errors", Tier.HOST, error_bytes(facts, unit))
+        for what, count_bytes in facts.exchange.held(facts, unit):
+            add(what, Tier.HOST, count_bytes)
     add("errors of quantized sums", Tier.DEVICE, outcome.error_bytes)
-    for what in ORDER:
+    for what in dict.fromkeys(what for what, _ in total):
         for tier in Tier:
             yield Held(what, tier, total.get((what, tier), 0))
 
@@ -175,7 +162,9 @@ def _buffers(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
     if swap.window_kinds:
         widest = max(dtype.itemsize for _, dtype in swap.tensors.values())
         count = len(swap.window_kinds) * swap.in_flight
-        yield Held("update buffers", Tier.HOST, whole_unit_bytes(facts, count * swap.window_elements * widest))
+        yield Held(
+            "update buffers", Tier.HOST, facts.exchange.buffer_bytes(facts, count * swap.window_elements * widest)
+        )
     # States in swap files cannot be copied: such checkpoints are written in the foreground.
     if facts.plan.config.checkpoint.async_save and not swap.file_bytes:
         size = 4 * outcome.error_elements + sum(_saved_bytes(facts, unit) for unit in facts.table.all_units)
@@ -188,7 +177,7 @@ def _saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
     compute, master = unit.states.compute, unit.states.full
     if not unit.is_trainable:
         return part * compute.itemsize
-    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + saved_bytes(facts, unit)
+    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + facts.exchange.saved_bytes(facts, unit)
 
 
 def _outside_bytes(facts: EstimateInputs) -> int:

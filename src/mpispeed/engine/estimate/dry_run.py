@@ -25,7 +25,8 @@ from mpispeed.sharding.leaf import is_leaf
 from mpispeed.sharding.module_units import find_module_units
 from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.prefetch import Prefetcher
-from mpispeed.sharding.reducers import Listener, PlainReducer, QuantizedReducer, SumChannel
+from mpispeed.sharding.quantized import QuantizedReducer
+from mpispeed.sharding.reducers import Listener, PlainReducer, SumChannel
 from mpispeed.sharding.sparse import RowReducer
 from mpispeed.store.dry import META, DryTiers
 

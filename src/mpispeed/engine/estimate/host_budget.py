@@ -55,7 +55,7 @@ def predict_host(
         model: any that `initialize` takes, also one constructed in `zero.Init`.
         group_of: parameter group index by `id` of the parameter; all trainable parameters by default.
         slots: names of the optimizer's flat state tensors; by default those of the plan's optimizer, or Adam's.
-        rule: the optimizer, where `slots` are given; None: not a 1-bit optimizer.
+        rule: the optimizer, where `slots` are given; None: one whose gradients are summed.
 
     Raises:
         ConfigError: the plan's optimizer refuses its settings, or buffers are too short for shards of units.

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from mpispeed.exchange.cost import SUMS_ALONE, ExchangeCost
+from mpispeed.exchange.table import kind_of
 from mpispeed.mesh.mesh import Topology
 from mpispeed.optim.choice import build
 from mpispeed.optim.rule import KeepsState, Rule, Window
 from mpispeed.plan.offload_plan import make_swap_plan, offload_of, swapped_cells
-from mpispeed.plan.onebit_plan import OneBitPlan, onebit_plan_of
 from mpispeed.plan.units import deal_units
 from mpispeed.sharding.leaf import mark_leaves_by_threshold
 from mpispeed.store.placement import Placement
@@ -42,7 +43,7 @@ class EstimateInputs:
         is_overlapped: gradients are reduced while backward runs.
         is_init_sharded: the model is sharded as it is constructed, layer by layer.
         slots: names of the optimizer's state tensors, where they are flat.
-        coding: plan of a 1-bit optimizer; None for other optimizers.
+        exchange: costs of the exchange of gradients.
     """
 
     plan: Plan
@@ -53,7 +54,7 @@ class EstimateInputs:
     is_overlapped: bool
     is_init_sharded: bool = False
     slots: tuple[str, ...] = ADAM_SLOTS
-    coding: OneBitPlan | None = None
+    exchange: ExchangeCost = SUMS_ALONE
 
     @cached_property
     def topology(self) -> Topology:
@@ -96,18 +97,18 @@ def gather_inputs(
         is_init_sharded: it is built inside zero.Init.
         group_of: parameter group index by `id` of the parameter; all trainable parameters by default.
         slots: names of the optimizer's flat state tensors; by default those of the plan's optimizer, or Adam's.
-        rule: the optimizer, where `slots` are given; None: not a 1-bit optimizer.
+        rule: the optimizer, where `slots` are given; None: one whose gradients are summed.
 
     Raises:
-        ConfigError: the optimizer is unknown, refuses its settings, or is a 1-bit optimizer that the plan rules out.
+        ConfigError: the optimizer is unknown, refuses its settings, or is one that the plan rules out.
     """
     if slots is None:
         names, state_bytes, rule = _slots(plan)
     else:
         names, state_bytes = tuple(slots), 4 * len(slots)
-    coding = onebit_plan_of(plan, rule)
+    exchange = kind_of(rule).cost(plan, rule)
     trained = _all_trainable(model) if group_of is None else group_of
-    table = deal_units(plan, model, trained, own_masters=coding is not None and coding.own_masters)
+    table = deal_units(plan, model, trained, own_masters=exchange.own_masters)
     mark_leaves_by_threshold(model, plan.config.zero_optimization.module_granularity_threshold)
     return EstimateInputs(
         plan=plan,
@@ -118,7 +119,7 @@ def gather_inputs(
         is_overlapped=plan.is_overlapped and plan.topology().group_size("data") > 1,
         is_init_sharded=is_init_sharded,
         slots=names,
-        coding=coding,
+        exchange=exchange,
     )
 
 

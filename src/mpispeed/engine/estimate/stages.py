@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mpispeed.config.root import Config
-    from mpispeed.engine.estimate.traffic import Sent
+    from mpispeed.exchange.cost import Sent
     from mpispeed.plan.plan import Plan
 
 Source = nn.Module | Callable[[], Any]

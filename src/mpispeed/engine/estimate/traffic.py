@@ -1,4 +1,4 @@
-"""Traffic of one rank in one optimizer step: to other ranks, and between its own tiers."""
+"""Traffic of one rank between its own tiers in one optimizer step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """Bytes that one rank sends in one optimizer step, by the ring formula of the trace."""
-
-    what: str
-    verb: str
-    axes: tuple[str, ...]
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Moved:
     """Bytes that one rank moves between two of its tiers in one optimizer step."""
 
@@ -33,8 +23,6 @@ class Moved:
     target: Tier
     bytes: int
 
-
-# -- between tiers -----------------------------------------------------------------------------------------------------
 
 _LADDER = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 

@@ -1,1 +1,1 @@
-"""Observers of a run: progress, timings, traffic and 1-bit reports, attached to the engine's events."""
+"""Observers of a run: progress, timings and traffic, attached to the engine's events."""

@@ -13,7 +13,6 @@ from mpispeed.base.units import format_bytes, format_duration
 from mpispeed.config.ineffective import PINNED
 from mpispeed.engine.delegation import momenta
 from mpispeed.engine.hooks import Context, Hooks
-from mpispeed.engine.observe.onebit_report import watch_onebit
 from mpispeed.mesh import comms_log
 from mpispeed.monitor import step_times
 from mpispeed.monitor.by_hand import Monitors, Throughput
@@ -184,10 +183,7 @@ def report_memory(parts: Parts) -> None:
     if optimization is not None:
         rows["gradients"] = optimization.grads.shards.rest_bytes
         rows["optimizer state"] = optimization.states.state_bytes
-        if optimization.onebit is not None:
-            rows["1-bit errors"] = optimization.onebit.nbytes
-        if optimization.quantized is not None:
-            rows["errors of quantized sums"] = optimization.quantized.error_bytes
+        rows |= optimization.exchange.memory()
         files["gradients"] = optimization.grads.shards.swapped_bytes
         files["optimizer state"] = optimization.states.swapped_bytes
     if tiers.is_swapping:
@@ -236,8 +232,8 @@ def observe(parts: Parts) -> None:
     io = parts.params.tiers.io
     if io is not None:
         SwapTraffic(io, is_logged=config.comms_logger.enabled).attach(parts.bus)
-    if parts.optimization is not None and parts.optimization.onebit is not None:
-        watch_onebit(parts, parts.optimization.onebit, parts.optimization.rule)
+    if parts.optimization is not None:
+        parts.optimization.exchange.watch(parts.bus, parts.plan.steps_per_print)
     if config.memory_breakdown:
         report_memory(parts)
         parts.bus.subscribe(Event.STEP_END, lambda _: report_memory(parts))

@@ -21,13 +21,10 @@ from mpispeed.ckpt.write.request import SaveOptions
 from mpispeed.ckpt.write.save import carry_out, prepare
 from mpispeed.engine.state import load
 from mpispeed.engine.state.client_state import Kept, windows_of
-from mpispeed.engine.state.global_layout import GlobalLayout, names_by_group, slice_streams, tensors_of
-from mpispeed.engine.state.onebit_state import CodedTensors, merge_nested, numbers_by_name
-from mpispeed.engine.state.quantized_state import ErrorTensors
-from mpispeed.optim.exchange import Exchanges
-from mpispeed.optim.rule import KeepsNumbers
+from mpispeed.engine.state.global_layout import GlobalLayout, exchanging_run, names_by_group, slice_streams, tensors_of
+from mpispeed.engine.state.rule_numbers import numbers_by_name
+from mpispeed.optim.rule import MASK, KeepsNumbers
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.sharding.momenta import MASK
 from mpispeed.sharding.units import tied_names
 
 if TYPE_CHECKING:
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     from mpispeed.ckpt.write.request import Request
     from mpispeed.ckpt.write.save import SaveReport
     from mpispeed.engine.build.parts import Parts
-    from mpispeed.engine.state.global_layout import MoreTensors
 
 log = logging.getLogger(__name__)
 
@@ -306,14 +302,10 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
     infos = whole.infos(_param_infos(parts, settings, numbers_by_name(parts, whole) if has_numbers else {}))
     saved = {info.name for info in infos}
     has_frozen = not settings.exclude_frozen_parameters
-    more: list[MoreTensors] = []
-    if optimization is not None and optimization.onebit is not None:
-        more.append(CodedTensors(parts, whole, optimization.onebit))
+    more = None if optimization is None else optimization.exchange.saved(exchanging_run(parts, whole))
     state = _state(parts, whole, kept, client_state)
-    if optimization is not None and optimization.quantized is not None:
-        errors = ErrorTensors(parts, whole, optimization.quantized)
-        more.append(errors)
-        state["optimizer"] |= errors.state()
+    if more is not None:
+        state["optimizer"] |= more.state()
     aliases = whole.over_stages(tied_names(parts.module).items())
     return {
         "params": infos,
@@ -357,15 +349,12 @@ def _param_infos(parts: Parts, settings: SaveSettings, numbers: Mapping[str, Map
 def _scalars(parts: Parts) -> dict[str, Any]:
     """Scalars of the rule; rules that keep scalars of each parameter have them in `ParamInfo`.
 
-    Collective over: all ranks, for 1-bit optimizers.
+    Collective over: all ranks.
     """
-    rule = parts.optimization.rule if parts.optimization else None
-    if rule is None or isinstance(rule, KeepsNumbers):
+    optimization = parts.optimization
+    if optimization is None or isinstance(optimization.rule, KeepsNumbers):
         return {}
-    if not isinstance(rule, Exchanges):
-        return rule.scalars()
-    # A stage, or a shard of it, may have no parameter of some group.
-    return merge_nested(parts.mesh.world.comm.gather_objects(rule.scalars()))
+    return optimization.exchange.scalars()
 
 
 def _state(parts: Parts, whole: GlobalLayout, kept: Kept, client_state: dict[str, Any]) -> dict[str, Any]:
@@ -399,8 +388,6 @@ def _state(parts: Parts, whole: GlobalLayout, kept: Kept, client_state: dict[str
                 for index, group in enumerate(optimization.groups)
             ],
         }
-        if optimization.onebit is not None:
-            state["optimizer"]["coded"] = optimization.onebit.subject(counters.update_count)
     if isinstance(parts.module, PipelineModule):
         state["pipeline"] = {"micro_offset": parts.module.micro_offset}
     if parts.scheduler is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from mpispeed.base.errors import UsageError
 from mpispeed.base.rng import get_rng_tracker
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece, persistent_buffers
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
+from mpispeed.exchange.saved import Run
 from mpispeed.nn.tensor import cuts
 from mpispeed.nn.tensor.tensor_cut import OWN
 from mpispeed.optim.rule import KeepsState
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from mpispeed.ckpt.read.reader import Checkpoint
     from mpispeed.engine.build.parts import Parts
+    from mpispeed.exchange.saved import Saved
     from mpispeed.optim.rule import Window
     from mpispeed.store.layout import Place, Table, Unit
     from mpispeed.store.stored_tensor import Lease, StoredTensor
@@ -255,14 +257,11 @@ def slice_streams() -> dict[str, bytes]:
 # -- tensors to save -----------------------------------------------------------------------------------------------
 
 
-class MoreTensors(Protocol):
-    """Tensors that a 1-bit optimizer, or quantized sums of gradients, add to those of parameters."""
-
-    def mean(self, place: Place, slot: str) -> tuple[Piece, ...] | None:
-        """This rank's pieces of the mean of a slot that differs between ranks; None for others."""
-
-    def tensors(self, place: Place, shape: tuple[int, ...]) -> Iterator[LogicalTensor]:
-        """Additional tensors of one parameter, whose logical shape is `shape`."""
+def exchanging_run(parts: Parts, whole: GlobalLayout) -> Run:
+    """The run, for the part of a checkpoint that belongs to the exchange."""
+    sharing = parts.sharing
+    copies = sharing.summed_over if sharing is not None else lambda _: ()
+    return Run(whole, parts.counters.pending_backwards, parts.scaler.scale, copies)
 
 
 def tensors_of(
@@ -272,7 +271,7 @@ def tensors_of(
     slots: Mapping[str, Collection[str]],
     *,
     has_frozen: bool,
-    more: Sequence[MoreTensors] = (),
+    more: Saved | None = None,
 ) -> Iterator[LogicalTensor]:
     """All tensors of this stage, in the same order on all its ranks. Nothing is read from swap files yet.
 
@@ -282,7 +281,7 @@ def tensors_of(
         windows: windows of the next update, for rules that keep their own state.
         slots: names of the optimizer states of each parameter.
         has_frozen: include frozen parameters.
-        more: additional tensors.
+        more: additional tensors, of the exchange.
     """
     kept, cuts = _kept_slots(parts, whole, windows), _Cuts(parts)
     frozen = {unit.index: _rest(parts, unit) for unit in parts.table.frozen} if has_frozen else {}
@@ -291,7 +290,7 @@ def tensors_of(
         if place is not None and place.unit.is_trainable:
             dtype = place.unit.states.full
             for slot, holder in _trained(parts, place.unit, sorted(slots.get(name, ()))).items():
-                mean = next((found for each in more if (found := each.mean(place, slot)) is not None), None)
+                mean = None if more is None else more.mean(place, slot)
                 if mean is not None:
                     pieces: Sequence[Piece] = mean
                 else:
@@ -299,8 +298,8 @@ def tensors_of(
                         kept.get((name, slot), ()) if holder is None else _pieces(parts, whole, place, holder, cuts)
                     )
                 yield LogicalTensor(name, slot, shape, dtype, pieces)
-            for each in more:
-                yield from each.tensors(place, shape)
+            if more is not None:
+                yield from more.tensors(place, shape)
         elif place is not None and place.unit.index in frozen:
             # Frozen parameters of a unit are sharded too: every rank writes its part.
             pieces = _pieces(parts, whole, place, frozen[place.unit.index], cuts)

@@ -21,13 +21,13 @@ from mpispeed.ckpt.format.errors import NoCheckpoint
 from mpispeed.ckpt.format.logical import persistent_buffers
 from mpispeed.ckpt.node_local.fetch import find_on_nodes
 from mpispeed.ckpt.read.reader import Checkpoint, Opened, find
-from mpispeed.engine.state import onebit_state, quantized_state
 from mpispeed.engine.state.client_state import Restorer, windows_of
-from mpispeed.engine.state.global_layout import GlobalLayout, named, names_by_group, slice_streams
-from mpispeed.engine.state.weights import NAMES_SHOWN, load_by
-from mpispeed.optim.rule import KeepsCounts, KeepsNumbers, KeepsState
+from mpispeed.engine.state.global_layout import GlobalLayout, exchanging_run, named, names_by_group, slice_streams
+from mpispeed.engine.state.rule_numbers import read_numbers
+from mpispeed.engine.state.weights import load_by
+from mpispeed.exchange.saved import NAMES_SHOWN, Loading
+from mpispeed.optim.rule import MASK, KeepsCounts, KeepsNumbers, KeepsState
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.sharding.momenta import MASK
 from mpispeed.store.layout import Span
 
 if TYPE_CHECKING:
@@ -73,14 +73,11 @@ def load(
         if not settings.module_only:
             with comm.together(CheckpointError):
                 _take_progress(parts, source, state, settings)
-            if (
-                settings.optimizer_states
-                and parts.optimization is not None
-                and parts.optimization.quantized is not None
-            ):
-                with comm.together(CheckpointError):  # errors follow the loss scale, which is here now
-                    sums = quantized_state.read(parts, source, state, GlobalLayout.of(parts))
-                quantized_state.spread(parts, sums)
+            exchange = parts.optimization.exchange if parts.optimization is not None else None
+            if settings.optimizer_states and exchange is not None and exchange.has_scaled_state:
+                with comm.together(CheckpointError):  # the loss scale is here now
+                    exchange.read_scaled(_loading(parts, source, state, GlobalLayout.of(parts)))
+                exchange.spread_scaled()
     seconds = time.perf_counter() - start
     log.info("loaded %s in %.2f s", source.path, seconds)
     parts.bus.announce(Event.LOAD_END, path=str(source.path), tag=source.tag, seconds=seconds)
@@ -175,6 +172,12 @@ def _take_progress(parts: Parts, source: Checkpoint, state: dict[str, Any], sett
     _take_generators(parts, source)
 
 
+def _loading(parts: Parts, source: Checkpoint, state: dict[str, Any], whole: GlobalLayout) -> Loading:
+    """The checkpoint, for the exchange."""
+    seen = _updates_of_state(parts, source, state)
+    return Loading(exchanging_run(parts, whole), source, state.get("optimizer", {}), seen)
+
+
 def _updates_of_state(parts: Parts, source: Checkpoint, state: dict[str, Any]) -> int:
     """Updates that the stored optimizer state includes; 0 if this optimizer has to start afresh."""
     rule = parts.optimization.rule if parts.optimization else None
@@ -222,8 +225,7 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
         load_by(parts, settings.custom_load_fn, whole, comm)
     names, buffer_names = _names_of_all(parts, whole_model)
     members = whole_model.names_by_group(names_by_group(parts))
-    onebit = parts.optimization.onebit if parts.optimization is not None else None
-    chunks: list[Unit] = []
+    exchange = parts.optimization.exchange if parts.optimization is not None else None
     saved = state.get("optimizer", {})
     with comm.together(CheckpointError):
         if settings.custom_load_fn is None:
@@ -238,14 +240,14 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
             _forget_states(parts)
             if settings.optimizer_states:
                 _take_groups(parts, source, saved, pairs, whole_model)
-                _read_slots(parts, source, saved, whole_model)
-                if onebit is not None:
-                    seen = _updates_of_state(parts, source, state)
-                    chunks = onebit_state.read(parts, source, saved, whole_model, seen)
-    if onebit is not None:
+                loading = _loading(parts, source, state, whole_model)
+                _read_slots(parts, loading, saved, whole_model)
+                if exchange is not None:
+                    exchange.read(loading)
+    if exchange is not None:
         if settings.module_only:
-            onebit.drop_drift()
-        onebit_state.spread(parts, chunks)
+            exchange.drop_local()
+        exchange.spread()
     parts.params.refresh()
     if parts.buffers is not None:
         parts.buffers.look()
@@ -269,9 +271,7 @@ def _forget_states(parts: Parts) -> None:
     if parts.optimization is None:
         return
     parts.optimization.states.clear()
-    parts.optimization.grads.rescale(1.0, is_overflow=True)  # forgets errors of quantized gradients
-    if parts.optimization.onebit is not None:
-        parts.optimization.onebit.forget()
+    parts.optimization.exchange.forget()
     if isinstance(parts.optimization.rule, KeepsState):
         parts.optimization.rule.forget()
     else:
@@ -372,7 +372,7 @@ def _take_groups(
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     rule = parts.optimization.rule
     if isinstance(rule, KeepsNumbers):
-        onebit_state.read_numbers(parts, source, saved, whole)
+        read_numbers(parts, source, saved, whole)
     elif not isinstance(rule, KeepsState):
         rule.load_scalars(saved["scalars"]["of_rule"] if is_same_rule else {})
 
@@ -404,9 +404,9 @@ def _matched(
     yield from zip(groups, stored, strict=True)
 
 
-def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: GlobalLayout) -> None:
+def _read_slots(parts: Parts, loading: Loading, saved: dict[str, Any], whole: GlobalLayout) -> None:
     """Load optimizer slots by name; parameters that have none in the file start afresh, with a warning."""
-    optimization = parts.optimization
+    optimization, source = parts.optimization, loading.source
     if optimization is None:
         return
     stored = set(source.names())
@@ -422,7 +422,7 @@ def _read_slots(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: 
             restorer.give(window, overlaps, slots)
     else:
         fresh = _fill_states(parts, source, saved, whole)
-    onebit_state.refuse_still(parts, source, saved, fresh)
+    optimization.exchange.check_fresh(loading, fresh)
     if fresh:
         log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
 

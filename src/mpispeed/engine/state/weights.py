@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.slices import place_slice
 from mpispeed.engine.state.global_layout import GlobalLayout, require_common
+from mpispeed.exchange.saved import NAMES_SHOWN
 from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 from mpispeed.sharding.update_windows import take_edited
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAMES_SHOWN = 20
-
 
 class Weights:
     """The weights of an engine's model."""
@@ -50,7 +50,7 @@ class Weights:
 
         For a pipeline it has this rank's stage only, for sliced layers its slices. Where parameters are sharded, data
         rank 0 gets full copies and the others {}: units are gathered one at a time, and no other rank holds more than
-        one. With local updates of 0/1 Adam it has copies of the common parameters.
+        one. With local updates it has copies of the common parameters.
 
         Collective over: the data axis.
         """
@@ -59,8 +59,8 @@ class Weights:
         left_out = _frozen_names(self._parts) if exclude_frozen_parameters else ()
         state: dict[str, Any] = self._parts.module.state_dict()
         state = {name: value for name, value in state.items() if name not in left_out}
-        if self._parts.is_apart:
-            with self._parts.common():
+        if self._parts.optimization and self._parts.optimization.exchange.is_apart:
+            with self._parts.optimization.exchange.common():
                 state = copy.deepcopy(state)  # keeps tied tensors tied
         return state
 
@@ -75,7 +75,7 @@ class Weights:
 
         The values of data rank 0 count; the others may pass {}. Optimizer state stays. With `custom_load_fn` all ranks
         pass the same values: it is called as `custom_load_fn(src=state_dict, dst=module)` while every rank holds the
-        full model. Local updates of 0/1 Adam are dropped: parameters not given return to the common values.
+        full model. Local updates are dropped: parameters not given return to the common values.
 
         Args:
             checkpoint: a state dict, or {"module": a state dict}.
@@ -95,8 +95,8 @@ class Weights:
             take_state(self._parts, state_dict, strict=strict)
         else:
             load_by(self._parts, custom_load_fn, state_dict, self._parts.mesh["data"])
-        if self._parts.optimization is not None and self._parts.optimization.onebit is not None:
-            self._parts.optimization.onebit.drop_drift()
+        if self._parts.optimization:
+            self._parts.optimization.exchange.drop_local()
         self._parts.params.refresh()
         self._parts.show_loaded()
 
@@ -189,7 +189,7 @@ def save_weights(parts: Parts, folder: str, filename: str, *, exclude_frozen: bo
                 "true in zero_optimization to have them gathered, or use save_checkpoint", filename,
             )  # fmt: skip
         return False
-    with parts.common():
+    with parts.optimization.exchange.common() if parts.optimization else nullcontext():
         state = gather_model(parts, exclude_frozen=exclude_frozen)
     # torch reports a full disk as a RuntimeError
     plain, doing = (OSError, RuntimeError, ValueError), f"cannot write {filename} in {folder}"

@@ -10,14 +10,13 @@ import torch
 
 from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes
+from mpispeed.exchange.onebit.plan import PHASES
 from mpispeed.native.reduce import square_partials
-from mpispeed.plan.onebit_plan import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mpispeed.engine.build.parts import Parts
-    from mpispeed.sharding.onebit_exchange import OneBitExchange
+    from mpispeed.exchange.onebit.updates import OneBitUpdates
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +30,8 @@ Source: 1-bit Adam (arXiv 2102.02888), on the length of the warm-up.
 class OneBitReport:
     """Announces `Event.CODED` after every applied step, and logs it every `every` steps; on rank 0."""
 
-    def __init__(self, parts: Parts, onebit: OneBitExchange, every: int | None) -> None:
-        self._parts, self._onebit, self._every = parts, onebit, every
+    def __init__(self, onebit: OneBitUpdates, every: int | None) -> None:
+        self._onebit, self._every = onebit, every
 
     def attach(self, bus: Bus) -> None:
         """Listen to the end of steps."""
@@ -44,37 +43,39 @@ class OneBitReport:
         is_logged = bool(self._every) and step % (self._every or 1) == 0
         if event["skipped"] or not (is_logged or self._bus.has(Event.CODED)):
             return
-        onebit, update = self._onebit, self._parts.counters.update_count
-        kind, norm = onebit.kind(update), error_norm(onebit)
+        onebit, coder = self._onebit, self._onebit.coder
+        kind, norm = onebit.kind(onebit.step), error_norm(onebit)
         self._bus.announce(
             Event.CODED,
             global_step=step,
             samples=event["samples"],
             phase=kind.name,
-            sent_bytes=onebit.sent,
-            saved_bytes=onebit.plain - onebit.sent,
-            error_norm=norm,
+            series={
+                "onebit_sent_bytes": coder.sent,
+                "onebit_saved_bytes": coder.plain - coder.sent,
+                "onebit_error_norm": norm,
+            },
         )
         if is_logged:
             log.info(
                 "1-bit | %s: sent %s, saved %s of fp32 sums; norm of what coding left out %.3g",
-                PHASES[kind], format_bytes(onebit.sent), format_bytes(onebit.plain - onebit.sent), norm,
+                PHASES[kind], format_bytes(coder.sent), format_bytes(coder.plain - coder.sent), norm,
             )  # fmt: skip
 
 
-def error_norm(onebit: OneBitExchange) -> float:
+def error_norm(onebit: OneBitUpdates) -> float:
     """2-norm of this rank's worker errors over all units; 0 before the first exchange. Local."""
-    squares = [math.fsum(square_partials(errors.worker)) for errors in onebit.errors.values()]
+    squares = [math.fsum(square_partials(errors.worker)) for errors in onebit.coder.errors.values()]
     return math.sqrt(math.fsum(squares))
 
 
 class FreezeWatch:
     """Warns if the variance is frozen while it still changes; judged by rank 0's part of the model."""
 
-    def __init__(self, parts: Parts, freeze_step: int) -> None:
+    def __init__(self, onebit: OneBitUpdates, freeze_step: int) -> None:
         """Args: `freeze_step`: number of the last update of the variance."""
-        self._parts, self._last = parts, freeze_step
-        beta2 = float(self._groups()[0]["betas"][1])
+        self._onebit, self._last = onebit, freeze_step
+        beta2 = float(onebit.groups[0]["betas"][1])
         self._first = max(1, freeze_step - round(1.0 / (1.0 - beta2)))
         self._before = 0.0
 
@@ -82,11 +83,8 @@ class FreezeWatch:
         """Listen to the end of steps."""
         bus.subscribe(Event.STEP_END, self._on_step)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._parts.optimization.groups if self._parts.optimization else []
-
     def _on_step(self, event: Mapping[str, Any]) -> None:
-        update = self._parts.counters.update_count
+        update = self._onebit.step
         if event["skipped"] or update not in (self._first, self._last):
             return
         size = self._size()
@@ -102,19 +100,17 @@ class FreezeWatch:
         self._before = size
 
     def _size(self) -> float:
-        states = self._parts.optimization.states if self._parts.optimization else None
-        if states is None:
-            return 0.0
-        units = self._parts.table.units
+        states, units = self._onebit.states, self._onebit.params.table.units
         return math.fsum(float(states.of(unit)["exp_avg_sq"].sum(dtype=torch.float64)) for unit in units)
 
 
-def watch_onebit(parts: Parts, onebit: OneBitExchange, rule: Any) -> None:
+def watch(onebit: OneBitUpdates, bus: Bus, every: int | None) -> None:
     """Attach the report and the freeze warning; called on rank 0."""
-    OneBitReport(parts, onebit, parts.plan.steps_per_print).attach(parts.bus)
-    freeze = getattr(rule, "freeze_step", None) or rule.intervals.var_freeze_step
-    FreezeWatch(parts, freeze).attach(parts.bus)
-    if parts.table.shards_masters:
-        size = sum(unit.layout.padded * unit.states.compute.itemsize for unit in parts.table.units)
-        log.info("1-bit | stage 1 cuts masters: besides the coded momenta, parameters of %s are gathered in every step",
-                 format_bytes(size))  # fmt: skip
+    OneBitReport(onebit, every).attach(bus)
+    freeze = getattr(onebit.rule, "freeze_step", None) or onebit.rule.intervals.var_freeze_step
+    FreezeWatch(onebit, freeze).attach(bus)
+    table = onebit.params.table
+    if table.shards_masters:
+        size = sum(unit.layout.padded * unit.states.compute.itemsize for unit in table.units)
+        log.info("1-bit | masters are cut over ranks: besides the coded momenta, parameters of %s are gathered in "
+                 "every step", format_bytes(size))  # fmt: skip

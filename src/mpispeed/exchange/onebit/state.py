@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +17,15 @@ import torch
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import CheckpointError, StoreError
 from mpispeed.ckpt.format.logical import LogicalTensor
-from mpispeed.engine.state.weights import NAMES_SHOWN
-from mpispeed.optim.exchange import Drifts, Exchange, Exchanges
-from mpispeed.optim.rule import KeepsNumbers, key_text
+from mpispeed.exchange.saved import NAMES_SHOWN
+from mpispeed.optim.exchange import Drifts, Exchange
 from mpispeed.store.transfers import own_share
 
 if TYPE_CHECKING:
     from mpispeed.ckpt.format.logical import Piece
     from mpispeed.ckpt.read.reader import Checkpoint
-    from mpispeed.engine.build.parts import Parts
-    from mpispeed.engine.state.global_layout import GlobalLayout
-    from mpispeed.sharding.onebit_exchange import OneBitExchange
+    from mpispeed.exchange.onebit.updates import OneBitUpdates
+    from mpispeed.exchange.saved import Layout, Loading
     from mpispeed.store.layout import Entry, Place, Span, Unit
 
 log = logging.getLogger(__name__)
@@ -53,21 +51,24 @@ class CodedTensors:
     Where states differ between data ranks, ordinary slots hold their mean.
     """
 
-    def __init__(self, parts: Parts, whole: GlobalLayout, onebit: OneBitExchange) -> None:
+    def __init__(self, onebit: OneBitUpdates, layout: Layout) -> None:
         """Collective over: the data axis, where states differ between its ranks."""
-        self._parts, self._whole, self._onebit, self._comm = parts, whole, onebit, parts.mesh["data"]
+        self._layout, self._onebit, self._comm = layout, onebit, onebit.mesh["data"]
         self._local: tuple[str, ...] = ()
         self._means: dict[tuple[int, str], torch.Tensor] = {}
         self._shares: dict[int, Span] = {}
-        rule = parts.optimization.rule if parts.optimization else None
-        if isinstance(rule, Drifts) and onebit.is_apart(parts.counters.update_count):
-            self._local = rule.local_names
-            for unit in parts.table.units:
+        if isinstance(onebit.rule, Drifts) and onebit.is_apart:
+            self._local = onebit.rule.local_names
+            for unit in onebit.params.table.units:
                 self._average(unit)
+
+    def state(self) -> dict[str, Any]:
+        """The quantity that errors are of, for the state tree."""
+        return {"coded": self._onebit.subject(self._onebit.step - 1)}
 
     def _average(self, unit: Unit) -> None:
         states = unit.states
-        share = own_share(self._parts.mesh, states.master, unit.layout.padded, states.partial)
+        share = own_share(self._onebit.mesh, states.master, unit.layout.padded, states.partial)
         self._shares[unit.index] = share
         with self._comm.together(StoreError):
             values = {slot: self._holder(unit, slot) for slot in self._local}
@@ -77,7 +78,7 @@ class CodedTensors:
             self._means[unit.index, slot] = mean[share.slice].clone()
 
     def _holder(self, unit: Unit, slot: str) -> torch.Tensor:
-        return self._parts.optimization.states.tensors(unit)[slot].get()  # type: ignore[union-attr]
+        return self._onebit.states.tensors(unit)[slot].get()
 
     def mean(self, place: Place, slot: str) -> tuple[Piece, ...] | None:
         """This rank's pieces of the mean of a slot that differs between ranks; None for others."""
@@ -94,8 +95,8 @@ class CodedTensors:
             values = self._holder(unit, slot)
             pieces = self._pieces(place, unit.layout.whole, values, before)
             yield LogicalTensor(entry.name, local_slot(slot), (self._comm.size, *shape), values.dtype, pieces)
-        errors, compressor = self._onebit.errors.get(unit.index), self._onebit.compressor
-        if self._onebit.is_pending:  # errors of an exchange that no update has used; the batch is replayed
+        errors, compressor = self._onebit.coder.errors.get(unit.index), self._onebit.coder.compressor
+        if self._onebit.gradients.is_pending:  # errors of an exchange that no update has used; the batch is replayed
             errors = None
         if errors is None:
             return
@@ -111,27 +112,7 @@ class CodedTensors:
         if not common.numel:
             return ()
         own = values[common.shifted(-span.start).slice].cpu()
-        return self._whole.pieces(place.unit, place.entry.name, common.start - start, own, before=before)
-
-
-def numbers_by_name(parts: Parts, whole: GlobalLayout) -> dict[str, dict[str, float]]:
-    """Scalars that the rule keeps for each parameter of this stage.
-
-    For a sliced parameter, names of the first slice's scalars are as they are, others end with the slice's number.
-
-    Collective over: the model axis, for rules that keep any.
-    """
-    rule = parts.optimization.rule if parts.optimization else None
-    if not isinstance(rule, KeepsNumbers):
-        return {}
-    rows = rule.scalars()
-    own = {entry.name: dict(rows.get(key_text(key), {})) for key, entry in _windows(parts)}
-    found: dict[str, dict[str, float]] = {}
-    for rank, numbers in enumerate(parts.mesh["model"].gather_objects(own)):
-        for name, row in numbers.items():
-            if rank == 0 or name in whole.slices:
-                found.setdefault(name, {}).update({key if rank == 0 else f"{key}.{rank}": x for key, x in row.items()})
-    return found
+        return self._layout.pieces(place.unit, place.entry.name, common.start - start, own, before=before)
 
 
 def merge_nested(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -146,65 +127,36 @@ def merge_nested(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _windows(parts: Parts) -> Iterator[tuple[tuple[int, int, int], Entry]]:
-    for unit in parts.table.units:
-        for entry in unit.layout.entries:
-            yield (unit.index, entry.group, entry.offset), entry
-
-
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def read_numbers(parts: Parts, source: Checkpoint, saved: Mapping[str, Any], whole: GlobalLayout) -> None:
-    """Load the scalars that the rule keeps for each parameter if the checkpoint is of the same rule; else reset them.
+def read(onebit: OneBitUpdates, loading: Loading) -> list[Unit]:
+    """Read exchange errors and states of this rank. Local.
 
-    Local; no effect for other rules.
+    Returns the units whose worker errors each rank has read for its chunk only.
     """
-    rule = parts.optimization.rule if parts.optimization else None
-    if not isinstance(rule, KeepsNumbers):
-        return
-    is_same = saved["name"] == rule.name
-    comm, stored, rows = parts.mesh["model"], set(source.names()), {}
-    is_cut_alike = source.layout.get("model", 1) == comm.size
-    for key, entry in _windows(parts):
-        if not is_same or entry.name not in stored:
-            continue
-        numbers = source.info(entry.name).scalars
-        suffix = f".{comm.rank}" if is_cut_alike and comm.rank and entry.name in whole.slices else ""
-        rows[key_text(key)] = {
-            name: numbers.get(name + suffix, numbers[name]) for name in rule.number_names if name in numbers
-        }
-    rule.load_scalars({key: row for key, row in rows.items() if row})
-
-
-def read(parts: Parts, source: Checkpoint, saved: Mapping[str, Any], whole: GlobalLayout, seen: int) -> list[Unit]:
-    """Read exchange errors and states of this rank, for an optimizer that has made `seen` updates. Local.
-
-    Returns the units whose worker errors each rank has read for its chunk only, for `spread`.
-    """
-    onebit = parts.optimization.onebit if parts.optimization else None
-    if onebit is None or not seen:
+    seen, source, layout, rule = loading.seen, loading.source, loading.run.layout, onebit.rule
+    if not seen:
         return []
-    rule: Any = parts.optimization.rule  # type: ignore[union-attr]
-    is_same = saved.get("name") == rule.name
-    if is_same and saved.get("coded") != onebit.subject(seen):
+    is_same = loading.optimizer.get("name") == rule.name
+    if is_same and loading.optimizer.get("coded") != onebit.subject(seen):
         _say(
-            parts,
+            onebit,
             logging.WARNING,
             f"{source.path} was saved in another phase of {rule.name}; errors, and local updates "
             "since ranks met, begin at zero",
         )
         if isinstance(rule, Drifts) and onebit.subject(seen) != "drift":
-            for unit in parts.table.units:
-                parts.optimization.states.tensors(unit)[rule.drift_name].clear()  # type: ignore[union-attr]
+            for unit in onebit.params.table.units:
+                onebit.states.tensors(unit)[rule.drift_name].clear()
         return []
-    if isinstance(rule, Drifts) and is_same and onebit.is_apart(seen):
-        for unit in parts.table.units:
-            _read_local(parts, source, whole, unit, rule.local_names)
-    found, cut = _read_all_errors(parts, onebit, source, whole) if is_same else (0, [])
+    if isinstance(rule, Drifts) and is_same and onebit.is_apart_after(seen):
+        for unit in onebit.params.table.units:
+            _read_local(onebit, source, layout, unit, rule.local_names)
+    found, cut = _read_all_errors(onebit, source, layout) if is_same else (0, [])
     was_coded = any(onebit.kind(step) is not Exchange.GRADIENT for step in (seen, seen - 1))
-    if not found and was_coded and parts.table.units:
-        _say(parts, logging.INFO, f"no errors of 1-bit coding of {rule.name} in {source.path}: they begin at zero")
+    if not found and was_coded and onebit.params.table.units:
+        _say(onebit, logging.INFO, f"no errors of 1-bit coding of {rule.name} in {source.path}: they begin at zero")
     return cut
 
 
@@ -227,9 +179,7 @@ def _check_shapes(source: Checkpoint, name: str) -> None:
             raise CheckpointError(msg)
 
 
-def _read_all_errors(
-    parts: Parts, onebit: OneBitExchange, source: Checkpoint, whole: GlobalLayout
-) -> tuple[int, list[Unit]]:
+def _read_all_errors(onebit: OneBitUpdates, source: Checkpoint, layout: Layout) -> tuple[int, list[Unit]]:
     """Read errors of all units; return the number of units that have any, and those read for a chunk only.
 
     Raises:
@@ -238,13 +188,13 @@ def _read_all_errors(
     stored, found, cut = set(source.names()), 0, []
     for name in stored:
         _check_shapes(source, name)
-    for unit in parts.table.units:
+    for unit in onebit.params.table.units:
         entries = [e for e in unit.layout.entries if e.name in stored and WORKER_ERROR in source.slots(e.name)]
         if not entries:
             continue
         found += 1
-        cut += [unit] if _read_errors(onebit, source, whole, unit, entries) else []
-        errors = onebit.errors_of(unit)
+        cut += [unit] if _read_errors(onebit, source, layout, unit, entries) else []
+        errors = onebit.coder.errors_of(unit)
         rows = {_rows(source, entry.name, WORKER_ERROR) for entry in entries}
         if len(rows) > 1 or not all(bool(torch.isfinite(x).all()) for x in (errors.worker, errors.server)):
             msg = (
@@ -255,27 +205,19 @@ def _read_all_errors(
     return found, cut
 
 
-def spread(parts: Parts, units: Iterable[Unit]) -> None:
-    """Gather the chunks of worker errors that ranks have read. Collective over: the data axis."""
-    onebit = parts.optimization.onebit if parts.optimization else None
-    if onebit is not None:
-        for unit in units:
-            onebit.compressor.collect(onebit.errors_of(unit))
+def _say(onebit: OneBitUpdates, level: int, text: str) -> None:
+    log.log(level if onebit.mesh.rank == 0 else logging.DEBUG, "%s", text)
 
 
-def _say(parts: Parts, level: int, text: str) -> None:
-    log.log(level if parts.mesh.rank == 0 else logging.DEBUG, "%s", text)
-
-
-def _read_local(parts: Parts, source: Checkpoint, whole: GlobalLayout, unit: Unit, slots: Iterable[str]) -> None:
+def _read_local(onebit: OneBitUpdates, source: Checkpoint, layout: Layout, unit: Unit, slots: Iterable[str]) -> None:
     """Read this rank's own rows; for another number of ranks the means, which were read before, stay."""
-    comm, stored = parts.mesh["data"], set(source.names())
+    comm, stored = onebit.mesh["data"], set(source.names())
     for slot in slots:
-        holder = parts.optimization.states.tensors(unit)[slot]  # type: ignore[union-attr]
+        holder = onebit.states.tensors(unit)[slot]
         values = holder.get()
         for entry in unit.layout.entries:
             if entry.name in stored and _rows(source, entry.name, local_slot(slot)) == comm.size:
-                whole.read(source, entry.name, local_slot(slot), 0, values[entry.span.slice], row=comm.rank)
+                layout.read(source, entry.name, local_slot(slot), 0, values[entry.span.slice], row=comm.rank)
         holder.put(values)
 
 
@@ -285,49 +227,48 @@ def _rows(source: Checkpoint, name: str, slot: str) -> int:
 
 
 def _read_errors(
-    onebit: OneBitExchange, source: Checkpoint, whole: GlobalLayout, unit: Unit, entries: Iterable[Entry]
+    onebit: OneBitUpdates, source: Checkpoint, layout: Layout, unit: Unit, entries: Iterable[Entry]
 ) -> bool:
     """Read a unit's errors; True if worker errors were read only for this rank's chunk of server errors."""
-    errors, compressor, is_cut = onebit.errors_of(unit), onebit.compressor, False
+    errors, compressor, is_cut = onebit.coder.errors_of(unit), onebit.coder.compressor, False
     worker, server = compressor.spans(errors)
     for entry in entries:
         rows, own, chunk = _rows(source, entry.name, WORKER_ERROR), *map(entry.span.intersect, (worker, server))
         if rows == compressor.workers and own.numel:
             out = errors.worker[own.shifted(-worker.start).slice]
-            whole.read(source, entry.name, WORKER_ERROR, own.start - entry.offset, out, row=compressor.worker)
+            layout.read(source, entry.name, WORKER_ERROR, own.start - entry.offset, out, row=compressor.worker)
         if rows != compressor.workers:
             is_cut = True
             out = errors.worker[chunk.shifted(-worker.start).slice] if chunk.numel else errors.worker[:0]
-            _read_mean(source, whole, entry.name, rows, chunk.start - entry.offset, out)
+            _read_mean(source, layout, entry.name, rows, chunk.start - entry.offset, out)
         if chunk.numel:
             out = errors.server[chunk.shifted(-server.start).slice]
-            whole.read(source, entry.name, SERVER_ERROR, chunk.start - entry.offset, out)
+            layout.read(source, entry.name, SERVER_ERROR, chunk.start - entry.offset, out)
     return is_cut
 
 
-def _read_mean(source: Checkpoint, whole: GlobalLayout, name: str, rows: int, start: int, out: torch.Tensor) -> None:
+def _read_mean(source: Checkpoint, layout: Layout, name: str, rows: int, start: int, out: torch.Tensor) -> None:
     for first in range(0, out.numel(), _STEP):
         part = out[first : first + _STEP]
         row_values, total = torch.empty_like(part, device=HOST), torch.zeros(part.numel(), dtype=torch.float64)
         for row in range(rows):
-            whole.read(source, name, WORKER_ERROR, start + first, row_values, row=row)
+            layout.read(source, name, WORKER_ERROR, start + first, row_values, row=row)
             total += row_values
         part.copy_(total / rows)
 
 
-def refuse_still(parts: Parts, source: Checkpoint, saved: dict[str, Any], fresh: set[str]) -> None:
+def refuse_still(onebit: OneBitUpdates, loading: Loading, fresh: Collection[str]) -> None:
     """Refuse parameters without a variance that a 1-bit optimizer has frozen: they would never move.
 
     Raises:
         CheckpointError: there are such parameters.
     """
-    optimization = parts.optimization
-    rule = optimization.rule if optimization else None
-    if optimization is None or not isinstance(rule, Exchanges) or not set(rule.state_names) <= set(saved["slots"]):
+    rule, source = onebit.rule, loading.source
+    if not set(rule.state_names) <= set(loading.optimizer.get("slots", ())):
         return
     step = max((source.info(name).step for name in source.names()), default=0) + 1
-    places = {name: parts.table.by_name(name) for name in fresh}
-    groups = {name: optimization.groups[place.entry.group] for name, place in places.items() if place is not None}
+    places = {name: onebit.params.table.by_name(name) for name in fresh}
+    groups = {name: onebit.groups[place.entry.group] for name, place in places.items() if place is not None}
     still = sorted(name for name, group in groups.items() if rule.exchanges(step, group) is not Exchange.GRADIENT)
     if still:
         msg = (

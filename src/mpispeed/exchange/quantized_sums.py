@@ -1,4 +1,4 @@
-"""Checkpoint state of quantized sums of gradients: the errors that ranks, and nodes, add to their next one (LoCo).
+"""Quantized sums of gradients, and the errors that ranks and nodes add to their next one (LoCo) in checkpoints.
 
 A parameter has a tensor with a row for each data rank, and where nodes have several ranks one with a row for each node,
 in the slots `gradient_error` and `node_gradient_error`. Copies of a parameter whose gradients add up (tied over stages,
@@ -23,6 +23,7 @@ import torch
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor
+from mpispeed.exchange.strategy import ExchangeStrategy
 from mpispeed.native.codes import Grid
 from mpispeed.store.layout import Span
 from mpispeed.store.placement import REPLICATED, Placement
@@ -31,11 +32,13 @@ from mpispeed.store.transfers import all_gather_into, own_span
 if TYPE_CHECKING:
     from mpispeed.ckpt.format.logical import Piece
     from mpispeed.ckpt.read.reader import Checkpoint
-    from mpispeed.engine.build.parts import Parts
-    from mpispeed.engine.state.global_layout import GlobalLayout
+    from mpispeed.exchange.saved import Layout, Loading, Run
     from mpispeed.mesh.compressed.quantized import Feedback
-    from mpispeed.sharding.reducers import QuantizedReducer
-    from mpispeed.store.layout import Entry, Place, Unit
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.optim.rule import Rule
+    from mpispeed.sharding.quantized import QuantizedReducer
+    from mpispeed.sharding.reducers import SumGradients
+    from mpispeed.store.layout import Entry, Place, Table, Unit
 
 log = logging.getLogger(__name__)
 
@@ -67,28 +70,66 @@ class _Hop:
     grid: Grid
 
 
-def _copies(parts: Parts, unit: Unit) -> tuple[int, int]:
+class QuantizedSums(ExchangeStrategy):
+    """Sums of gradients whose messages are quantized with error feedback.
+
+    Attributes:
+        reducer: has the errors.
+        after: the factor behind sums over ranks.
+    """
+
+    has_scaled_state = True
+
+    def __init__(self, mesh: Mesh, table: Table, sums: SumGradients, reducer: QuantizedReducer, rule: Rule) -> None:
+        """Args: `sums` are carried out by `reducer`."""
+        super().__init__(sums, rule)
+        self.mesh, self.table, self.reducer, self.after = mesh, table, reducer, sums.averaging.after
+        self._read: list[Sums] = []
+
+    def memory(self) -> dict[str, int]:
+        """The errors."""
+        return {"errors of quantized sums": self.reducer.error_bytes}
+
+    def saved(self, run: Run) -> ErrorTensors:
+        """The errors. Collective over: all ranks."""
+        return ErrorTensors(self, run)
+
+    def read_scaled(self, loading: Loading) -> None:
+        """As `read`. Local."""
+        self._read = read(self, loading)
+
+    def spread_scaled(self) -> None:
+        """Gather the parts of sums that ranks have read, and keep them as errors. Collective over: the data axis."""
+        sums, self._read = self._read, []
+        for each in sums:
+            _spread(self, each)
+
+    def feedback_of(self, unit: Unit) -> Feedback | None:
+        """The error feedback of a unit; None if the unit is not quantized."""
+        return self.reducer.feedback_of(unit) if self.reducer.takes(unit, unit.states.wire) else None
+
+    def hops(self, run: Run, unit: Unit) -> list[_Hop]:
+        """The hops after which rounding is left, as in `quantized_reduce_scatter`: the second only inside of nodes."""
+        (inner, outer), mesh, padded = self.reducer.axes, self.mesh, unit.layout.padded
+        ranks, nodes = mesh["data"].size, mesh[outer].size
+        copy, copies = _copies(run, unit)
+        piece = padded // ranks
+        whole = Grid(piece, self.reducer.block, ranks)
+        row = copy * ranks + mesh.index("data")
+        found = [_Hop("first", RANK_ERROR, row, copies * ranks, Span(0, padded), whole)]
+        if mesh[inner].size > 1:
+            part = own_span(mesh, Placement((inner,)), padded)
+            grid = Grid(piece, self.reducer.block, nodes)
+            found.append(_Hop("second", NODE_ERROR, copy * nodes + mesh.index(outer), copies * nodes, part, grid))
+        return found
+
+
+def _copies(run: Run, unit: Unit) -> tuple[int, int]:
     """This rank's number among the copies of the unit whose gradients add up, and their count."""
     number, count = 0, 1
-    for comm in parts.sharing.summed_over(unit) if parts.sharing is not None else ():
+    for comm in run.copies(unit):
         number, count = number * comm.size + comm.rank, count * comm.size
     return number, count
-
-
-def _hops(parts: Parts, quantized: QuantizedReducer, unit: Unit) -> list[_Hop]:
-    """The hops after which rounding is left, as in `quantized_reduce_scatter`: the second one only inside of nodes."""
-    (inner, outer), mesh, padded = quantized.axes, parts.mesh, unit.layout.padded
-    ranks, nodes = mesh["data"].size, mesh[outer].size
-    copy, copies = _copies(parts, unit)
-    piece = padded // ranks
-    whole = Grid(piece, quantized.block, ranks)
-    row = copy * ranks + mesh.index("data")
-    found = [_Hop("first", RANK_ERROR, row, copies * ranks, Span(0, padded), whole)]
-    if mesh[inner].size > 1:
-        part = own_span(mesh, Placement((inner,)), padded)
-        grid = Grid(piece, quantized.block, nodes)
-        found.append(_Hop("second", NODE_ERROR, copy * nodes + mesh.index(outer), copies * nodes, part, grid))
-    return found
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
@@ -100,10 +141,10 @@ class ErrorTensors:
     There are none in the middle of a step: its micro-batches, which are replayed, have changed the errors already.
     """
 
-    def __init__(self, parts: Parts, whole: GlobalLayout, quantized: QuantizedReducer) -> None:
+    def __init__(self, exchange: QuantizedSums, run: Run) -> None:
         """Collective over: all ranks."""
-        self._parts, self._whole, self._quantized = parts, whole, quantized
-        found = parts.mesh.world.comm.gather_objects((parts.counters.pending_backwards, quantized.uses))
+        self._exchange, self._run = exchange, run
+        found = exchange.mesh.world.comm.gather_objects((run.pending_backwards, exchange.reducer.uses))
         self._uses = 0 if any(pending for pending, _ in found) else max(uses for _, uses in found)
 
     def mean(self, place: Place, slot: str) -> None:
@@ -111,11 +152,10 @@ class ErrorTensors:
 
     def tensors(self, place: Place, shape: tuple[int, ...]) -> Iterator[LogicalTensor]:
         """The errors of one parameter, whose logical shape is `shape`; read as they are written."""
-        parts, unit = self._parts, place.unit
-        feedback = _feedback(self._quantized, unit) if self._uses else None
+        feedback = self._exchange.feedback_of(place.unit) if self._uses else None
         if feedback is None:
             return
-        for hop in _hops(parts, self._quantized, unit):
+        for hop in self._exchange.hops(self._run, place.unit):
             pieces = self._pieces(place, hop, feedback, hop.row * math.prod(shape))
             yield LogicalTensor(place.entry.name, hop.slot, (hop.rows, *shape), torch.float32, pieces)
 
@@ -131,21 +171,15 @@ class ErrorTensors:
                 yield feedback.values(hop.name, origin + start, origin + min(start + _STEP, last))
 
         values = Deferred(common.numel, torch.float32, read, is_in_memory=True)
-        made = self._whole.pieces(unit, entry.name, common.start - entry.offset, values, before=before)
-        has_own_rows = _copies(self._parts, unit)[1] > 1
+        made = self._run.layout.pieces(unit, entry.name, common.start - entry.offset, values, before=before)
+        has_own_rows = _copies(self._run, unit)[1] > 1
         return tuple(replace(piece, is_replica=False) for piece in made) if has_own_rows else made
 
     def state(self) -> dict[str, Any]:
         """What the errors depend on, for the state tree; empty where none are saved."""
         if not self._uses:
             return {}
-        grads = self._parts.optimization.grads  # type: ignore[union-attr]
-        return {KEY: {"uses": self._uses, "after": grads.sums.averaging.after, "loss_scale": self._parts.scaler.scale}}
-
-
-def _feedback(quantized: QuantizedReducer, unit: Unit) -> Feedback | None:
-    """The error feedback of a unit; None if the unit is not quantized."""
-    return quantized.feedback_of(unit) if quantized.takes(unit, unit.states.wire) else None
+        return {KEY: {"uses": self._uses, "after": self._exchange.after, "loss_scale": self._run.loss_scale}}
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
@@ -156,60 +190,54 @@ class Sums:
     """A unit whose rows were saved at another layout: of each hop this rank's part of what every row becomes."""
 
     unit: Unit
+    hops: tuple[_Hop, ...]
     parts: tuple[torch.Tensor, ...]
 
 
-def read(parts: Parts, source: Checkpoint, state: Mapping[str, Any], whole: GlobalLayout) -> list[Sums]:
-    """Read the errors of this rank, and sums of rows for `spread`. Local; the loss scale has been loaded.
+def read(exchange: QuantizedSums, loading: Loading) -> list[Sums]:
+    """Read the errors of this rank; returns the sums of rows that are to be gathered. Local.
 
     Raises:
         CheckpointError: they are damaged.
     """
-    quantized = parts.optimization.quantized if parts.optimization else None
-    if quantized is None:
-        return []
-    saved, names = state.get("optimizer", {}).get(KEY), set(source.names())
+    source, layout = loading.source, loading.run.layout
+    saved, names = loading.optimizer.get(KEY), set(source.names())
     stored = {name for name in names if RANK_ERROR in source.slots(name)}
     if saved is None or not stored:
-        level = logging.INFO if parts.mesh.rank == 0 else logging.DEBUG
+        level = logging.INFO if exchange.mesh.rank == 0 else logging.DEBUG
         log.log(level, "no errors of quantized gradients in %s: they begin at zero", source.path)
         return []
-    uses, factor = _numbers(parts, source, saved)
+    uses, factor = _numbers(exchange, loading, saved)
     for name in names:
         _check_shapes(source, name)
     found = []
-    for unit in parts.table.units:
-        feedback = _feedback(quantized, unit)
+    for unit in exchange.table.units:
+        feedback = exchange.feedback_of(unit)
         if feedback is None:
             continue
-        hops, entries = _hops(parts, quantized, unit), [e for e in unit.layout.entries if e.name in stored]
+        hops, entries = exchange.hops(loading.run, unit), [e for e in unit.layout.entries if e.name in stored]
         feedback.uses = uses
         if _has_same_rows(source, hops, entries):
             for hop in hops:
-                feedback.put(hop.name, hop.grid, _own_rows(source, whole, hop, entries, factor))
+                feedback.put(hop.name, hop.grid, _own_rows(source, layout, hop, entries, factor))
         else:
-            found.append(_sums(parts, quantized, source, whole, unit, hops, entries, factor))
+            found.append(_sums(exchange, source, layout, unit, hops, entries, factor))
     return found
 
 
-def spread(parts: Parts, sums: Iterable[Sums]) -> None:
-    """Gather the parts of sums that ranks have read, and keep them as errors. Collective over: the data axis."""
-    quantized = parts.optimization.quantized if parts.optimization else None
-    if quantized is None:
+def _spread(exchange: QuantizedSums, each: Sums) -> None:
+    """Gather the parts of a unit's sums that ranks have read. Collective over: the data axis."""
+    (inner, outer), feedback, padded = exchange.reducer.axes, exchange.feedback_of(each.unit), each.unit.layout.padded
+    if feedback is None:
         return
-    inner, outer = quantized.axes
-    for each in sums:
-        feedback, padded = _feedback(quantized, each.unit), each.unit.layout.padded
-        if feedback is None:
-            continue
-        for hop, part in zip(_hops(parts, quantized, each.unit), each.parts, strict=True):
-            values = torch.empty(hop.span.numel)
-            target = REPLICATED if hop.name == "first" else Placement((inner,))
-            all_gather_into(parts.mesh, values, part, Placement((inner, outer)), target, padded)
-            feedback.put(hop.name, hop.grid, values)
+    for hop, part in zip(each.hops, each.parts, strict=True):
+        values = torch.empty(hop.span.numel)
+        target = REPLICATED if hop.name == "first" else Placement((inner,))
+        all_gather_into(exchange.mesh, values, part, Placement((inner, outer)), target, padded)
+        feedback.put(hop.name, hop.grid, values)
 
 
-def _numbers(parts: Parts, source: Checkpoint, saved: Any) -> tuple[int, float]:
+def _numbers(exchange: QuantizedSums, loading: Loading, saved: Any) -> tuple[int, float]:
     """Sums since errors began, and the factor of errors, from the state tree.
 
     Raises:
@@ -220,12 +248,11 @@ def _numbers(parts: Parts, source: Checkpoint, saved: Any) -> tuple[int, float]:
     is_count = isinstance(uses, int) and not isinstance(uses, bool) and uses >= 0
     if not is_count or not all(isinstance(x, float) and math.isfinite(x) and x > 0 for x in (after, scale)):
         msg = (
-            f"{KEY} in the state of {source.path} are {saved!r}, expected a count and two positive numbers; the file "
-            "is damaged: load with load_optimizer_states=False"
+            f"{KEY} in the state of {loading.source.path} are {saved!r}, expected a count and two positive numbers; "
+            "the file is damaged: load with load_optimizer_states=False"
         )
         raise CheckpointError(msg)
-    grads = parts.optimization.grads  # type: ignore[union-attr]
-    return uses, (after / grads.sums.averaging.after) * (parts.scaler.scale / scale)
+    return uses, (after / exchange.after) * (loading.run.loss_scale / scale)
 
 
 _NUMBERS = ("uses", "after", "loss_scale")
@@ -255,49 +282,49 @@ def _has_same_rows(source: Checkpoint, hops: Iterable[_Hop], entries: Iterable[E
     return all(_rows(source, entry.name, slot) == rows for entry in entries for slot, rows in own.items())
 
 
-def _own_rows(
-    source: Checkpoint, whole: GlobalLayout, hop: _Hop, entries: Iterable[Entry], factor: float
-) -> torch.Tensor:
+def _own_rows(source: Checkpoint, layout: Layout, hop: _Hop, entries: Iterable[Entry], factor: float) -> torch.Tensor:
     values = torch.zeros(hop.span.numel)
     for entry in entries:
         common = entry.span.intersect(hop.span)
         if common.numel:
             out = values[common.shifted(-hop.span.start).slice]
-            whole.read(source, entry.name, hop.slot, common.start - entry.offset, out, row=hop.row)
+            layout.read(source, entry.name, hop.slot, common.start - entry.offset, out, row=hop.row)
     return _checked(source, values.mul_(factor), hop.slot, entries)
 
 
 def _sums(
-    parts: Parts,
-    quantized: QuantizedReducer,
+    exchange: QuantizedSums,
     source: Checkpoint,
-    whole: GlobalLayout,
+    layout: Layout,
     unit: Unit,
     hops: list[_Hop],
     entries: Iterable[Entry],
     factor: float,
 ) -> Sums:
     """What each row becomes, on this rank's part of the unit. Errors of nodes go to ranks where nodes have none."""
-    span, slots = own_span(parts.mesh, Placement(quantized.axes), unit.layout.padded), (RANK_ERROR, NODE_ERROR)
+    span, slots = (
+        own_span(exchange.mesh, Placement(exchange.reducer.axes), unit.layout.padded),
+        (RANK_ERROR, NODE_ERROR),
+    )
     totals = {slot: torch.zeros(span.numel) for slot in slots}
     for entry in entries:
         common = entry.span.intersect(span)
         for slot in slots:
             out = totals[slot][common.shifted(-span.start).slice] if common.numel else totals[slot][:0]
-            _read_total(source, whole, entry.name, slot, common.start - entry.offset, out)
+            _read_total(source, layout, entry.name, slot, common.start - entry.offset, out)
     if len(hops) == 1:
         totals[RANK_ERROR] += totals[NODE_ERROR]
     made = (_checked(source, totals[hop.slot].mul_(factor / hop.rows), hop.slot, entries) for hop in hops)
-    return Sums(unit, tuple(made))
+    return Sums(unit, tuple(hops), tuple(made))
 
 
-def _read_total(source: Checkpoint, whole: GlobalLayout, name: str, slot: str, start: int, out: torch.Tensor) -> None:
+def _read_total(source: Checkpoint, layout: Layout, name: str, slot: str, start: int, out: torch.Tensor) -> None:
     """Fill `out` with the sum of all rows, added in order in fp64."""
     for first in range(0, out.numel(), _STEP):
         part = out[first : first + _STEP]
         values, total = torch.empty_like(part), torch.zeros(part.numel(), dtype=torch.float64)
         for row in range(_rows(source, name, slot)):
-            whole.read(source, name, slot, start + first, values, row=row)
+            layout.read(source, name, slot, start + first, values, row=row)
             total += values
         part.copy_(total)
 

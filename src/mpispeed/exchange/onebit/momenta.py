@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import ConfigError, StoreError
+from mpispeed.optim.rule import MASK
 from mpispeed.store.placement import REPLICATED
 from mpispeed.store.transfers import all_gather_into
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from mpispeed.sharding.param_shards import ParamShards
     from mpispeed.sharding.update_windows import StateStore
     from mpispeed.store.layout import Entry, Unit
-
-MASK = "exp_avg_mask"
-"""Key of a parameter group: 0 where the momentum has to stay 0, 1 elsewhere."""
 
 
 class Momenta:

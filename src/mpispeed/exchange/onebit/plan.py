@@ -1,4 +1,4 @@
-"""Exchanges of 1-bit optimizers under a plan, and refusal of plans that rule them out."""
+"""Exchanges of 1-bit optimizers under a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.optim.exchange import Drifts, Exchange, Exchanges
+from mpispeed.optim.exchange import Drifts, Exchange
+from mpispeed.plan.local_gradients import require_whole
 
 if TYPE_CHECKING:
     from mpispeed.plan.plan import Plan
@@ -44,14 +45,12 @@ class OneBitPlan:
     lends_units: bool
 
 
-def onebit_plan_of(plan: Plan, rule: Any) -> OneBitPlan | None:
-    """Exchanges of `rule` under a plan; None for other optimizers.
+def onebit_plan_of(plan: Plan, rule: Any) -> OneBitPlan:
+    """Exchanges of `rule`, which is an `Exchanges`, under a plan.
 
     Raises:
         ConfigError: gradients would be sharded or not in fp32, or masters of local updates would be sharded.
     """
-    if not isinstance(rule, Exchanges):
-        return None
     name, accumulate = getattr(rule, "name", ""), plan.config.data_types.grad_accum_dtype
     require_whole(plan, rule, name)
     if accumulate and plan.policy.accumulate != torch.float32:
@@ -59,23 +58,7 @@ def onebit_plan_of(plan: Plan, rule: Any) -> OneBitPlan | None:
         raise ConfigError(msg)
     if isinstance(rule, Drifts):
         kinds = Exchange.CODED_GRADIENT, Exchange.NOTHING, Exchange.DRIFT
-        return OneBitPlan(kinds, rule.intervals.var_freeze_step, plan.placing.hops, True, len(rule.local_names), False)  # type: ignore[attr-defined]
-    lends_units: bool = rule.wants_whole  # type: ignore[attr-defined]
-    return OneBitPlan((Exchange.MOMENTUM,), rule.freeze_step, plan.placing.hops, False, 0, lends_units)  # type: ignore[attr-defined]
-
-
-def require_whole(plan: Plan, rule: Any, name: str) -> None:
-    """Require replicated gradients for 1-bit optimizers (in a pipeline they are so at every ZeRO stage), and masters.
-
-    Raises:
-        ConfigError: gradients are sharded, or masters of local updates are.
-    """
-    needed = (plan.states.grad, plan.states.master) if isinstance(rule, Drifts) else (plan.states.grad,)
-    if isinstance(rule, Exchanges) and not all(placement.is_replicated for placement in needed):
-        msg = (
-            f"optimizer {name} lets gradients stay local after its warm-up, and zero_optimization.stage {plan.stage} "
-            "cuts them or what is updated from them over ranks; use stage 0 or 1"
-        )
-        if plan.stage == 1:  # the object is there when the plan is made, what a callable makes is not
-            msg = msg.removesuffix("use stage 0 or 1") + "pass the optimizer itself, not a callable, or use stage 0"
-        raise ConfigError(msg)
+        last: int = rule.intervals.var_freeze_step  # type: ignore[attr-defined]
+        return OneBitPlan(kinds, last, plan.placing.hops, True, len(rule.local_names), False)
+    lends_units: bool = rule.wants_whole
+    return OneBitPlan((Exchange.MOMENTUM,), rule.freeze_step, plan.placing.hops, False, 0, lends_units)
