@@ -173,7 +173,7 @@ class _QuantizedOnce(Listener):
 class _DryRun:
     def __init__(self, facts: EstimateInputs) -> None:
         self._facts, model, table = facts, facts.model, facts.table
-        mesh = self._mesh = _mesh_of(facts)
+        mesh = self._mesh = facts.dry_mesh()
         self._repeats = _Repeats(mesh)
         params = make_shards(DryParams, facts.plan, mesh, table, DryTiers(facts.swap))
         params.adopt_all()
@@ -304,15 +304,6 @@ def _a_module() -> str:
 def _wait(work: Work, what: Callable[[], str]) -> None:
     del what
     work.wait()
-
-
-def _mesh_of(facts: EstimateInputs) -> Mesh:
-    """The ranks, seen from the first rank of the model's pipeline stage."""
-    topology, model = facts.topology, facts.model
-    places = dict.fromkeys(topology.names, 0)
-    if isinstance(model, PipelineModule) and topology.group_size("pipe") > 1:
-        places["pipe"] = model.stage_id
-    return Mesh(topology, DryWorld(topology.rank(**places), topology.size))
 
 
 def _sharing(mesh: Mesh, model: nn.Module) -> Sharing:

@@ -13,9 +13,11 @@ from torch import nn
 
 from mpispeed.exchange.cost import SUMS_ALONE, ExchangeCost
 from mpispeed.exchange.table import kind_of
-from mpispeed.mesh.mesh import Topology
+from mpispeed.mesh.dry import DryWorld
+from mpispeed.mesh.mesh import Mesh, Topology
 from mpispeed.optim.choice import build
 from mpispeed.optim.rule import KeepsState, Rule, Window
+from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.offload_plan import make_swap_plan, offload_of, swapped_cells
 from mpispeed.plan.units import deal_units
 from mpispeed.sharding.leaf import mark_leaves_by_threshold
@@ -65,6 +67,14 @@ class EstimateInputs:
     def master(self) -> Placement:
         """Placement of masters, but for units whose states say otherwise."""
         return self.plan.states.master
+
+    def dry_mesh(self) -> Mesh:
+        """The ranks, seen from the first rank of the model's pipeline stage; nothing moves."""
+        topology, model = self.topology, self.model
+        places = dict.fromkeys(topology.names, 0)
+        if isinstance(model, PipelineModule) and topology.group_size("pipe") > 1:
+            places["pipe"] = model.stage_id
+        return Mesh(topology, DryWorld(topology.rank(**places), topology.size))
 
     def span(self, unit: Unit, placement: Placement) -> int:
         """Elements of a unit's flat buffer that one rank holds."""
