@@ -102,7 +102,7 @@ def predict(facts: EstimateInputs) -> Budget:
     """
     outcome = rehearse(facts)
     prompt = outcome
-    if facts.is_overlapped:  # more than two micro-steps hold no more than two
+    if facts.is_overlapped and facts.table.shards_grads:  # more than two micro-steps hold no more than two
         prompt = rehearse(replace(facts, is_overlapped=False, micro_steps=min(facts.micro_steps, 2)))
     params, gathered_bytes = outcome.params, outcome.gathered_bytes
     held = [*_held_at_rest(facts, outcome), *_buffers(facts, outcome)]

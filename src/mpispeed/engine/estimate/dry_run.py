@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.compressed.quantized import Feedback
     from mpispeed.sharding.module_units import ModuleUnits
     from mpispeed.store.arena import Arena
-    from mpispeed.store.layout import Unit
+    from mpispeed.store.layout import Place, Table, Unit
 
 MICRO_STEPS = 3
 """Micro-steps of a step that are run; of more, the last but one counts several times, because those are alike."""
@@ -195,7 +195,7 @@ class _DryRun:
         self._users = find_module_units(
             model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
         )
-        self._modules = [(module, own) for module in model.modules() if (own := list(module.parameters(recurse=False)))]
+        self._uses = list(_backward_uses(model, table))
         self._cut = [unit for unit in table.all_units if not unit.states.param.is_replicated]
         self._gradients = {
             entry.name: torch.empty(entry.shape, dtype=unit.states.compute, device=META)
@@ -278,23 +278,32 @@ class _DryRun:
             fetcher.unhold(user.units, reshards=True)
 
     def _backward(self, fetcher: Prefetcher | None) -> None:
-        table, grads = self._facts.table, self._out.grads
-        left = Counter(id(param) for _, params in self._modules for param in params)
-        for module, params in reversed(self._modules):
-            places = [place for param in params if (place := table.locate(param)) is not None]
-            units = {place.unit.index: place.unit for place in places if not place.unit.states.param.is_replicated}
-            if fetcher is not None and units and not isinstance(module, _SAVES_NO_WEIGHT):
-                fetcher.unshard(tuple(units.values()), is_backward=True, reader=_a_module)
-            for param in params:
-                left[id(param)] -= 1
-                place = table.find(param)
-                if place is None or left[id(param)]:
-                    continue
+        grads = self._out.grads
+        for units, landed in self._uses:
+            if fetcher is not None and units:
+                fetcher.unshard(units, is_backward=True, reader=_a_module)
+            for place in landed:
                 grads.land(place.unit, place.entry, self._gradients[place.entry.name])
                 if fetcher is not None and grads.has_landed(place.unit):
                     fetcher.reshard_unused((place.unit.index,))
         if fetcher is not None:
             fetcher.reshard_idle()
+
+
+def _backward_uses(model: nn.Module, table: Table) -> Iterator[tuple[tuple[Unit, ...], list[Place]]]:
+    """Units that modules need in backward, in turn, and the parameters whose gradients are complete then."""
+    modules = [(module, own) for module in model.modules() if (own := list(module.parameters(recurse=False)))]
+    left = Counter(id(param) for _, params in modules for param in params)
+    for module, params in reversed(modules):
+        places = [place for param in params if (place := table.locate(param)) is not None]
+        units = {place.unit.index: place.unit for place in places if not place.unit.states.param.is_replicated}
+        landed = []
+        for param in params:
+            left[id(param)] -= 1
+            place = table.find(param)
+            if place is not None and not left[id(param)]:
+                landed.append(place)
+        yield () if isinstance(module, _SAVES_NO_WEIGHT) else tuple(units.values()), landed
 
 
 def _a_module() -> str:
