@@ -75,5 +75,5 @@ def test_many_ranks_and_layers_take_seconds(zero):
     }
     start = time.process_time()
     budget = predict(facts_of(source, ranks, model, node=8))
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 30  # about 2; work for each rank would be hours
     assert budget.sent_bytes() > 0
