@@ -55,6 +55,8 @@ def shard(
         if mesh["data"].size > 1:
             mesh.channel("calls")
         prefetcher, module_hooks = None, None
+        if not plan.states.param.is_replicated and mesh["data"].size < mesh.size:
+            mesh.channel("params")  # on all ranks: other stages and slices may shard parameters, and this one none
         if table.shards_params:
             prefetcher = _make_prefetcher(plan, mesh, shards, waits.wait)
             mark_leaves_by_threshold(model, zero.module_granularity_threshold)
