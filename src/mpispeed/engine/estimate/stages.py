@@ -123,12 +123,14 @@ def has_loose_gathers(plan: Plan) -> bool:
 
 
 def open_points(plan: Plan, budget: RankBudget) -> list[str]:
-    """Sentences on what a prediction leaves out or only estimates, for pipelines and slices."""
+    """Sentences on what a prediction leaves out or only estimates, for pipelines, slices, experts."""
     found = []
     if plan.axes["pipe"] > 1:
         found.append("not counted: activations and their gradients that stages send each other, by the batch's shape")
     if plan.axes["model"] > 1:
         found.append("not counted: sums and gathers of activations over the slices of a layer, by the batch's shape")
+    if plan.placing.has_distinct:
+        found.append("not counted: rows of tokens to experts on other ranks and back, by the batch's shape")
     if budget.is_pipeline and has_loose_gathers(plan):
         found.append(
             "estimated: gathers of parameters and the buffers for them, which follow the pipeline's schedule where "

@@ -128,7 +128,6 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on every rank, if rank 0 has no memory for the copies.
     """
-    require_common(parts.table, "the gathered state dict of data rank 0 has one value for each name")
     state = _kept_state(parts, exclude_frozen=exclude_frozen)
     copies: dict[int, torch.Tensor] = {}
     is_taker, failures = parts.mesh.index("data") == 0, Failures()
@@ -155,6 +154,7 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
 
 def _kept_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     """The module's state dict with its own parameters; they may be sharded, as no data are read."""
+    require_common(parts.table, "data rank 0 gives the whole model's weights, one value for each name")
     left_out = _frozen_names(parts) if exclude_frozen else ()
     return {k: v for k, v in parts.module.state_dict(keep_vars=True).items() if k not in left_out}
 
@@ -228,7 +228,7 @@ def gather_model(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
 
     Raises:
         CheckpointError: on every rank, if rank 0 has no memory for the model, or parameters cannot be read.
-        UsageError: parameters were taken away by `engine.offload_states`.
+        UsageError: parameters were taken away by `engine.offload_states`, or data ranks have some of their own.
     """
     parts.params.require((Kind.lp_params,), "engine.save_16bit_model()")
     mesh, layout, failures = parts.mesh, GlobalLayout.of(parts), Failures()
