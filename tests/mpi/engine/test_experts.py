@@ -128,6 +128,19 @@ def test_sixteen_bits(comm, dtype):
     engine.destroy()
 
 
+def test_numbers_that_are_none_on_one_rank_skip_the_step_everywhere(comm):
+    engine = start(config(2, BATCH, 1, dtype="fp16", **ADAM), Net(comm.size))
+    before = weights(engine)
+    x, y = (part.chunk(comm.size)[comm.rank].half() for part in data()[0])
+    if comm.rank == comm.size - 1:
+        x = x.index_fill(0, torch.tensor([1]), torch.inf)
+    engine.backward(engine(x, y))
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+    engine.destroy()
+
+
 def test_biases_move_once_for_each_update(comm):
     engine = start(config(2, BATCH, 1, **ADAM), Net(comm.size, bias_rate=0.125))
     gate, before = engine.module.second.gate, torch.zeros(EXPERTS)
