@@ -281,7 +281,7 @@ def _save_weights(run: Run) -> None:
 
 def _whole_file(run: Run) -> bool:
     """The file has the whole model."""
-    shapes = sorted(tuple(param.shape) for param in Whole().parameters())
+    shapes = sorted(tuple(param.shape) for param in Whole(has_experts="experts" in run.names).parameters())
     found = torch.load(run.folder / "weights.bin", weights_only=True)
     return sorted(tuple(value.shape) for value in found.values()) == shapes
 

@@ -264,6 +264,21 @@ def same_tensors(one, two):
     return all(torch.equal(a.read_whole(*row), b.read_whole(*row)) for row in rows)
 
 
+@pytest.mark.parametrize("stage", on_ranks([0, 2, 3]))
+def test_the_file_of_all_weights_has_all_experts(comm, mpi_tmp_path, stage):
+    for ep_size in group_sizes(comm):
+        settings = config(stage, BATCH, 1, zero={"stage3_gather_16bit_weights_on_model_save": True}, **ADAM)
+        engine = start(settings, Net(ep_size))
+        train(engine, comm, data()[:1])
+        assert engine.save_16bit_model(str(mpi_tmp_path), f"{ep_size}.bin")
+        whole = whole_of(engine, comm)
+        engine.destroy()
+        if comm.rank == 0:
+            found = torch.load(mpi_tmp_path / f"{ep_size}.bin", weights_only=True)
+            assert set(found) == set(Net().state_dict())
+            assert all(torch.equal(value, whole[name]) for name, value in found.items())
+
+
 @pytest.mark.ranks(2, 4)
 def test_what_checkpoints_do_not_have_yet_is_refused(comm, mpi_tmp_path):
     radam = {"optimizer": {"type": "RAdam", "params": {"lr": 0.01}}, "zero_allow_untested_optimizer": True}
@@ -271,7 +286,7 @@ def test_what_checkpoints_do_not_have_yet_is_refused(comm, mpi_tmp_path):
     train(engine, comm, data()[:1])
     with pytest.raises(UsageError, match="the optimizer RAdam keeps numbers of each parameter"):
         engine.save_checkpoint(str(mpi_tmp_path))
-    with pytest.raises(UsageError, match="mpispeed ckpt export"):
+    with pytest.raises(UsageError, match="use save_checkpoint or save_16bit_model"):
         engine.load_module_state_dict(engine.module_state_dict())
     engine.destroy()
 

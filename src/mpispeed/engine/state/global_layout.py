@@ -69,8 +69,6 @@ class GlobalLayout:
         """
         experts = ExpertNames.of(parts.module)
         require_common(parts.table, "a checkpoint has one tensor for each name", experts)
-        if experts.are_shared_out:
-            _require_plain_state(parts)
         comm = parts.mesh["model"]
         if comm.size == 1:
             return cls(parts, experts=experts)
@@ -107,9 +105,11 @@ class GlobalLayout:
 
     def shape(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
         """Shape of the logical parameter or buffer of which this rank holds `tensor`."""
-        if name in self.experts.fused:
-            return self.experts.fused[name].shape(tuple(tensor.shape))
-        return self.slices[name].info.shape if name in self.slices else tuple(tensor.shape)
+        return self.slices[name].info.shape if name in self.slices else self.whole_shape(name, tuple(tensor.shape))
+
+    def whole_shape(self, name: str, own: tuple[int, ...]) -> tuple[int, ...]:
+        """`own`, or the shape of the tensor of all experts that it is a part of."""
+        return self.experts.fused[name].shape(own) if name in self.experts.fused else own
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class GlobalLayout:
         In a tensor with one row for each of several ranks, `before` is the number of elements in earlier rows.
         """
         made = gather_pieces(self.slices[name], start, values) if name in self.slices else [Piece(start, values)]
-        before += self._before(name)
+        before += self.before(name)
         if self.parts.sharing is not None and not self.parts.sharing.is_counted(unit):
             made = [replace(piece, is_replica=True) for piece in made]
         return tuple(replace(piece, start=piece.start + before) if before else piece for piece in made)
@@ -130,16 +130,20 @@ class GlobalLayout:
         """A parameter or buffer that is in no unit; the first data rank that has it writes it."""
         mesh, cut = self.parts.mesh, self.slices.get(name)
         pieces: Iterable[Piece] = ()
-        copies = distinct_factor(distinct_over(tensor)).rest if self.experts.differ(name) else "data"
-        if mesh.index(str(copies)) == 0 and self._owns(name):
+        if self.is_writer(name, tensor) and self._owns(name):
             flat = tensor.detach().contiguous().reshape(-1).cpu()
             if cut is not None:
                 pieces = gather_pieces(cut, 0, flat)
             elif mesh.index("model") == 0:
-                pieces = (Piece(self._before(name), flat),)
+                pieces = (Piece(self.before(name), flat),)
         return LogicalTensor(name, slot, self.shape(name, tensor), tensor.dtype, tuple(pieces))
 
-    def _before(self, name: str) -> int:
+    def is_writer(self, name: str, tensor: torch.Tensor) -> bool:
+        """True on the first of the data ranks that have copies of a parameter or buffer."""
+        copies = distinct_factor(distinct_over(tensor)).rest if self.experts.differ(name) else "data"
+        return self.parts.mesh.index(str(copies)) == 0
+
+    def before(self, name: str) -> int:
         """Elements of a logical parameter before those of this rank."""
         fused = self.experts.fused.get(name)
         return 0 if fused is None else fused.held.start * fused.each
@@ -250,7 +254,7 @@ class GlobalLayout:
             read_slice(source, name, slot, self.slices[name], start, out, row=row)
         else:
             before = 0 if row is None else row * math.prod(source.stored(name, slot).shape[1:])
-            source.read(name, slot, before + self._before(name) + start, out)
+            source.read(name, slot, before + self.before(name) + start, out)
 
 
 def require_common(table: Table, reason: str, experts: ExpertNames | None = None) -> None:
@@ -265,20 +269,20 @@ def require_common(table: Table, reason: str, experts: ExpertNames | None = None
     if apart is not None:
         msg = (
             f"parameter {apart!r} has values of its own on each of several data ranks (mark_distinct), and {reason}; "
-            "save a checkpoint of experts that are shared out over ranks, and export it with mpispeed ckpt export; "
-            "other weights of this kind are to be saved and loaded by your own code, rank by rank"
+            "of experts that are shared out over ranks use save_checkpoint or save_16bit_model; other weights of this "
+            "kind are to be saved and loaded by your own code, rank by rank"
         )
         raise UsageError(msg)
 
 
-def _require_plain_state(parts: Parts) -> None:
+def require_plain_state(parts: Parts, whole: GlobalLayout) -> None:
     """Require that optimizer state is in slots alone, where experts are shared out.
 
     Raises:
         UsageError: on every rank, if the rule has more for each parameter.
     """
     rule = parts.optimization.rule if parts.optimization else None
-    if isinstance(rule, KeepsState | KeepsCounts | KeepsNumbers):
+    if whole.experts.are_shared_out and isinstance(rule, KeepsState | KeepsCounts | KeepsNumbers):
         msg = (
             f"the optimizer {rule.name} keeps numbers of each parameter, and checkpoints do not have those of experts "
             "on other ranks yet; use Adam, AdamW, Adagrad or Lion of the config, or ep_size 1"

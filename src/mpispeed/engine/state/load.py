@@ -22,7 +22,14 @@ from mpispeed.ckpt.format.logical import persistent_buffers
 from mpispeed.ckpt.node_local.fetch import find_on_nodes
 from mpispeed.ckpt.read.reader import Checkpoint, Opened, find
 from mpispeed.engine.state.client_state import Restorer, windows_of
-from mpispeed.engine.state.global_layout import GlobalLayout, exchanging_run, named, names_by_group, slice_streams
+from mpispeed.engine.state.global_layout import (
+    GlobalLayout,
+    exchanging_run,
+    named,
+    names_by_group,
+    require_plain_state,
+    slice_streams,
+)
 from mpispeed.engine.state.rule_numbers import read_numbers
 from mpispeed.engine.state.weights import load_by
 from mpispeed.exchange.saved import NAMES_SHOWN, Loading
@@ -218,6 +225,7 @@ def _take_streams(states: Mapping[str, bytes]) -> None:
 def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
     """Load weights, masters and optimizer state; every rank reads only its own ranges."""
     comm, whole_model = parts.mesh.world.comm, GlobalLayout.of(parts)
+    require_plain_state(parts, whole_model)
     if settings.custom_load_fn is not None:
         with comm.together(CheckpointError):
             _refuse_function(parts, whole_model)
