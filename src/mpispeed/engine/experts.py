@@ -17,17 +17,23 @@ if TYPE_CHECKING:
 
     from mpispeed.engine.step import StepContext
     from mpispeed.mesh.comm import Comm
+    from mpispeed.mesh.mesh import Mesh
 
 
 def transform(model: nn.Module, setup: Setup) -> None:
-    """Share experts out over `ep_size` neighbours on the data axis.
+    """Share experts out over `ep_size` neighbours on the data axis, as `share_out`."""
+    share_out(model, setup.mesh)
+
+
+def share_out(model: nn.Module, mesh: Mesh) -> None:
+    """Give each layer of experts its group of `ep_size` neighbours on the data axis; ranks keep their own experts.
 
     Raises:
         ConfigError: names the layer that cannot be shared out, and the reason.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts) and layer.ep_size > 1:
-            group = setup.mesh[distinct_factor(layer.ep_size).name]
+            group = mesh[distinct_factor(layer.ep_size).name]
             problem = _problem(layer, group)
             if problem:
                 msg = f"layer {name} shares its experts out over ep_size = {layer.ep_size} ranks: {problem}"
