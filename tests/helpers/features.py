@@ -42,12 +42,11 @@ class Block(gpt_layers.PipeBlock):  # type: ignore[misc]
 
     runs = 0
 
-    def __init__(self, shape: gpt.Shape, has_experts: bool = False) -> None:
+    def __init__(self, shape: gpt.Shape, ep_size: int = 0) -> None:
         super().__init__(shape)
-        if has_experts:
-            self.mlp = OnlyOutput(
-                MoE(shape.width, self.mlp, 4, 2, 2, drop_tokens=False, top2_2nd_expert_sampling=False)
-            )
+        if ep_size:
+            plain = {"drop_tokens": False, "top2_2nd_expert_sampling": False}
+            self.mlp = OnlyOutput(MoE(shape.width, self.mlp, num_experts=4, ep_size=ep_size, k=2, **plain))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Block.runs += 1
@@ -65,9 +64,9 @@ class OnlyOutput(nn.Module):
         return self.layer(x)[0]  # type: ignore[no-any-return]
 
 
-def layers(*, has_experts: bool = False) -> list[LayerSpec]:
-    """Of a pipeline; the last block may have experts."""
-    blocks = [LayerSpec(Block, SHAPE, has_experts and number == SHAPE.layers - 1) for number in range(SHAPE.layers)]
+def layers(*, ep_size: int = 0) -> list[LayerSpec]:
+    """Of a pipeline; the last block has experts on `ep_size` ranks, unless that is 0."""
+    blocks = [LayerSpec(Block, SHAPE, ep_size * (number == SHAPE.layers - 1)) for number in range(SHAPE.layers)]
     ends = LayerSpec(gpt_layers.Bytes, SHAPE), LayerSpec(gpt_layers.Head, SHAPE)
     return [ends[0], *blocks, LayerSpec(nn.LayerNorm, SHAPE.width), ends[1]]
 
@@ -76,12 +75,12 @@ class Whole(nn.Module):
     """The same layers with the same values as one module; takes bytes and the next ones, returns the mean loss."""
 
     def __init__(
-        self, *, seed: int = SEED, recomputes: bool = False, is_sparse: bool = False, has_experts: bool = False
+        self, *, seed: int = SEED, recomputes: bool = False, is_sparse: bool = False, ep_size: int = 0
     ) -> None:
         super().__init__()
         made = []
         with torch.random.fork_rng(devices=[]):
-            for index, spec in enumerate(layers(has_experts=has_experts)):
+            for index, spec in enumerate(layers(ep_size=ep_size)):
                 seed_torch(seed + index)
                 made.append(spec.build())
         self.embedding, *blocks, self.norm, self.head = made
@@ -99,7 +98,7 @@ class WholeWithExperts(Whole):
     """The same with experts in the last block, for `mpispeed plan`."""
 
     def __init__(self) -> None:
-        super().__init__(has_experts=True)
+        super().__init__(ep_size=2)
 
 
 Change = Callable[[dict[str, Any], Path], None]
@@ -281,7 +280,7 @@ def _save_weights(run: Run) -> None:
 
 def _whole_file(run: Run) -> bool:
     """The file has the whole model."""
-    shapes = sorted(tuple(param.shape) for param in Whole(has_experts="experts" in run.names).parameters())
+    shapes = sorted(tuple(param.shape) for param in Whole(ep_size=int("experts" in run.names)).parameters())
     found = torch.load(run.folder / "weights.bin", weights_only=True)
     return sorted(tuple(value.shape) for value in found.values()) == shapes
 

@@ -128,13 +128,13 @@ class Run:
         axes = {name: size for feature in self.features for name, size in feature.axes.items()}
         recomputes = "activation checkpointing" in self.names
         is_sparse = bool(self.names & {"torch.optim.SparseAdam", "sparse gradients"})
-        has_experts = "experts" in self.names
+        ep_size = 2 * ("experts" in self.names)
         if "pipe" not in axes:
-            return Whole(seed=seed, recomputes=recomputes, is_sparse=is_sparse, has_experts=has_experts)
+            return Whole(seed=seed, recomputes=recomputes, is_sparse=is_sparse, ep_size=ep_size)
         slices = axes.get("model", 1)
         data = mpispeed.init_distributed().size // (axes["pipe"] * slices)
         model = PipelineModule(
-            layers(has_experts=has_experts),
+            layers(ep_size=ep_size),
             topology=PipeModelDataParallelTopology(num_pp=axes["pipe"], num_mp=slices, num_dp=data),
             loss_fn=rows.gpt_layers.cross_entropy, seed_layers=True, base_seed=seed,
             activation_checkpoint_interval=int(recomputes),

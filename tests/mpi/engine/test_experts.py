@@ -296,9 +296,7 @@ def test_a_pipeline_goes_on_without_stages(mpi_tmp_path):
     losses = []
     for stages, stage in ((2, 1), (1, 2)):
         topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=1, num_dp=4 // stages)
-        model = PipelineModule(
-            layers(has_experts=True), topology=topology, loss_fn=gpt_layers.cross_entropy, base_seed=stages
-        )
+        model = PipelineModule(layers(ep_size=2), topology=topology, loss_fn=gpt_layers.cross_entropy, base_seed=stages)
         engine = start(config(stage, BATCH, **ADAM), model)
         engine.load_checkpoint(str(mpi_tmp_path))
         losses.append([pipeline_loss(engine, step) for step in range(engine.global_steps, engine.global_steps + 2)])
