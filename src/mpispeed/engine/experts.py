@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
@@ -10,7 +11,6 @@ from mpispeed.engine.hooks import Context, Hooks, Setup
 from mpispeed.engine.step import Place
 from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts, Router
 from mpispeed.plan.placements import distinct_factor
-from mpispeed.plan.units import distinct_sizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from mpispeed.engine.step import StepContext
     from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
+
+
+_shared_out: weakref.WeakSet[RoutedExperts] = weakref.WeakSet()
+"""Layers whose groups are those of engines."""
 
 
 def transform(model: nn.Module, setup: Setup) -> None:
@@ -34,22 +38,34 @@ def share_out(model: nn.Module, mesh: Mesh) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts) and layer.ep_size > 1:
             group = mesh[distinct_factor(layer.ep_size).name]
-            problem = _problem(layer, group)
+            problem = _problem(layer)
             if problem:
                 msg = f"layer {name} shares its experts out over ep_size = {layer.ep_size} ranks: {problem}"
                 raise ConfigError(msg)
-            if layer.comm is None:
-                layer.set_expert_group(group)
+            layer.set_expert_group(group)
+            _shared_out.add(layer)
 
 
-def _problem(layer: RoutedExperts, group: Comm) -> str:
-    """The reason why an engine cannot train a layer whose experts are shared out over `group`, or ""."""
+def check_groups(model: nn.Module) -> None:
+    """Require that scripts have set no groups of layers of experts; drop those of an engine that could not be built.
+
+    Raises:
+        ConfigError: names a layer.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, RoutedExperts) or layer.comm is None:
+            continue
+        if layer in _shared_out:
+            layer.leave_expert_group()
+        elif layer.comm.size > 1:
+            msg = f"layer {name} of the model has its group of {layer.comm.size} ranks already, and initialize sets "
+            msg += "groups itself: give the layer ep_size, and leave out set_expert_group and set_deepspeed_parallelism"
+            raise ConfigError(msg)
+
+
+def _problem(layer: RoutedExperts) -> str:
+    """The reason why an engine cannot train a layer whose experts are shared out, or ""."""
     experts = layer.experts
-    if layer.comm is not None and list(layer.comm.ranks) != list(group.ranks):
-        return (
-            f"its group has the ranks {list(layer.comm.ranks)}, and engines take neighbours on the data axis, here "
-            f"{list(group.ranks)}; leave the group to initialize"
-        )
     if experts.num_experts % layer.ep_size:
         return f"they do not divide the {experts.num_experts} experts, as engines need it; choose a divisor"
     if not isinstance(experts, ExpertModules | FusedExperts):
@@ -61,8 +77,7 @@ def _problem(layer: RoutedExperts, group: Comm) -> str:
 
 def attach(context: Context) -> Hooks | None:
     """Balance loads by the biases of routers that have one; let groups go when the engine ends. Local."""
-    groups = {id(context.mesh[distinct_factor(size).name]) for size in distinct_sizes(context.module)}
-    layers = [each for each in context.module.modules() if isinstance(each, RoutedExperts) and id(each.comm) in groups]
+    layers = [each for each in context.module.modules() if isinstance(each, RoutedExperts) and each in _shared_out]
 
     def leave(_: Any) -> None:
         for layer in layers:

@@ -171,10 +171,21 @@ def test_a_second_engine_has_groups_of_its_own(comm):
     train(engine, comm, data()[:1])
     engine.destroy()
     assert model.second.comm is None
+    if comm.size > 1:
+        with pytest.raises(ConfigError, match="OneBitAdam takes means"):  # found after experts are shared out
+            start(config(0, BATCH, 1, optimizer={"type": "OneBitAdam", "params": {"lr": 0.01}}), model)
     again = start(config(3, BATCH, 1, **SGD), model)
     train(again, comm, data()[1:])
     compare(again, expected)
     again.destroy()
+
+
+@pytest.mark.ranks(2, 4)
+def test_groups_are_left_to_initialize(comm):
+    layer = MoE(HIDDEN, Block(), num_experts=4, ep_size=2)
+    layer.set_deepspeed_parallelism()
+    with pytest.raises(ConfigError, match=r"layer deepspeed_moe of the model has its group of 2 ranks already"):
+        start(config(1, BATCH, 1, **ADAM), layer)
 
 
 class WithBuffer(Block):
