@@ -12,7 +12,7 @@ from torch import nn
 from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.base.meta import without_memory
 from mpispeed.engine.estimate.budget import Budget, gather_inputs, predict
-from mpispeed.engine.experts import share_out
+from mpispeed.engine.experts import check_groups, share_out
 from mpispeed.mesh.dry import DryWorld
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.world import standing_in
@@ -104,6 +104,7 @@ def _examine_one(
             mesh = Mesh(plan.topology(), world)
             built = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
             _slice(plan, mesh, model)
+            check_groups(model)  # the model may be one that was examined before
             share_out(model, mesh)
     except ConfigError:
         raise
