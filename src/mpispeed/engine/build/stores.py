@@ -60,7 +60,7 @@ def shard(
     table = deal_units(plan, model, group_of, own_masters=own_masters)
     with ExitStack() as undo:
         swap = plan_swap(plan, mesh, table, slots)
-        tiers = open_tiers(plan, mesh, swap)
+        tiers = open_tiers(plan, mesh, swap, table)
         undo.callback(tiers.close)
         shards = ParamShards(
             table,
@@ -124,9 +124,8 @@ def make_sums(
         tiers=params.tiers,
         arena=params.arena,  # buffers of one size serve both
     )
-    channel = SumChannel.of(
-        mesh, is_overlapped=plan.is_overlapped, wait=sharding.wait, is_copied=params.tiers.is_apart(GRAD)
-    )
+    is_copied = any(params.tiers.is_apart(GRAD, unit.index) for unit in sharding.table.units)
+    channel = SumChannel.of(mesh, is_overlapped=plan.is_overlapped, wait=sharding.wait, is_copied=is_copied)
     sums = SumGradients(
         shards,
         channel.mesh,
