@@ -79,21 +79,10 @@ def test_the_plan_says_it():
     assert "device" not in dict(plan_of(torch.device("cpu")).describe())
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"sparse_gradients": True},
-        {
-            "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-        },
-    ],
-    ids=["sparse gradients", "1-bit with offload"],
-)
-def test_what_is_made_for_the_host_is_refused(more):
+def test_what_is_made_for_the_host_is_refused():
     with pytest.raises(UnsupportedOption, match="MPISPEED_DEVICE=cpu"):
-        plan_of(stand_in(), **more)
-    assert plan_of(torch.device("cpu"), **more).device.type == "cpu"
+        plan_of(stand_in(), sparse_gradients=True)
+    assert plan_of(torch.device("cpu"), sparse_gradients=True).device.type == "cpu"
 
 
 def test_kinds_of_states_are_at_home_where_they_were_put():

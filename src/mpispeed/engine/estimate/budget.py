@@ -29,6 +29,7 @@ from mpispeed.engine.estimate.traffic import (
     sent_shared,
     sent_updates,
     sum_error_bytes,
+    update_tier,
 )
 from mpispeed.exchange.cost import Phase, Sent
 from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
@@ -191,7 +192,7 @@ def _held_at_rest(facts: EstimateInputs) -> Iterable[Held]:
         add("optimizer state", unit.states.master.tier, span * facts.state_bytes * master.itemsize // 4)
         add("gradients", unit.states.grad.tier, facts.span(unit, unit.states.grad) * unit.states.accumulate.itemsize)
         for what, count_bytes in facts.exchange.held(facts, unit):
-            add(what, Tier.HOST, count_bytes)
+            add(what, update_tier(unit), count_bytes)
         add("errors of quantized sums", Tier.DEVICE, sum_error_bytes(facts, unit, 8))
     for what in dict.fromkeys(what for what, _ in total):
         for tier in Tier:
