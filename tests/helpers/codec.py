@@ -6,12 +6,11 @@ import torch
 from mpispeed.mesh import Mesh, Topology
 from mpispeed.mesh.compressed.quantized import (
     Feedback,
-    gather_bytes,
     quantized_all_gather,
     quantized_gather_through,
     quantized_reduce_scatter,
-    reduce_scatter_bytes,
 )
+from mpispeed.native.codes import Grid
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = (1, 255, 1024, 2501)
@@ -21,6 +20,27 @@ BLOCK = 512
 def cuts(size):
     """All (inner, outer) sizes for so many ranks."""
     return [(inner, size // inner) for inner in range(1, size + 1) if size % inner == 0]
+
+
+def gather_bytes(count, sizes, block):
+    """Bytes that each rank sends in a quantized gather of shards of `count` elements, by group in order.
+
+    Units: bytes by the ring formula, (N - 1) times the bytes of a rank before the gather over N ranks.
+    """
+    have, sent = Grid(count, block).nbytes(8), []
+    for size in sizes:
+        sent.append((size - 1) * have)
+        have *= size
+    return tuple(sent)
+
+
+def reduce_scatter_bytes(count, inner, outer, block):
+    """Bytes that each rank sends in the two hops of a quantized reduce-scatter with shards of `count` elements.
+
+    Units: bytes; a rank keeps its own part of every hop.
+    """
+    part = Grid(count, block).nbytes(4)
+    return (inner - 1) * outer * part, (outer - 1) * part
 
 
 def gradient(rank, count, dtype=torch.float32, seed=0):

@@ -127,7 +127,8 @@ def forecast(setup: Setup, model: Source, limits: list[Limit]) -> tuple[Plan, Se
     from mpispeed.engine.estimate.stages import built_once
 
     source = built_once(setup.config, model, setup.ranks)
-    return *examine(setup, source), judge(setup, source, None, limits)
+    examined = examine(setup, source)
+    return *examined, judge(setup, source, None, limits, examined)
 
 
 def _refuse_both(file: str | None, ranks: int | None) -> None:

@@ -65,6 +65,13 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "git_version_info": {"mpispeed.compat.names": "VERSION=version GIT=git_hash GIT=git_branch"},
     "launcher.runner": {"mpispeed.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
+    "moe": {"mpispeed.moe": "*"},
+    "moe.experts": {"mpispeed.nn.expert": "ExpertModules=Experts"},
+    "moe.layer": {"mpispeed.moe.layer": "*"},
+    "moe.sharded_moe": {
+        "mpispeed.nn.expert": "RoutedExperts=MOELayer Router=TopKGate",
+        "mpispeed.compat.gating": "top1gating top2gating topkgating",
+    },
     "moe.utils": {
         "mpispeed.optim.expert_groups": "has_moe_layers is_moe_param is_moe_param_group configure_moe_param_groups "
         "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params "
@@ -168,13 +175,6 @@ GIT = "[none]"
 
 #: feature that is not there yet -> module -> its names
 LATER: dict[str, dict[str, str]] = {
-    "mixture of experts": {
-        "moe": "",
-        "moe.layer": "MoE",
-        "moe.experts": "Experts",
-        "moe.sharded_moe": "MOELayer TopKGate top1gating top2gating",
-        "runtime.config": "DeepSpeedMoEConfig",
-    },
     "inference": {
         "": "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config "
         "DeepSpeedHybridEngine replace_transformer_layer revert_transformer_layer",

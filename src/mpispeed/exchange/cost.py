@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from mpispeed.mesh.mesh import Topology
+    from mpispeed.mesh.mesh import Mesh, Topology
     from mpispeed.store.layout import Table, Unit
     from mpispeed.store.placement import Placement
 
@@ -54,6 +54,9 @@ class Facts(Protocol):
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer states for each element."""
+
+    def dry_mesh(self) -> Mesh:
+        """The ranks, seen from one of them, with a trace of their own; nothing moves."""
 
     def span(self, unit: Unit, placement: Placement) -> int:
         """Elements of a unit's flat buffer that one rank holds."""

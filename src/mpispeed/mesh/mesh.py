@@ -9,11 +9,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import TopologyError
-from mpispeed.mesh.backends.solo import solo_comm
 from mpispeed.mesh.collectives.group import CommTrace
 
 if TYPE_CHECKING:
@@ -67,6 +66,20 @@ class Peers(Sequence[int]):
             rest, position = divmod(rest, size)
             rank += position * stride
         return rank
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """Position of a rank, by arithmetic."""
+        rest, position = value - self._base, 0
+        for size, stride in zip(self._sizes, self._strides, strict=True):
+            at, rest = divmod(rest, stride)
+            if not 0 <= at < size:
+                break
+            position = position * size + at
+        else:
+            if not rest and position in range(*slice(start, stop).indices(len(self))):
+                return position
+        msg = f"rank {value} is not among {self}"
+        raise ValueError(msg)
 
     def __repr__(self) -> str:
         shown = ", ".join(str(rank) for rank in self[:6])
@@ -304,6 +317,7 @@ class Mesh:
         self._coords = topology.coords(world.rank)
         self._channels: dict[str, Mesh] = {}
         self._found: dict[str | Key, Comm] = {}
+        self._indices: dict[str | Key, int] = {}
         self._solos: dict[Key, Comm] = {}
         self._progress: Progress | None = None
         self._comms: dict[Key, Comm]
@@ -340,12 +354,16 @@ class Mesh:
             # Copies between host and device run beside what is computed.
             progress = self._progress if devices.used() is not None else None
             named = self._spoken(chosen)
-            self._solos[chosen] = solo_comm(self.rank, named, self.reduction, self.comm_trace, progress)
+            self._solos[chosen] = self.world.alone(named, self.reduction, self.comm_trace, progress)
         return self._solos[chosen]
 
     def index(self, axes: Axes) -> int:
         """Position of this rank in its group over `axes`."""
-        return self.topology.index(self.rank, axes)
+        named = axes if isinstance(axes, str) else tuple(axes)
+        found = self._indices.get(named)
+        if found is None:
+            found = self._indices[named] = self.topology.index(self.rank, named)
+        return found
 
     def channel(self, name: str) -> Mesh:
         """The same axes on duplicated groups with a progress thread of their own.

@@ -89,6 +89,10 @@ class World:
         self._channels.append(channel)
         return channel
 
+    def alone(self, axes: tuple[str, ...], reduction: str, trace: CommTrace, progress: Progress | None = None) -> Comm:
+        """A group of this rank alone. Local."""
+        return solo_comm(self.rank, axes, reduction, trace, progress)
+
     def group(self, ranks: Sequence[int]) -> Comm | None:
         """A group of some world ranks; None on ranks that are not in it.
 
@@ -99,7 +103,7 @@ class World:
             msg = f"a group of ranks {list(ranks)} needs different ranks out of 0..{self.size - 1}"
             raise ConfigError(msg)
         if self.size == 1:
-            return solo_comm(self.rank, ("group",), self.comm.reduction, self.comm_trace)
+            return self.alone(("group",), self.comm.reduction, self.comm_trace)
         members = sorted(ranks) if is_member else [r for r in range(self.size) if r not in ranks]
         made = self.comm.split(0 if is_member else 1, members, ("group",))
         if made.size > 1:

@@ -8,7 +8,7 @@ a level, and the roundings of the quotient and of the product. Two corners:
 - A block with an infinity or a NaN has the scale NaN: it comes back as NaN throughout, so that an overflow is seen.
 
 Tensors are on the host or all on one device, where kernels give the same bytes, so that either can decode the other's.
-A device without kernels gets the references.
+A device without kernels gets the references. Of tensors on meta the lengths, dtypes and layouts are checked; no more.
 
 Quantizing values again after dequantizing them to their dtype gives the same bytes.
 
@@ -86,6 +86,8 @@ def quantize(
         TypeError: a dtype does not fit.
     """
     _check("quantize", grid, {"coded": coded}, {"x": x}, [], error=error, beta=beta, threads=threads)
+    if x.is_meta:
+        return
     if kernels := launcher.for_tensor(x):
         device_quant.encode(kernels, coded, x, [], grid, error, beta)
         return
@@ -117,6 +119,8 @@ def sum_requantize(
         TypeError: a dtype does not fit.
     """
     _check("sum_requantize", grid, {"coded": coded}, {}, parts, error=error, beta=beta, threads=threads)
+    if coded.codes.is_meta:
+        return
     if kernels := launcher.for_tensor(coded.codes):
         device_quant.encode(kernels, coded, None, parts, grid, error, beta)
         return
@@ -314,6 +318,8 @@ def _decode(
     where: str, out: Tensor, parts: Sequence[Coded], grid: Grid, scale: float, *, is_added: bool, threads: int
 ) -> None:
     _check(where, grid, {}, {"out": out}, parts, is_written=True, threads=threads)
+    if out.is_meta:
+        return
     if kernels := launcher.for_tensor(out):
         device_quant.decode(kernels, out, parts, grid, scale, is_added=is_added)
         return
@@ -409,6 +415,6 @@ def _check_coded(where: str, name: str, coded: Coded, grid: Grid, device: torch.
 
 
 def _check_length(where: str, name: str, x: Tensor, wanted: int, device: torch.device) -> None:
-    if check_tensors(where, {name: x}, device=device) != wanted:
+    if check_tensors(where, {name: x}, device=device, takes_meta=True) != wanted:
         msg = f"{where}: {name} has {x.numel()} elements, its grid needs {wanted}"
         raise ValueError(msg)

@@ -37,14 +37,17 @@ SPAN = 1 << 25
 def square_partials(tensors: Sequence[Tensor], *, block: int) -> list[float]:
     """A few doubles whose exact sum is that of the sums of squares of fixed blocks of each tensor.
 
-    Any NaN gives [nan]; any infinity, or a block sum beyond fp64, gives [inf]. Waits for the device at most twice.
+    Any NaN gives [nan]; any infinity, or a block sum beyond fp64, gives [inf]. Waits for the device at most twice. On
+    meta there are none.
 
     Shapes:
         tensors: flat and contiguous, on one device, of any float dtype.
 
     Source: the formula of `native.reduce.square_partials`; Kulisch's long accumulator.
     """
-    launcher = for_tensor(tensors[0]) if tensors else None
+    if not tensors or tensors[0].is_meta:
+        return []
+    launcher = for_tensor(tensors[0])
     fast = [x for x in tensors if launcher is not None and x.dtype in TAGS and block == TILE]
     slow = [x for x in tensors if launcher is None or x.dtype not in TAGS or block != TILE]
     found = [] if launcher is None or not fast else _by_kernel(launcher, fast)

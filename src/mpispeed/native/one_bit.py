@@ -52,6 +52,8 @@ def compensate(
 ) -> list[float]:
     """Add keep * x + take * grad to `error`, in fp32; doubles whose exact sum is that of the squares of the result.
 
+    On meta lengths and dtypes are checked, and there are no squares.
+
     Shapes: all of one length and on one device; `error` in fp32, `x` and `grad` in fp32, bf16 or fp16.
 
     Raises:
@@ -59,7 +61,9 @@ def compensate(
         TypeError: a dtype does not fit.
     """
     named = {"error": error, "x": x} if grad is None else {"error": error, "x": x, "grad": grad}
-    length = _check("compensate", named, threads)
+    length = _check("compensate", named, threads, takes_meta=True)
+    if error.is_meta:
+        return []
     if kernels := launcher.for_tensor(error):
         return device_signs.compensate(kernels, error, x, keep, grad, take)
     module = _host_loops(error)
@@ -189,8 +193,8 @@ def _host_loops(x: Tensor) -> ModuleType | None:
     return status.compiled("one_bit") if x.device.type == "cpu" else None
 
 
-def _check(where: str, tensors: dict[str, Tensor], threads: int) -> int:
-    length = check_tensors(where, tensors, device=next(iter(tensors.values())).device)
+def _check(where: str, tensors: dict[str, Tensor], threads: int, *, takes_meta: bool = False) -> int:
+    length = check_tensors(where, tensors, device=next(iter(tensors.values())).device, takes_meta=takes_meta)
     check_threads(where, threads)
     for name, x in tensors.items():
         wanted = (torch.float32,) if name == "error" else _FLOATS

@@ -273,6 +273,9 @@ def _check_place_of(where: str, name: str, tensor: Tensor, first: str, x: Tensor
     if not tensor.is_contiguous():
         msg = f"{where}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; pass a contiguous tensor"
         raise ValueError(msg)
+    if tensor.is_conj() or tensor.is_neg():
+        msg = f"{where}: {name} is a conjugate or negative that is not in memory; use resolve_conj().resolve_neg()"
+        raise ValueError(msg)
 
 
 def _check_same(where: str, lengths: Mapping[str, tuple[Tensor, str, int]]) -> None:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from mpispeed.base.device import address
 from mpispeed.base.errors import NativeMissing
 from mpispeed.base.log import once
 
@@ -109,10 +110,12 @@ def _processor_features() -> list[Capability]:
     return features
 
 
-def check_tensors(where: str, tensors: Mapping[str, Tensor], *, device: torch.device | None = None) -> int:
+def check_tensors(
+    where: str, tensors: Mapping[str, Tensor], *, device: torch.device | None = None, takes_meta: bool = False
+) -> int:
     """Check that all tensors are contiguous, on the host and of one length; gives the length in elements.
 
-    With `device` they have to be there instead of on the host.
+    With `device` they have to be there instead of on the host, and on meta only with `takes_meta`.
 
     Raises:
         ValueError: one of them is not; `where` and its name are in the message.
@@ -120,7 +123,7 @@ def check_tensors(where: str, tensors: Mapping[str, Tensor], *, device: torch.de
     length = -1
     first = ""
     for name, x in tensors.items():
-        if device is not None and x.is_meta:
+        if device is not None and x.is_meta and not takes_meta:
             msg = f"{where}: {name} is on meta, where nothing is kept; give a tensor with data"
             raise ValueError(msg)
         if device is not None and x.device != device:
@@ -152,7 +155,7 @@ def check_threads(where: str, threads: int) -> None:
 
 
 def _byte_range(x: Tensor) -> tuple[int, int]:
-    begin = x.data_ptr()
+    begin = address(x)
     return begin, begin + x.numel() * x.element_size()
 
 

@@ -186,6 +186,11 @@ def innermost() -> Recorder | None:
     return stack[-1] if stack else None
 
 
+def is_running_again() -> bool:
+    """True within a second run of a function: in a recorder's, and in any forward pass that backward starts."""
+    return isinstance(innermost(), _Again) or _current_pass() != OUTSIDE
+
+
 @contextlib.contextmanager
 def _recording(recorder: _First | _Again) -> Iterator[None]:
     """Let autograd and calls inside save with `recorder`."""

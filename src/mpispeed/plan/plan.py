@@ -221,12 +221,7 @@ def make_plan(
         model_dtype=model_dtype,
     )
     optimizer = config.optimizer
-    if config.sparse_gradients and device.type != "cpu":
-        msg = (
-            f"sparse_gradients works on host memory only, and this rank computes on {device}; leave it out, or set "
-            "MPISPEED_DEVICE=cpu"
-        )
-        raise UnsupportedOption(msg)
+    _check_device(config, device)
     own = optimizer.type if optimizer and optimizer.type else ""
     name = own.lower() if optimizer_kind is None else optimizer_kind
     return Plan(
@@ -254,6 +249,20 @@ def make_plan(
         optimizer_params=dict(optimizer.params) if optimizer else {},
         device=device,
     )
+
+
+def _check_device(config: Config, device: torch.device) -> None:
+    """Refuse settings that work in host memory only.
+
+    Raises:
+        UnsupportedOption: a setting is on that does not work on a device.
+    """
+    if config.sparse_gradients and device.type != "cpu":
+        msg = (
+            f"sparse_gradients works on host memory only, and this rank computes on {device}; leave it out, or set "
+            "MPISPEED_DEVICE=cpu"
+        )
+        raise UnsupportedOption(msg)
 
 
 def _data_size(config: Config, axes: Mapping[str, int]) -> int:

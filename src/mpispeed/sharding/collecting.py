@@ -43,12 +43,6 @@ class Collecting:
         piece = self.piece(part, ranks)
         return 0 if self.by_broadcast or piece == part or ranks == 1 else piece * ranks
 
-    def sent(self, part: int, ranks: int) -> tuple[str, int]:
-        """The verb, and the elements that one rank sends by the ring formula of the trace."""
-        if self.by_broadcast:
-            return "broadcast", part if ranks > 1 else 0
-        return "all_gather", part * (ranks - 1)
-
 
 class Collector:
     """Carries out a `Collecting`; keeps the buffer that pieces arrive in."""

@@ -19,7 +19,7 @@ from mpispeed.store.tiers import GRAD, IN_MEMORY, Tiers
 from mpispeed.store.transfers import own_share, own_span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.store.layout import Span, Table, Unit
@@ -263,6 +263,21 @@ def global_square_sum(
     partials: list[float] = []
     for found in grads.square_sums(filter(counts, grads.table.units), threads=threads):
         partials = compress(partials + found)
+    table = gather_partials(mesh, partials, note)
+    sums, notes = table[:, :-1], table[:, -1].tolist()
+    if not bool(torch.isfinite(sums).all()):
+        return math.nan if bool(torch.isnan(sums).any()) else math.inf, notes
+    return math.fsum(sums.flatten().tolist()), notes
+
+
+def gather_partials(mesh: Mesh, partials: Sequence[float], note: float = 0.0) -> torch.Tensor:
+    """The doubles of all ranks, each with its note at the end. Shapes: [ranks, _SLOTS].
+
+    Collective over: all ranks.
+
+    Raises:
+        StoreError: there are too many doubles.
+    """
     if len(partials) >= _SLOTS:
         msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {_SLOTS - 1} that are exchanged"
         raise StoreError(msg)
@@ -272,8 +287,4 @@ def global_square_sum(
     comm = mesh[mesh.topology.names]
     everyone = torch.empty(_SLOTS * comm.size, dtype=torch.float64)
     comm.all_gather(everyone, own)
-    table = everyone.view(comm.size, _SLOTS)
-    sums, notes = table[:, :-1], table[:, -1].tolist()
-    if not bool(torch.isfinite(sums).all()):
-        return math.nan if bool(torch.isnan(sums).any()) else math.inf, notes
-    return math.fsum(sums.flatten().tolist()), notes
+    return everyone.view(comm.size, _SLOTS)

@@ -151,6 +151,8 @@ class Tally:
     kept_elsewhere: int = 0  # buffers that somebody still looked at when they were let go
     live_elements: int = 0
     peak_elements: int = 0
+    live_bytes: int = 0
+    peak_bytes: int = 0
 
 
 class Prefetcher:
@@ -185,7 +187,7 @@ class Prefetcher:
         self._units = shards.table.all_units
         self.order = Order([unit.layout.padded for unit in self._units])
         self._full: dict[int, torch.Tensor] = {}
-        self._owners: dict[int, int] = {}  # address of a buffer -> index of the unit in it
+        self._owners: dict[int, int] = {}  # storage of a buffer -> index of the unit in it
         self._works: dict[int, Work] = {}
         self._users: dict[int, int] = {}  # storage use counts of buffers that nobody looks at
         self._holds: Counter[int] = Counter()
@@ -293,11 +295,11 @@ class Prefetcher:
         self._owners.clear()
         self._ahead.clear()
         self._recent.clear()
-        self.tally.live_elements = 0
+        self.tally.live_elements = self.tally.live_bytes = 0
 
     def owner(self, tensor: torch.Tensor) -> int | None:
         """Index of the unit whose buffer `tensor` is a view of."""
-        return self._owners.get(tensor.untyped_storage().data_ptr())
+        return self._owners.get(_storage(tensor))
 
     def full(self, unit: Unit) -> torch.Tensor | None:
         """The unit's full buffer while it is there. Shapes: [padded]."""
@@ -348,10 +350,12 @@ class Prefetcher:
         full = self._arena.take(unit.layout.padded, unit.states.compute)
         self._full[unit.index] = full
         self._users[unit.index] = _looking_at(full)
-        self._owners[full.untyped_storage().data_ptr()] = unit.index
+        self._owners[_storage(full)] = unit.index
         self.tally.fetches += 1
         self.tally.live_elements += unit.layout.padded
         self.tally.peak_elements = max(self.tally.peak_elements, self.tally.live_elements)
+        self.tally.live_bytes += full.nbytes
+        self.tally.peak_bytes = max(self.tally.peak_bytes, self.tally.live_bytes)
         self._works[unit.index] = self.shards.start_gather(self._channel, unit, full, reader)
 
     def _arrive(self, unit: Unit, reader: Callable[[], str]) -> None:
@@ -372,8 +376,9 @@ class Prefetcher:
             self._ahead.discard(index)
             self.tally.unused += 1
         full = self._full.pop(index)
-        self._owners.pop(full.untyped_storage().data_ptr())
+        self._owners.pop(_storage(full))
         self.tally.live_elements -= unit.layout.padded
+        self.tally.live_bytes -= full.nbytes
         # A view that somebody kept stays valid: its memory is not used again.
         if _looking_at(full) > self._users.pop(index):
             self.tally.kept_elsewhere += 1
@@ -429,5 +434,10 @@ class Prefetcher:
             ahead += size
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    """The storage that a tensor is in, which may be without data; views of it are in the same."""
+    return tensor.untyped_storage()._cdata
+
+
 def _looking_at(buffer: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))
+    return int(torch._C._storage_Use_Count(_storage(buffer)))

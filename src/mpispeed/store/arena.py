@@ -15,7 +15,7 @@ class Arena:
     """Flat scratch tensors by dtype and size.
 
     Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, the stream of
-    the taker waits for work that the last user queued.
+    the taker waits for work that the last user queued. On meta all buffers are there.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -29,7 +29,8 @@ class Arena:
     def take(self, numel: int, dtype: torch.dtype, *, on_host: bool = False) -> torch.Tensor:
         """A flat tensor of `numel` elements with unspecified content, in host memory if asked for."""
         with self._lock:
-            is_host = on_host or self.device.type == "cpu"
+            home = devices.HOST if on_host and self.device.type != "meta" else self.device
+            is_host = home.type in ("cpu", "meta")
             shelf = self._free.get((dtype, numel, is_host))
             if shelf:
                 buffer = shelf.pop()
@@ -38,7 +39,7 @@ class Arena:
                     devices.follow(self.device, event)
             else:
                 with torch.inference_mode(False):  # it may be taken for training later
-                    buffer = torch.empty(numel, dtype=dtype, device=devices.HOST if is_host else self.device)
+                    buffer = torch.empty(numel, dtype=dtype, device=home)
                 self.owned_bytes += buffer.nbytes
             self._taken.add(id(buffer))
             return buffer

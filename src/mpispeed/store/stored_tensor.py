@@ -77,11 +77,11 @@ class StoredTensor(Protocol):
 
 
 class Carried:
-    """A started transfer of a whole stored tensor, or the error that kept it from starting."""
+    """A started transfer of a whole stored tensor, or the error that kept it from starting; None: there is nothing."""
 
     __slots__ = ("_is_write", "_transfer")
 
-    def __init__(self, transfer: Transfer | Exception, *, is_write: bool) -> None:
+    def __init__(self, transfer: Transfer | Exception | None, *, is_write: bool) -> None:
         self._transfer, self._is_write = transfer, is_write
 
     def wait(self) -> None:
@@ -93,7 +93,8 @@ class Carried:
         try:
             if isinstance(self._transfer, Exception):
                 raise self._transfer
-            self._transfer.wait()
+            if self._transfer is not None:
+                self._transfer.wait()
         except (OSError, UsageError) as error:
             raise transfer_error(error, is_write=self._is_write) from error
 

@@ -80,7 +80,12 @@ def padded_bytes(numel: int, dtype: torch.dtype) -> int:
 
 
 class Tiers:
-    """Makes stored tensors; in memory unless the plan says otherwise."""
+    """Makes stored tensors; in memory unless the plan says otherwise.
+
+    Attributes:
+        is_swapping: this rank or another has states in swap files; equal on all ranks.
+        problem: the first failure of `keep`, or "".
+    """
 
     def __init__(
         self,
@@ -91,6 +96,7 @@ class Tiers:
         device: torch.device = devices.HOST,
         on_host: Collection[tuple[str, int]] = (),
         pins: Collection[str] = (),
+        others_swap: bool = False,
     ) -> None:
         """Reserve the space of the plan.
 
@@ -102,6 +108,7 @@ class Tiers:
             on_host: (kind, unit index) of states kept in host memory all the same; those of optimizers go with the
                 masters of their unit.
             pins: kinds whose host memory is page-locked where the model is on a device.
+            others_swap: another rank has states in swap files.
 
         Raises:
             StoreError: a file cannot be made, or there is no space for it.
@@ -109,14 +116,14 @@ class Tiers:
         self.plan = plan or SwapPlan()
         self.device, self._on_host = device, frozenset(on_host)
         self._pins = frozenset(pins) if device.type != "cpu" else frozenset()
-        self.is_swapping = bool(self.plan.tensors)
-        self.problem = ""  # the first failure of `keep`
+        self.is_swapping = others_swap or bool(self.plan.tensors)
+        self.problem = ""
         self._folders = {id(folder): folder for folder in (folders or {}).values()}
         self._files: dict[str, BlockFile] = {}
         self._ends: dict[str, int] = {}
         self.io: BlockIO | None = None
         self._pools: list[Pool] = []
-        if not self.is_swapping:
+        if not self.plan.tensors:
             return
         self.io = BlockIO(options or Options())
         try:

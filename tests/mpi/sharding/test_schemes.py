@@ -3,9 +3,9 @@
 import pytest
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.mesh.compressed.quantized import gather_bytes, reduce_scatter_bytes
 from mpispeed.native.block_quant import default_block
-from mpispeed.sharding.reducers import BLOCK
+from mpispeed.store.layout import BLOCK
+from tests.helpers.codec import gather_bytes, reduce_scatter_bytes
 from tests.zoo import same_bits
 from tests.zoo.models import TinyLM, batches
 from tests.zoo.training import WARM, config, start, train_averaged, weights

@@ -50,6 +50,23 @@ def test_a_second_derivative_is_refused(triple):
         torch.autograd.grad(triple(x, None)[0].square().sum(), x, create_graph=True)
 
 
+def test_a_second_derivative_in_what_was_saved_is_refused():
+    """The gradient that comes in is constant here; only the saved weight leads back to a leaf."""
+    op = ops.define(
+        "times_for_tests(Tensor x, Tensor y) -> Tensor", lambda x, y: x * y, lambda x, y: x.new_empty(x.shape)
+    )
+    ops.differentiate(
+        op,
+        lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+        lambda ctx, grad: (op(grad, ctx.saved_tensors[0]), None),
+    )
+    x, y = leaf(3), leaf(3)
+    assert torch.autograd.grad(op(x, y.detach()).sum(), x, create_graph=True)[0].equal(y.detach())
+    assert torch.autograd.grad(op(x, y).sum(), x)[0].equal(y)
+    with pytest.raises(UsageError, match="no second derivative"):
+        torch.autograd.grad(op(x, y).sum(), x, create_graph=True)
+
+
 def test_unused_outputs_cost_nothing(triple):
     x = leaf(3)
     assert torch.autograd.grad(triple(x, None)[1].sum(), x, allow_unused=True) == (None,)

@@ -11,10 +11,8 @@ from mpispeed.config.load import validate
 from mpispeed.engine.estimate.budget import gather_inputs, predict
 from mpispeed.engine.estimate.feasibility import Limit, Setup, judge, machine_limits
 from mpispeed.mesh import sim
-from mpispeed.mesh.mesh import Factor, Topology
 from mpispeed.plan.plan import make_plan
 from mpispeed.sharding.reducers import LEAST_ELEMENTS
-from mpispeed.store.placement import Placement
 from tests.helpers.covering import pairwise
 from tests.unit.engine.simulated import engine_on
 from tests.zoo.models import LENGTH, VOCABULARY, Block, batches
@@ -63,9 +61,9 @@ def settings(stage, accumulation=1, **zero):
     }
 
 
-def facts_of(stage, ranks, accumulation=1, **zero):
-    plan = make_plan(validate(settings(stage, accumulation, **zero)).config, ranks, torch.float32)
-    return gather_inputs(plan, on_meta(plain))
+def facts_of(stage, ranks, accumulation=1, node=None, top=(), **zero):
+    config = validate({**settings(stage, accumulation, **zero), **dict(top)}).config
+    return gather_inputs(make_plan(config, ranks, torch.float32, ranks_per_node=node), on_meta(plain))
 
 
 def states_bytes(budget):
@@ -118,22 +116,11 @@ def test_what_is_whole_at_once_keeps_to_the_limit():
     assert predict(facts).bytes_of("gathered parameters") <= 2 * 4 * WIDTH * WIDTH
 
 
-def mixed(facts, inner, **placements):
-    """The same facts with the ranks in groups of `inner`."""
-    size = facts.topology.group_size("data")
-    factors = {"data": [Factor("inner", inner, "test", rest="outer")]}
-    topology = Topology.factored({"pipe": 1, "data": size, "model": 1}, factors)
-    table = facts.table.with_states(lambda unit: dataclasses.replace(unit.states, **placements))
-    return dataclasses.replace(facts, topology=topology, table=table, master=placements["master"])
-
-
 def test_cut_over_a_part_of_the_ranks():
     # MiCS: 16 PSI / p here 18; scatters inside of the group, one all-reduce of PSI / p over the N / p replicas.
     ranks, p, accumulation = 64, 16, 3
-    part = Placement(("inner",))
     base = facts_of(3, ranks, accumulation)
-    facts = mixed(base, p, param=part, grad=part, master=part)
-    budget = predict(facts)
+    budget = predict(facts_of(3, ranks, accumulation, mics_shard_size=p))
     assert states_bytes(budget) == 18 * PSI // p == 4 * states_bytes(predict(base))
     assert budget.sent_bytes("reduce_scatter") == accumulation * 2 * PSI * (p - 1) // p
     replicas = ranks // p
@@ -144,31 +131,27 @@ def test_cut_over_a_part_of_the_ranks():
 def test_second_copies():
     # ZeRO++: ratio of model states (16/N + 2/h) / (16/N), here with 18; later gathers stay inside of the group.
     ranks, h, accumulation = 64, 8, 4
-    cut = Placement(("inner", "outer"))
-    base = facts_of(3, ranks, accumulation, stage3_max_reuse_distance=0)
-    facts = mixed(base, h, param=cut, grad=cut, master=cut, second=Placement(("inner",)))
+    facts = facts_of(3, ranks, accumulation, stage3_max_reuse_distance=0, zero_hpz_partition_size=h)
     budget = predict(facts)
     assert budget.bytes_of("second copies") == 2 * PSI // h
     assert states_bytes(budget) == 18 * PSI // ranks
-    gathers = {row.axes: row.bytes for row in budget.sent if row.what == "parameters"}
-    outer, inner = gathers[("outer",)], gathers[("inner",)]
-    assert outer == 2 * PSI // h * (ranks // h - 1) // (ranks // h)  # once for each update
-    assert inner == 2 * accumulation * (2 * PSI * (h - 1) // h)
+    gathers = sorted(row.bytes for row in budget.sent if row.what == "parameters")
+    outer, inner = 2 * PSI // h * (ranks // h - 1) // (ranks // h), 2 * PSI * (h - 1) // h
+    assert gathers == [outer, 2 * accumulation * inner]  # between groups once for each update
 
 
 def test_coded_messages():
-    cut = Placement(("inner", "outer"))
-    base = mixed(facts_of(3, 16), 4, param=cut, grad=cut, master=cut)
-    full = predict(base)
-    coded = predict(dataclasses.replace(base, codes_params=True, codes_grads=True))
-    weights = [sum(row.bytes for row in b.sent if row.what == "parameters") for b in (full, coded)]
+    full = predict(facts_of(3, 16, node=4, zero_hpz_partition_size=4))
+    quantized = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    coded = predict(facts_of(3, 16, node=4, zero_hpz_partition_size=4, **quantized))
+    weights = [min(row.bytes for row in b.sent if row.what == "parameters") for b in (full, coded)]  # between groups
     # 8 bits and one fp32 scale for each block of at least 256 elements, instead of 16 bits
     assert 0.5 < weights[1] / weights[0] <= 0.5 + 4 / 256 / 2
-    sums = {row.axes: row.bytes for row in coded.sent if row.verb == "all_to_all"}
+    sums = sorted(row.bytes for row in coded.sent if row.verb == "all_to_all")
     assert coded.sent_bytes("reduce_scatter") == 0
     first, second = PSI // 2 * 3 // 4, PSI // 4 // 2 * 3 // 4
-    assert first <= sums[("inner",)] <= first * (1 + 8 / 256)
-    assert second <= sums[("outer",)] <= second * (1 + 8 / 256)
+    assert first <= sums[1] <= first * (1 + 8 / 256)
+    assert second <= sums[0] <= second * (1 + 8 / 256)
 
 
 @pytest.mark.parametrize(
@@ -278,10 +261,9 @@ def test_prediction_for_coded_sums(stage, monkeypatch):
 
 def test_errors_of_quantized_sums_count():
     # 8 bits for each element and each element of a node's part, and a scale of 32 bits for each 256 of them
-    cut = Placement(("inner", "outer"))
-    facts = mixed(facts_of(3, 16), 4, param=cut, grad=cut, master=cut)
-    facts = dataclasses.replace(facts, codes_grads=True, keeps_sum_errors=True, copies_checkpoint=True)
-    budget, without = predict(facts), predict(dataclasses.replace(facts, keeps_sum_errors=False))
+    keys = {"zero_quantized_gradients": True, "top": {"checkpoint": {"async_save": True}}}
+    budget = predict(facts_of(3, 16, node=4, zeropp_loco_param={"err_beta": 0.5}, **keys))
+    without = predict(facts_of(3, 16, node=4, **keys))
     assert budget.bytes_of("errors of quantized sums") == (PSI + PSI // 4) * (256 + 4) // 256
     assert without.bytes_of("errors of quantized sums") == 0
     assert budget.bytes_of("checkpoint copy") - without.bytes_of("checkpoint copy") == 4 * (PSI + PSI // 4)

@@ -9,11 +9,9 @@ from mpispeed.base.errors import CommError
 from mpispeed.mesh import sim, solo_comm
 from mpispeed.mesh.compressed.quantized import (
     Feedback,
-    gather_bytes,
     quantized_all_gather,
     quantized_gather_through,
     quantized_reduce_scatter,
-    reduce_scatter_bytes,
 )
 from mpispeed.native.codes import Coded, Grid
 from tests.helpers import codec
@@ -52,10 +50,10 @@ def test_feedback_handling(size):
 def test_bytes_are_those_of_the_theory():
     # shards of 2^20 elements on 8 ranks: half and a quarter of what 16-bit floats take, and 4 bytes per 4096
     count, block = 2**20, 4096
-    assert gather_bytes(count, [8], block) == (7 * (count + 4 * 256),)
-    assert sum(gather_bytes(count, [2, 4], block)) == 7 * (count + 4 * 256)
-    assert reduce_scatter_bytes(count, 4, 2, block) == (3 * 2 * (count // 2 + 1024), count // 2 + 1024)
-    assert reduce_scatter_bytes(count, 1, 1, block) == (0, 0)
+    assert codec.gather_bytes(count, [8], block) == (7 * (count + 4 * 256),)
+    assert sum(codec.gather_bytes(count, [2, 4], block)) == 7 * (count + 4 * 256)
+    assert codec.reduce_scatter_bytes(count, 4, 2, block) == (3 * 2 * (count // 2 + 1024), count // 2 + 1024)
+    assert codec.reduce_scatter_bytes(count, 1, 1, block) == (0, 0)
 
 
 def test_gathers_mix_dtypes():

@@ -100,6 +100,11 @@ def test_many_ranks_cost_nothing():
     assert len(peers) == 400
     assert peers[topology.index(rank, ("pipe", "inner"))] == rank
     assert rank in peers
+    assert [peers.index(other) for other in peers] == list(range(400))
+    others = set(range(rank - 5000, rank + 5000)) - set(peers)
+    for other in (-1, topology.size, *list(others)[::50]):
+        with pytest.raises(ValueError, match=f"rank {other} is not among"):
+            peers.index(other)
     assert len(peers[:3]) == 3
     assert peers[-1] == max(peers[-5:])
     assert isinstance(topology.peers(rank, "data"), range)

@@ -387,3 +387,18 @@ def test_plain_loops_give_the_same_bits(tmp_path, dtype):
             run(x.data_ptr(), kinds[dtype], 5001, 512, bits, *addresses)
             assert same_coded(ours, plain)
             assert same(out, plain_out)
+
+
+def test_tensors_without_data_are_checked_alone():
+    grid, n = Grid(512, 256, 2), 1024
+    x, coded, error = torch.zeros(n, device="meta"), Coded.zeros(grid, 4, "meta"), Coded.zeros(grid, 8, "meta")
+    bq.quantize(coded, x, grid, error=error, beta=0.5)
+    bq.sum_requantize(coded, [Coded.zeros(grid, 4, "meta") for _ in range(3)], grid)
+    bq.dequantize(x, coded, grid)
+    bq.dequantize_sum(x, [coded], grid, scale=2.0)
+    with pytest.raises(ValueError, match="x has 1023 elements"):
+        bq.quantize(coded, x[:-1], grid)
+    with pytest.raises(ValueError, match="shares memory"):
+        bq.sum_requantize(coded, [coded], grid)
+    with pytest.raises(ValueError, match="is on meta, but"):
+        bq.quantize(Coded.zeros(grid, 4), x, grid)

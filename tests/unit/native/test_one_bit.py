@@ -372,3 +372,12 @@ def test_plain_loops_give_the_same_bits(plain, dtype):
         ob.decode(out, bits, 0.5)
         plain(3, theirs, x, grad, theirs_bits, theirs_out)
         assert same(out, theirs_out)
+
+
+def test_without_data_compensation_is_checked_alone():
+    error, x = torch.zeros(16, device="meta"), torch.zeros(16, dtype=torch.bfloat16, device="meta")
+    assert ob.compensate(error, x, keep=0.5, grad=x, take=0.5) == []
+    with pytest.raises(ValueError, match="x has 15 elements but error has 16"):
+        ob.compensate(error, x[:-1])
+    with pytest.raises(TypeError, match="error has dtype"):
+        ob.compensate(x, x)

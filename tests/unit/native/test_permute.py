@@ -221,6 +221,16 @@ def test_two_choices_for_one_row_are_refused():
     assert out.eq(7).all()
 
 
+def test_conjugates_that_are_not_in_memory_are_refused():
+    x, index = torch.complex(make(3, 2), make(3, 2)), torch.tensor([2, 0, 1])
+    out = torch.empty_like(x)
+    for lazy in (x.conj(), torch._neg_view(x)):
+        with pytest.raises(ValueError, match="x is a conjugate or negative that is not in memory"):
+            permute_rows(out, lazy, index)
+        permute_rows(out, lazy.resolve_conj().resolve_neg(), index)
+        assert torch.equal(out, lazy[index])
+
+
 def test_wrong_arguments_are_refused():
     x, rows, index = make(3, 8), make(6, 8), torch.arange(6).view(3, 2)
     out = torch.empty(3, 8)

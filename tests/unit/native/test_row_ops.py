@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mpispeed.base.errors import UsageError
 from mpispeed.native.permute import combine_rows
 from mpispeed.native.row_ops import combine, permute
 from tests.zoo import has_same_bits
@@ -55,6 +56,15 @@ def test_gradients_are_numerical_ones():
     rows = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda rows, weights: combine(rows, index, weights), (rows, weights))
     assert torch.autograd.gradcheck(lambda rows: combine(rows, index), (rows,))
+
+
+def test_a_penalty_on_gradients_is_refused():
+    _, index, weights = numbers()
+    rows = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(UsageError, match="no second derivative"):
+        torch.autograd.grad(combine(rows, index, weights).sum(), (rows, weights), create_graph=True)
+    (grad,) = torch.autograd.grad(combine(rows, index, weights.detach()).sum(), rows, create_graph=True)
+    assert not grad.requires_grad  # linear in the rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from mpispeed.mesh import sim
-from mpispeed.mesh.compressed.quantized import Feedback, reduce_scatter_bytes
+from mpispeed.mesh.compressed.quantized import Feedback
 from mpispeed.sharding.quantized import QuantizedReducer
 from mpispeed.sharding.reducers import PlainReducer
 from mpispeed.store.layout import BLOCK
+from tests.helpers.codec import reduce_scatter_bytes
 from tests.helpers.stores import NESTED, WHOLE, backward, collect, gradient, mesh_of, store_of, table_of
 
 

@@ -19,10 +19,11 @@ from mpispeed.engine.buffers import Buffers
 from mpispeed.engine.build.nvme_tiers import check_rule, is_swapping
 from mpispeed.engine.build.parts import Optimization, Parts, Sharding
 from mpispeed.engine.build.recomputing import configure_recomputation
-from mpispeed.engine.build.stores import make_sums, shard
+from mpispeed.engine.build.stores import shard
 from mpispeed.engine.estimate.host_budget import require_host_budget
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, ParameterOffload, StepLink, make_handle
 from mpispeed.engine.layerwise import LayerwiseUpdate
+from mpispeed.engine.plan_parts import choose_reducer, make_sums
 from mpispeed.engine.replica_groups import Sharing
 from mpispeed.exchange.making import Making
 from mpispeed.exchange.table import kind_of
@@ -314,7 +315,8 @@ def _optimize(
     basic: torch.optim.Optimizer | None,
 ) -> tuple[Optimization, UpdateWindows]:
     table, params = sharding.table, sharding.params
-    shards, sums, channel = make_sums(plan, mesh, model, sharding)
+    reducer = choose_reducer(plan, model, table)
+    shards, sums, channel = make_sums(plan, params.shards, reducer, sharding.wait)
     states = StateStore(table, params.shards, rule.state_names, params.tiers)
     _tell_uncut(plan, params, rule)
     update_windows = UpdateWindows(params.shards, shards, states, rule, most_elements=plan.window_elements)

@@ -78,8 +78,9 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan, table: Table) -> Tiers:
     zero, world, options = plan.config.zero_optimization, mesh.world, io_options(plan.config.aio)
     roots = {kind: _root(zero, kind) for kind in swap.file_bytes}
     run = world.comm.share(run_name() if world.rank == 0 else "")
+    everywhere = set[str]().union(*world.comm.gather_objects(set(roots.values())))  # one stage may have nothing to swap
     # Ordered by the text in the config, which is the same on all ranks; links may resolve differently on each node.
-    for root in sorted(set(roots.values())):
+    for root in sorted(everywhere):
         wanted = sum(size for kind, size in swap.file_bytes.items() if roots[kind] == root)
         preflight(world.comm, world.node, Path(root), wanted, options)
     folders: dict[Path, SwapFolder] = {}
@@ -88,7 +89,8 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan, table: Table) -> Tiers:
             places = {kind: Path(root).resolve() for kind, root in roots.items()}
             for place in sorted(set(places.values())):
                 folders[place] = SwapFolder(place, run, world.rank)
-            tiers = Tiers(swap, {kind: folders[place] for kind, place in places.items()}, options, **where)
+            found = {kind: folders[place] for kind, place in places.items()}
+            tiers = Tiers(swap, found, options, others_swap=bool(everywhere), **where)
         except BaseException:
             for folder in folders.values():
                 folder.remove()
@@ -129,7 +131,7 @@ def _root(zero: Any, kind: str) -> str:
 
 
 def _tell(mesh: Mesh, tiers: Tiers) -> None:
-    if mesh.rank == 0 and tiers.is_swapping:
+    if mesh.rank == 0 and tiers.plan.tensors:
         swap = tiers.plan
         sizes = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in swap.file_bytes.items())
         log.info("%-10s %s on this rank: %s", "swapped", format_bytes(tiers.file_bytes), sizes)

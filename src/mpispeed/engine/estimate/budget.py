@@ -1,7 +1,7 @@
 """Prediction of a configuration's cost: bytes held by each rank, and bytes sent by it in a step.
 
-Nothing is measured or allocated. Units are made as in the engine, from a model on torch's meta device; placements are
-counted on a topology; gathers follow the engine's own policy (`engine.estimate.dry_run`).
+Nothing is measured or allocated: the engine's own parts make some steps on torch's meta device, over a mesh on which
+nothing moves (`engine.estimate.dry_run`); what they hold and send is read off.
 
 Sources. Placements: Rajbhandari et al., "ZeRO", SC20; second copies and quantized messages: Wang et al., ZeRO++,
 arXiv 2306.10209; sharding over a part of the ranks: Zhang et al., MiCS, arXiv 2205.00119.
@@ -10,45 +10,28 @@ arXiv 2306.10209; sharding over a part of the ranks: Zhang et al., MiCS, arXiv 2
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.engine.estimate.dry_run import Buffers, DryRun, Outcome, PaperParams
+from mpispeed.engine.estimate.dry_run import Outcome, rehearse
 from mpispeed.engine.estimate.inputs import EstimateInputs, gather_inputs
-from mpispeed.engine.estimate.traffic import (
-    Moved,
-    collecting_bytes,
-    gather,
-    is_coded_sum,
-    moved,
-    rest_bytes,
-    sent_gradients,
-    sent_shared,
-    sent_updates,
-    sum_error_bytes,
-    update_tier,
-)
+from mpispeed.engine.estimate.traffic import Moved, moved, update_tier
 from mpispeed.exchange.cost import Phase, Sent
-from mpispeed.mesh.collectives.host_collectives import HALF_FLOATS
-from mpispeed.pipe.module import PipelineModule
-from mpispeed.sharding.grad_shards import WRITES_BEHIND
-from mpispeed.sharding.leaf import is_leaf
-from mpispeed.sharding.module_units import find_module_units
-from mpispeed.sharding.prefetch import Limits
 from mpispeed.store.placement import Tier
-from mpispeed.store.tiers import GRAD, MASTER, PARAM
+from mpispeed.store.tiers import MASTER, PARAM
 
 if TYPE_CHECKING:
-    from mpispeed.sharding.module_units import ModuleUnits
     from mpispeed.store.layout import Unit
 
 __all__ = ["Budget", "EstimateInputs", "Held", "Moved", "Phase", "Sent", "gather_inputs", "predict"]
 
-NORM_BYTES = 512
-"""Bytes that each rank contributes to the exact sum of squares of all gradients (`sharding.grad_shards`)."""
+PURPOSES = (
+    "gradients", "parameters", "updated parameters", "gradients of shared weights", "losses", "gradient norm",
+)  # fmt: skip
+"""Order of the kinds of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,89 +100,62 @@ def predict(facts: EstimateInputs) -> Budget:
     Raises:
         ConfigError: a shard of a unit is longer than the buffers between files and memory.
     """
-    users = find_module_units(
-        facts.model, facts.table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
-    )
-    played = facts
-    if facts.gathers_once:  # each unit is gathered once and stays unsharded
-        played = replace(facts, micro_steps=1, limits=Limits(ahead=0, live=1 << 60, reuse=1 << 60))
-    outcome = _rehearse(played, users)
-    gathered_bytes, bucket_bytes = outcome.gathered_bytes, outcome.scratch_bytes - outcome.gathered_bytes
-    if facts.gathers_once:  # what is gathered is held until the sums are done
-        gathered_bytes = _held_bytes(facts)
-        bucket_bytes = _rehearse(facts, users, fetches=False).scratch_bytes
-    prompt = _rehearse(replace(played, is_overlapped=False), users) if facts.is_overlapped else outcome
-    held = [*_held_at_rest(facts), *_buffers(facts)]
-    device = Tier.DEVICE
-    held.append(Held("pieces of updated parameters", device, collecting_bytes(facts)))
-    held.append(Held("gathered parameters", device, gathered_bytes))
-    held.append(Held("gradient buckets", device, bucket_bytes))
-    gathers = [Sent("parameters", verb, axes, count) for (verb, axes), count in sorted(outcome.gathers.items())]
-    norm = [*sent_shared(facts), *_sent_norm(facts)]
-    updates = list(sent_updates(facts))
-    sent = _summed([*sent_gradients(facts), *gathers, *updates, *norm])
-    phases = facts.exchange.phases(facts, sent, updates, [*gathers, *norm])
+    outcome = rehearse(facts)
+    prompt = outcome
+    if facts.is_overlapped and facts.table.shards_grads:  # more than two micro-steps hold no more than two
+        prompt = rehearse(replace(facts, is_overlapped=False, micro_steps=min(facts.micro_steps, 2)))
+    params, gathered_bytes = outcome.params, outcome.gathered_bytes
+    held = [*_held_at_rest(facts, outcome), *_buffers(facts, outcome)]
+    held.append(Held("pieces of updated parameters", Tier.DEVICE, params.collector.arena.owned_bytes))
+    held.append(Held("gathered parameters", Tier.DEVICE, gathered_bytes))
+    held.append(Held("gradient buckets", Tier.DEVICE, outcome.scratch_bytes - gathered_bytes))
+    sent = {what: _rows(outcome, what) for what in PURPOSES}
+    full = [row for rows in sent.values() for row in rows]
+    updates = sent.pop("updated parameters")
+    del sent["gradients"]
+    phases = facts.exchange.phases(facts, full, updates, [row for rows in sent.values() for row in rows])
     return Budget(
         held=tuple(row for row in held if row.bytes),
-        sent=sent,
+        sent=tuple(full),
         build_bytes=_build_bytes(facts),
         lag_bytes=outcome.scratch_bytes - prompt.scratch_bytes,
-        moved=tuple(moved(facts, _fetches(facts, outcome))),
+        moved=tuple(moved(facts, params)),
         file_bytes=sum(facts.swap.file_bytes.values()),
         phases=tuple(replace(phase, sent=_summed(phase.sent)) for phase in phases),
     )
 
 
-def _sent_norm(facts: EstimateInputs) -> Iterable[Sent]:
-    ranks = facts.topology.size
-    if facts.table.units or isinstance(facts.model, PipelineModule):  # a stage may have nothing to add
-        sizes = {axis: facts.topology.group_size(axis) for axis in ("pipe", "data", "model")}
-        axes = tuple(axis for axis in facts.topology.names if sizes.get(axis, 1) > 1 or axis not in sizes)
-        axes = ("data",) if ranks == sizes["data"] else axes
-        yield Sent("gradient norm", "all_gather", axes, NORM_BYTES * (ranks - 1))
+def _rows(outcome: Outcome, what: str) -> list[Sent]:
+    found = ((verb, axes, count) for (purpose, verb, axes), count in outcome.sent.items() if purpose == what and count)
+    return [Sent(what, *row) for row in sorted(found)]
 
 
-def _held_bytes(facts: EstimateInputs) -> int:
-    """Bytes of parameters that stay gathered during a whole step."""
-    cut = [unit for unit in facts.table.all_units if not unit.states.param.is_replicated]
-    return sum(unit.layout.padded * unit.states.compute.itemsize for unit in cut)
-
-
-def _fetches(facts: EstimateInputs, outcome: Outcome) -> Mapping[int, int]:
-    """Reads of this rank's shards by unit index; gathers from fresh second copies do not count."""
-    found: dict[int, int] = {}
-    for (index, is_fresh), count in outcome.fetches.items():
-        if not (is_fresh and facts.table.all_units[index].states.second is not None):
-            found[index] = found.get(index, 0) + count
-    return found
-
-
-def _held_at_rest(facts: EstimateInputs) -> Iterable[Held]:
+def _held_at_rest(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
     total: dict[tuple[str, Tier], int] = {}
+    params, shards = outcome.params, outcome.grads.shards
 
     def add(what: str, tier: Tier, count_bytes: int) -> None:
         total[what, tier] = total.get((what, tier), 0) + count_bytes
 
     for unit in facts.table.all_units:
-        add("parameters", unit.states.param.tier, rest_bytes(facts, unit))
-        if unit.states.second is not None:
-            size = facts.span(unit, unit.states.second) * unit.states.compute.itemsize
-            add("second copies", unit.states.second.tier, size)
-    add("outside of units", Tier.DEVICE, _outside_bytes(facts, is_cast=True))
+        add("parameters", unit.states.param.tier, params.rest_bytes(unit))
+    add("second copies", Tier.DEVICE, params.second_bytes)
+    add("outside of units", Tier.DEVICE, _outside_bytes(facts))
     for unit in facts.table.units:
-        master, span = unit.states.full, facts.span(unit, unit.states.master)
-        add("masters", unit.states.master.tier, 0 if unit.states.master_is_param else span * master.itemsize)
-        add("optimizer state", unit.states.master.tier, span * facts.state_bytes * master.itemsize // 4)
-        add("gradients", unit.states.grad.tier, facts.span(unit, unit.states.grad) * unit.states.accumulate.itemsize)
+        states, master, gradients = unit.states, params.stored_master(unit), shards.stored(unit)[0]
+        own = 0 if states.master_is_param else master.memory_bytes + master.file_bytes
+        add("masters", states.master.tier, own)
+        add("optimizer state", states.master.tier, master.numel * facts.state_bytes * states.full.itemsize // 4)
+        add("gradients", states.grad.tier, gradients.memory_bytes + gradients.file_bytes)
         for what, count_bytes in facts.exchange.held(facts, unit):
             add(what, update_tier(unit), count_bytes)
-        add("errors of quantized sums", Tier.DEVICE, sum_error_bytes(facts, unit, 8))
+    add("errors of quantized sums", Tier.DEVICE, outcome.error_bytes)
     for what in dict.fromkeys(what for what, _ in total):
         for tier in Tier:
             yield Held(what, tier, total.get((what, tier), 0))
 
 
-def _buffers(facts: EstimateInputs) -> Iterable[Held]:
+def _buffers(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
     """Buffers between files and memory, all in use, and the copy for a background checkpoint."""
     swap = facts.swap
     yield Held("parameter buffers", Tier.HOST, swap.param_buffers * swap.param_bytes)
@@ -210,8 +166,9 @@ def _buffers(facts: EstimateInputs) -> Iterable[Held]:
             "update buffers", Tier.HOST, facts.exchange.buffer_bytes(facts, count * swap.window_elements * widest)
         )
     # States in swap files cannot be copied: such checkpoints are written in the foreground.
-    if facts.copies_checkpoint and not swap.file_bytes:
-        yield Held("checkpoint copy", Tier.HOST, sum(_saved_bytes(facts, unit) for unit in facts.table.all_units))
+    if facts.plan.config.checkpoint.async_save and not swap.file_bytes:
+        size = 4 * outcome.error_elements + sum(_saved_bytes(facts, unit) for unit in facts.table.all_units)
+        yield Held("checkpoint copy", Tier.HOST, size)
 
 
 def _saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
@@ -220,18 +177,16 @@ def _saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
     compute, master = unit.states.compute, unit.states.full
     if not unit.is_trainable:
         return part * compute.itemsize
-    errors = facts.exchange.saved_bytes(facts, unit) + sum_error_bytes(facts, unit, 32)
-    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + errors
+    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + facts.exchange.saved_bytes(facts, unit)
 
 
-def _outside_bytes(facts: EstimateInputs, *, is_cast: bool) -> int:
+def _outside_bytes(facts: EstimateInputs) -> int:
     """Bytes of frozen parameters that are in no unit, and of buffers."""
     frozen = [param for param in facts.model.parameters() if facts.table.locate(param) is None]
-    total = 0
+    compute, total = facts.plan.policy.compute if facts.plan.cast_by else None, 0
     for tensor in (*frozen, *facts.model.buffers()):
-        changes = is_cast and facts.compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        dtype = facts.compute if changes and facts.compute is not None else tensor.dtype
-        total += tensor.numel() * dtype.itemsize
+        is_cast = compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        total += tensor.numel() * (compute if is_cast and compute is not None else tensor.dtype).itemsize
     return total
 
 
@@ -269,41 +224,3 @@ def _summed(rows: Iterable[Sent]) -> tuple[Sent, ...]:
         key = row.what, row.verb, row.axes
         total[key] = total.get(key, 0) + row.bytes
     return tuple(Sent(*key, count) for key, count in total.items() if count)
-
-
-def _rehearse(facts: EstimateInputs, users: list[ModuleUnits], *, fetches: bool = True) -> Outcome:
-    params = PaperParams(
-        facts.table,
-        lambda unit, is_second: gather(facts, unit, is_second=is_second),
-    )
-
-    def bucket(unit: Unit) -> Buffers:
-        return [] if unit.states.grad.is_replicated else [(unit.layout.padded, unit.states.wire)]
-
-    def wire(unit: Unit, is_added: bool) -> Buffers:
-        rests, travels = unit.states.accumulate, unit.states.wire
-        found = [(unit.layout.padded, travels)] if unit.states.grad.is_replicated and rests != travels else []
-        if is_added:
-            found.append((facts.span(unit, unit.states.master), torch.promote_types(rests, travels)))
-        sizes = [facts.topology.group_size(axis) for axis in unit.states.master.axes]
-        if travels in HALF_FLOATS and facts.scatters and not is_coded_sum(facts, unit):
-            # Sums of 16 bits are kept in fp32 between hops.
-            spans = [unit.layout.padded // math.prod(sizes[: i + 1]) for i, n in enumerate(sizes) if n > 1]
-            found += [(span, torch.float32) for span in spans[:-1][:1]]
-        return found
-
-    longest: dict[torch.dtype, int] = {}
-    for (kind, _), (numel, dtype) in facts.swap.tensors.items():
-        if kind == GRAD:
-            longest[dtype] = max(numel, longest.get(dtype, 0))
-
-    def swapped(unit: Unit) -> Buffers:
-        dtype = unit.states.accumulate
-        return [(longest[dtype], dtype)] if (GRAD, unit.index) in facts.swap.tensors else []
-
-    rehearsal = DryRun(
-        facts.model, params, users, facts.limits, bucket=bucket, wire=wire, swapped=swapped,
-        writes_behind=WRITES_BEHIND if facts.swap.writes_behind else 0, is_overlapped=facts.is_overlapped,
-    )  # fmt: skip
-    cuts = fetches and facts.table.shards_params
-    return rehearsal.run(facts.micro_steps, reduces_each=facts.table.shards_grads, fetches=cuts)

@@ -1,4 +1,4 @@
-"""Dry run of optimizer steps without data: the real prefetcher on placeholder buffers, counting bytes.
+"""Dry run of optimizer steps: the parts of a run on torch's meta device, over a mesh on which nothing moves.
 
 Modules are taken in the order of their registration, backward in reverse; a model that runs them in another order,
 several times or not at all differs.
@@ -6,272 +6,322 @@ several times or not at all differs.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from mpispeed.mesh.collectives.work import Work
-from mpispeed.sharding.prefetch import Limits, Prefetcher
-from mpispeed.sharding.reducers import Backlog, limit_of
+from mpispeed.engine.plan_parts import choose_reducer, make_shards, make_sums
+from mpispeed.engine.replica_groups import Sharing
+from mpispeed.mesh.dry import DryWorld
+from mpispeed.mesh.mesh import Mesh
+from mpispeed.pipe.module import PipelineModule
+from mpispeed.sharding.grad_shards import gather_partials
+from mpispeed.sharding.grads import GradStore
+from mpispeed.sharding.leaf import is_leaf
+from mpispeed.sharding.module_units import find_module_units
+from mpispeed.sharding.param_shards import ParamShards
+from mpispeed.sharding.prefetch import Prefetcher
+from mpispeed.sharding.quantized import QuantizedReducer
+from mpispeed.sharding.reducers import Listener, PlainReducer, SumChannel
+from mpispeed.sharding.sparse import RowReducer
+from mpispeed.store.dry import META, DryTiers
 
 if TYPE_CHECKING:
-    from mpispeed.sharding.module_units import ModuleUnits
-    from mpispeed.sharding.param_shards import ParamShards
-    from mpispeed.store.arena import Arena
-    from mpispeed.store.layout import Table, Unit
+    from collections.abc import Callable, Iterator
 
-STEPS = 3
-"""Optimizer steps of a dry run: the order is recorded in the first and known from the second on."""
+    from mpispeed.engine.estimate.inputs import EstimateInputs
+    from mpispeed.mesh.collectives.group import Record
+    from mpispeed.mesh.collectives.work import Work
+    from mpispeed.mesh.comm import Comm
+    from mpispeed.mesh.compressed.quantized import Feedback
+    from mpispeed.sharding.module_units import ModuleUnits
+    from mpispeed.store.arena import Arena
+    from mpispeed.store.layout import Place, Table, Unit
+
+MICRO_STEPS = 3
+"""Micro-steps of a step that are run; of more, the last but one counts several times, because those are alike."""
 
 _SAVES_NO_WEIGHT = (nn.Embedding, nn.EmbeddingBag)
 """Their backward pass needs the indices only."""
 
+_OF_CHANNEL = {"params": "parameters", "grads": "gradients"}
+"""What started operations send, by channel."""
 
-class PaperArena:
-    """Accounting of `store.arena.Arena` without memory: gives out tensors of one byte (slips) instead of buffers."""
-
-    def __init__(self) -> None:
-        self.owned_bytes = 0
-        self.taken_bytes = 0
-        self._free: Counter[tuple[torch.dtype, int]] = Counter()
-        self._taken: dict[int, tuple[torch.dtype, int]] = {}
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A slip for a buffer of `numel` elements."""
-        kind = dtype, numel
-        self.taken_bytes += numel * dtype.itemsize
-        if self._free[kind]:
-            self._free[kind] -= 1
-        else:
-            self.owned_bytes += numel * dtype.itemsize
-        slip = torch.empty(1, dtype=torch.uint8)
-        self._taken[slip.data_ptr()] = kind
-        return slip
-
-    def give(self, slip: torch.Tensor) -> None:
-        """Give a slip back; its buffer may be used again."""
-        dtype, numel = kind = self._taken.pop(slip.data_ptr())
-        self._free[kind] += 1
-        self.taken_bytes -= numel * dtype.itemsize
-
-    def bytes_of(self, slips: Iterable[torch.Tensor]) -> int:
-        """Bytes of the buffers that these taken slips stand for."""
-        return sum(numel * dtype.itemsize for dtype, numel in (self._taken[slip.data_ptr()] for slip in slips))
-
-    def lose(self, slip: torch.Tensor) -> None:
-        """As `give`: no reader outlives the prefetcher here."""
-        self.give(slip)
+Key = tuple[str, str, tuple[str, ...]]
+"""What is sent, the verb, the axes."""
 
 
-class PaperParams:
-    """The interface of `ParamShards` that `Prefetcher` uses; counts the bytes of every gather."""
+class DryParams(ParamShards):
+    """Shards of parameters on meta; the model's own parameters stay as they are.
 
-    def __init__(
-        self,
-        table: Table,
-        gather: Callable[[Unit, bool], Iterable[tuple[str, tuple[str, ...], int]]],
-    ) -> None:
-        """Args: `gather` yields (verb, axes, bytes) of one gather; True: from a second copy."""
-        self.table, self._gather = table, gather
-        self.sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        self.fetches: Counter[tuple[int, bool]] = Counter()
-        self._fresh: set[int] = set()
+    Attributes:
+        reads: reads of this rank's shards for gathers, by unit; each counts `weight` times.
+    """
 
-    def start_gather(self, channel: Any, unit: Unit, full: Any, reader: Any) -> Work:
-        """Count one gather."""
-        del channel, full, reader
-        for verb, axes, count_bytes in self._gather(unit, unit.index in self._fresh):
-            self.sent[verb, axes] += count_bytes
-        self.fetches[unit.index, unit.index in self._fresh] += 1
-        self._fresh.add(unit.index)
-        work = Work("all_gather")
-        work.finish()
-        return work
+    reads: Counter[int]
+    weight = 1
+
+    def adopt_all(self) -> None:
+        """Take over all units."""
+        self.reads = Counter()
+        for unit in self.table.all_units:
+            self.adopt(unit, torch.empty(unit.layout.padded, dtype=unit.dtype, device=META))
+
+    def rest_bytes(self, unit: Unit) -> int:
+        """Bytes of this rank's shard, wherever it is kept."""
+        stored, codes = self.stored_shard(unit), self.gatherer.codes.get(unit.index)
+        return stored.memory_bytes + stored.file_bytes + (0 if codes is None else codes.nbytes)
 
     def unshard(self, unit: Unit, full: torch.Tensor) -> None:
-        """No parameter is touched."""
+        """Do nothing."""
 
     def reshard(self, unit: Unit) -> None:
-        """No parameter is touched."""
+        """Do nothing."""
 
-    def updated(self) -> None:
-        """Mark second copies of trained units as out of date."""
-        self._fresh -= {unit.index for unit in self.table.units}
+    def start_gather(self, channel: Mesh, unit: Unit, full: torch.Tensor, reader: Callable[[], str]) -> Work:
+        """As `ParamShards.start_gather`; notes reads of this rank's shard."""
+        if self.gatherer.copy_of(unit) is None:
+            self.reads[unit.index] += self.weight
+        return super().start_gather(channel, unit, full, reader)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Traffic of the last of several steps, and peaks of memory over all of them. Units: bytes.
+    """Bytes that one rank holds, and sends in a step.
 
-    `fetches` counts gathers of the last step by (unit index, a fresh second copy would have been there).
+    Attributes:
+        params: parameters and masters at rest; its `reads` are those of the last step.
+        grads: gradients.
+        error_bytes: of quantized sums.
+        error_elements: of quantized sums.
+        sent: bytes sent in the last step.
+        gathered_bytes: most bytes of full units.
+        scratch_bytes: bytes of full units and of buckets.
     """
 
-    fetches: dict[tuple[int, bool], int] = field(default_factory=dict)
-    gathers: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+    params: DryParams
+    grads: GradStore
+    sent: Counter[Key]
     gathered_bytes: int = 0
     scratch_bytes: int = 0
+    error_bytes: int = 0
+    error_elements: int = 0
 
 
-Buffers = Sequence[tuple[int, torch.dtype]]
-"""(elements, dtype) of buffers taken together."""
+def rehearse(facts: EstimateInputs) -> Outcome:
+    """Run two optimizer steps of one rank: the order of use is recorded in the first. Local."""
+    return _DryRun(facts).run()
 
 
-class DryRun:
-    """Dry run of one rank's forward and backward passes over placeholder buffers."""
+class _Repeats:
+    """Bytes sent, by purpose, verb and axes. What one unit sends is repeated for others of its kind."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: PaperParams,
-        users: Sequence[ModuleUnits],
-        limits: Limits,
-        *,
-        bucket: Callable[[Unit], Buffers],
-        wire: Callable[[Unit, bool], Buffers],
-        swapped: Callable[[Unit], Buffers],
-        writes_behind: int,
-        is_overlapped: bool,
+    def __init__(self, mesh: Mesh) -> None:
+        self.sent: Counter[Key] = Counter()
+        self.what, self.weight, self._world = "", 1, mesh.world
+        self._known: dict[object, Counter[Key]] = {}
+        self._noted: Counter[Key] = Counter()
+        mesh.comm_trace.subscribe(self._read)
+
+    def _read(self, record: Record) -> None:
+        channel = self._world.running if isinstance(self._world, DryWorld) else ""
+        key = _OF_CHANNEL.get(channel, self.what), record.verb, record.axes
+        self.sent[key] += record.sent_bytes * self.weight
+        self._noted[key] += record.sent_bytes
+
+    def once(self, kind: object, run: Callable[[], object]) -> None:
+        """Run `run` for the first of its kind, and count the same again for the others."""
+        rows = self._known.get(kind)
+        if rows is None:
+            self._noted = Counter()
+            run()
+            self._known[kind], self._noted = self._noted, Counter()
+            return
+        for key, size in rows.items():
+            self.sent[key] += size * self.weight
+
+
+class _QuantizedOnce(Listener):
+    """A `QuantizedReducer` that works on one unit of each kind: it looks at the message of every rank."""
+
+    def __init__(self, reducer: QuantizedReducer, repeats: _Repeats) -> None:
+        self._reducer, self._repeats = reducer, repeats
+        self._first: dict[object, Unit] = {}
+        self._units: dict[int, Unit] = {}  # by index; the first of the kind of each
+
+    def __call__(
+        self, mesh: Mesh, unit: Unit, wire: torch.Tensor, target: torch.Tensor, scale: float, arena: Arena
     ) -> None:
-        """Args: `bucket`: buffers for gradients; `wire`: scratch of their reduction (True: it is added to another).
+        """As in `Reducer`."""
+        if not self._reducer.takes(unit, wire.dtype):
+            self._reducer(mesh, unit, wire, target, scale, arena)
+            return
+        kind = unit.layout.padded, unit.states
+        first = self._units[unit.index] = self._first.setdefault(kind, unit)
+        self._repeats.once(("sum", *kind), lambda: self._reducer(mesh, first, wire, target, scale, arena))
 
-        `swapped`: buffers of gradients on their way to a file, held until `writes_behind` further units are reduced.
-        With `is_overlapped`, reductions run beside backward; the worst case is counted, in which none is done before
-        the engine waits for it.
-        """
-        self._params, self._users, self._is_overlapped = params, users, is_overlapped
-        self._bucket, self._wire, self._swapped = bucket, wire, swapped
-        self._writes_behind = writes_behind
-        self._arena, self._outcome = PaperArena(), Outcome()
-        self._prefetcher = Prefetcher(
-            cast("ParamShards", params), cast("Any", None), cast("Arena", self._arena), limits, wait=_is_done
+    def errors(self) -> Iterator[Feedback]:
+        """Error feedback of each unit, or that of another of its kind."""
+        found = map(self._reducer.feedback_of, self._units.values())
+        return (feedback for feedback in found if feedback is not None)
+
+
+class _DryRun:
+    def __init__(self, facts: EstimateInputs) -> None:
+        self._facts, model, table = facts, facts.model, facts.table
+        mesh = self._mesh = facts.dry_mesh()
+        self._repeats = _Repeats(mesh)
+        params = make_shards(DryParams, facts.plan, mesh, table, DryTiers(facts.swap))
+        params.adopt_all()
+        self._fetcher: Prefetcher | None = None
+        if table.shards_params:
+            limits = facts.plan.fetch_limits
+            self._fetcher = Prefetcher(params, mesh.channel("params"), params.arena, limits, wait=_wait)
+        reducer = choose_reducer(facts.plan, model, table)
+        if isinstance(reducer, RowReducer):  # rows depend on the data; whole tables are counted
+            reducer = PlainReducer()
+        elif isinstance(reducer, QuantizedReducer):
+            reducer = _QuantizedOnce(reducer, self._repeats)
+        self._reducer = reducer
+        shards, sums, channel = make_sums(facts.plan, params, reducer, _wait)
+        if not facts.is_overlapped:
+            channel = SumChannel(channel.mesh, _wait, channel.is_started, is_overlapped=False)
+        self._out = Outcome(params, GradStore(shards, sums, channel), self._repeats.sent)
+        self._sharing = _sharing(mesh, model)
+        self._users = find_module_units(
+            model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
         )
-        self._modules = [(module, own) for module in model.modules() if (own := list(module.parameters(recurse=False)))]
-        self._buckets: dict[int, list[torch.Tensor]] = {}
-        self._late: list[torch.Tensor] = []  # buckets whose reductions may be pending
-        self._writes: dict[int, list[torch.Tensor]] = {}  # on their way to files, by unit, oldest first
-        self._backlog = Backlog(limit_of(unit.layout.padded for unit in params.table.units))
-        self._missing: Counter[int] = Counter()
-        self._next = 0
+        self._uses = list(_backward_uses(model, table))
+        self._cut = [unit for unit in table.all_units if not unit.states.param.is_replicated]
+        self._gradients = {
+            entry.name: torch.empty(entry.shape, dtype=unit.states.compute, device=META)
+            for unit in table.units
+            for entry in unit.layout.entries
+        }
 
-    def run(self, micro_steps: int, *, reduces_each: bool, fetches: bool) -> Outcome:
-        """Run `STEPS` optimizer steps of `micro_steps` micro-batches.
+    def run(self) -> Outcome:
+        """Run the steps."""
+        out, total = self._out, self._facts.micro_steps
+        with torch.no_grad():
+            self._step(1)
+            out.sent.clear()
+            out.params.reads.clear()
+            self._step(total)
+        out.gathered_bytes = 0 if self._fetcher is None else self._fetcher.tally.peak_bytes
+        out.scratch_bytes = out.params.arena.owned_bytes
+        for feedback in self._reducer.errors() if isinstance(self._reducer, _QuantizedOnce) else ():
+            out.error_bytes += feedback.nbytes
+            out.error_elements += feedback.elements
+        return out
 
-        Args:
-            micro_steps: forward and backward passes for each step.
-            reduces_each: gradients are reduced in every micro-step, not only in the last.
-            fetches: some parameters are sharded.
-        """
-        for _ in range(STEPS):
-            self._params.sent.clear()
-            self._params.fetches.clear()
-            for micro in range(micro_steps):
-                if fetches:
-                    self._forward()
-                self._backward(
-                    is_added=reduces_each and micro > 0,
-                    reduces=reduces_each or micro == micro_steps - 1,
-                    fetches=fetches,
-                )
-            self._backlog.clear()
-            while self._writes:
-                self._take_back(next(iter(self._writes)))
-            if fetches:
-                self._prefetcher.reshard_all()
-            self._params.updated()
-        self._outcome.gathers, self._outcome.fetches = dict(self._params.sent), dict(self._params.fetches)
-        self._outcome.scratch_bytes = self._arena.owned_bytes
-        return self._outcome
+    # -- one step ----------------------------------------------------------------------------------------------------
 
-    # -- forward -----------------------------------------------------------------------------------------------
+    def _step(self, total: int) -> None:
+        params, grads = self._out.params, self._out.grads
+        once = self._fetcher if self._facts.plan.gathers_once else None
+        if once is not None:
+            once.open(self._cut)
+        count = min(total, MICRO_STEPS)
+        for micro in range(count):
+            self._repeats.weight = params.weight = total - count + 1 if micro == count - 2 else 1
+            self._micro_step(None if once is not None else self._fetcher, is_last=micro == count - 1)
+        self._repeats.weight = params.weight = 1
+        grads.finish()
+        if once is not None:
+            once.close(self._cut)
+        self._update()
+        grads.clear()
 
-    def _forward(self) -> None:
-        self._prefetcher.begin_pass(True)
+    def _micro_step(self, fetcher: Prefetcher | None, *, is_last: bool) -> None:
+        if fetcher is not None:
+            self._forward(fetcher)
+        self._out.grads.begin_backward(reduces=is_last)
+        self._backward(fetcher)
+        self._out.grads.end_backward()
+
+    def _update(self) -> None:
+        """Communication of the parts of a step, in their order (`engine.build.assemble.step_parts`)."""
+        params, grads, model, repeats = self._out.params, self._out.grads, self._facts.model, self._repeats
+        if isinstance(model, PipelineModule) and model.stage_id == model.num_stages - 1:
+            repeats.what = "losses"
+            self._mesh["data"].all_reduce(torch.empty(1, dtype=torch.float64, device=META), "avg")
+        if not params.table.units and not isinstance(model, PipelineModule):  # a stage may have nothing to add
+            return
+        repeats.what = "gradients of shared weights"
+        self._sharing.sum(grads)
+        repeats.what = "gradient norm"
+        gather_partials(self._mesh, ())
+        repeats.what = "updated parameters"
+        if self._fetcher is not None:
+            self._fetcher.reshard_all()
+        for unit in params.table.units:
+            params.gatherer.forget(unit)
+            repeats.once((unit.layout.padded, unit.states), partial(params.publish, unit))
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def _forward(self, fetcher: Prefetcher) -> None:
+        fetcher.begin_pass(True)
         running: list[ModuleUnits] = []
         for user in self._users:
             while running and running[-1].name and not user.name.startswith(f"{running[-1].name}."):
-                self._prefetcher.unhold(running.pop().units, reshards=True)
+                fetcher.unhold(running.pop().units, reshards=True)
             if user.units:
-                self._use(user.units, is_backward=False)
-                self._prefetcher.hold(user.units)
+                fetcher.unshard(user.units, is_backward=False, reader=_a_module)
+                fetcher.hold(user.units)
             running.append(user)
         for user in reversed(running):
-            self._prefetcher.unhold(user.units, reshards=True)
+            fetcher.unhold(user.units, reshards=True)
 
-    def _use(self, units: Sequence[Unit], *, is_backward: bool) -> None:
-        self._prefetcher.unshard(units, is_backward=is_backward, reader=lambda: "a module")
-        others = (*self._buckets.values(), self._late, *self._writes.values())
-        buckets = sum(self._arena.bytes_of(slips) for slips in others)
-        self._outcome.gathered_bytes = max(self._outcome.gathered_bytes, self._arena.taken_bytes - buckets)
-
-    # -- backward ----------------------------------------------------------------------------------------------
-
-    def _backward(self, *, is_added: bool, reduces: bool, fetches: bool) -> None:
-        table = self._params.table
-        left = Counter(id(param) for _, params in self._modules for param in params)
-        self._missing = Counter({unit.index: len(unit.layout.entries) for unit in table.units})
-        self._next = len(table.units) - 1
-        for module, params in reversed(self._modules):
-            places = [place for param in params if (place := table.locate(param)) is not None]
-            units = {place.unit.index: place.unit for place in places if not place.unit.states.param.is_replicated}
-            if fetches and units and not isinstance(module, _SAVES_NO_WEIGHT):
-                self._use(tuple(units.values()), is_backward=True)
-            for param in params:
-                left[id(param)] -= 1
-                place = table.find(param)
-                if place is not None and not left[id(param)]:
-                    self._land(place.unit, is_added=is_added, reduces=reduces)
-                    if fetches and not self._missing[place.unit.index]:
-                        self._prefetcher.reshard_unused((place.unit.index,))
-        if fetches:
-            self._prefetcher.reshard_idle()
-
-    def _settle(self, bucket: list[torch.Tensor]) -> None:
-        """Free a bucket whose reduction the engine has waited for."""
-        for slip in bucket:
-            self._arena.give(slip)
-        given = {id(slip) for slip in bucket}
-        self._late = [slip for slip in self._late if id(slip) not in given]
-
-    def _land(self, unit: Unit, *, is_added: bool, reduces: bool) -> None:
-        if not reduces:
-            self._missing[unit.index] -= 1
-            return
-        if unit.index not in self._buckets:
-            self._buckets[unit.index] = [self._arena.take(*kind) for kind in self._bucket(unit)]
-        self._missing[unit.index] -= 1
-        units = self._params.table.units
-        while self._next >= 0 and not self._missing[self._next]:
-            self._launch(units[self._next], is_added=is_added)
-            self._next -= 1
-
-    def _launch(self, unit: Unit, *, is_added: bool) -> None:
-        self._take_back(unit.index)
-        bucket, swapped = self._buckets.pop(unit.index), [self._arena.take(*kind) for kind in self._swapped(unit)]
-        scratch = [self._arena.take(*kind) for kind in self._wire(unit, is_added)]
-        for slip in scratch:
-            self._arena.give(slip)
-        if swapped:
-            self._writes[unit.index] = swapped
-        while len(self._writes) > self._writes_behind:
-            self._take_back(next(iter(self._writes)))
-        if self._is_overlapped:
-            self._late += bucket
-            self._backlog.add(unit.layout.padded, functools.partial(self._settle, bucket))
-            return
-        for slip in bucket:
-            self._arena.give(slip)
-
-    def _take_back(self, index: int) -> None:
-        """Free the buffers of a unit's gradients that are in their file."""
-        for slip in self._writes.pop(index, ()):
-            self._arena.give(slip)
+    def _backward(self, fetcher: Prefetcher | None) -> None:
+        grads = self._out.grads
+        for units, landed in self._uses:
+            if fetcher is not None and units:
+                fetcher.unshard(units, is_backward=True, reader=_a_module)
+            for place in landed:
+                grads.land(place.unit, place.entry, self._gradients[place.entry.name])
+                if fetcher is not None and grads.has_landed(place.unit):
+                    fetcher.reshard_unused((place.unit.index,))
+        if fetcher is not None:
+            fetcher.reshard_idle()
 
 
-def _is_done(work: Work, what: Callable[[], str]) -> None:
+def _backward_uses(model: nn.Module, table: Table) -> Iterator[tuple[tuple[Unit, ...], list[Place]]]:
+    """Units that modules need in backward, in turn, and the parameters whose gradients are complete then."""
+    modules = [(module, own) for module in model.modules() if (own := list(module.parameters(recurse=False)))]
+    left = Counter(id(param) for _, params in modules for param in params)
+    for module, params in reversed(modules):
+        places = [place for param in params if (place := table.locate(param)) is not None]
+        units = {place.unit.index: place.unit for place in places if not place.unit.states.param.is_replicated}
+        landed = []
+        for param in params:
+            left[id(param)] -= 1
+            place = table.find(param)
+            if place is not None and not left[id(param)]:
+                landed.append(place)
+        yield () if isinstance(module, _SAVES_NO_WEIGHT) else tuple(units.values()), landed
+
+
+def _a_module() -> str:
+    return "a module"
+
+
+def _wait(work: Work, what: Callable[[], str]) -> None:
     del what
     work.wait()
+
+
+def _sharing(mesh: Mesh, model: nn.Module) -> Sharing:
+    """As `Sharing.of`, but over `mesh`: groups of the model itself may be those of a run."""
+    ties: dict[str, Comm] = {}
+    pipe = mesh["pipe"]
+    for tied in map(model.tied, model.tied_keys()) if isinstance(model, PipelineModule) else ():
+        if pipe.rank in tied.stages and len(tied.stages) > 1:
+            members = [pipe.ranks[place] for place in tied.stages]
+            is_all = len(members) == pipe.size
+            ties[tied.key] = pipe if is_all else pipe.split(1, members, (f"tied {tied.key}",))
+    return Sharing(mesh["model"], ties)

@@ -122,8 +122,16 @@ def largest(setup: Setup, stages: Sequence[RankBudget]) -> RankBudget:
     return max(stages, key=lambda one: _rank_bytes(setup, one.budget))
 
 
-def judge(setup: Setup, source: Source, dtype: torch.dtype | None, limits: list[Limit]) -> Verdict:
+def judge(
+    setup: Setup,
+    source: Source,
+    dtype: torch.dtype | None,
+    limits: list[Limit],
+    examined: tuple[Plan, Sequence[RankBudget]] | None = None,
+) -> Verdict:
     """Compare the need of a node with the tightest limit; if it does not fit, search for a change that does.
+
+    `examined` is what `examine` has returned for the setup, if it was called before.
 
     Raises:
         ConfigError: there is no limit to compare with, or the settings are not possible.
@@ -132,7 +140,7 @@ def judge(setup: Setup, source: Source, dtype: torch.dtype | None, limits: list[
         msg = "this machine tells no memory limit (/proc/meminfo has no MemAvailable); give one with --memory"
         raise ConfigError(msg)
     limit = min(limits, key=lambda item: item.bytes)
-    plan, stages = examine(setup, source, dtype)
+    plan, stages = examined or examine(setup, source, dtype)
     need, most = _node_bytes(setup, plan, stages), largest(setup, stages)
     budget = most.budget
     ranks, rest = setup.ranks_per_node, train_bytes(budget) + setup.extra_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,14 @@ from torch import nn
 
 from mpispeed.exchange.cost import SUMS_ALONE, ExchangeCost
 from mpispeed.exchange.table import kind_of
-from mpispeed.mesh.mesh import Topology
+from mpispeed.mesh.dry import DryWorld
+from mpispeed.mesh.mesh import Mesh, Topology
 from mpispeed.optim.choice import build
 from mpispeed.optim.rule import KeepsState, Rule, Window
-from mpispeed.plan.offload_plan import Offload, make_swap_plan, offload_of, swapped_cells
+from mpispeed.pipe.module import PipelineModule
+from mpispeed.plan.offload_plan import make_swap_plan, offload_of, swapped_cells
 from mpispeed.plan.units import deal_units
-from mpispeed.sharding.collecting import Collecting
 from mpispeed.sharding.leaf import mark_leaves_by_threshold
-from mpispeed.sharding.prefetch import Limits
 from mpispeed.store.placement import Placement
 from mpispeed.store.tiers import SwapPlan
 
@@ -37,48 +37,44 @@ class EstimateInputs:
     """Inputs of a prediction.
 
     Attributes:
+        plan: the settings for so many ranks.
         model: on any device; only shapes and dtypes are read.
         table: its units, with their states.
-        topology: the ranks.
-        master: placement of masters, but for units whose states say otherwise.
-        compute: dtype that floating tensors outside of units are cast to, or None.
         state_bytes: bytes of optimizer states for each element.
         micro_steps: forward and backward passes of one optimizer step.
         is_overlapped: gradients are reduced while backward runs.
-        limits: limits of the prefetcher.
-        codes_params: parameters are gathered in 8-bit quantization.
-        codes_grads: gradients are reduced in 4-bit quantization.
-        keeps_sum_errors: quantized reductions keep their errors (LoCo).
-        scatters: gradients are reduce-scattered; False: they are all-reduced.
         is_init_sharded: the model is sharded as it is constructed, layer by layer.
         slots: names of the optimizer's state tensors, where they are flat.
-        offload: settings of states outside the device.
-        copies_checkpoint: checkpoints are copied and written in the background.
-        gathers_once: sharded parameters are gathered once for all micro-batches of a step.
-        collecting: how updated parameters are collected.
         exchange: costs of the exchange of gradients.
     """
 
+    plan: Plan
     model: nn.Module
     table: Table
-    topology: Topology
-    master: Placement
-    compute: torch.dtype | None
     state_bytes: int
     micro_steps: int
     is_overlapped: bool
-    limits: Limits
-    codes_params: bool = False
-    codes_grads: bool = False
-    keeps_sum_errors: bool = False
-    scatters: bool = True
     is_init_sharded: bool = False
     slots: tuple[str, ...] = ADAM_SLOTS
-    offload: Offload = field(default_factory=Offload)
-    copies_checkpoint: bool = False
-    gathers_once: bool = False
-    collecting: Collecting = field(default_factory=Collecting)
     exchange: ExchangeCost = SUMS_ALONE
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The ranks."""
+        return self.plan.topology()
+
+    @property
+    def master(self) -> Placement:
+        """Placement of masters, but for units whose states say otherwise."""
+        return self.plan.states.master
+
+    def dry_mesh(self) -> Mesh:
+        """The ranks, seen from the first rank of the model's pipeline stage; nothing moves."""
+        topology, model = self.topology, self.model
+        places = dict.fromkeys(topology.names, 0)
+        if isinstance(model, PipelineModule) and topology.group_size("pipe") > 1:
+            places["pipe"] = model.stage_id
+        return Mesh(topology, DryWorld(topology.rank(**places), topology.size))
 
     def span(self, unit: Unit, placement: Placement) -> int:
         """Elements of a unit's flat buffer that one rank holds."""
@@ -87,7 +83,11 @@ class EstimateInputs:
     @cached_property
     def swap(self) -> SwapPlan:
         """Swap files and buffers of one rank; ConfigError if a buffer is too short."""
-        return make_swap_plan(swapped_cells(self.table, self.topology, self.slots), self.offload, self.table)
+        cells, offload = (
+            swapped_cells(self.table, self.topology, self.slots),
+            offload_of(self.plan.config.zero_optimization),
+        )
+        return make_swap_plan(cells, offload, self.table)
 
 
 def gather_inputs(
@@ -112,7 +112,6 @@ def gather_inputs(
     Raises:
         ConfigError: the optimizer is unknown, refuses its settings, or is one that the plan rules out.
     """
-    zero, topology = plan.config.zero_optimization, plan.topology()
     if slots is None:
         names, state_bytes, rule = _slots(plan)
     else:
@@ -120,28 +119,17 @@ def gather_inputs(
     exchange = kind_of(rule).cost(plan, rule)
     trained = _all_trainable(model) if group_of is None else group_of
     table = deal_units(plan, model, trained, own_masters=exchange.own_masters)
-    mark_leaves_by_threshold(model, zero.module_granularity_threshold)
+    mark_leaves_by_threshold(model, plan.config.zero_optimization.module_granularity_threshold)
     return EstimateInputs(
+        plan=plan,
         model=model,
         table=table,
-        topology=topology,
-        master=plan.states.master,
-        compute=plan.policy.compute if plan.cast_by else None,
         state_bytes=state_bytes,
         micro_steps=plan.batch.gradient_accumulation_steps,
-        is_overlapped=plan.is_overlapped and topology.group_size("data") > 1,
-        limits=plan.fetch_limits,
-        codes_params=zero.zero_quantized_weights,
-        codes_grads=zero.zero_quantized_gradients and plan.placing.sum_hops is not None,
-        keeps_sum_errors=zero.zeropp_loco_param is not None,
-        scatters=zero.reduce_scatter,
+        is_overlapped=plan.is_overlapped and plan.topology().group_size("data") > 1,
         is_init_sharded=is_init_sharded,
         slots=names,
-        offload=offload_of(zero),
-        copies_checkpoint=plan.config.checkpoint.async_save,
-        gathers_once=plan.gathers_once,
         exchange=exchange,
-        collecting=plan.collecting,
     )
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.base.meta import without_memory
 from mpispeed.engine.estimate.budget import Budget, gather_inputs, predict
+from mpispeed.mesh.dry import DryWorld
 from mpispeed.mesh.mesh import Mesh
-from mpispeed.mesh.paper import paper_world
 from mpispeed.mesh.world import standing_in
 from mpispeed.nn.tensor import cuts, inject
 from mpispeed.pipe.module import PipelineModule
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mpispeed.config.root import Config
-    from mpispeed.engine.estimate.traffic import Sent
+    from mpispeed.exchange.cost import Sent
     from mpispeed.plan.plan import Plan
 
 Source = nn.Module | Callable[[], Any]
@@ -92,7 +92,7 @@ def _examine_one(
     in_scope: bool,
 ) -> tuple[Plan, RankBudget]:
     """The plan, and the prediction for one rank."""
-    world = paper_world(rank, ranks)
+    world = DryWorld(rank, ranks)
     try:
         with standing_in(world):
             model = _built(config, source, ranks)
@@ -154,7 +154,7 @@ def built_once(config: Config, source: Source, ranks: int) -> Source:
     """
     if asks_for_slices(config) or (config.pipeline.stages or 1) > 1:
         return source
-    world = paper_world(0, ranks)
+    world = DryWorld(0, ranks)
     try:
         with standing_in(world):
             model = _built(config, source, ranks)

@@ -1,22 +1,23 @@
-"""Additional memory and traffic of 1-bit optimizers, for predictions.
-
-Bytes of an exchange as in `mesh.compressed.onebit`; with several ranks per node as in `mesh.compressed.onebit_nodes`.
-"""
+"""Additional memory and traffic of 1-bit optimizers, for predictions: those of the compressor of a run on meta."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from mpispeed.exchange.cost import ExchangeCost, Facts, Phase, Sent
+from mpispeed.exchange.onebit.compressor import Compressor
 from mpispeed.exchange.onebit.plan import PHASES, OneBitPlan
-from mpispeed.mesh.compressed.onebit import sent_bytes
-from mpispeed.mesh.compressed.onebit_nodes import shard_length
+from mpispeed.mesh.compressed.onebit_nodes import zero_errors
 from mpispeed.optim.exchange import Exchange
+from mpispeed.store.dry import META
+from mpispeed.store.placement import REPLICATED
+from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
+    from mpispeed.mesh.mesh import Mesh
     from mpispeed.store.layout import Unit
 
 SUBJECTS = {
@@ -47,8 +48,7 @@ class OneBitCost(ExchangeCost):
     def _error_bytes(self, facts: Facts, unit: Unit) -> int:
         """Bytes of worker and server errors, once the unit was exchanged."""
         inner, workers = self._grid(facts)
-        length = shard_length(unit.layout.padded, inner, workers)
-        return _ITEM * (length + length // workers)
+        return zero_errors(unit.layout.padded, inner, workers, META).nbytes
 
     def buffer_bytes(self, facts: Facts, buffers: int) -> int:
         """As in `ExchangeCost`: an exchange reads a unit at once."""
@@ -90,23 +90,39 @@ class OneBitCost(ExchangeCost):
                 rows += _widened(facts)  # kept from then on
                 yield Phase(f"first {PHASES[kind]}", f"update {last + 1}, or after loading", tuple(rows))
 
-    def _exchanged(self, facts: Facts, kind: Exchange) -> Iterator[Sent]:
+    def _exchanged(self, facts: Facts, kind: Exchange) -> list[Sent]:
         """Traffic of the exchange of all units."""
         if kind not in SUBJECTS:
-            return
-        (inner, workers), hops = self._grid(facts), self._coding.hops
-        what, (inside, between) = SUBJECTS[kind], hops or ("", "data")
-        for unit in facts.table.units:
-            length = shard_length(unit.layout.padded, inner, workers)
-            if hops is not None:
-                for verb in ("reduce_scatter", "all_gather"):
-                    yield Sent(what, verb, (inside,), _ITEM * length * (inner - 1))
-            yield Sent(what, "compressed_all_reduce", (between,), sent_bytes(length, workers))
+            return []
+
+        def run(mesh: Mesh) -> None:
+            compressor = Compressor(mesh, self._coding.hops)
+            for unit in facts.table.units:
+                out = torch.empty(unit.layout.padded, device=META)
+                errors = compressor.zeros(out.numel(), META)
+                compressor.mean(out, errors, compressor.values(errors, out.numel()), ())
+
+        return _traced(facts, SUBJECTS[kind], run)
 
 
-def _widened(facts: Facts) -> Iterator[Sent]:
+def _widened(facts: Facts) -> list[Sent]:
     """Traffic of gathering sharded momenta, and one byte per element that marks zeros of the variance."""
-    ranks = facts.topology.group_size(facts.master.axes)
-    for unit in facts.table.units:
-        for what, size in (("momenta", _ITEM), ("zeros of the variance", 1)):
-            yield Sent(what, "all_gather", facts.master.axes, size * unit.layout.padded * (ranks - 1) // ranks)
+    rows = []
+    for what, dtype in (("momenta", torch.float32), ("zeros of the variance", torch.uint8)):
+
+        def run(mesh: Mesh, dtype: torch.dtype = dtype) -> None:
+            for unit in facts.table.units:
+                master, padded = unit.states.master, unit.layout.padded
+                own = torch.empty(facts.span(unit, master), dtype=dtype, device=META)
+                whole = torch.empty(padded, dtype=dtype, device=META)
+                all_gather_into(mesh, whole, own, master, REPLICATED, padded)
+
+        rows += _traced(facts, what, run)
+    return rows
+
+
+def _traced(facts: Facts, what: str, run: Callable[[Mesh], None]) -> list[Sent]:
+    """The trace of `run` on a mesh on which nothing moves."""
+    mesh = facts.dry_mesh()
+    run(mesh)
+    return [Sent(what, verb, axes, entry.bytes) for (verb, axes), entry in mesh.comm_trace.entries().items()]

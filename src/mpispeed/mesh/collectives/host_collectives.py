@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpispeed.base.device import address
 from mpispeed.mesh.collectives.work import Posted
 from mpispeed.native.reduce import tree_reduce, tree_sum
 
@@ -352,7 +353,8 @@ def library_reduce_scatter(group: Group, shard: torch.Tensor, full: torch.Tensor
 
 def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two contiguous tensors share bytes."""
-    return a.device == b.device and a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+    begin, other = address(a), address(b)
+    return a.device == b.device and begin < other + b.nbytes and other < begin + a.nbytes
 
 
 def is_own_cut(whole: torch.Tensor, part: torch.Tensor, rank: int) -> bool:
@@ -360,5 +362,5 @@ def is_own_cut(whole: torch.Tensor, part: torch.Tensor, rank: int) -> bool:
     return (
         part.dtype == whole.dtype
         and part.device == whole.device
-        and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+        and address(part) == address(whole) + rank * part.nbytes
     )

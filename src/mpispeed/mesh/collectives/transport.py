@@ -54,7 +54,10 @@ class Transport(abc.ABC):
         rank: position of this rank.
         size: number of ranks.
         shares_memory: all ranks of the group are on one node.
+        moves: False where verbs only check and count, as in a dry run; then tensors may be on the meta device.
     """
+
+    moves = True
 
     def __init__(self, rank: int, size: int, *, shares_memory: bool = True) -> None:
         self.rank, self.size, self.shares_memory = rank, size, shares_memory

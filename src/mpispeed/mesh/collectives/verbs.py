@@ -81,7 +81,8 @@ class Verb(Generic[P]):
         call: Callable[..., Call] = self.call
         body: Callable[..., None] = self.device if self.is_on_device(flat) else self.host
         with call(group, *flat):
-            body(group, *flat)
+            if group.transport.moves:
+                body(group, *flat)
 
     def is_on_device(self, flat: tuple[Any, ...]) -> bool:
         """True if any of the tensors is on a device."""
@@ -119,8 +120,8 @@ class Message(Verb[P]):
 
 
 def flat_view(group: Group, x: torch.Tensor, verb: str) -> torch.Tensor:
-    """`x` as a flat view, or a CommError if it is not a contiguous tensor with data."""
-    if not isinstance(x, torch.Tensor) or x.is_meta or x.layout != torch.strided:
+    """`x` as a flat view, or a CommError if it is not a contiguous tensor, with data where any is moved."""
+    if not isinstance(x, torch.Tensor) or (x.is_meta and group.transport.moves) or x.layout != torch.strided:
         found = f"{x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
         msg = f"{verb} over {group} needs a dense tensor in memory, got a {found}; copy it to the CPU first"
         raise CommError(msg)

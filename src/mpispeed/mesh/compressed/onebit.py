@@ -146,8 +146,10 @@ def exchange(
     Collective over: `comm`.
     Shapes: out [count], in fp32, bf16 or fp16; `squares` are of the first `count` elements of errors.worker.
     """
-    run = _Exchange(comm.group, out, errors) if out.device == HOST else _DeviceExchange(comm.group, out, errors)
     with Call(comm.group, "compressed_all_reduce", sent_bytes(out.numel(), comm.size), out):
+        if not comm.transport.moves:
+            return
+        run = _Exchange(comm.group, out, errors) if out.device == HOST else _DeviceExchange(comm.group, out, errors)
         tail = errors.worker[out.numel() :].to(HOST)
         squares = [*squares, *square_partials(tail, block=TILE)] if tail.numel() else squares
         scale = scale_of(squares, errors.worker.numel())

@@ -60,6 +60,11 @@ class Feedback:
         """Bytes held, 0 before the first reduction."""
         return sum(x.nbytes for _, coded in self._errors.values() for x in coded)
 
+    @property
+    def elements(self) -> int:
+        """Elements with a kept error, 0 before the first reduction."""
+        return sum(grid.numel for grid, _ in self._errors.values())
+
     def error(self, hop: str, grid: Grid, device: torch.device = HOST) -> Coded:
         """The kept error of a hop, zeros at first, on `device`.
 
@@ -256,27 +261,6 @@ def quantized_reduce_scatter(
         part.copy_(result)
     if feedback:
         feedback.count_use()
-
-
-def gather_bytes(count: int, sizes: Sequence[int], block: int) -> tuple[int, ...]:
-    """Bytes that each rank sends in a quantized gather of shards of `count` elements, by group in order.
-
-    Units: bytes by the ring formula, (N - 1) times the bytes of a rank before the gather over N ranks.
-    """
-    have, sent = Grid(count, block).nbytes(VALUE_BITS), []
-    for size in sizes:
-        sent.append((size - 1) * have)
-        have *= size
-    return tuple(sent)
-
-
-def reduce_scatter_bytes(count: int, inner: int, outer: int, block: int) -> tuple[int, int]:
-    """Bytes that each rank sends in the two hops of a quantized reduce-scatter with shards of `count` elements.
-
-    Units: bytes; a rank keeps its own part of every hop.
-    """
-    part = Grid(count, block).nbytes(SUM_BITS)
-    return (inner - 1) * outer * part, (outer - 1) * part
 
 
 def _floats(comm: Comm, x: torch.Tensor, where: str) -> torch.Tensor:

@@ -67,7 +67,8 @@ def differentiate(
 ) -> None:
     """Give `op` its gradient: `save(ctx, inputs, output)` after forward, `backward(ctx, *grads)`.
 
-    `backward` returns a gradient or None for each argument, alone or as a tuple. It is not differentiable again.
+    `backward` returns a gradient or None for each argument, alone or as a tuple. It is not differentiable again: where
+    that would be asked of it, with `create_graph=True`, it raises UsageError.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -75,7 +76,8 @@ def differentiate(
         save(ctx, inputs, output)
 
     def once(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in grads):
+        # The graph of a second derivative would begin at the gradients and at what was saved, as weights of a sum.
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*grads, *ctx.saved_tensors)):
             msg = f"{op.name()} has no second derivative; call backward() without create_graph=True"
             raise UsageError(msg)
         return backward(ctx, *grads)

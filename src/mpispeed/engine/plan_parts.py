@@ -1,0 +1,96 @@
+"""Stores, gathers and sums as a plan decides them, made alike for a run and for the dry run of `mpispeed plan`."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+from mpispeed.base import log as logs
+from mpispeed.mesh.compressed.quantized import Feedback
+from mpispeed.sharding.collecting import Collector
+from mpispeed.sharding.grad_shards import GradShards
+from mpispeed.sharding.param_shards import ParamShards
+from mpispeed.sharding.quantized import QuantizedReducer, all_gather_quantized
+from mpispeed.sharding.reducers import Averaging, PlainReducer, SumChannel, SumGradients
+from mpispeed.sharding.sparse import RowReducer, find_tables
+from mpispeed.store.placement import Tier
+from mpispeed.store.transfers import all_gather_into
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpispeed.mesh.collectives.work import Wait
+    from mpispeed.mesh.mesh import Mesh
+    from mpispeed.plan.plan import Plan
+    from mpispeed.sharding.reducers import Reducer
+    from mpispeed.store.layout import Table
+    from mpispeed.store.tiers import Tiers
+
+log = logging.getLogger(__name__)
+
+
+T = TypeVar("T", bound=ParamShards)
+
+
+def make_shards(kind: type[T], plan: Plan, mesh: Mesh, table: Table, tiers: Tiers) -> T:
+    """Parameters and masters, empty still. Local."""
+    is_coded = plan.config.zero_optimization.zero_quantized_weights
+    gather = all_gather_quantized if is_coded else all_gather_into
+    return kind(table, mesh, gather=gather, tiers=tiers, collector=Collector(plan.collecting, tiers.device))
+
+
+def make_sums(
+    plan: Plan, params: ParamShards, reducer: Reducer, wait: Wait | None
+) -> tuple[GradShards, SumGradients, SumChannel]:
+    """Accumulators of gradients, their sums over ranks, and time and place of these.
+
+    Args:
+        plan: the plan.
+        params: parameters of the same units; their arena serves both, because buffers have the same sizes.
+        reducer: sums a bucket.
+        wait: waits for started sums; None: they are started only where they run beside the backward pass.
+
+    Collective over: all ranks, where sums are started.
+    """
+    mesh, tiers = params.mesh, params.tiers
+    shards = GradShards(params.table, mesh, tiers=tiers, arena=params.arena)
+    # From the plan: all ranks make a channel, also a stage with nothing to train. Dry runs move nothing.
+    is_copied = tiers.device.type not in ("cpu", "meta") and plan.states.grad.tier is not Tier.DEVICE
+    channel = SumChannel.of(mesh, is_overlapped=plan.is_overlapped, wait=wait, is_copied=is_copied)
+    averaging = Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide)
+    return shards, SumGradients(shards, channel.mesh, averaging, reducer=reducer), channel
+
+
+def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer:
+    """The reducer for `sparse_gradients` or `zero_quantized_gradients`; else plain sums."""
+    plain = PlainReducer(scatters=plan.config.zero_optimization.reduce_scatter)
+    if plan.config.sparse_gradients and plan.states.master.is_replicated:
+        chosen = find_tables(model)
+        names = {place.entry.name for param, place in table.places() if id(param) in chosen}
+        if names:
+            return RowReducer(names)
+        text = "sparse_gradients has no effect: no nn.Embedding or nn.EmbeddingBag is trained"
+        logs.once(log, logging.WARNING, text)
+        return plain
+    zero = plan.config.zero_optimization
+    if not zero.zero_quantized_gradients:
+        return plain
+    if plan.placing.hops is None:
+        text = (
+            "zero_optimization.zero_quantized_gradients has no effect on one node: sums inside a node are not "
+            "quantized (environment variable MPISPEED_RANKS_PER_NODE says how many ranks form a node)"
+        )
+        logs.once(log, logging.WARNING, text)
+        return plain
+    if plan.placing.sum_hops is None:
+        text = (
+            "zero_optimization.zero_quantized_gradients has no effect on these nodes: states are not cut over them, as "
+            "it needs"
+        )
+        logs.once(log, logging.WARNING, text)
+        return plain
+    loco = zero.zeropp_loco_param
+    inner, outer = plan.placing.sum_hops
+    return QuantizedReducer(
+        inner, outer, PlainReducer(), feedback=None if loco is None else lambda: Feedback(loco.err_beta, loco.reset_T)
+    )

@@ -1,0 +1,252 @@
+"""Rows to the ranks of their experts and back.
+
+The ranks of an expert-parallel group hold the experts in order, `share` of them each. Counts travel first, then the
+rows that there are: nothing is padded, and ranks may have any number of tokens. Between the two exchanges of a layer
+and in their backward passes every rank takes part, without rows and without experts too.
+
+With two levels, rows go inside of the node first, to the rank that has the place of their target there, and then
+between nodes: one message for each pair of nodes and place instead of one for each pair of ranks. Rows arrive in the
+same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mpispeed.base.errors import TopologyError
+from mpispeed.base.even_split import share
+from mpispeed.mesh.comm import Comm
+
+TOKENS_TRAIN, EXPERTS_TRAIN = 1, 2
+"""Bits by which ranks tell each other who needs gradients; they travel with the counts."""
+
+
+class Route(Protocol):
+    """The way of the rows of one pass."""
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows from this rank's order (by target rank) to that of targets (by source rank). Collective over: group."""
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """The opposite. Collective over: group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """An expert-parallel group in two levels; rank = node * ranks per node + place.
+
+    Attributes:
+        inside: the ranks of this node, by place.
+        between: the ranks with this place, by node.
+    """
+
+    inside: Comm
+    between: Comm
+
+
+def split_by_node(comm: Comm, ranks_per_node: int) -> Levels:
+    """The two levels of a group whose nodes hold equally many consecutive ranks. Collective over: `comm`.
+
+    Raises:
+        TopologyError: on every rank; they do not divide.
+    """
+    if ranks_per_node < 1 or comm.size % ranks_per_node:
+        msg = f"{comm.size} ranks of experts cannot be nodes of {ranks_per_node} ranks"
+        raise TopologyError(msg)
+    node, place = divmod(comm.rank, ranks_per_node)
+    start = node * ranks_per_node
+    inside = comm.split(node, comm.ranks[start : start + ranks_per_node], comm.axes)
+    return Levels(inside, comm.split(place, comm.ranks[place::ranks_per_node], comm.axes))
+
+
+class Deal:
+    """The rows of one pass, once all ranks know their numbers.
+
+    Attributes:
+        counts: rows that this rank receives, by source rank and own expert.
+    """
+
+    def __init__(self, route: Route | None, counts: list[list[int]], needs: int) -> None:
+        self.counts = counts
+        self._route, self._needs = route, needs
+
+    @property
+    def expert_counts(self) -> list[int]:
+        """Rows that this rank receives, by own expert."""
+        return [sum(column) for column in zip(*self.counts, strict=True)]
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send rows sorted by expert; the result is sorted by own expert, then source. Collective over: group."""
+        if self._route is not None:
+            anchor = _anchor(rows, bool(self._needs & TOKENS_TRAIN))
+            rows = _There.apply(rows, anchor, self._route)
+        return transposed(rows, self.counts)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send what experts made of the rows back to their sources. Collective over: group."""
+        rows = transposed(rows, [list(column) for column in zip(*self.counts, strict=True)])
+        if self._route is None:
+            return rows
+        returned: torch.Tensor = _Back.apply(rows, _anchor(rows, self._needs != 0), self._route)
+        return returned
+
+
+class Dispatcher:
+    """Exchanges rows over an expert-parallel group."""
+
+    def __init__(self, comm: Comm, num_experts: int, levels: Levels | None = None) -> None:
+        """`levels`: exchange in two levels, with equal results."""
+        self.comm, self._levels = comm, levels
+        ranges = (share(num_experts, rank, comm.size) for rank in range(comm.size))
+        self._lengths = [stop - start for start, stop in ranges]
+
+    def deal(self, counts: torch.Tensor, needs: int = 0) -> Deal:
+        """Tell all ranks how many rows they get.
+
+        Args:
+            counts: rows of this rank for each expert, int64 in host memory.
+            needs: `TOKENS_TRAIN` and `EXPERTS_TRAIN`, where gradients are wanted here.
+
+        Collective over: the group.
+        """
+        own = self._lengths[self.comm.rank]
+        if self.comm.size == 1:
+            return Deal(None, [counts.tolist()], needs)
+        note = torch.tensor([needs])
+        told = torch.cat([part for each in counts.split(self._lengths) for part in (each, note)])
+        sent = [int(each.sum()) for each in counts.split(self._lengths)]
+        lengths = [length + 1 for length in self._lengths]
+        route: Route
+        if self._levels is None:
+            heard = told.new_empty((self.comm.size, own + 1))
+            self.comm.all_to_all(heard, told, [own + 1] * self.comm.size, lengths)
+            route = OneLevel(self.comm, sent, heard[:, :own].sum(1).tolist())
+        else:
+            heard, passing = _tell(self._levels, told, lengths)
+            route = TwoLevels(self._levels, sent, passing, heard[:, :own].sum(1).tolist())
+        everyone = 0
+        for note_of_rank in heard[:, own].tolist():
+            everyone |= note_of_rank
+        return Deal(route, heard[:, :own].tolist(), everyone)
+
+
+class OneLevel:
+    """Rows straight to their targets."""
+
+    def __init__(self, comm: Comm, sent: Sequence[int], received: Sequence[int]) -> None:
+        self._comm, self._sent, self._received = comm, sent, received
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `Route`. Collective over: the group."""
+        return swapped(self._comm, rows, self._sent, self._received)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `Route`. Collective over: the group."""
+        return swapped(self._comm, rows, self._received, self._sent)
+
+
+class TwoLevels:
+    """Rows inside of the node, then between nodes."""
+
+    def __init__(self, levels: Levels, sent: list[int], passing: list[list[int]], received: list[int]) -> None:
+        """`sent` and `received` by rank; `passing`: rows through this rank, by place they come from and node."""
+        places = levels.inside.size
+        self._levels = levels
+        self._sent = [sent[start : start + places] for start in range(0, len(sent), places)]
+        self._passing = passing
+        self._received = [sum(received[start : start + places]) for start in range(0, len(received), places)]
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `Route`. Collective over: both levels."""
+        rows = transposed(rows, self._sent)
+        rows = swapped(self._levels.inside, rows, _columns(self._sent), [sum(row) for row in self._passing])
+        rows = transposed(rows, self._passing)
+        return swapped(self._levels.between, rows, _columns(self._passing), self._received)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `Route`. Collective over: both levels."""
+        rows = swapped(self._levels.between, rows, self._received, _columns(self._passing))
+        rows = transposed(rows, _turned(self._passing))
+        rows = swapped(self._levels.inside, rows, [sum(row) for row in self._passing], _columns(self._sent))
+        return transposed(rows, _turned(self._sent))
+
+
+def swapped(comm: Comm, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    """Exchange rows; no autograd. Collective over: `comm`. Units: rows."""
+    out = rows.new_empty((sum(received), *rows.shape[1:]))
+    width = math.prod(rows.shape[1:])
+    comm.all_to_all(out, rows.contiguous(), [count * width for count in received], [count * width for count in sent])
+    return out
+
+
+def transposed(rows: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
+    """Blocks of rows that are sorted by (i, j), of `counts[i][j]` rows each, sorted by (j, i)."""
+    if len(counts) <= 1 or len(counts[0]) <= 1:
+        return rows
+    blocks = rows.split([count for row in counts for count in row])
+    width = len(counts[0])
+    return torch.cat([blocks[i * width + j] for j in range(width) for i in range(len(counts))])
+
+
+def _turned(counts: list[list[int]]) -> list[list[int]]:
+    return [list(column) for column in zip(*counts, strict=True)]
+
+
+def _columns(counts: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip(*counts, strict=True)]
+
+
+def _tell(levels: Levels, told: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, list[list[int]]]:
+    """Counts by both levels: those for this rank by source rank, and the rows that pass through it.
+
+    Collective over: both levels.
+    """
+    inside, between = levels.inside, levels.between
+    places, nodes = inside.size, between.size
+    by_node = [lengths[node * places : (node + 1) * places] for node in range(nodes)]
+    mine = [by_node[node][inside.rank] for node in range(nodes)]
+    first = transposed(told, by_node)
+    heard = told.new_empty((places, sum(mine)))
+    inside.all_to_all(heard, first, [sum(mine)] * places, _columns(by_node))
+    parts = heard.split(mine, 1)
+    passing = torch.stack([part[:, :-1].sum(1) for part in parts], 1).tolist()
+    own = by_node[between.rank][inside.rank]
+    found = told.new_empty((nodes * places, own))
+    second = torch.cat([part.reshape(-1) for part in parts])
+    between.all_to_all(found, second, [places * own] * nodes, [places * length for length in mine])
+    return found, passing
+
+
+def _anchor(rows: torch.Tensor, needs_gradients: bool) -> torch.Tensor:
+    """An input without elements that puts an exchange into the graph of every rank, or of none."""
+    return rows.new_zeros(0, requires_grad=needs_gradients)
+
+
+class _There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, _: torch.Tensor, route: Route) -> torch.Tensor:
+        ctx.route = route
+        return route.there(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.route.back(grad.contiguous()), None, None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, _: torch.Tensor, route: Route) -> torch.Tensor:
+        ctx.route = route
+        return route.back(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.route.there(grad.contiguous()), None, None

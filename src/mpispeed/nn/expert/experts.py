@@ -1,0 +1,232 @@
+"""Experts of one layer: modules of any kind, or MLPs whose weights are in three-dimensional tensors.
+
+Both are called with rows sorted by expert and the number of rows of each. An expert without rows is called too, so that
+all ranks with copies of it gather its parameters and have gradients for them.
+
+Weights of the fused kinds are [experts, out, in], those that transformers has for its fused experts.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.base.even_split import share
+from mpispeed.mesh.comm import Comm
+
+ALIGNMENT_BYTES = 16
+"""What strides of `grouped_mm` are multiples of."""
+
+COMPUTE = ("auto", "grouped", "loop")
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+class Experts(nn.Module, abc.ABC):
+    """Base of both kinds.
+
+    Attributes:
+        num_experts: experts of the layer, on all ranks.
+        held: numbers of those of this rank.
+    """
+
+    def __init__(self, num_experts: int, held: range) -> None:
+        """Hold these experts."""
+        super().__init__()
+        self.num_experts, self.held = num_experts, held
+
+    def keep(self, held: range) -> None:
+        """Drop all experts of this rank but these, or give the held ones these numbers if they are as many.
+
+        Raises:
+            ConfigError: neither fits.
+        """
+        if len(held) == len(self.held):
+            self.held = held
+            return
+        if len(self.held) != self.num_experts:
+            msg = f"experts {held.start} to {held.stop - 1} belong on this rank, which holds {len(self.held)} of "
+            msg += (
+                f"{self.num_experts} experts; make the layer with all experts, or with ep_size ranks that divide them"
+            )
+            raise ConfigError(msg)
+        self._narrow(held)
+        self.held = held
+
+    @abc.abstractmethod
+    def _narrow(self, held: range) -> None:
+        """Drop the parameters of all experts but these."""
+
+    @abc.abstractmethod
+    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Outputs of the experts. Shapes: rows [sum of counts, hidden], result the same."""
+
+
+def ranged(num_experts: int, comm: Comm | None) -> range:
+    """The experts that belong on this rank of a group."""
+    return range(num_experts) if comm is None else range(*share(num_experts, comm.rank, comm.size))
+
+
+class ExpertModules(Experts):
+    """Experts that are copies of a module; of outputs that are tuples the first element counts.
+
+    Attributes:
+        deepspeed_experts: the modules of this rank.
+    """
+
+    def __init__(self, expert: nn.Module, num_experts: int, num_local_experts: int | None = None) -> None:
+        """Copy the module.
+
+        Args:
+            expert: made into copies with equal parameters.
+            num_experts: experts of the layer, on all ranks.
+            num_local_experts: those of this rank; by default all.
+        """
+        count = num_experts if num_local_experts is None else num_local_experts
+        super().__init__(num_experts, range(count))
+        self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(count))
+
+    def _narrow(self, held: range) -> None:
+        self.deepspeed_experts = self.deepspeed_experts[held.start : held.stop]
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """As `Experts`."""
+        if not len(self.deepspeed_experts):
+            return rows
+        outputs = []
+        for expert, part in zip(self.deepspeed_experts, rows.split(list(counts)), strict=True):
+            output = expert(part)
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class FusedExperts(Experts):
+    """Experts whose weights are slices of three-dimensional tensors."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, comm: Comm | None = None) -> None:
+        """`comm`: the expert-parallel group, where only this rank's experts are to be made."""
+        super().__init__(num_experts, ranged(num_experts, comm))
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.compute = "auto"
+
+    def _draw(self, *shapes: tuple[int, ...]) -> Iterator[nn.Parameter]:
+        """Parameters of these shapes per expert, as those of `torch.nn.Linear`.
+
+        Each expert's are drawn in turn, those of other ranks too, so that values do not depend on the ranks.
+        """
+        made = [torch.empty((len(self.held), *shape)) for shape in shapes]
+        for number in range(self.num_experts):
+            bound = 1.0
+            for whole, shape in zip(made, shapes, strict=True):
+                bound = shape[-1] ** -0.5 if len(shape) == 2 else bound  # a bias has that of its weight, before it
+                drawn = torch.empty(shape, device="cpu").uniform_(-bound, bound)
+                if number in self.held and not whole.is_meta:
+                    whole[number - self.held.start].copy_(drawn)
+        return map(nn.Parameter, made)
+
+    def _narrow(self, held: range) -> None:
+        for name, param in list(self.named_parameters(recurse=False)):
+            own = param.detach()[held.start : held.stop].clone()
+            setattr(self, name, nn.Parameter(own, requires_grad=param.requires_grad))
+
+    def _products(
+        self, rows: torch.Tensor, weights: torch.Tensor, counts: Sequence[int], bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Each expert's rows times its weights. Shapes: weights [experts, out, in], bias [experts, out]."""
+        if serves_grouped(rows, weights) if self.compute == "auto" else self.compute == "grouped":
+            ends = torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
+            out = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+            if bias is None:
+                return out
+            return out + bias.repeat_interleave(torch.tensor(counts, device=rows.device), 0, output_size=len(rows))
+        biases = [None] * len(counts) if bias is None else bias.unbind(0)
+        # `unbind`, because each index of its own would have a gradient of all experts.
+        parts = zip(rows.split(list(counts)), weights.unbind(0), biases, strict=True)
+        return torch.cat([F.linear(*part) for part in parts])
+
+
+def serves_grouped(rows: torch.Tensor, weights: torch.Tensor) -> bool:
+    """True where one grouped product is better than a loop over experts: on devices that have a kernel for it.
+
+    On the CPU it is a loop itself, and not in older versions of torch at all.
+    """
+    if rows.device.type != "cuda" or not hasattr(F, "grouped_mm") or rows.dtype != weights.dtype:
+        return False
+    is_aligned = all(size * rows.element_size() % ALIGNMENT_BYTES == 0 for size in weights.shape[1:])
+    is_plain = rows.dtype == torch.bfloat16 and not torch.is_autocast_enabled(rows.device.type)
+    return is_aligned and is_plain and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+class SwiGLUExperts(FusedExperts):
+    """MLPs with a gate: down(silu(gate x) * up x), without biases.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+
+    Attributes:
+        gate_up_proj: [experts, 2 * intermediate, hidden], gates first.
+        down_proj: [experts, hidden, intermediate].
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, comm: Comm | None = None) -> None:
+        """As `FusedExperts`."""
+        super().__init__(hidden_size, intermediate_size, num_experts, comm)
+        shapes = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        self.gate_up_proj, self.down_proj = self._draw(*shapes)
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """As `Experts`."""
+        if not counts:
+            return rows
+        gate, up = self._products(rows, self.gate_up_proj, counts).chunk(2, -1)
+        return self._products(F.silu(gate) * up, self.down_proj, counts)
+
+
+class MLPExperts(FusedExperts):
+    """MLPs: down(activation(up x)), with biases if wanted.
+
+    Attributes:
+        up_proj: [experts, intermediate, hidden]; `up_bias` [experts, intermediate].
+        down_proj: [experts, hidden, intermediate]; `down_bias` [experts, hidden].
+    """
+
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        comm: Comm | None = None,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+    ) -> None:
+        """As `FusedExperts`.
+
+        Raises:
+            ConfigError: the activation is unknown.
+        """
+        super().__init__(hidden_size, intermediate_size, num_experts, comm)
+        if activation not in ACTIVATIONS:
+            msg = f"activation = {activation!r} of experts is unknown; known are {', '.join(ACTIVATIONS)}"
+            raise ConfigError(msg)
+        self.activation = activation
+        up, down = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        if bias:
+            self.up_proj, self.up_bias, self.down_proj, self.down_bias = self._draw(up, up[:1], down, down[:1])
+        else:
+            self.up_proj, self.down_proj = self._draw(up, down)
+            self.up_bias = self.down_bias = None
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """As `Experts`."""
+        if not counts:
+            return rows
+        inner = ACTIVATIONS[self.activation](self._products(rows, self.up_proj, counts, self.up_bias))
+        return self._products(inner, self.down_proj, counts, self.down_bias)
