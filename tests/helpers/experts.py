@@ -99,8 +99,6 @@ def is_of_expert(name):
 
 def own_part(name, whole, layer):
     """The gradient in `whole` that belongs to a parameter of a layer that holds part of the experts."""
-    held = layer.experts.held
     if isinstance(layer.experts, ExpertModules):
-        head, number, rest = name.split(".", 3)[0:2], int(name.split(".")[2]), name.split(".", 3)[3]
-        return whole[".".join([*head, str(number + held.start), rest])]
-    return whole[name][held.start : held.stop]
+        return whole[name]
+    return whole[name][layer.experts.held.start : layer.experts.held.stop]

@@ -18,6 +18,7 @@ from torch import nn
 
 import mpispeed
 from mpispeed.base.rng import seed_torch
+from mpispeed.moe import MoE
 from mpispeed.pipe import LayerSpec
 from tests.helpers.pipes import gpt, gpt_layers
 
@@ -41,14 +42,31 @@ class Block(gpt_layers.PipeBlock):  # type: ignore[misc]
 
     runs = 0
 
+    def __init__(self, shape: gpt.Shape, ep_size: int = 0) -> None:
+        super().__init__(shape)
+        if ep_size:
+            plain = {"drop_tokens": False, "top2_2nd_expert_sampling": False}
+            self.mlp = OnlyOutput(MoE(shape.width, self.mlp, num_experts=4, ep_size=ep_size, k=2, **plain))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Block.runs += 1
         return super().forward(x)  # type: ignore[no-any-return]
 
 
-def layers() -> list[LayerSpec]:
-    """Of a pipeline."""
-    blocks = [LayerSpec(Block, SHAPE) for _ in range(SHAPE.layers)]
+class OnlyOutput(nn.Module):
+    """A layer of experts without its loss and counts."""
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]  # type: ignore[no-any-return]
+
+
+def layers(*, ep_size: int = 0) -> list[LayerSpec]:
+    """Of a pipeline; the last block has experts on `ep_size` ranks, unless that is 0."""
+    blocks = [LayerSpec(Block, SHAPE, ep_size * (number == SHAPE.layers - 1)) for number in range(SHAPE.layers)]
     ends = LayerSpec(gpt_layers.Bytes, SHAPE), LayerSpec(gpt_layers.Head, SHAPE)
     return [ends[0], *blocks, LayerSpec(nn.LayerNorm, SHAPE.width), ends[1]]
 
@@ -56,11 +74,13 @@ def layers() -> list[LayerSpec]:
 class Whole(nn.Module):
     """The same layers with the same values as one module; takes bytes and the next ones, returns the mean loss."""
 
-    def __init__(self, *, seed: int = SEED, recomputes: bool = False, is_sparse: bool = False) -> None:
+    def __init__(
+        self, *, seed: int = SEED, recomputes: bool = False, is_sparse: bool = False, ep_size: int = 0
+    ) -> None:
         super().__init__()
         made = []
         with torch.random.fork_rng(devices=[]):
-            for index, spec in enumerate(layers()):
+            for index, spec in enumerate(layers(ep_size=ep_size)):
                 seed_torch(seed + index)
                 made.append(spec.build())
         self.embedding, *blocks, self.norm, self.head = made
@@ -72,6 +92,13 @@ class Whole(nn.Module):
         for block in self.blocks:
             x = mpispeed.checkpointing.checkpoint(block, x) if self.recomputes else block(x)
         return gpt_layers.cross_entropy(self.head(self.norm(x)), y)  # type: ignore[no-any-return]
+
+
+class WholeWithExperts(Whole):
+    """The same with experts in the last block, for `mpispeed plan`."""
+
+    def __init__(self) -> None:
+        super().__init__(ep_size=2)
 
 
 Change = Callable[[dict[str, Any], Path], None]
@@ -253,7 +280,7 @@ def _save_weights(run: Run) -> None:
 
 def _whole_file(run: Run) -> bool:
     """The file has the whole model."""
-    shapes = sorted(tuple(param.shape) for param in Whole().parameters())
+    shapes = sorted(tuple(param.shape) for param in Whole(ep_size=int("experts" in run.names)).parameters())
     found = torch.load(run.folder / "weights.bin", weights_only=True)
     return sorted(tuple(value.shape) for value in found.values()) == shapes
 
@@ -278,6 +305,12 @@ def _logged(run: Run) -> bool:
 
 def _drilled(run: Run) -> bool:
     return any(type(part).__name__ == "BeforeUpdate" for part in run.engine.updates._parts)
+
+
+def _shares_experts(run: Run) -> bool:
+    """True if this rank, where it has the layer, holds half of the experts."""
+    layers = [each for each in run.engine.module.modules() if isinstance(each, MoE)]
+    return all(each.deepspeed_moe.comm.size == 2 and len(each.deepspeed_moe.experts.held) == 2 for each in layers)
 
 
 def _sends_rows(run: Run) -> bool:
@@ -339,6 +372,7 @@ FEATURES: tuple[Feature, ...] = (
         "sequence_parallel", ("sequence", "slice", "tensor_parallel"), _sequence_is_cut,
         _all(_SLICES, put("tensor_parallel.sequence_parallel", True)), keeps=CLOSE, axes={"model": 2},
     ),
+    Feature("experts", ("experts", "mark_distinct", "parameters of their own"), _shares_experts, keeps=FINAL),
     Feature(
         "activation checkpointing", ("activation", "recompute"), _recomputed,
         put("activation_checkpointing.partition_activations", True),

@@ -128,12 +128,14 @@ class Run:
         axes = {name: size for feature in self.features for name, size in feature.axes.items()}
         recomputes = "activation checkpointing" in self.names
         is_sparse = bool(self.names & {"torch.optim.SparseAdam", "sparse gradients"})
+        ep_size = 2 * ("experts" in self.names)
         if "pipe" not in axes:
-            return Whole(seed=seed, recomputes=recomputes, is_sparse=is_sparse)
+            return Whole(seed=seed, recomputes=recomputes, is_sparse=is_sparse, ep_size=ep_size)
         slices = axes.get("model", 1)
         data = mpispeed.init_distributed().size // (axes["pipe"] * slices)
         model = PipelineModule(
-            layers(), topology=PipeModelDataParallelTopology(num_pp=axes["pipe"], num_mp=slices, num_dp=data),
+            layers(ep_size=ep_size),
+            topology=PipeModelDataParallelTopology(num_pp=axes["pipe"], num_mp=slices, num_dp=data),
             loss_fn=rows.gpt_layers.cross_entropy, seed_layers=True, base_seed=seed,
             activation_checkpoint_interval=int(recomputes),
         )  # fmt: skip
@@ -441,7 +443,8 @@ def _forecast(features: tuple[Feature, ...], stage: int) -> Outcome:
         settings = _settings(features, Path(scratch), stage)
         config = Path(scratch) / "ds.json"
         config.write_text(json.dumps(settings))
-        words = [str(config), "-n", "4", "--model", f"{rows.__name__}:Whole", "--memory", "1e12", "--json"]
+        model = "WholeWithExperts" if any(feature.name == "experts" for feature in features) else "Whole"
+        words = [str(config), "-n", "4", "--model", f"{rows.__name__}:{model}", "--memory", "1e12", "--json"]
         words += ["--zero-init"] if any(feature.name == "zero.Init" for feature in features) else []
         done = CliRunner().invoke(plan, words)
     try:

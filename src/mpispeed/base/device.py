@@ -18,11 +18,6 @@ def is_on_device(x: torch.Tensor) -> bool:
     return x.device.type not in ("cpu", "meta")
 
 
-def address(x: torch.Tensor) -> int:
-    """The place of its first byte; without data a number that keeps tensors of different storages apart."""
-    return x.data_ptr() if not x.is_meta else (x.untyped_storage()._cdata << 64) + x.data_ptr()
-
-
 def module_of(device: torch.device) -> Any:
     """Return torch.cuda or its counterpart for other kinds of devices; torch.cpu for the host."""
     return torch.get_device_module(device)

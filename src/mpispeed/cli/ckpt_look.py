@@ -89,9 +89,11 @@ def _print_part(part: str, value: Any) -> None:
 
 
 def _print_tensors(rows: Sequence[dict[str, Any]]) -> None:
+    has_experts = any(row["expert"] for row in rows)
     table = [
         (
             row["name"],
+            *((" of ".join(map(str, row["expert"] or ())) or "-",) if has_experts else ()),
             "x".join(map(str, row["shape"])) or "scalar",
             row["dtype"],
             row["kind"],
@@ -102,7 +104,8 @@ def _print_tensors(rows: Sequence[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    print_table(("name", "shape", "dtype", "kind", "tp_kind", "group", "slots", "bytes"), table)
+    names = ("shape", "dtype", "kind", "tp_kind", "group", "slots", "bytes")
+    print_table(("name", *(("expert",) if has_experts else ()), *names), table)
     say(f"{len(rows)} rows, {format_bytes(sum(row['bytes'] for row in rows))}")
 
 

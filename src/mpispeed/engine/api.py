@@ -19,6 +19,7 @@ from mpispeed.engine.attached import transform
 from mpispeed.engine.build.assemble import assemble
 from mpispeed.engine.distributed import DEFAULT_PORT, init_distributed
 from mpispeed.engine.engine import Engine
+from mpispeed.engine.experts import check_groups
 from mpispeed.engine.hooks import Given, Setup
 from mpispeed.engine.ownership import register, release
 from mpispeed.engine.pipeline import PipelineEngine
@@ -105,6 +106,8 @@ def initialize(
         raise ConfigError(_NO_MESH)
     world = init_distributed(distributed_port=distributed_port)
     release(model, world.comm)
+    with configuring(world.comm):
+        check_groups(model)
     source = _shared_source(world, args, config if config is not None else config_params)
     loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)

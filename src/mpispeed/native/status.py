@@ -14,7 +14,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from mpispeed.base.device import address
+from mpispeed.base.addresses import address
 from mpispeed.base.errors import NativeMissing
 from mpispeed.base.log import once
 

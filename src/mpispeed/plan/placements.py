@@ -72,6 +72,11 @@ class Placing:
         """The hops of a quantized reduction; None on one node, and where gradients are not sharded over the hops."""
         return self.hops if self.states.master.axes == self.hops else None
 
+    @property
+    def has_distinct(self) -> bool:
+        """True if some neighbours on the data axis have parameters of their own."""
+        return any(factor == distinct_factor(factor.size) for factor in self.factors)
+
     def with_distinct(self, sizes: Iterable[int]) -> Placing:
         """The same with the factors for groups of neighbours whose ranks have parameters of their own."""
         return replace(self, factors=(*self.factors, *(distinct_factor(size) for size in sorted(sizes))))

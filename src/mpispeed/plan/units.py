@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.distinct import distinct_over
+from mpispeed.nn.expert import RoutedExperts
 from mpispeed.nn.tensor import cuts, partial_gradients
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.offload_plan import leading_units, offload_of
@@ -75,7 +76,8 @@ def kinds_of(model: nn.Module, slices: int) -> dict[int, Kind]:
 
 def distinct_sizes(model: nn.Module) -> set[int]:
     """Sizes of the groups of neighbours whose ranks have parameters of their own (`base.distinct`)."""
-    return {distinct_over(param) for param in model.parameters()} - {1}
+    layers = {layer.ep_size for layer in model.modules() if isinstance(layer, RoutedExperts)}  # copies lose marks
+    return ({distinct_over(param) for param in model.parameters()} | layers) - {1}
 
 
 # -- units -----------------------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch.testing import assert_close
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from mpispeed.base.errors import UsageError
 from mpispeed.moe import MoE
-from mpispeed.nn.expert import split_by_node
+from mpispeed.nn.expert import RoutedExperts, Router, RouterOptions, SwiGLUExperts, split_by_node
 from tests.helpers import experts as helpers
 from tests.helpers.tensor import assert_near
 
@@ -100,3 +102,31 @@ def test_weights_that_are_equal_give_the_same_for_any_number_of_ranks(comm):
         layer.set_deepspeed_parallelism()
         found.append(layer.eval()(x)[0])
     assert_close(*found)
+
+
+def test_equal_to_a_block_of_transformers(comm, ranks):
+    """Qwen3-MoE: fused experts have the same tensors in the same order."""
+    shape = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}
+    block = Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**shape, norm_topk_prob=True))
+    layer = RoutedExperts(Router(32, 8, RouterOptions(k=3)), SwiGLUExperts(32, 16, 8))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in block.parameters():
+            param.normal_(0, 0.5, generator=generator)
+        layer.gate.wg.weight.copy_(block.gate.weight)
+        layer.experts.load_state_dict(block.experts.state_dict())
+    layer.set_expert_group(ranks)
+    inputs = [torch.randn(2, 5 + rank, 32, generator=generator) for rank in range(comm.size)]
+    x = inputs[comm.rank].clone().requires_grad_()
+    y, _ = layer(x)
+    y.sin().sum().backward()
+    for rank, each in enumerate(inputs):
+        other = each.clone().requires_grad_()
+        expected = block(other)
+        expected.sin().sum().backward()
+        if rank == comm.rank:
+            assert_near(y.detach(), expected.detach(), BOUND, "output")
+            assert_near(x.grad, other.grad, BOUND, "input")
+    held = layer.experts.held
+    for name, param in layer.experts.named_parameters():
+        assert_near(param.grad, block.experts.get_parameter(name).grad[held.start : held.stop], BOUND, name)

@@ -9,7 +9,10 @@ import torch
 from click.testing import CliRunner
 
 from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
+from mpispeed.ckpt.write.save import save
 from mpispeed.cli.ckpt import ckpt
+from mpispeed.mesh.backends.solo import solo_comm
 from tests.unit.ckpt.sample import saved
 
 
@@ -87,6 +90,20 @@ def test_show_table(folder):
     assert rows["mask"][1:4] == ["7x11", "bool", "buffer"]
     assert rows["head"][3:6] == ["alias", "of", "embed.weight"]
     assert rows["frozen/odd%name"][6] == "weight16"
+
+
+def test_show_numbers_of_experts(tmp_path):
+    names = {"experts.2.up": (2, 4), "gate": None}
+    values = torch.arange(6.0)
+    params = [ParamInfo(name, (6,), expert=expert) for name, expert in names.items()]
+    tensors = [LogicalTensor(name, "master", (6,), values.dtype, [Piece(0, values)]) for name in names]
+    save(solo_comm(), tmp_path, "tag", params=params, tensors=tensors)
+    rows = {line.split()[0]: line.split() for line in call("show", tmp_path).stdout.splitlines()}
+    assert rows["name"][:3] == ["name", "expert", "shape"]
+    assert rows["experts.2.up"][1:5] == ["2", "of", "4", "6"]
+    assert rows["gate"][1:3] == ["-", "6"]
+    found = json.loads(call("show", tmp_path, "--json").stdout)["tensors"]
+    assert {row["name"]: row["expert"] for row in found} == {"experts.2.up": [2, 4], "gate": None}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
         pattern: shell-style (`layers.*.weight`); without wildcards, a part of the name; empty for all.
 
     Returns:
-        Rows with the keys name, shape, dtype, kind, tp_kind, group, step, slots (name -> dtype) and bytes.
+        Rows with the keys name, shape, dtype, kind, tp_kind, group, step, slots (name -> dtype), bytes and expert
+        ([number, experts of the layer], or None).
     """
     slots: dict[str, dict[str, str]] = {}
     sizes: dict[str, int] = {}
@@ -54,6 +55,7 @@ def rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
     found = [
         _row(name, info.shape, str(info.train_dtype), info.kind, slots.get(name, {}), sizes.get(name, 0))
         | {"tp_kind": info.tp_kind, "group": info.param_group, "step": info.step}
+        | {"expert": None if info.expert is None else list(info.expert)}
         for name, info in index.params.items()
     ]
     found += [
@@ -69,7 +71,7 @@ def rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
 
 def _row(name: str, shape: tuple[int, ...], dtype: str, kind: str, slots: dict[str, str], size: int) -> dict[str, Any]:
     shared = {"name": name, "shape": list(shape), "dtype": dtype, "kind": kind, "tp_kind": None, "group": None}
-    return shared | {"step": None, "slots": slots, "bytes": size}
+    return shared | {"step": None, "slots": slots, "bytes": size, "expert": None}
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.base.meta import without_memory
 from mpispeed.engine.estimate.budget import Budget, gather_inputs, predict
+from mpispeed.engine.experts import check_groups, share_out
 from mpispeed.mesh.dry import DryWorld
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.mesh.world import standing_in
@@ -103,6 +104,8 @@ def _examine_one(
             mesh = Mesh(plan.topology(), world)
             built = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
             _slice(plan, mesh, model)
+            check_groups(model)  # the model may be one that was examined before
+            share_out(model, mesh)
     except ConfigError:
         raise
     except MpispeedError as error:
@@ -123,12 +126,14 @@ def has_loose_gathers(plan: Plan) -> bool:
 
 
 def open_points(plan: Plan, budget: RankBudget) -> list[str]:
-    """Sentences on what a prediction leaves out or only estimates, for pipelines and slices."""
+    """Sentences on what a prediction leaves out or only estimates, for pipelines, slices, experts."""
     found = []
     if plan.axes["pipe"] > 1:
         found.append("not counted: activations and their gradients that stages send each other, by the batch's shape")
     if plan.axes["model"] > 1:
         found.append("not counted: sums and gathers of activations over the slices of a layer, by the batch's shape")
+    if plan.placing.has_distinct:
+        found.append("not counted: rows of tokens to experts on other ranks and back, by the batch's shape")
     if budget.is_pipeline and has_loose_gathers(plan):
         found.append(
             "estimated: gathers of parameters and the buffers for them, which follow the pipeline's schedule where "

@@ -21,7 +21,14 @@ from mpispeed.ckpt.write.request import SaveOptions
 from mpispeed.ckpt.write.save import carry_out, prepare
 from mpispeed.engine.state import load
 from mpispeed.engine.state.client_state import Kept, windows_of
-from mpispeed.engine.state.global_layout import GlobalLayout, exchanging_run, names_by_group, slice_streams, tensors_of
+from mpispeed.engine.state.global_layout import (
+    GlobalLayout,
+    exchanging_run,
+    names_by_group,
+    require_plain_state,
+    slice_streams,
+    tensors_of,
+)
 from mpispeed.engine.state.rule_numbers import numbers_by_name
 from mpispeed.optim.rule import MASK, KeepsNumbers
 from mpispeed.pipe.module import PipelineModule
@@ -297,6 +304,7 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
     if parts.buffers is not None:
         parts.buffers.equalise(is_thorough=True)
     windows, whole = windows_of(parts), GlobalLayout.of(parts)
+    require_plain_state(parts, whole)
     kept, optimization = Kept.of(parts, windows), parts.optimization
     has_numbers = optimization is not None and isinstance(optimization.rule, KeepsNumbers)
     infos = whole.infos(_param_infos(parts, settings, numbers_by_name(parts, whole) if has_numbers else {}))

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from mpispeed.base.distinct import distinct_over
 from mpispeed.base.errors import UsageError
 from mpispeed.base.rng import get_rng_tracker
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece, persistent_buffers
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
+from mpispeed.engine.state.expert_names import ExpertNames
 from mpispeed.exchange.saved import Run
 from mpispeed.nn.tensor import cuts
 from mpispeed.nn.tensor.tensor_cut import OWN
-from mpispeed.optim.rule import KeepsState
+from mpispeed.optim.rule import KeepsCounts, KeepsNumbers, KeepsState
 from mpispeed.pipe.module import PipelineModule
+from mpispeed.plan.placements import distinct_factor
 from mpispeed.store.layout import Span
 from mpispeed.store.stored_tensor import STEP, MemoryTensor
 from mpispeed.store.transfers import own_share
@@ -50,10 +53,12 @@ class GlobalLayout:
     Attributes:
         parts: components of the engine.
         slices: parameters and buffers of which this rank has a slice, by name.
+        experts: layers of experts, which may be on other data ranks.
     """
 
     parts: Parts
     slices: Mapping[str, TensorSlice] = field(default_factory=dict)
+    experts: ExpertNames = field(default_factory=ExpertNames)
 
     @classmethod
     def of(cls, parts: Parts) -> GlobalLayout:
@@ -62,10 +67,11 @@ class GlobalLayout:
         Raises:
             UsageError: data ranks have parameters of their own, which have no logical tensor.
         """
-        require_common(parts.table, "a checkpoint has one tensor for each name")
+        experts = ExpertNames.of(parts.module)
+        require_common(parts.table, "a checkpoint has one tensor for each name", experts)
         comm = parts.mesh["model"]
         if comm.size == 1:
-            return cls(parts)
+            return cls(parts, experts=experts)
         named = {**dict(parts.module.named_parameters()), **dict(persistent_buffers(parts.module))}
         found = {}
         for name, cut in cuts(parts.module).items():
@@ -81,7 +87,7 @@ class GlobalLayout:
                     vocab_size=cut.shape[0] if cut.kind == "vocab" else -1,
                 )
                 found[name] = TensorSlice(info, comm.rank, comm.size)
-        return cls(parts, found)
+        return cls(parts, found, experts)
 
     def describe(self, info: ParamInfo) -> ParamInfo:
         """`info` of a local parameter, completed by the attributes of the logical one."""
@@ -93,11 +99,17 @@ class GlobalLayout:
         if isinstance(model, PipelineModule):
             kind = "replicated" if self._stages(info.name) else "owned"  # whatever the number of stages is
             info = replace(info, pp_layer=model.layer_of(info.name), pp_kind=kind)
-        return info
+        if info.name in self.experts.fused:
+            info = replace(info, shape=self.experts.fused[info.name].shape(info.shape))
+        return replace(info, expert=self.experts.expert(info.name))
 
     def shape(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
         """Shape of the logical parameter or buffer of which this rank holds `tensor`."""
-        return self.slices[name].info.shape if name in self.slices else tuple(tensor.shape)
+        return self.slices[name].info.shape if name in self.slices else self.whole_shape(name, tuple(tensor.shape))
+
+    def whole_shape(self, name: str, own: tuple[int, ...]) -> tuple[int, ...]:
+        """`own`, or the shape of the tensor of all experts that it is a part of."""
+        return self.experts.fused[name].shape(own) if name in self.experts.fused else own
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -109,21 +121,32 @@ class GlobalLayout:
         In a tensor with one row for each of several ranks, `before` is the number of elements in earlier rows.
         """
         made = gather_pieces(self.slices[name], start, values) if name in self.slices else [Piece(start, values)]
+        before += self.before(name)
         if self.parts.sharing is not None and not self.parts.sharing.is_counted(unit):
             made = [replace(piece, is_replica=True) for piece in made]
         return tuple(replace(piece, start=piece.start + before) if before else piece for piece in made)
 
     def outside(self, name: str, slot: str, tensor: torch.Tensor) -> LogicalTensor:
-        """A parameter or buffer that is in no unit; data rank 0 writes it."""
+        """A parameter or buffer that is in no unit; the first data rank that has it writes it."""
         mesh, cut = self.parts.mesh, self.slices.get(name)
         pieces: Iterable[Piece] = ()
-        if mesh.index("data") == 0 and self._owns(name):
+        if self.is_writer(name, tensor) and self._owns(name):
             flat = tensor.detach().contiguous().reshape(-1).cpu()
             if cut is not None:
                 pieces = gather_pieces(cut, 0, flat)
             elif mesh.index("model") == 0:
-                pieces = (Piece(0, flat),)
+                pieces = (Piece(self.before(name), flat),)
         return LogicalTensor(name, slot, self.shape(name, tensor), tensor.dtype, tuple(pieces))
+
+    def is_writer(self, name: str, tensor: torch.Tensor) -> bool:
+        """True on the first of the data ranks that have copies of a parameter or buffer."""
+        copies = distinct_factor(distinct_over(tensor)).rest if self.experts.differ(name) else "data"
+        return self.parts.mesh.index(str(copies)) == 0
+
+    def before(self, name: str) -> int:
+        """Elements of a logical parameter before those of this rank."""
+        fused = self.experts.fused.get(name)
+        return 0 if fused is None else fused.held.start * fused.each
 
     def _stages(self, name: str) -> Sequence[int]:
         model, words = self.parts.module, name.split(".")
@@ -160,13 +183,24 @@ class GlobalLayout:
             found.setdefault(name, (name, item))
         return list(found.values())
 
+    def names(self, own: Iterable[str]) -> list[str]:
+        """Names of this rank's parameters and of experts on other data ranks, in the order of the whole model."""
+        return [name for name, _ in self.experts.expanded(((name, None) for name in own), lambda _, item: item)]
+
     def infos(self, own: Iterable[ParamInfo]) -> list[ParamInfo]:
-        """Descriptions of the parameters of all stages. Collective over: the pipe axis."""
-        return [info for _, info in self.over_stages((info.name, self.describe(info)) for info in own)]
+        """Descriptions of the parameters of all stages and experts. Collective over: the pipe axis."""
+        described = ((info.name, self.describe(info)) for info in own)
+        everyone = self.experts.expanded(
+            described, lambda name, info: replace(info, name=name, expert=self.experts.expert(name))
+        )
+        return [info for _, info in self.over_stages(everyone)]
 
     def tensors(self, own: Iterable[LogicalTensor]) -> list[LogicalTensor]:
-        """Tensors of all stages, those of others without pieces. Collective over: the pipe axis."""
-        here = {(tensor.name, tensor.slot): tensor for tensor in own}
+        """Tensors of all stages and experts, those of others without pieces. Collective over: the pipe axis."""
+        everyone = self.experts.expanded(
+            ((tensor.name, tensor) for tensor in own), lambda name, tensor: replace(tensor, name=name, pieces=())
+        )
+        here = {(tensor.name, tensor.slot): tensor for _, tensor in everyone}
         if not isinstance(self.parts.module, PipelineModule):
             return list(here.values())
         slots: dict[str, list[Any]] = {}
@@ -178,8 +212,12 @@ class GlobalLayout:
         return found
 
     def names_by_group(self, own: Sequence[Sequence[str]]) -> list[list[str]]:
-        """Names of all stages by parameter group. Collective over: the pipe axis."""
+        """Names of all stages and experts by parameter group. Collective over: the pipe axis."""
         flat = [(name, index) for index, names in enumerate(own) for name in names]
+        if self.experts.are_shared_out:  # units of experts are apart: in the order of the model whatever the ranks are
+            groups = dict(self.experts.expanded(flat, lambda _, index: index))
+            order = self.names(name for name, _ in self.parts.module.named_parameters())
+            flat = [(name, groups[name]) for name in order if name in groups]
         members: list[list[str]] = [[] for _ in own]
         for name, index in self.over_stages(flat):
             members[index].append(name)
@@ -216,20 +254,38 @@ class GlobalLayout:
             read_slice(source, name, slot, self.slices[name], start, out, row=row)
         else:
             before = 0 if row is None else row * math.prod(source.stored(name, slot).shape[1:])
-            source.read(name, slot, before + start, out)
+            source.read(name, slot, before + self.before(name) + start, out)
 
 
-def require_common(table: Table, reason: str) -> None:
-    """Require that data ranks have all parameters in common; `reason` is a clause of the message.
+def require_common(table: Table, reason: str, experts: ExpertNames | None = None) -> None:
+    """Require that data ranks have all parameters in common but these experts; `reason` is a clause of the message.
 
     Raises:
         UsageError: on every rank, if they have some of their own.
     """
-    apart = next((unit for unit in table.all_units if unit.states.differs_over_data), None)
+    units = [unit for unit in table.all_units if unit.states.differs_over_data]
+    names = [entry.name for unit in units for entry in unit.layout.entries]
+    apart = next((name for name in names if experts is None or not experts.differ(name)), None)
     if apart is not None:
         msg = (
-            f"parameter {apart.layout.entries[0].name!r} has values of its own on each of several data ranks "
-            f"(mark_distinct), and {reason}; save and load such a model's weights by your own code, rank by rank"
+            f"parameter {apart!r} has values of its own on each of several data ranks (mark_distinct), and {reason}; "
+            "of experts that are shared out over ranks use save_checkpoint or save_16bit_model; other weights of this "
+            "kind are to be saved and loaded by your own code, rank by rank"
+        )
+        raise UsageError(msg)
+
+
+def require_plain_state(parts: Parts, whole: GlobalLayout) -> None:
+    """Require that optimizer state is in slots alone, where experts are shared out.
+
+    Raises:
+        UsageError: on every rank, if the rule has more for each parameter.
+    """
+    rule = parts.optimization.rule if parts.optimization else None
+    if whole.experts.are_shared_out and isinstance(rule, KeepsState | KeepsCounts | KeepsNumbers):
+        msg = (
+            f"the optimizer {rule.name} keeps numbers of each parameter, and checkpoints do not have those of experts "
+            "on other ranks yet; use Adam, AdamW, Adagrad or Lion of the config, or ep_size 1"
         )
         raise UsageError(msg)
 

@@ -22,7 +22,14 @@ from mpispeed.ckpt.format.logical import persistent_buffers
 from mpispeed.ckpt.node_local.fetch import find_on_nodes
 from mpispeed.ckpt.read.reader import Checkpoint, Opened, find
 from mpispeed.engine.state.client_state import Restorer, windows_of
-from mpispeed.engine.state.global_layout import GlobalLayout, exchanging_run, named, names_by_group, slice_streams
+from mpispeed.engine.state.global_layout import (
+    GlobalLayout,
+    exchanging_run,
+    named,
+    names_by_group,
+    require_plain_state,
+    slice_streams,
+)
 from mpispeed.engine.state.rule_numbers import read_numbers
 from mpispeed.engine.state.weights import load_by
 from mpispeed.exchange.saved import NAMES_SHOWN, Loading
@@ -218,9 +225,10 @@ def _take_streams(states: Mapping[str, bytes]) -> None:
 def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
     """Load weights, masters and optimizer state; every rank reads only its own ranges."""
     comm, whole_model = parts.mesh.world.comm, GlobalLayout.of(parts)
+    require_plain_state(parts, whole_model)
     if settings.custom_load_fn is not None:
         with comm.together(CheckpointError):
-            _refuse_function(parts)
+            _refuse_function(parts, whole_model)
             whole = _whole_state(source)
         load_by(parts, settings.custom_load_fn, whole, comm)
     names, buffer_names = _names_of_all(parts, whole_model)
@@ -254,15 +262,18 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
 
 
 def _names_of_all(parts: Parts, whole: GlobalLayout) -> tuple[set[str], set[str]]:
-    """Names of the parameters and buffers of all stages. Collective over: the pipe axis."""
-    params = whole.over_stages(named(parts.module.named_parameters()))
+    """Names of the parameters and buffers of all stages and experts. Collective over: the pipe axis."""
+    own = whole.names(name for name, _ in parts.module.named_parameters())
+    params = whole.over_stages((name, None) for name in own)
     buffers = whole.over_stages(named(persistent_buffers(parts.module)))
     return {name for name, _ in params}, {name for name, _ in buffers}
 
 
-def _refuse_function(parts: Parts) -> None:
-    if parts.mesh["pipe", "model"].size > 1:
-        msg = "custom_load_fn writes into a whole model, and this one is cut over stages or slices; leave it out"
+def _refuse_function(parts: Parts, whole: GlobalLayout) -> None:
+    if parts.mesh["pipe", "model"].size > 1 or whole.experts.are_shared_out:
+        msg = (
+            "custom_load_fn writes into a whole model, and this one is cut over stages, slices or experts; leave it out"
+        )
         raise CheckpointError(msg)
 
 

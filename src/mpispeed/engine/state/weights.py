@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import math
 import os
 import secrets
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +17,18 @@ import torch
 from mpispeed.base.errors import CheckpointError, UsageError
 from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import schema
-from mpispeed.ckpt.slices import place_slice
-from mpispeed.engine.state.global_layout import GlobalLayout, require_common
+from mpispeed.engine.state.global_layout import require_common
+from mpispeed.engine.state.whole_model import frozen_names, gather_model, kept_state
 from mpispeed.exchange.saved import NAMES_SHOWN
 from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 from mpispeed.sharding.update_windows import take_edited
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import nn
 
-    from mpispeed.ckpt.slices import TensorSlice
     from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.comm import Comm
     from mpispeed.store.layout import Unit
@@ -56,7 +53,7 @@ class Weights:
         """
         if not self._parts.plan.states.param.is_replicated:
             return gather_state(self._parts, exclude_frozen=exclude_frozen_parameters)
-        left_out = _frozen_names(self._parts) if exclude_frozen_parameters else ()
+        left_out = frozen_names(self._parts) if exclude_frozen_parameters else ()
         state: dict[str, Any] = self._parts.module.state_dict()
         state = {name: value for name, value in state.items() if name not in left_out}
         if self._parts.optimization and self._parts.optimization.exchange.is_apart:
@@ -129,7 +126,7 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
         CheckpointError: on every rank, if rank 0 has no memory for the copies.
     """
     require_common(parts.table, "the gathered state dict of data rank 0 has one value for each name")
-    state = _kept_state(parts, exclude_frozen=exclude_frozen)
+    state = kept_state(parts, exclude_frozen=exclude_frozen)
     copies: dict[int, torch.Tensor] = {}
     is_taker, failures = parts.mesh.index("data") == 0, Failures()
     wanted = {id(value) for value in state.values()}
@@ -153,12 +150,6 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     return {name: copies[id(value)] if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
-def _kept_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
-    """The module's state dict with its own parameters; they may be sharded, as no data are read."""
-    left_out = _frozen_names(parts) if exclude_frozen else ()
-    return {k: v for k, v in parts.module.state_dict(keep_vars=True).items() if k not in left_out}
-
-
 def _copy_unit(unit: Unit, full: torch.Tensor, wanted: Collection[int], copies: dict[int, torch.Tensor]) -> None:
     """Clone the wanted parameters of a gathered unit."""
     pairs = zip(unit.layout.entries, unit.params, strict=True)
@@ -172,11 +163,6 @@ def _copy(tensors: Sequence[tuple[int, torch.Tensor]], copies: dict[int, torch.T
 
 def _is_managed(parts: Parts, tensor: torch.Tensor) -> bool:
     return parts.table.locate(tensor) is not None
-
-
-def _frozen_names(parts: Parts) -> set[str]:
-    named = parts.module.named_parameters(remove_duplicate=False)
-    return {name for name, param in named if parts.table.find(param) is None}
 
 
 def save_weights(parts: Parts, folder: str, filename: str, *, exclude_frozen: bool) -> bool:
@@ -197,143 +183,6 @@ def save_weights(parts: Parts, folder: str, filename: str, *, exclude_frozen: bo
         if parts.mesh.rank == 0:
             _write_whole(state, Path(folder), filename)
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Tensor of the whole model, or slice of one, that a rank passes.
-
-    Attributes:
-        names: names of the tensor in this rank's state dict; several if it is tied.
-        numel: elements that are passed, with padding.
-        shape: shape of the whole tensor.
-        cut: the slice that the elements are; None: they are the whole tensor.
-    """
-
-    names: tuple[str, ...]
-    numel: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    cut: TensorSlice | None
-
-
-def gather_model(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
-    """The whole model's state dict in host memory of rank 0: layers of all stages, unsliced; {} on the others.
-
-    Of each stage and slice, data rank 0 passes its tensors one by one as they are gathered: beside the result no rank
-    holds more than one full unit, and rank 0 the largest tensor or slice that it receives. Values that several stages
-    or slices have are those of the first, as in checkpoints. Tied names share one tensor.
-
-    Collective over: all ranks.
-
-    Raises:
-        CheckpointError: on every rank, if rank 0 has no memory for the model, or parameters cannot be read.
-        UsageError: parameters were taken away by `engine.offload_states`.
-    """
-    parts.params.require((Kind.lp_params,), "engine.save_16bit_model()")
-    mesh, layout, failures = parts.mesh, GlobalLayout.of(parts), Failures()
-    kinds, doing = (RuntimeError, MemoryError), "the weights cannot be gathered on rank 0"
-    with mesh.world.comm.together(CheckpointError, doing=doing, plain=kinds):  # hooks of modules may run
-        state = _kept_state(parts, exclude_frozen=exclude_frozen)
-        own = _own_parts(parts, layout, state)
-    comm, passed = mesh["pipe", "model"], [part for part, _ in own]
-    others = {name: None if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-    names = layout.over_stages((name, other) for name, other in others.items() if layout.is_first(name))
-    everyone = comm.gather_objects(passed)
-    whole: dict[str, torch.Tensor] = {}
-    with mesh.world.comm.together(CheckpointError, doing=doing, plain=kinds):
-        if mesh.rank == 0:  # all memory at once: nothing is on its way if there is too little
-            whole = _empty_model(row for rows in everyone for row in rows)
-            longest = max((row.numel * row.dtype.itemsize for rows in everyone[1:] for row in rows), default=0)
-            received = torch.empty(longest, dtype=torch.uint8)
-
-    def take(part: _Part, values: torch.Tensor) -> None:
-        if mesh.rank == 0:
-            _put(part, values, whole[part.names[0]])
-        elif mesh.index("data") == 0 and part.numel:
-            comm.send(values.cpu().view(torch.uint8), 0)
-
-    done = _visit(parts, own, take, failures)
-    for part in passed[done:] if mesh.rank else ():  # after a failure: rank 0 waits for them
-        take(part, torch.zeros(part.numel, dtype=part.dtype))
-    for source, rows in enumerate(everyone) if mesh.rank == 0 else ():
-        for part in rows if source else ():
-            if part.numel:
-                letter = received[: part.numel * part.dtype.itemsize]
-                comm.recv(letter, source)
-                with failures.kept():
-                    _put(part, letter.view(part.dtype), whole[part.names[0]])
-    with mesh.world.comm.together(CheckpointError, doing=doing, plain=kinds):
-        failures.raise_first()
-    return {name: whole.get(name, value) for name, value in names} if mesh.rank == 0 else {}
-
-
-def _own_parts(parts: Parts, layout: GlobalLayout, state: Mapping[str, Any]) -> list[tuple[_Part, torch.Tensor]]:
-    """What this rank passes, in the order of `_visit`, each with the parameter or buffer of the module."""
-    names: dict[int, list[str]] = {}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            names.setdefault(id(value), []).append(name)
-    tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
-    managed = [param for unit in parts.table.all_units for param in unit.params if id(param) in tensors]
-    known = {id(param) for param in managed}
-    found = []
-    for tensor in (*managed, *(tensor for key, tensor in tensors.items() if key not in known)):
-        place, own = parts.table.locate(tensor), tuple(names[id(tensor)])
-        shape = tuple(tensor.shape if place is None else place.entry.shape)
-        dtype = tensor.dtype if place is None else place.unit.states.compute
-        cut = next((layout.slices[name] for name in own if name in layout.slices), None)
-        if layout.is_first(own[0] if cut is None else cut.info.name):
-            whole = shape if cut is None else cut.info.shape
-            found.append((_Part(own, math.prod(shape), whole, dtype, cut), tensor))
-    return found
-
-
-def _empty_model(rows: Iterable[_Part]) -> dict[str, torch.Tensor]:
-    """Memory for the tensors of all parts by name; tied names share it."""
-    found: dict[str, torch.Tensor] = {}
-    for part in rows:
-        if part.names[0] not in found:
-            found.update(dict.fromkeys(part.names, torch.empty(part.shape, dtype=part.dtype)))
-    return found
-
-
-def _visit(
-    parts: Parts,
-    own: Sequence[tuple[_Part, torch.Tensor]],
-    take: Callable[[_Part, torch.Tensor], None],
-    failures: Failures,
-) -> int:
-    """Call `take` with the flat values of every part in order, unit by unit; return for how many it succeeded.
-
-    Collective over: the axes over which parameters are sharded.
-    """
-    done = 0
-    with failures.kept():
-        for unit in parts.table.all_units:
-            full = (
-                parts.params.shards.rest(unit)
-                if unit.states.param.is_replicated
-                else parts.params.shards.collected(unit)
-            )
-            entries = {id(param): entry for entry, param in zip(unit.layout.entries, unit.params, strict=True)}
-            while done < len(own) and id(own[done][1]) in entries:
-                part, tensor = own[done]
-                take(part, full[entries[id(tensor)].span.slice])
-                done += 1
-            del full
-        for part, tensor in own[done:]:
-            take(part, tensor.detach().reshape(-1))
-            done += 1
-    return done
-
-
-def _put(part: _Part, values: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy the elements of a part to their places."""
-    if part.cut is None:
-        whole.view(-1).copy_(values)
-    else:
-        place_slice(part.cut, values, whole)
 
 
 def _write_whole(state: dict[str, Any], folder: Path, filename: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.base.device import address
+from mpispeed.base.addresses import address
 from mpispeed.mesh.collectives.work import Posted
 from mpispeed.native.reduce import tree_reduce, tree_sum
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,11 +73,25 @@ def ranged(num_experts: int, comm: Comm | None) -> range:
     return range(num_experts) if comm is None else range(*share(num_experts, comm.rank, comm.size))
 
 
+class NumberedModules(nn.ModuleList):
+    """Some modules of a longer list: indices count from 0, names from the number of the first."""
+
+    def __init__(self, modules: Iterable[nn.Module], first: int = 0) -> None:
+        super().__init__()
+        for number, module in enumerate(modules, first):
+            self.add_module(str(number), module)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One module by its place here, or a list of several."""
+        found = list(self._modules.values())[index]
+        return NumberedModules(found) if isinstance(index, slice) else found
+
+
 class ExpertModules(Experts):
     """Experts that are copies of a module; of outputs that are tuples the first element counts.
 
     Attributes:
-        deepspeed_experts: the modules of this rank.
+        deepspeed_experts: the modules of this rank; in names of parameters they have the numbers of `held`.
     """
 
     def __init__(self, expert: nn.Module, num_experts: int, num_local_experts: int | None = None) -> None:
@@ -89,7 +104,13 @@ class ExpertModules(Experts):
         """
         count = num_experts if num_local_experts is None else num_local_experts
         super().__init__(num_experts, range(count))
-        self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(count))
+        self.deepspeed_experts = NumberedModules(copy.deepcopy(expert) for _ in range(count))
+
+    def keep(self, held: range) -> None:
+        """As `Experts`."""
+        super().keep(held)
+        if [int(name) for name in self.deepspeed_experts._modules] != list(held):
+            self.deepspeed_experts = NumberedModules(self.deepspeed_experts, held.start)
 
     def _narrow(self, held: range) -> None:
         self.deepspeed_experts = self.deepspeed_experts[held.start : held.stop]
@@ -106,7 +127,7 @@ class ExpertModules(Experts):
 
 
 class FusedExperts(Experts):
-    """Experts whose weights are slices of three-dimensional tensors."""
+    """Experts whose parameters are slices of common tensors, along the first dim of each."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, comm: Comm | None = None) -> None:
         """`comm`: the expert-parallel group, where only this rank's experts are to be made."""

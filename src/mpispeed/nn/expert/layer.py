@@ -7,12 +7,13 @@ import math
 import torch
 from torch import nn
 
+from mpispeed.base.distinct import mark_distinct
 from mpispeed.base.errors import UsageError
 from mpispeed.mesh.comm import Comm
+from mpispeed.native.row_ops import combine, permute
 from mpispeed.nn.expert.dispatch import EXPERTS_TRAIN, TOKENS_TRAIN, Dispatcher, Levels
 from mpispeed.nn.expert.experts import Experts, ranged
 from mpispeed.nn.expert.router import Router, Routing
-from mpispeed.nn.expert.rows import combine, spread
 from mpispeed.nn.expert.sorted_plan import sort_choices
 
 
@@ -33,6 +34,8 @@ class RoutedExperts(nn.Module):
         """Put the parts together."""
         super().__init__()
         self.gate, self.experts, self.shared, self.ep_size = gate, experts, shared, ep_size
+        if ep_size > 1:
+            mark_distinct(experts.parameters(), ep_size)
         self._dispatcher: Dispatcher | None = None
 
     @property
@@ -56,7 +59,14 @@ class RoutedExperts(nn.Module):
             raise UsageError(msg)
         self.experts.keep(ranged(self.experts.num_experts, comm))
         self.ep_size = comm.size
+        if comm.size > 1:
+            mark_distinct(self.experts.parameters(), comm.size)
         self._dispatcher = Dispatcher(comm, self.experts.num_experts, levels)
+
+    def leave_expert_group(self) -> None:
+        """Forget the group; the experts of this rank stay, counted from 0 until a group of as many ranks is set."""
+        self.experts.keep(range(len(self.experts.held)))
+        self._dispatcher = None
 
     def forward(self, x: torch.Tensor, used_token: torch.Tensor | None = None) -> tuple[torch.Tensor, Routing]:
         """The weighted sum of experts for each token, and the router's losses and counts.
@@ -74,12 +84,12 @@ class RoutedExperts(nn.Module):
     def _experts_of(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Collective over: the expert-parallel group."""
         plan = sort_choices(routing.experts, routing.kept, self.experts.num_experts)
-        rows = spread(tokens, plan)
+        rows = permute(tokens, plan.places, int(plan.counts.sum()))
         if self._dispatcher is None:
-            return combine(self._computed(rows, plan.counts.tolist()), routing.weights, plan)
+            return combine(self._computed(rows, plan.counts.tolist()), plan.places, routing.weights)
         deal = self._dispatcher.deal(plan.counts, self._needs(tokens))
         done = self._computed(deal.there(rows), deal.expert_counts)
-        return combine(deal.back(done), routing.weights, plan)
+        return combine(deal.back(done), plan.places, routing.weights)
 
     def _computed(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         if len(counts) != len(self.experts.held):

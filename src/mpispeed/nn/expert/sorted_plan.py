@@ -21,21 +21,14 @@ class SortedPlan:
     """Rows of this rank, sorted by expert.
 
     Attributes:
-        tokens: token of each row.
         places: row of each choice; -1: it is not sent.
         counts: rows for each expert, in host memory.
 
-    Shapes: tokens [rows], places [tokens, k], counts [experts]; all int64.
+    Shapes: places [tokens, k], counts [experts]; all int64.
     """
 
-    tokens: torch.Tensor
     places: torch.Tensor
     counts: torch.Tensor
-
-    @property
-    def is_complete(self) -> bool:
-        """True if no choice was dropped."""
-        return self.tokens.numel() == self.places.numel()
 
 
 def sort_choices(experts: torch.Tensor, kept: torch.Tensor | None, num_experts: int) -> SortedPlan:
@@ -48,8 +41,7 @@ def sort_choices(experts: torch.Tensor, kept: torch.Tensor | None, num_experts: 
     order = torch.argsort(keys, stable=True)[:rows]
     places = torch.full_like(keys, -1)
     places[order] = torch.arange(rows, device=keys.device)
-    k = experts.shape[1]
-    return SortedPlan(torch.div(order, k, rounding_mode="floor"), places.view_as(experts), counts)
+    return SortedPlan(places.view_as(experts), counts)
 
 
 def capacity_of(tokens: int, num_experts: int, factor: float, minimum: int) -> int:

@@ -1,0 +1,129 @@
+"""Experts that are on other data ranks, by name: what a checkpoint of the whole layer holds, seen from one rank.
+
+Experts that are modules have their numbers in the names of their parameters; those of other ranks have the shapes of
+the ones here. Fused experts are slices of tensors of all experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """Experts of one layer that are modules; names of their parameters are prefix, number, rest."""
+
+    prefix: str
+    held: range
+    total: int
+
+    def number(self, name: str) -> int | None:
+        """The number in the name of a parameter; None: it is of no expert of this layer."""
+        if not name.startswith(self.prefix):
+            return None
+        return int(name[len(self.prefix) :].partition(".")[0])
+
+    def renumbered(self, name: str, number: int) -> str:
+        """The name of the same parameter of another expert."""
+        return f"{self.prefix}{number}.{name[len(self.prefix) :].partition('.')[2]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A parameter that is a slice, along its first dim, of a tensor of all experts of `each` so many elements."""
+
+    held: range
+    total: int
+    each: int
+
+    def shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return (self.total, *own[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Layers of experts of a model.
+
+    Attributes:
+        numbered: layers of modules, those with all experts on every rank too.
+        fused: slices by name of the parameter.
+    """
+
+    numbered: tuple[Numbered, ...] = ()
+    fused: dict[str, Fused] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ExpertNames:
+        """Read them off a model."""
+        numbered, fused = [], {}
+        for path, layer in model.named_modules():
+            if not isinstance(layer, RoutedExperts):
+                continue
+            experts, start = layer.experts, f"{path}.experts." if path else "experts."
+            if isinstance(experts, ExpertModules):
+                numbered.append(Numbered(f"{start}deepspeed_experts.", experts.held, experts.num_experts))
+            elif isinstance(experts, FusedExperts) and len(experts.held) < experts.num_experts:
+                for name, param in experts.named_parameters():
+                    fused[start + name] = Fused(experts.held, experts.num_experts, math.prod(param.shape[1:]))
+        return cls(tuple(numbered), fused)
+
+    @property
+    def are_shared_out(self) -> bool:
+        """True if other ranks have experts that this one has not."""
+        return bool(self.fused) or any(len(row.held) < row.total for row in self.numbered)
+
+    def differ(self, name: str) -> bool:
+        """True if ranks have other values of a parameter because it is of experts that are shared out."""
+        if name in self.fused:
+            return True
+        return any(len(row.held) < row.total and row.number(name) is not None for row in self.numbered)
+
+    def expert(self, name: str) -> tuple[int, int] | None:
+        """(number, experts of the layer), for parameters of one expert."""
+        for row in self.numbered:
+            number = row.number(name)
+            if number is not None:
+                return number, row.total
+        return None
+
+    def expanded(self, items: Iterable[tuple[str, T]], like: Callable[[str, T], T]) -> Iterator[tuple[str, T]]:
+        """Named items of this rank and, in the order of the whole layer, those of experts on other ranks.
+
+        Args:
+            items: in the order of the model's parameters.
+            like: makes an item of another expert out of one here.
+        """
+        seen: set[str] = set()
+        rows = list(items)
+        for name, item in rows:
+            row = next((row for row in self.numbered if row.number(name) is not None), None)
+            if row is None:
+                yield name, item
+            elif row.prefix not in seen:
+                seen.add(row.prefix)
+                yield from self._layer(row, rows, like)
+
+    def _layer(self, row: Numbered, items: list[tuple[str, T]], like: Callable[[str, T], T]) -> Iterator[tuple[str, T]]:
+        own: dict[int, list[tuple[str, T]]] = {number: [] for number in row.held}
+        for name, item in items:
+            number = row.number(name)
+            if number is not None:
+                own[number].append((name, item))
+        for number in range(row.total):
+            if number in own:
+                yield from own[number]
+            else:
+                for name, item in own[row.held.start]:
+                    other = row.renumbered(name, number)
+                    yield other, like(other, item)
