@@ -13,7 +13,7 @@ from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.quantized import QuantizedReducer, all_gather_quantized
 from mpispeed.sharding.reducers import Averaging, PlainReducer, SumChannel, SumGradients
 from mpispeed.sharding.sparse import RowReducer, find_tables
-from mpispeed.store.tiers import GRAD
+from mpispeed.store.placement import Tier
 from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def make_sums(
     """
     mesh, tiers = params.mesh, params.tiers
     shards = GradShards(params.table, mesh, tiers=tiers, arena=params.arena)
-    channel = SumChannel.of(mesh, is_overlapped=plan.is_overlapped, wait=wait, is_copied=tiers.is_apart(GRAD))
+    # From the plan: all ranks make a channel, also a stage with nothing to train. Dry runs move nothing.
+    is_copied = tiers.device.type not in ("cpu", "meta") and plan.states.grad.tier is not Tier.DEVICE
+    channel = SumChannel.of(mesh, is_overlapped=plan.is_overlapped, wait=wait, is_copied=is_copied)
     averaging = Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide)
     return shards, SumGradients(shards, channel.mesh, averaging, reducer=reducer), channel
 

@@ -29,9 +29,9 @@ _OWN_ONEBIT = (OnebitAdam, OnebitLamb, ZeroOneAdam)
 
 
 _NEEDS = {
-    "onebitadam": Needs(divides_nodes=True, near_states=True),
-    "zerooneadam": Needs(divides_nodes=True, near_states=True, whole_states=True),
-    "onebitlamb": Needs(divides_nodes=True, near_states=True, whole_states=True),
+    "onebitadam": Needs(divides_nodes=True),
+    "zerooneadam": Needs(divides_nodes=True, whole_states=True),
+    "onebitlamb": Needs(divides_nodes=True, whole_states=True),
 }
 """By name in lower case; the others sum gradients and need nothing."""
 

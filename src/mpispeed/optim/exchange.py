@@ -35,12 +35,10 @@ class Needs:
     Attributes:
         divides_nodes: the data axis is divided into nodes, between which it exchanges, where gradients are replicated.
         whole_states: full states on every rank, even if the plan would shard those of the optimizer alone.
-        near_states: states where the model computes; they cannot be offloaded from a device.
     """
 
     divides_nodes: bool = False
     whole_states: bool = False
-    near_states: bool = False
 
 
 @runtime_checkable

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 UNIT_ELEMENTS_MAX = 2**31 - 1
 
-_CURE = "leave it out, or set MPISPEED_DEVICE=cpu"
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -223,7 +221,9 @@ def make_plan(
         model_dtype=model_dtype,
     )
     optimizer = config.optimizer
-    name = _check_device(config, device, optimizer_kind)
+    _check_device(config, device)
+    own = optimizer.type if optimizer and optimizer.type else ""
+    name = own.lower() if optimizer_kind is None else optimizer_kind
     return Plan(
         config=config,
         world_size=world_size,
@@ -251,27 +251,18 @@ def make_plan(
     )
 
 
-def _check_device(config: Config, device: torch.device, kind: str | None = None) -> str:
-    """Refuse settings that work in host memory only; return the optimizer's name in lower case, or "".
-
-    `kind` is that of an optimizer that is given in code.
+def _check_device(config: Config, device: torch.device) -> None:
+    """Refuse settings that work in host memory only.
 
     Raises:
         UnsupportedOption: a setting is on that does not work on a device.
     """
-    own = config.optimizer.type if config.optimizer and config.optimizer.type else ""
-    name = own.lower() if kind is None else kind
-    offload = config.zero_optimization.offload_optimizer
-    is_apart = offload is not None and offload.device != "none"
-    refused = {
-        f"optimizer {name} with zero_optimization.offload_optimizer": needs_of(name).near_states and is_apart,
-        "sparse_gradients": config.sparse_gradients,
-    }
-    for what, is_on in refused.items():
-        if is_on and device.type != "cpu":
-            msg = f"{what} works on host memory only, and this rank computes on {device}; {_CURE}"
-            raise UnsupportedOption(msg)
-    return name
+    if config.sparse_gradients and device.type != "cpu":
+        msg = (
+            f"sparse_gradients works on host memory only, and this rank computes on {device}; leave it out, or set "
+            "MPISPEED_DEVICE=cpu"
+        )
+        raise UnsupportedOption(msg)
 
 
 def _data_size(config: Config, axes: Mapping[str, int]) -> int:

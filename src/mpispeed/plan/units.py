@@ -133,7 +133,7 @@ class _Dealer:
             for p in (self._own(unit, states.grad), self._own(unit, states.master))
         )
         # On a device, parameters cannot be masters that rest on the host, nor the other way round.
-        is_apart = plan.device.type != "cpu" and (states.master.tier is Tier.DEVICE) != (
+        is_apart = plan.device.type != "cpu" and (master.tier is Tier.DEVICE) != (
             param.is_replicated or states.param.tier is Tier.DEVICE
         )
         return UnitStates.of(

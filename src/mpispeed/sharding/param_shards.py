@@ -204,9 +204,9 @@ class ParamShards:
         """
         states, own, span = unit.states, self.rest_span(unit), self.span(unit)
         compute, is_resident = states.compute, states.param.is_replicated
-        rest = source[own.slice].to(compute, copy=not is_resident and not self.tiers.is_apart(PARAM))
+        rest = source[own.slice].to(compute, copy=not is_resident and not self.tiers.is_apart(PARAM, unit.index))
         if not is_resident:
-            rest = self.tiers.bring(PARAM, rest, compute, copies=False)
+            rest = self.tiers.bring(PARAM, unit.index, rest, compute, copies=False)
         if states.is_coded:
             self.gatherer.codes[unit.index] = Codes(rest)
             rest = rest[:0].clone()
@@ -215,7 +215,7 @@ class ParamShards:
         if not unit.is_trainable:
             self._masters.append(MemoryTensor(rest[:0].clone()))
         elif not states.master_is_param:
-            values = self.tiers.bring(MASTER, source[span.slice], states.full, copies=True)
+            values = self.tiers.bring(MASTER, unit.index, source[span.slice], states.full, copies=True)
             self._masters.append(self.tiers.keep(MASTER, unit.index, values))
         else:
             is_same = own == span and self._rest[-1].is_swapped

@@ -14,7 +14,7 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError, UsageError
-from mpispeed.optim.exchange import Exchanges
+from mpispeed.optim.exchange import Drifts, Exchanges
 from mpispeed.optim.rule import KeepsState, Layerwise, Rule, Window
 from mpispeed.store.layout import Span
 from mpispeed.store.stored_tensor import WholeLease
@@ -136,6 +136,7 @@ class UpdateWindows:
         self._params, self._grads, self._state = params, grads, state
         self._per_parameter = rule.wants_whole and (not params.table.shards_masters or isinstance(rule, Layerwise))
         self._keeps_windows = isinstance(rule, KeepsState)
+        self._fills_out = isinstance(rule, Drifts)
         self._lends_units = self._per_parameter and not isinstance(rule, Layerwise)
         self._plan = params.tiers.plan
         self._most_elements = most_elements if takes_any_cut(rule) else None
@@ -167,9 +168,11 @@ class UpdateWindows:
         """
         yield from self._walk(self._params.table.units, groups, step, has_out=has_out)
 
-    def windows_of(self, unit: Unit, groups: Sequence[dict[str, Any]], step: int) -> Generator[Window, None, None]:
+    def windows_of(
+        self, unit: Unit, groups: Sequence[dict[str, Any]], step: int, *, has_out: bool = True
+    ) -> Generator[Window, None, None]:
         """The windows of one unit."""
-        yield from self._walk((unit,), groups, step)
+        yield from self._walk((unit,), groups, step, has_out=has_out)
 
     def _walk(
         self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], step: int, *, has_out: bool = True
@@ -265,8 +268,8 @@ class UpdateWindows:
         if out is not None and out.device != master.device and self._keeps_windows:
             after, out = partial(self._round_and_bring, out, master), None
         elif out is not None and out.device != master.device:
-            # Rounded by the update, so that only the rounded values are copied.
-            far, out = out, _room_beside(master, out) if out.dtype != master.dtype else None
+            # Rounded by the update, so that only the rounded values are copied; local ones are not the master's.
+            far, out = out, _room_beside(master, out) if self._fills_out or out.dtype != master.dtype else None
         window = Window(
             master=master,
             grad=borrowed.grad.wait()[local].to(master.device),

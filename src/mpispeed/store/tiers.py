@@ -94,7 +94,7 @@ class Tiers:
         options: Options | None = None,
         *,
         device: torch.device = devices.HOST,
-        on_host: Collection[str] = (),
+        on_host: Collection[tuple[str, int]] = (),
         pins: Collection[str] = (),
         others_swap: bool = False,
     ) -> None:
@@ -105,7 +105,8 @@ class Tiers:
             folders: folder of the swap file of each kind.
             options: of reading and writing files.
             device: the model's device.
-            on_host: kinds kept in host memory all the same; those of optimizer states go with the masters.
+            on_host: (kind, unit index) of states kept in host memory all the same; those of optimizers go with the
+                masters of their unit.
             pins: kinds whose host memory is page-locked where the model is on a device.
             others_swap: another rank has states in swap files.
 
@@ -156,21 +157,21 @@ class Tiers:
         """True if that kind of the unit is in a swap file."""
         return (kind, unit) in self.plan.tensors
 
-    def home(self, kind: str) -> torch.device:
-        """Device of values of that kind while they are used: the host for those in swap files."""
-        return devices.HOST if _group_of(kind) in self._on_host else self.device
+    def home(self, kind: str, unit: int) -> torch.device:
+        """Device of values of that kind of the unit while they are used: the host for those in swap files."""
+        return devices.HOST if (_group_of(kind), unit) in self._on_host else self.device
 
-    def _is_pinned(self, kind: str) -> bool:
-        return _group_of(kind) in self._pins and self.home(kind).type == "cpu"
+    def _is_pinned(self, kind: str, unit: int) -> bool:
+        return _group_of(kind) in self._pins and self.home(kind, unit).type == "cpu"
 
-    def is_apart(self, kind: str) -> bool:
-        """True if that kind is on another device than the model."""
-        return self.home(kind) != self.device
+    def is_apart(self, kind: str, unit: int) -> bool:
+        """True if that kind of the unit is on another device than the model."""
+        return self.home(kind, unit) != self.device
 
-    def bring(self, kind: str, values: torch.Tensor, dtype: torch.dtype, *, copies: bool) -> torch.Tensor:
-        """`values` in `dtype` on the device of that kind; themselves if they are so already, unless `copies`."""
-        home = self.home(kind)
-        if not self._is_pinned(kind) or values.device == home:
+    def bring(self, kind: str, unit: int, values: torch.Tensor, dtype: torch.dtype, *, copies: bool) -> torch.Tensor:
+        """`values` in `dtype` at the home of that kind of the unit; themselves if they are so, unless `copies`."""
+        home = self.home(kind, unit)
+        if not self._is_pinned(kind, unit) or values.device == home:
             return values.to(device=home, dtype=dtype, copy=copies)
         return torch.empty(values.shape, dtype=dtype, device=home, pin_memory=True).copy_(values)
 
@@ -192,7 +193,8 @@ class Tiers:
         """A stored tensor of zeros; in a swap file nothing is written for them."""
         if self.holds(kind, unit):
             return self._swapped(kind, numel, dtype)
-        return MemoryTensor(torch.zeros(numel, dtype=dtype, device=self.home(kind), pin_memory=self._is_pinned(kind)))
+        home, is_pinned = self.home(kind, unit), self._is_pinned(kind, unit)
+        return MemoryTensor(torch.zeros(numel, dtype=dtype, device=home, pin_memory=is_pinned))
 
     def _swapped(self, kind: str, numel: int, dtype: torch.dtype) -> SwappedTensor:
         end = self._ends[kind] + padded_bytes(numel, dtype)

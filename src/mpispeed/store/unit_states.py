@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +54,7 @@ class UnitStates:
         wire: dtype of gradients in messages.
         master_is_param: masters are (a slice of) the parameters and have no memory of their own.
         is_coded: shards of parameters rest as 8-bit codes, and are gathered so.
+        differs_over_data: ranks of the data axis may have parameters of their own; follows from `partial`.
     """
 
     param: Placement = REPLICATED
@@ -70,6 +71,10 @@ class UnitStates:
     wire: torch.dtype = torch.float32
     master_is_param: bool = False
     is_coded: bool = False
+    differs_over_data: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "differs_over_data", self.partial != DATA_AXES)
 
     @classmethod
     def of(
@@ -90,8 +95,3 @@ class UnitStates:
         if grad.is_replicated or topology.group_size(rest) == 1:
             return cls(grad=grad, master=master, partial=partial, each_sum=partial, **more)
         return cls(grad=grad, master=master, partial=partial, each_sum=master.axes, last_sum=rest, **more)
-
-    @property
-    def differs_over_data(self) -> bool:
-        """True if ranks of the data axis may have parameters of their own."""
-        return self.partial != DATA_AXES

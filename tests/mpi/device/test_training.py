@@ -1,10 +1,14 @@
 """Training on a device is training on the host, to the bit: every stage, dtype and tier."""
 
+import collections
+import contextlib
+
 import pytest
 import torch
 
 import mpispeed
 from mpispeed.base.errors import ConfigError, UnsupportedOption
+from mpispeed.store.placement import Tier
 from tests.helpers.covering import in_turn, on_ranks
 from tests.helpers.on_device import moved
 from tests.zoo import same_bits
@@ -69,6 +73,68 @@ def test_tiers_in_host_memory(device, on_host, section, how):
     found = run(section, accumulation, device, dtype)
     on_host()
     same_bits(found, run(section, accumulation, None, dtype))
+
+
+SPLITS = [
+    ("fp32", 1, {"offload_optimizer": CPU}),
+    ("bf16", 3, {"offload_optimizer": CPU | {"pin_memory": True}}),
+    ("bf16", 1, {"offload_optimizer": CPU, "offload_param": CPU}),
+    ("fp32", 3, {"offload_optimizer": CPU, "offload_param": CPU, "overlap_comm": True}),
+    ("bf16", 3, {"offload_optimizer": {"device": "nvme"}}),
+    ("fp32", 1, {"offload_optimizer": {"device": "nvme"}}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "accumulation", "more"), in_turn(SPLITS, ranks=(1, 2)), ids=str)
+def test_states_beyond_the_ratio_rest_and_are_updated_on_the_device(
+    device, on_host, mpi_tmp_path, dtype, accumulation, more
+):
+    """The same bits as with all states on the host: updates repeat its arithmetic, and the order of sums is fixed."""
+
+    def train(where, ratio):
+        section = zero_section(3, **more)
+        section["offload_optimizer"] = section["offload_optimizer"] | {"nvme_path": str(mpi_tmp_path), "ratio": ratio}
+        settings = config(0, BATCH, accumulation, reduction="ordered", **precision(dtype), **WARM)
+        engine = mpispeed.initialize(model=moved(TinyLM(), where), config=settings | {"zero_optimization": section})[0]
+        homes = []
+        with look_at_updates(engine) as updated:
+            losses = train_averaged(engine, batches(4, BATCH))
+        parts = engine.parts
+        for unit in parts.params.table.units:
+            held = parts.params.shards.master(unit), *parts.optimization.states.of(unit).values()
+            tensors = [*held, parts.optimization.grads.shards.stored(unit)[0].get()]
+            homes.append({tensor.device.type for tensor in tensors} | updated[unit.index])
+            tier = Tier(more["offload_optimizer"]["device"].replace("cpu", "host"))
+            tier = tier if homes[-1] == {"cpu"} else Tier.DEVICE
+            assert where is None or {unit.states.master.tier, unit.states.grad.tier} == {tier}
+        found = losses, engine.get_global_grad_norm(), {k: v.cpu() for k, v in weights(engine).items()}
+        engine.destroy()
+        return found, homes
+
+    (split, homes), (apart, on_host_alone) = train(device, 0.5), train(device, 1.0)
+    same_bits(split, apart)
+    host = sum(home == {"cpu"} for home in homes)
+    assert 0 < host < len(homes)
+    assert homes == [{"cpu"}] * host + [{device.type}] * (len(homes) - host)
+    assert on_host_alone == [{"cpu"}] * len(homes)
+    assert train(device, 0.0)[1] == [{device.type}] * len(homes)
+    on_host()
+    same_bits(split, train(None, 0.5)[0])
+
+
+@contextlib.contextmanager
+def look_at_updates(engine):
+    """By unit: the kinds of devices on which the rule has updated its masters, with all that it read and wrote."""
+    rule, found = engine.parts.optimization.rule, collections.defaultdict(set)
+    update_one = rule.update_one
+
+    def looked_at(window, *more):
+        found[window.key[0]] |= {x.device.type for x in (window.master, window.grad, *window.state.values())}
+        return update_one(window, *more)
+
+    rule.update_one = looked_at
+    yield found
+    del rule.update_one
 
 
 PINS = [(1, (False, True)), (2, (False, True)), (3, (True, False)), (3, (True, True)), (3, (False, False))]
@@ -145,6 +211,7 @@ OF_THE_SCRIPT = [
     (zero_section(2, offload_optimizer={"device": "cpu", "pin_memory": True}), "bf16"),
     (zero_section(3, offload_optimizer=CPU), "bf16"),
     (zero_section(3, offload_optimizer=CPU), "fp32"),
+    (zero_section(3, offload_optimizer=CPU | {"ratio": 0.5}), "bf16"),
 ]
 
 

@@ -62,7 +62,7 @@ def check_rule(plan: Plan, rule: Rule | None, name: str) -> None:
         raise ConfigError(msg)
 
 
-def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
+def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan, table: Table) -> Tiers:
     """Check the disks, then make folders, files and buffers.
 
     Collective over: all ranks.
@@ -72,7 +72,7 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
             written.
         StoreError: on every rank, if files cannot be made.
     """
-    where = _where(plan)
+    where = _where(plan, table)
     if not is_swapping(plan):
         return Tiers(**where)
     zero, world, options = plan.config.zero_optimization, mesh.world, io_options(plan.config.aio)
@@ -99,13 +99,17 @@ def open_tiers(plan: Plan, mesh: Mesh, swap: SwapPlan) -> Tiers:
     return tiers
 
 
-def _where(plan: Plan) -> dict[str, Any]:
-    """Arguments of `Tiers`: the device, the kinds of state kept in host memory, and those pinned there."""
-    states, zero = plan.states, plan.config.zero_optimization
-    tiers = {PARAM: states.param.tier, MASTER: states.master.tier, GRAD: states.grad.tier}
+def _where(plan: Plan, table: Table) -> dict[str, Any]:
+    """Arguments of `Tiers`: the device, the states kept in host memory by unit, and the kinds pinned there."""
+    zero = plan.config.zero_optimization
     sections = ((zero.offload_param, (PARAM,)), (zero.offload_optimizer, (MASTER, GRAD)))
     pins = [kind for section, kinds in sections if section is not None and section.pin_memory for kind in kinds]
-    on_host = [kind for kind, tier in tiers.items() if tier is not Tier.DEVICE]
+    on_host = {
+        (kind, unit.index)
+        for unit in table.all_units
+        for kind, placement in ((PARAM, unit.states.param), (MASTER, unit.states.master), (GRAD, unit.states.grad))
+        if placement.tier is not Tier.DEVICE
+    }
     return {"device": plan.device, "on_host": on_host, "pins": pins}
 
 

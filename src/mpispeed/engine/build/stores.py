@@ -47,7 +47,7 @@ def shard(
     table = deal_units(plan, model, group_of, own_masters=own_masters)
     with ExitStack() as undo:
         swap = plan_swap(plan, mesh, table, slots)
-        tiers = open_tiers(plan, mesh, swap)
+        tiers = open_tiers(plan, mesh, swap, table)
         undo.callback(tiers.close)
         shards = make_shards(ParamShards, plan, mesh, table, tiers)
         waits = Watch(mesh, "data")

@@ -18,7 +18,7 @@ import torch
 
 from mpispeed.engine.estimate.dry_run import Outcome, rehearse
 from mpispeed.engine.estimate.inputs import EstimateInputs, gather_inputs
-from mpispeed.engine.estimate.traffic import Moved, moved
+from mpispeed.engine.estimate.traffic import Moved, moved, update_tier
 from mpispeed.exchange.cost import Phase, Sent
 from mpispeed.store.placement import Tier
 from mpispeed.store.tiers import MASTER, PARAM
@@ -148,7 +148,7 @@ def _held_at_rest(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
         add("optimizer state", states.master.tier, master.numel * facts.state_bytes * states.full.itemsize // 4)
         add("gradients", states.grad.tier, gradients.memory_bytes + gradients.file_bytes)
         for what, count_bytes in facts.exchange.held(facts, unit):
-            add(what, Tier.HOST, count_bytes)
+            add(what, update_tier(unit), count_bytes)
     add("errors of quantized sums", Tier.DEVICE, outcome.error_bytes)
     for what in dict.fromkeys(what for what, _ in total):
         for tier in Tier:

@@ -55,7 +55,7 @@ def moved(facts: EstimateInputs, params: DryParams) -> list[Moved]:
 Move = Callable[[str, Tier, Tier, int], None]
 
 
-def _update_tier(unit: Unit) -> Tier:
+def update_tier(unit: Unit) -> Tier:
     """Tier on which the optimizer runs: the host for states in files."""
     return Tier.DEVICE if unit.states.master.tier == Tier.DEVICE else Tier.HOST
 
@@ -63,7 +63,7 @@ def _update_tier(unit: Unit) -> Tier:
 def _move_update(facts: EstimateInputs, unit: Unit, move: Move) -> None:
     """States to the optimizer and back, and updated parameters to their tier."""
     span = facts.span(unit, unit.states.master)
-    compute, master, runs = unit.states.compute, unit.states.full, _update_tier(unit)
+    compute, master, runs = unit.states.compute, unit.states.full, update_tier(unit)
     states = {"optimizer state": facts.state_bytes * master.itemsize // 4}
     if unit.states.master_is_param:
         move("updated parameters", unit.states.param.tier, runs, span * compute.itemsize)
@@ -77,7 +77,7 @@ def _move_update(facts: EstimateInputs, unit: Unit, move: Move) -> None:
 
 def _move_gradients(facts: EstimateInputs, unit: Unit, move: Move) -> None:
     """Reduced gradients to their tier in every micro-step, and from there to the optimizer."""
-    rests, runs = unit.states.grad.tier, _update_tier(unit)
+    rests, runs = unit.states.grad.tier, update_tier(unit)
     size = facts.span(unit, unit.states.master) * unit.states.accumulate.itemsize
     times = 0 if unit.states.grad.is_replicated else facts.micro_steps
     move("gradients", Tier.DEVICE, rests, times * size)

@@ -8,6 +8,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.exchange.onebit.cost import OneBitCost
 from mpispeed.exchange.onebit.exchange import OneBitExchange
 from mpispeed.exchange.onebit.plan import onebit_plan_of
+from mpispeed.store.placement import Tier
 
 if TYPE_CHECKING:
     from mpispeed.exchange.making import Making
@@ -23,8 +24,10 @@ def make(making: Making) -> OneBitExchange:
         ConfigError: on every rank, if the dtypes or masks of one do not allow it.
     """
     plan, mesh, params = making.plan, making.mesh, making.params
-    # A disk that fails under one rank is told to the others on the way, which the channel's thread cannot do.
-    is_beside = making.channel.is_overlapped and not making.may_swap
+    # A disk that fails under one rank is told to the others on the way, which the channel's thread cannot do. Nor does
+    # it code what would have to go to the host first and come back.
+    is_apart = plan.device.type != "cpu" and plan.states.master.tier is not Tier.DEVICE
+    is_beside = making.channel.is_overlapped and not making.may_swap and not is_apart
     is_scaled = plan.gradient_clipping != 0 or plan.config.fp16.enabled
     channel = mesh.channel("grads") if is_beside and not is_scaled else None
     with mesh.world.comm.together(ConfigError):

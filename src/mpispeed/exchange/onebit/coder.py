@@ -17,6 +17,7 @@ from mpispeed.native.flat import divisor
 from mpispeed.native.one_bit import compensate
 from mpispeed.optim.exchange import Exchange, Exchanges, MixesMomentum
 from mpispeed.store.layout import Span
+from mpispeed.store.tiers import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class UnitCoder:
-    """Exchanges a unit's momenta, gradients or drifts through one bit per element.
+    """Exchanges a unit's momenta, gradients or drifts through one bit per element, where its states are.
 
     Attributes:
         errors: errors of compression by unit; made when a unit is compressed for the first time.
@@ -55,7 +56,7 @@ class UnitCoder:
         """
         self._mesh, self._params, self._groups = mesh, params, groups
         self._rule: Exchanges = rule
-        self.compressor = Compressor(mesh, hops, params.tiers.device)
+        self.compressor = Compressor(mesh, hops)
         self.errors: dict[int, OneBitErrors] = {}
         self.momenta, self._is_prepared = Momenta(mesh, params, states, groups), False
         self.sent, self.plain = 0, 0
@@ -77,8 +78,13 @@ class UnitCoder:
     def errors_of(self, unit: Unit) -> OneBitErrors:
         """The errors of a unit; zeros if there are none yet."""
         if unit.index not in self.errors:
-            self.errors[unit.index] = self.compressor.zeros(unit.layout.padded)
+            home = self._params.tiers.home(MASTER, unit.index)
+            self.errors[unit.index] = self.compressor.zeros(unit.layout.padded, home)
         return self.errors[unit.index]
+
+    def beside_states(self, unit: Unit, values: torch.Tensor) -> torch.Tensor:
+        """`values` on the device of the unit's states: themselves if they are there, else a copy."""
+        return values.to(self._params.tiers.home(MASTER, unit.index))
 
     def clear_errors(self) -> None:
         """Forget all errors of compression. Local."""
@@ -122,7 +128,7 @@ class UnitCoder:
         """Replace a unit's gradients by what ranks agree on for update `step`: their mean, or the new momentum.
 
         Collective over: the data axis, through `compressor`.
-        Shapes: grad [padded].
+        Shapes: grad [padded], on the device of the unit's states.
         """
         values, threads = compressor.values(self.errors_of(unit), grad.numel()), compressor.comm.group.threads
         if self.kind(step) is Exchange.CODED_GRADIENT:

@@ -25,21 +25,20 @@ class Compressor:
         worker: index of the worker that this rank's values belong to; ranks of a node whose mean is compressed are one
             worker.
         workers: number of workers.
-        device: the device of buffers and errors.
     """
 
-    def __init__(self, mesh: Mesh, hops: tuple[str, str] | None, device: torch.device = HOST) -> None:
-        """Args: `hops` are the axes inside of nodes and between them, or None; `device` is that of buffers."""
-        self.comm, self.device = mesh["data"], device
+    def __init__(self, mesh: Mesh, hops: tuple[str, str] | None) -> None:
+        """Args: `hops` are the axes inside of nodes and between them, or None."""
+        self.comm = mesh["data"]
         self._inner = None if hops is None else mesh[hops[0]]
         self._outer = self.comm if hops is None else mesh[hops[1]]
         self.worker, self.workers = self._outer.rank, self._outer.size
 
-    def zeros(self, padded: int) -> OneBitErrors:
-        """Initial errors of this rank for a buffer."""
+    def zeros(self, padded: int, device: torch.device = HOST) -> OneBitErrors:
+        """Initial errors of this rank for a buffer on `device`."""
         if self._inner is None:
-            return OneBitErrors.zeros(padded, self.workers, self.device)
-        return zero_errors(padded, self._inner.size, self.workers, self.device)
+            return OneBitErrors.zeros(padded, self.workers, device)
+        return zero_errors(padded, self._inner.size, self.workers, device)
 
     def spans(self, errors: OneBitErrors) -> tuple[Span, Span]:
         """Ranges of the padded buffer that the errors of worker and server belong to."""
@@ -55,8 +54,8 @@ class Compressor:
         """
         if self._inner is None:
             return errors.worker[:padded]
-        if self.device != HOST:
-            return torch.zeros(padded, device=self.device)
+        if errors.worker.device != HOST:
+            return torch.zeros(padded, device=errors.worker.device)
         return self.comm.group.scratch("values to code", padded, torch.float32).zero_()
 
     def mean(self, out: torch.Tensor, errors: OneBitErrors, values: torch.Tensor, squares: Sequence[float]) -> None:

@@ -96,10 +96,10 @@ class OneBitCost(ExchangeCost):
             return []
 
         def run(mesh: Mesh) -> None:
-            compressor = Compressor(mesh, self._coding.hops, META)
+            compressor = Compressor(mesh, self._coding.hops)
             for unit in facts.table.units:
                 out = torch.empty(unit.layout.padded, device=META)
-                errors = compressor.zeros(out.numel())
+                errors = compressor.zeros(out.numel(), META)
                 compressor.mean(out, errors, compressor.values(errors, out.numel()), ())
 
         return _traced(facts, SUBJECTS[kind], run)

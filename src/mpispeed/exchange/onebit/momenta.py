@@ -10,6 +10,7 @@ import torch
 from mpispeed.base.errors import ConfigError, StoreError
 from mpispeed.optim.rule import MASK
 from mpispeed.store.placement import REPLICATED
+from mpispeed.store.tiers import MASTER
 from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Momenta:
         """Raises ConfigError where a mask does not fit its group."""
         self._mesh, self._params, self._states = mesh, params, states
         found = {unit.index: _mask(unit, groups) for unit in params.table.units}
-        self.masks = {i: None if mask is None else mask.to(params.tiers.device) for i, mask in found.items()}
+        self.masks = {i: None if mask is None else mask.to(params.tiers.home(MASTER, i)) for i, mask in found.items()}
         self._whole: dict[int, torch.Tensor] = {}
         self._silent: dict[int, torch.Tensor | None] = {}
         self._edits = states.edits
@@ -67,7 +68,7 @@ class Momenta:
         if unit.states.master.is_replicated:
             return own
         if unit.index not in self._whole:
-            whole = torch.zeros(unit.layout.padded, device=self._params.tiers.device)
+            whole = torch.zeros(unit.layout.padded, device=own.device)
             all_gather_into(self._mesh, whole, own, unit.states.master, REPLICATED, unit.layout.padded)
             self._whole[unit.index] = whole
         whole = self._whole[unit.index]

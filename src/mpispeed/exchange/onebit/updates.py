@@ -62,7 +62,8 @@ class OneBitUpdates(ExchangeStrategy):
     ) -> None:
         """Args: `rule` is an `Exchanges`, `update_windows` gives its windows, `hops` as in `Compressor`.
 
-        With `early_lane`, the channel of gradients, units are compressed beside the backward pass.
+        With `early_lane`, the channel of gradients, units are compressed beside the backward pass; their gradients land
+        where states are.
 
         Raises:
             ConfigError: masters are not fp32 or not in common, or a mask does not fit its group.
@@ -72,7 +73,7 @@ class OneBitUpdates(ExchangeStrategy):
         self.coder = UnitCoder(mesh, params.shards, states, rule, groups, hops)
         self.step, self.shows_common = 1, False
         _require_common_fp32(rule, params.table)
-        beside = None if early_lane is None else Compressor(early_lane, hops, self.coder.compressor.device)
+        beside = None if early_lane is None else Compressor(early_lane, hops)
         self.gradients = OneBitGradients(self.coder, sums, grads, beside)
         super().__init__(self.gradients, rule)
 
@@ -109,7 +110,8 @@ class OneBitUpdates(ExchangeStrategy):
             coder.momenta.look()
             coder.prepare(step)
         for unit in self._shards.table.units:
-            grad = self._grads.reduced(unit)
+            landed = self._grads.reduced(unit)
+            grad = coder.beside_states(unit, landed)
             if not self.gradients.has_taken(unit):
                 coder.code(unit, step, multiplier, grad, coder.compressor)
             mask = coder.momenta.masks[unit.index]
@@ -117,6 +119,8 @@ class OneBitUpdates(ExchangeStrategy):
                 coder.take_momentum(unit, step, grad)
             elif mask is not None:
                 grad.masked_fill_(mask, 0.0)
+            if grad is not landed:
+                landed.copy_(grad)
         self.gradients.end(is_applied=True)
         return 1.0
 
@@ -134,8 +138,8 @@ class OneBitUpdates(ExchangeStrategy):
             return
         rule = self._drifts
         for unit in self._shards.table.units:
-            drift = self._grads.reduced(unit)  # no longer needed, and zero in its holes
-            self._for_windows(unit, step, rule.drift, drift)
+            drift = coder.beside_states(unit, self._grads.reduced(unit))  # no longer needed, and zero in its holes
+            self._for_windows(unit, step, rule.drift, drift, has_out=False)
             values = coder.compressor.values(coder.errors_of(unit), drift.numel())
             squares = compensate(values, drift, threads=coder.compressor.comm.group.threads)
             coder.mean(unit, drift, values, squares, coder.compressor)
@@ -144,12 +148,12 @@ class OneBitUpdates(ExchangeStrategy):
                 drift.masked_fill_(mask, 0.0)
             self._for_windows(unit, step, rule.settle, drift)
 
-    def _for_windows(self, unit: Unit, step: int, call: Callable[..., None], values: torch.Tensor) -> None:
+    def _for_windows(
+        self, unit: Unit, step: int, call: Callable[..., None], values: torch.Tensor, *, has_out: bool = True
+    ) -> None:
         """Call `call(window, its part of values, threads=...)` for all windows of a unit. Shapes: values [padded]."""
-        windows, threads = (
-            self._update_windows.windows_of(unit, list(self.groups), step),
-            self.coder.compressor.comm.group.threads,
-        )
+        windows = self._update_windows.windows_of(unit, list(self.groups), step, has_out=has_out)
+        threads = self.coder.compressor.comm.group.threads
         with self.coder.momenta.together(), closing(windows):
             for window in windows:
                 call(window, values[window.key[2] :][: window.master.numel()], threads=threads)
