@@ -31,11 +31,13 @@ from mpispeed.store.transfers import own_share
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import nn
+
     from mpispeed.ckpt.read.reader import Checkpoint
     from mpispeed.engine.build.parts import Parts
     from mpispeed.exchange.saved import Saved
     from mpispeed.optim.rule import Window
-    from mpispeed.store.layout import Place, Table, Unit
+    from mpispeed.store.layout import Place, Unit
     from mpispeed.store.stored_tensor import Lease, StoredTensor
 
 T = TypeVar("T")
@@ -62,13 +64,8 @@ class GlobalLayout:
 
     @classmethod
     def of(cls, parts: Parts) -> GlobalLayout:
-        """Read this rank's part off the model. Local, alike on all ranks.
-
-        Raises:
-            UsageError: data ranks have parameters of their own, which have no logical tensor.
-        """
+        """Read this rank's part off the model. Local."""
         experts = ExpertNames.of(parts.module)
-        require_common(parts.table, "a checkpoint has one tensor for each name", experts)
         comm = parts.mesh["model"]
         if comm.size == 1:
             return cls(parts, experts=experts)
@@ -257,37 +254,59 @@ class GlobalLayout:
             source.read(name, slot, before + self.before(name) + start, out)
 
 
-def require_common(table: Table, reason: str, experts: ExpertNames | None = None) -> None:
-    """Require that data ranks have all parameters in common but these experts; `reason` is a clause of the message.
+def require_common(module: nn.Module, reason: str) -> None:
+    """Require that data ranks have all parameters in common; `reason` is a clause of the message.
 
     Raises:
-        UsageError: on every rank, if they have some of their own.
+        UsageError: on every rank of the data axis, if they have some of their own.
     """
-    units = [unit for unit in table.all_units if unit.states.differs_over_data]
-    names = [entry.name for unit in units for entry in unit.layout.entries]
+    problem = _find_apart(module, reason)
+    if problem:
+        raise UsageError(problem)
+
+
+def require_named(parts: Parts, layout: GlobalLayout) -> None:
+    """Require a name of its own for each parameter: data ranks have all in common but numbered experts.
+
+    Collective over: all ranks; stages have different parameters.
+
+    Raises:
+        UsageError: on every rank.
+    """
+    problem = _find_apart(parts.module, "a checkpoint has one tensor for each name", layout.experts)
+    parts.mesh.world.comm.agree(not problem, problem, UsageError)
+
+
+def _find_apart(module: nn.Module, reason: str, experts: ExpertNames | None = None) -> str:
+    """A message on a parameter that data ranks do not have in common, these experts apart; else ""."""
+    names = [name for name, param in module.named_parameters() if distinct_over(param) > 1]
     apart = next((name for name in names if experts is None or not experts.differ(name)), None)
-    if apart is not None:
-        msg = (
-            f"parameter {apart!r} has values of its own on each of several data ranks (mark_distinct), and {reason}; "
-            "of experts that are shared out over ranks use save_checkpoint or save_16bit_model; other weights of this "
-            "kind are to be saved and loaded by your own code, rank by rank"
-        )
-        raise UsageError(msg)
+    if apart is None:
+        return ""
+    return (
+        f"parameter {apart!r} has values of its own on each of several data ranks (mark_distinct), and {reason}; "
+        "of experts that are shared out over ranks use save_checkpoint or save_16bit_model; other weights of this "
+        "kind are to be saved and loaded by your own code, rank by rank"
+    )
 
 
-def require_plain_state(parts: Parts, whole: GlobalLayout) -> None:
-    """Require that optimizer state is in slots alone, where experts are shared out.
+def require_storable(parts: Parts, layout: GlobalLayout) -> None:
+    """Require what `require_named` does, and optimizer state in slots alone where experts are shared out.
+
+    Collective over: all ranks.
 
     Raises:
-        UsageError: on every rank, if the rule has more for each parameter.
+        UsageError: on every rank, also if the rule has more for each parameter.
     """
+    require_named(parts, layout)
     rule = parts.optimization.rule if parts.optimization else None
-    if whole.experts.are_shared_out and isinstance(rule, KeepsState | KeepsCounts | KeepsNumbers):
-        msg = (
-            f"the optimizer {rule.name} keeps numbers of each parameter, and checkpoints do not have those of experts "
-            "on other ranks yet; use Adam, AdamW, Adagrad or Lion of the config, or ep_size 1"
-        )
-        raise UsageError(msg)
+    has_more = parts.plan.placing.has_distinct and isinstance(rule, KeepsState | KeepsCounts | KeepsNumbers)
+    name = rule.name if rule is not None else ""
+    problem = (
+        f"the optimizer {name} keeps numbers of each parameter, and checkpoints do not have those of experts "
+        "on other ranks yet; use Adam, AdamW, Adagrad or Lion of the config, or ep_size 1"
+    )
+    parts.mesh.world.comm.agree(not has_more, problem, UsageError)
 
 
 def named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, None]]:

@@ -27,7 +27,7 @@ from mpispeed.engine.state.global_layout import (
     exchanging_run,
     named,
     names_by_group,
-    require_plain_state,
+    require_storable,
     slice_streams,
 )
 from mpispeed.engine.state.rule_numbers import read_numbers
@@ -225,7 +225,7 @@ def _take_streams(states: Mapping[str, bytes]) -> None:
 def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
     """Load weights, masters and optimizer state; every rank reads only its own ranges."""
     comm, whole_model = parts.mesh.world.comm, GlobalLayout.of(parts)
-    require_plain_state(parts, whole_model)
+    require_storable(parts, whole_model)
     if settings.custom_load_fn is not None:
         with comm.together(CheckpointError):
             _refuse_function(parts, whole_model)

@@ -86,7 +86,7 @@ class Weights:
             CheckpointError: (a RuntimeError) on every rank, if names or shapes do not fit.
             UsageError: on every rank, if data ranks have parameters of their own.
         """
-        require_common(self._parts.table, "a state dict that is loaded has one value for each name")
+        require_common(self._parts.module, "a state dict that is loaded has one value for each name")
         state_dict = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         if custom_load_fn is None:
             take_state(self._parts, state_dict, strict=strict)
@@ -125,7 +125,7 @@ def gather_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on every rank, if rank 0 has no memory for the copies.
     """
-    require_common(parts.table, "the gathered state dict of data rank 0 has one value for each name")
+    require_common(parts.module, "the gathered state dict of data rank 0 has one value for each name")
     state = kept_state(parts, exclude_frozen=exclude_frozen)
     copies: dict[int, torch.Tensor] = {}
     is_taker, failures = parts.mesh.index("data") == 0, Failures()

@@ -10,7 +10,7 @@ import torch
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.slices import place_slice
-from mpispeed.engine.state.global_layout import GlobalLayout
+from mpispeed.engine.state.global_layout import GlobalLayout, require_named
 from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 
@@ -71,12 +71,14 @@ def gather_model(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     """
     parts.params.require((Kind.lp_params,), "engine.save_16bit_model()")
     mesh, layout, failures = parts.mesh, GlobalLayout.of(parts), Failures()
+    require_named(parts, layout)
     kinds, doing = (RuntimeError, MemoryError), "the weights cannot be gathered on rank 0"
     with mesh.world.comm.together(CheckpointError, doing=doing, plain=kinds):  # hooks of modules may run
         state = kept_state(parts, exclude_frozen=exclude_frozen)
         own = _own_parts(parts, layout, state)
-    # Ranks with experts take part in gathers that rank 0 is in: they send when all of these are over.
-    sends_late = layout.experts.are_shared_out
+    # Ranks with experts take part in gathers that rank 0 is in: they send when all of these are over. Asked of the
+    # plan: only some stages may have experts.
+    sends_late = parts.plan.placing.has_distinct
     comm, passed = mesh.world.comm if sends_late else mesh["pipe", "model"], [part for part, _ in own]
     others = {name: None if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     firsts = ((name, other) for name, other in others.items() if layout.is_first(name))
