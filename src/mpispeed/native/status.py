@@ -14,7 +14,6 @@ from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from mpispeed.base.addresses import address
 from mpispeed.base.errors import NativeMissing
 from mpispeed.base.log import once
 
@@ -175,3 +174,8 @@ def any_overlap(tensors: Iterable[Tensor]) -> bool:
     """True if any two of the contiguous tensors share memory; empty ones share nothing."""
     ranges = sorted(_byte_range(x) for x in tensors if x.numel())
     return any(b_begin < a_end for (_, a_end), (b_begin, _) in pairwise(ranges))
+
+
+def address(x: Tensor) -> int:
+    """The place of its first byte; without data a number that keeps tensors of different storages apart."""
+    return x.data_ptr() if not x.is_meta else (x.untyped_storage()._cdata << 64) + x.data_ptr()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.base.addresses import address
 from mpispeed.mesh.collectives.work import Posted
 from mpispeed.native.reduce import tree_reduce, tree_sum
+from mpispeed.native.status import address
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.group import Group
