@@ -58,7 +58,8 @@ class Placing:
 
     `hops`: axes inside and between nodes of a compressed reduction, or None. `sums_late` is True if gradients
     are replicated only because they are reduced once for all micro-batches. `rings` are further names of axes: (name,
-    factor, smaller factor) names the axes of a factor that are not in the smaller one.
+    factor, smaller factor) names the axes of a factor that are not in the smaller one. `distinct`: sizes of groups of
+    neighbours whose ranks have parameters of their own.
     """
 
     states: States
@@ -66,20 +67,17 @@ class Placing:
     hops: tuple[str, str] | None = None
     sums_late: bool = False
     rings: tuple[tuple[str, str, str], ...] = ()
+    distinct: tuple[int, ...] = ()
 
     @property
     def sum_hops(self) -> tuple[str, str] | None:
         """The hops of a quantized reduction; None on one node, and where gradients are not sharded over the hops."""
         return self.hops if self.states.master.axes == self.hops else None
 
-    @property
-    def has_distinct(self) -> bool:
-        """True if some neighbours on the data axis have parameters of their own."""
-        return any(factor == distinct_factor(factor.size) for factor in self.factors)
-
     def with_distinct(self, sizes: Iterable[int]) -> Placing:
         """The same with the factors for groups of neighbours whose ranks have parameters of their own."""
-        return replace(self, factors=(*self.factors, *(distinct_factor(size) for size in sorted(sizes))))
+        found = tuple(sorted(sizes))
+        return replace(self, factors=(*self.factors, *map(distinct_factor, found)), distinct=(*self.distinct, *found))
 
     def topology(self, axes: Mapping[str, int]) -> Topology:
         """`axes` with the data axis divided into its factors; its name and theirs become aliases."""

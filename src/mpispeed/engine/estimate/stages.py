@@ -132,7 +132,7 @@ def open_points(plan: Plan, budget: RankBudget) -> list[str]:
         found.append("not counted: activations and their gradients that stages send each other, by the batch's shape")
     if plan.axes["model"] > 1:
         found.append("not counted: sums and gathers of activations over the slices of a layer, by the batch's shape")
-    if plan.placing.has_distinct:
+    if plan.placing.distinct:
         found.append("not counted: rows of tokens to experts on other ranks and back, by the batch's shape")
     if budget.is_pipeline and has_loose_gathers(plan):
         found.append(

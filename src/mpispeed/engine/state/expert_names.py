@@ -7,14 +7,11 @@ the ones here. Fused experts are slices of tensors of all experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts
-
-if TYPE_CHECKING:
-    from torch import nn
 
 T = TypeVar("T")
 
@@ -58,30 +55,25 @@ class ExpertNames:
     Attributes:
         numbered: layers of modules, those with all experts on every rank too.
         fused: slices by name of the parameter.
+        are_shared_out: other ranks have experts that this one has not.
     """
 
     numbered: tuple[Numbered, ...] = ()
     fused: dict[str, Fused] = field(default_factory=dict)
+    are_shared_out: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module) -> ExpertNames:
-        """Read them off a model."""
+    def of(cls, layers: Mapping[str, RoutedExperts]) -> ExpertNames:
+        """Read them off the layers of a model, by their names in it."""
         numbered, fused = [], {}
-        for path, layer in model.named_modules():
-            if not isinstance(layer, RoutedExperts):
-                continue
+        for path, layer in layers.items():
             experts, start = layer.experts, f"{path}.experts." if path else "experts."
             if isinstance(experts, ExpertModules):
                 numbered.append(Numbered(f"{start}deepspeed_experts.", experts.held, experts.num_experts))
             elif isinstance(experts, FusedExperts) and len(experts.held) < experts.num_experts:
                 for name, param in experts.named_parameters():
                     fused[start + name] = Fused(experts.held, experts.num_experts, math.prod(param.shape[1:]))
-        return cls(tuple(numbered), fused)
-
-    @property
-    def are_shared_out(self) -> bool:
-        """True if other ranks have experts that this one has not."""
-        return bool(self.fused) or any(len(row.held) < row.total for row in self.numbered)
+        return cls(tuple(numbered), fused, bool(fused) or any(len(row.held) < row.total for row in numbered))
 
     def differ(self, name: str) -> bool:
         """True if ranks have other values of a parameter because it is of experts that are shared out."""
@@ -127,3 +119,7 @@ class ExpertNames:
                 for name, item in own[row.held.start]:
                     other = row.renumbered(name, number)
                     yield other, like(other, item)
+
+
+NO_EXPERTS = ExpertNames()
+"""Of models without layers of experts."""

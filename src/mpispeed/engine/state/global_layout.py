@@ -6,7 +6,7 @@ Pieces in swap files are read only as they are written.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,8 +17,9 @@ from mpispeed.base.errors import UsageError
 from mpispeed.base.rng import get_rng_tracker
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece, persistent_buffers
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
-from mpispeed.engine.state.expert_names import ExpertNames
+from mpispeed.engine.state.expert_names import NO_EXPERTS, ExpertNames
 from mpispeed.exchange.saved import Run
+from mpispeed.nn.expert import RoutedExperts
 from mpispeed.nn.tensor import cuts
 from mpispeed.nn.tensor.tensor_cut import OWN
 from mpispeed.optim.rule import KeepsCounts, KeepsNumbers, KeepsState
@@ -60,12 +61,13 @@ class GlobalLayout:
 
     parts: Parts
     slices: Mapping[str, TensorSlice] = field(default_factory=dict)
-    experts: ExpertNames = field(default_factory=ExpertNames)
+    experts: ExpertNames = NO_EXPERTS
 
     @classmethod
     def of(cls, parts: Parts) -> GlobalLayout:
         """Read this rank's part off the model. Local."""
-        experts = ExpertNames.of(parts.module)
+        layers = {name: one for name, one in parts.module.named_modules() if isinstance(one, RoutedExperts)}
+        experts = ExpertNames.of(layers) if layers else NO_EXPERTS
         comm = parts.mesh["model"]
         if comm.size == 1:
             return cls(parts, experts=experts)
@@ -180,21 +182,25 @@ class GlobalLayout:
             found.setdefault(name, (name, item))
         return list(found.values())
 
+    def expanded(self, items: Iterable[tuple[str, T]], like: Callable[[str, T], T]) -> Iterable[tuple[str, T]]:
+        """As `ExpertNames.expanded`."""
+        return self.experts.expanded(items, like) if self.experts.numbered else items
+
     def names(self, own: Iterable[str]) -> list[str]:
         """Names of this rank's parameters and of experts on other data ranks, in the order of the whole model."""
-        return [name for name, _ in self.experts.expanded(((name, None) for name in own), lambda _, item: item)]
+        return [name for name, _ in self.expanded(((name, None) for name in own), lambda _, item: item)]
 
     def infos(self, own: Iterable[ParamInfo]) -> list[ParamInfo]:
         """Descriptions of the parameters of all stages and experts. Collective over: the pipe axis."""
         described = ((info.name, self.describe(info)) for info in own)
-        everyone = self.experts.expanded(
+        everyone = self.expanded(
             described, lambda name, info: replace(info, name=name, expert=self.experts.expert(name))
         )
         return [info for _, info in self.over_stages(everyone)]
 
     def tensors(self, own: Iterable[LogicalTensor]) -> list[LogicalTensor]:
         """Tensors of all stages and experts, those of others without pieces. Collective over: the pipe axis."""
-        everyone = self.experts.expanded(
+        everyone = self.expanded(
             ((tensor.name, tensor) for tensor in own), lambda name, tensor: replace(tensor, name=name, pieces=())
         )
         here = {(tensor.name, tensor.slot): tensor for _, tensor in everyone}
@@ -212,7 +218,7 @@ class GlobalLayout:
         """Names of all stages and experts by parameter group. Collective over: the pipe axis."""
         flat = [(name, index) for index, names in enumerate(own) for name in names]
         if self.experts.are_shared_out:  # units of experts are apart: in the order of the model whatever the ranks are
-            groups = dict(self.experts.expanded(flat, lambda _, index: index))
+            groups = dict(self.expanded(flat, lambda _, index: index))
             order = self.names(name for name, _ in self.parts.module.named_parameters())
             flat = [(name, groups[name]) for name in order if name in groups]
         members: list[list[str]] = [[] for _ in own]
@@ -273,6 +279,8 @@ def require_named(parts: Parts, layout: GlobalLayout) -> None:
     Raises:
         UsageError: on every rank.
     """
+    if not parts.plan.placing.distinct:
+        return
     problem = _find_apart(parts.module, "a checkpoint has one tensor for each name", layout.experts)
     parts.mesh.world.comm.agree(not problem, problem, UsageError)
 
@@ -300,7 +308,7 @@ def require_storable(parts: Parts, layout: GlobalLayout) -> None:
     """
     require_named(parts, layout)
     rule = parts.optimization.rule if parts.optimization else None
-    has_more = parts.plan.placing.has_distinct and isinstance(rule, KeepsState | KeepsCounts | KeepsNumbers)
+    has_more = bool(parts.plan.placing.distinct) and isinstance(rule, KeepsState | KeepsCounts | KeepsNumbers)
     name = rule.name if rule is not None else ""
     problem = (
         f"the optimizer {name} keeps numbers of each parameter, and checkpoints do not have those of experts "

@@ -78,11 +78,11 @@ def gather_model(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
         own = _own_parts(parts, layout, state)
     # Ranks with experts take part in gathers that rank 0 is in: they send when all of these are over. Asked of the
     # plan: only some stages may have experts.
-    sends_late = parts.plan.placing.has_distinct
+    sends_late = bool(parts.plan.placing.distinct)
     comm, passed = mesh.world.comm if sends_late else mesh["pipe", "model"], [part for part, _ in own]
     others = {name: None if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     firsts = ((name, other) for name, other in others.items() if layout.is_first(name))
-    names = layout.over_stages(layout.experts.expanded(firsts, lambda _, other: other))
+    names = layout.over_stages(layout.expanded(firsts, lambda _, other: other))
     everyone = comm.gather_objects(passed)
     whole: dict[str, torch.Tensor] = {}
     with mesh.world.comm.together(CheckpointError, doing=doing, plain=kinds):
