@@ -185,7 +185,7 @@ def test_decoded_values_are_within_half_a_level_of_float64(kernels):
         assert (error <= peak / levels / 2 + peak * 2.0**-22).all()
 
 
-def test_tensors_without_data_are_refused():
+def test_tensors_without_data_beside_others_are_refused():
     grid = Grid(256, 256)
-    with pytest.raises(ValueError, match="is on meta, where nothing is kept"):
+    with pytest.raises(ValueError, match="x is on meta, but another tensor is on cpu"):
         bq.quantize(Coded.zeros(grid, 8), torch.empty(256, device="meta"), grid)
