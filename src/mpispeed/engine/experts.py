@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from mpispeed.base.distinct import distinct_over
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
 from mpispeed.engine.hooks import Context, Hooks, Setup
 from mpispeed.engine.step import Place
 from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts, Router
+from mpispeed.optim.expert_groups import is_moe_param
 from mpispeed.plan.placements import distinct_factor
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def share_out(model: nn.Module, mesh: Mesh) -> None:
     """Give each layer of experts its group of `ep_size` neighbours on the data axis; ranks keep their own experts.
 
     Raises:
-        ConfigError: names the layer that cannot be shared out, and the reason.
+        ConfigError: names the layer that cannot be shared out, and the reason; or experts in other layers.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts) and layer.ep_size > 1:
@@ -44,6 +46,24 @@ def share_out(model: nn.Module, mesh: Mesh) -> None:
                 raise ConfigError(msg)
             layer.set_expert_group(group)
             _shared_out.add(layer)
+    _refuse_own_kinds(model, mesh["data"].size)
+
+
+def _refuse_own_kinds(model: nn.Module, ranks: int) -> None:
+    """Refuse experts of other layers than `RoutedExperts`, known by DeepSpeed's tags: their values would be made equal.
+
+    Raises:
+        ConfigError: names a parameter.
+    """
+    for name, param in model.named_parameters() if ranks > 1 else ():
+        group = getattr(param, "group_name", None)
+        if is_moe_param(param) and distinct_over(param) == 1 and group != "ep_size_1":
+            msg = f"parameter {name} has allreduce = False and group_name = {group!r}, as experts that differ between "
+            msg += (
+                "ranks, and is in no mpispeed.moe.MoE or RoutedExperts, so that initialize would give all ranks equal "
+                "values; use one of these layers, or remove both attributes"
+            )
+            raise ConfigError(msg)
 
 
 def check_groups(model: nn.Module) -> None:

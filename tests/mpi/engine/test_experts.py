@@ -209,6 +209,16 @@ def test_layers_that_cannot_be_shared_out_are_named(comm, experts, text):
         start(config(1, BATCH, 1, **ADAM), nn.Sequential(nn.Linear(HIDDEN, HIDDEN), layer))
 
 
+@pytest.mark.ranks(2, 4)
+def test_experts_of_other_layers_are_refused(comm):
+    """Their ranks' values would be replaced by those of the first."""
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Block())
+    for param in model[1].parameters():
+        param.allreduce, param.group_name = False, "ep_size_2"
+    with pytest.raises(ConfigError, match=r"parameter 1\.\S+ has allreduce = False and group_name = 'ep_size_2'"):
+        start(config(1, BATCH, 1, **ADAM), model)
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +298,35 @@ def test_the_file_of_all_weights_has_all_experts(comm, mpi_tmp_path, stage):
             found = torch.load(mpi_tmp_path / f"{ep_size}.bin", weights_only=True)
             assert set(found) == set(Net().state_dict())
             assert all(torch.equal(value, whole[name]) for name, value in found.items())
+
+
+@pytest.mark.ranks(2, 4)
+def test_groups_and_frozen_ones_are_those_of_the_same_place_on_other_ranks(comm, mpi_tmp_path):
+    """Groups that are cut between the experts of a rank, and experts of a rank that differ, as all ranks have them."""
+    model = Net(comm.size)
+    for layer in (model.first.deepspeed_moe, model.second):
+        layer.experts.keep(range(EXPERTS // comm.size))
+    own = model.first.deepspeed_moe.experts.deepspeed_experts
+    own[0].requires_grad_(False)
+    params = [param for expert in own for param in expert.parameters()]
+    apart = {id(param) for param in params}
+    rest = [param for param in model.parameters() if id(param) not in apart]
+    cut = len(params) // 3 * 2
+    groups = [{"params": part, "lr": 0.01} for part in (rest, params[:cut], params[cut:])]
+    engine = start(config(2, BATCH, 1, **ADAM), model, model_parameters=groups)
+    train(engine, comm, data()[:1])
+    before = weights(engine)
+    engine.save_checkpoint(str(mpi_tmp_path), tag="one")
+    train(engine, comm, data()[1:2])
+    engine.load_checkpoint(str(mpi_tmp_path), tag="one")
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+    opened, each = open_checkpoint(mpi_tmp_path, "one"), EXPERTS // comm.size
+    prefix = "first.deepspeed_moe.experts.deepspeed_experts."
+    for number in range(EXPERTS):
+        info = opened.info(f"{prefix}{number}.up.weight")
+        assert info.kind == ("frozen" if number % each == 0 else "trainable")
+        assert info.param_group == (-1 if number % each == 0 else 1 if number % each < each * 2 // 3 else 2)
+    engine.destroy()
 
 
 @pytest.mark.ranks(2, 4)

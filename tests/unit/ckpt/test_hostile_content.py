@@ -99,6 +99,10 @@ MODELS = {
         for name in ATTRIBUTES
         for value in (h5py.Empty("f8"), "text of variable length", np.void(b"opaque"), np.zeros((), COMPOUND))
     },
+    **{
+        f"expert {value}": attribute("params/b.weight", "expert", value)
+        for value in ([], [3], [4, 4], [-1, 4], [0, 0], [0, 1, 2], [2**62, 2**62], [0.0, 4.0])
+    },
     "huge text": attribute("params/b.weight", "kind", "x" * (8 << 20), TEXT),
     "reference": lambda file: file["params/b.weight"].attrs.create("more", file.ref, dtype=h5py.ref_dtype),
     "dtype of the model unknown": attribute("params/b.weight", "train_dtype", np.bytes_("object")),

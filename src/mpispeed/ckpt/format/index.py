@@ -199,7 +199,6 @@ def _open_data(stack: contextlib.ExitStack, path: Path, tag: str) -> tuple[h5py.
 
 def _read_param(name: str, group: h5g.GroupID) -> ParamInfo:
     values = hdf5.attributes(group)
-    expert = _row(values, "expert") if values["expert"].shape else ()
     return ParamInfo(
         name=name,
         shape=_shape(values),
@@ -214,7 +213,7 @@ def _read_param(name: str, group: h5g.GroupID) -> ParamInfo:
         vocab_size=whole(values, "vocab_size"),
         pp_kind=values.text("pp_kind"),
         pp_layer=whole(values, "pp_layer"),
-        expert=(expert[0], expert[1]) if expert else None,
+        expert=_expert(values) if values["expert"].shape else None,
         is_sparse=bool(values["sparse"]),
         scalars=_scalars(values),
     )
@@ -240,6 +239,14 @@ def _row(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
         msg = f"{name} is no row of whole numbers: {value!r:.80}"
         raise ValueError(msg)
     return tuple(value.tolist())
+
+
+def _expert(values: Mapping[str, Any]) -> tuple[int, int]:
+    row = _row(values, "expert")
+    if len(row) != 2 or not 0 <= row[0] < row[1]:
+        msg = f"expert is {row!r:.80}, not the number of an expert and how many there are"
+        raise ValueError(msg)
+    return row[0], row[1]
 
 
 def _shape(values: Mapping[str, Any]) -> tuple[int, ...]:

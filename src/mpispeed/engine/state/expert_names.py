@@ -116,7 +116,8 @@ class ExpertNames:
             if number in own:
                 yield from own[number]
             else:
-                for name, item in own[row.held.start]:
+                # The one at the same place of its rank: ranks group and freeze theirs alike, by place.
+                for name, item in own[row.held.start + number % len(row.held)]:
                     other = row.renumbered(name, number)
                     yield other, like(other, item)
 
