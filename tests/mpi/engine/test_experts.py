@@ -164,6 +164,21 @@ def test_copies_of_a_model_are_trained_alike(comm):
     engine.destroy()
 
 
+@pytest.mark.parametrize("is_clients", on_ranks([False, True]))
+def test_parameters_listed_before_experts_are_shared_out(comm, is_clients):
+    expected, _ = reference()
+    model = Net(comm.size)
+    listed = list(model.parameters())
+    given = {"optimizer": torch.optim.SGD(listed, 0.01)} if is_clients else {"model_parameters": listed}
+    settings = config(2, BATCH, 1, **SGD)
+    if is_clients:
+        del settings["optimizer"]
+    engine = start(settings, model, **given)
+    train(engine, comm, data())
+    compare(engine, expected)
+    engine.destroy()
+
+
 def test_a_second_engine_has_groups_of_its_own(comm):
     expected, _ = reference()
     model = Net(comm.size)

@@ -113,6 +113,9 @@ class ExpertModules(Experts):
             self.deepspeed_experts = NumberedModules(self.deepspeed_experts, held.start)
 
     def _narrow(self, held: range) -> None:
+        for number, expert in enumerate(self.deepspeed_experts):
+            if number not in held:
+                expert.requires_grad_(False)  # groups of an optimizer may have its parameters: nobody trains them here
         self.deepspeed_experts = self.deepspeed_experts[held.start : held.stop]
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -151,9 +154,8 @@ class FusedExperts(Experts):
         return map(nn.Parameter, made)
 
     def _narrow(self, held: range) -> None:
-        for name, param in list(self.named_parameters(recurse=False)):
-            own = param.detach()[held.start : held.stop].clone()
-            setattr(self, name, nn.Parameter(own, requires_grad=param.requires_grad))
+        for param in self.parameters(recurse=False):  # the same objects: groups of an optimizer may have them
+            param.grad, param.data = None, param.detach()[held.start : held.stop].clone()
 
     def _products(
         self, rows: torch.Tensor, weights: torch.Tensor, counts: Sequence[int], bias: torch.Tensor | None = None
