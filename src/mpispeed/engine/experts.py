@@ -73,10 +73,10 @@ def check_groups(model: nn.Module) -> None:
         ConfigError: names a layer.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, RoutedExperts) or layer.comm is None:
+        if not isinstance(layer, RoutedExperts):
             continue
-        if layer in _shared_out:
-            layer.leave_expert_group()
+        if layer.comm is None or layer in _shared_out:
+            layer.leave_expert_group()  # copies have none, and numbers still
         elif layer.comm.size > 1:
             msg = f"layer {name} of the model has its group of {layer.comm.size} ranks already, and initialize sets "
             msg += "groups itself: give the layer ep_size, and leave out set_expert_group and set_deepspeed_parallelism"

@@ -92,7 +92,12 @@ class Placing:
 
 def distinct_factor(ranks: int) -> Factor:
     """The factor for parameters of which `ranks` neighbours have their own; `rest` are those with copies."""
-    return Factor(f"data.distinct{ranks}", ranks, "ranks with parameters of their own", rest=f"data.equal{ranks}")
+    return Factor(
+        f"data.distinct{ranks}",
+        ranks,
+        "ep_size of experts, or ranks with parameters of their own",
+        rest=f"data.equal{ranks}",
+    )
 
 
 def place(

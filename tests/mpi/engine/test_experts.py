@@ -164,6 +164,18 @@ def test_copies_of_a_model_are_trained_alike(comm):
     engine.destroy()
 
 
+def test_a_copy_of_a_model_in_training_goes_on_in_an_engine_of_its_own(comm):
+    expected, _ = reference()
+    engine = start(config(1, BATCH, 1, **SGD), Net(comm.size))
+    train(engine, comm, data()[:1])
+    other = start(config(2, BATCH, 1, **SGD), copy.deepcopy(engine.module))
+    for each in (other, engine):
+        train(each, comm, data()[1:])
+        compare(each, expected)
+    for each in (engine, other):
+        each.destroy()
+
+
 @pytest.mark.parametrize("is_clients", on_ranks([False, True]))
 def test_parameters_listed_before_experts_are_shared_out(comm, is_clients):
     expected, _ = reference()

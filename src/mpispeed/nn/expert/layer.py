@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,6 +63,10 @@ class RoutedExperts(nn.Module):
         if comm.size > 1:
             mark_distinct(self.experts.parameters(), comm.size)
         self._dispatcher = Dispatcher(comm, self.experts.num_experts, levels)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: they have the experts of this rank, with their numbers, and no group; `initialize` sets one."""
+        return {**self.__dict__, "_dispatcher": None}
 
     def leave_expert_group(self) -> None:
         """Forget the group; the experts of this rank stay, counted from 0 until a group of as many ranks is set."""
