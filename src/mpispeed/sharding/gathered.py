@@ -105,7 +105,13 @@ class _OfStore:
         """Check that all ranks name the same parameters."""
         kinds = (Kind.lp_params,) if root is None else (Kind.lp_params, Kind.hp_params)
         self._store.require(kinds, "GatheredParameters")
-        _agree(self.comm, self._store.wait, [place.entry.name for _, place in self._params], root)
+        names = [place.entry.name for _, place in self._params]
+        keys = [
+            # Experts have other numbers on other ranks.
+            f"{place.unit.index}+{place.entry.offset}" if place.unit.states.differs_over_data else place.entry.name
+            for _, place in self._params
+        ]
+        _agree(self.comm, self._store.wait, names, root, keys)
 
     @contextmanager
     def whole(self, root: int | None) -> Iterator[None]:
@@ -308,11 +314,14 @@ def _exchange(comm: Comm, wait: Wait, value: int, what: str) -> list[int]:
     return [int(number) for number in everyone.tolist()]
 
 
-def _agree(comm: Comm, wait: Wait, names: Sequence[str], root: int | None) -> None:
-    """Check that all ranks name the same parameters; raise on all of them otherwise."""
+def _agree(comm: Comm, wait: Wait, names: Sequence[str], root: int | None, keys: Sequence[str] | None = None) -> None:
+    """Check that all ranks name the same parameters; raise on all of them otherwise.
+
+    `keys` are equal on ranks that do, by default the names.
+    """
     if comm.size == 1:
         return
-    digest = blake2b("\0".join((str(root), *names)).encode(), digest_size=7).digest()
+    digest = blake2b("\0".join((str(root), *(names if keys is None else keys))).encode(), digest_size=7).digest()
     if len(set(_exchange(comm, wait, int.from_bytes(digest, "big"), "entering GatheredParameters"))) == 1:
         return
     texts = comm.gather_objects(f"{format_list(names, NAMES_SHOWN)} with modifier_rank={root}")

@@ -11,6 +11,7 @@ from mpispeed.checkpoints import open_checkpoint
 from mpispeed.moe import MoE
 from mpispeed.nn.expert import ExpertModules, RoutedExperts, Router, RouterOptions, SwiGLUExperts
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
+from mpispeed.zero import GatheredParameters, unwrap_model_for_generation
 from tests.helpers.covering import in_turn, on_ranks
 from tests.helpers.experts import HIDDEN, Block
 from tests.helpers.features import SHAPE, gpt_layers, layers
@@ -161,6 +162,22 @@ def test_copies_of_a_model_are_trained_alike(comm):
     engine = start(config(2, BATCH, 1, **SGD), copy.deepcopy(Net(comm.size)))
     train(engine, comm, data())
     compare(engine, expected)
+    engine.destroy()
+
+
+@pytest.mark.ranks(2, 4)
+def test_whole_parameters_of_all_experts_of_a_rank(comm):
+    """Their names have numbers, which differ between ranks."""
+    engine = start(config(3, BATCH, 1, **ADAM), Net(comm.size))
+    model, held = engine.module, engine.module.second.experts.held
+    with GatheredParameters(list(model.parameters()), modifier_rank=0):
+        for param in model.first.deepspeed_moe.experts.parameters():
+            param.data.fill_(comm.rank)
+        model.first.coefficient.bias.data.fill_(comm.rank + 5)
+    with unwrap_model_for_generation(engine) as whole:
+        assert all(bool((param == comm.rank).all()) for param in whole.first.deepspeed_moe.experts.parameters())
+        assert len(whole.second.experts.down_proj) == len(held)
+        assert bool((whole.first.coefficient.bias == 5).all())
     engine.destroy()
 
 
