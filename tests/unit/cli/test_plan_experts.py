@@ -34,3 +34,17 @@ def test_a_rank_has_its_experts(tmp_path, make, ep_size):
     assert answer["params"] == experts + WIDTH * EXPERTS
     told = any("rows of tokens to experts" in text for text in answer["not_exact"])
     assert told is (ep_size > 1)
+
+
+def late():
+    return [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), fused(2), fused(2)]
+
+
+def test_experts_of_a_later_stage_are_named(tmp_path):
+    config = tmp_path / "ds.json"
+    settings = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    config.write_text(json.dumps(settings | {"pipeline": {"stages": 2, "partition": "uniform"}}))
+    words = ["plan", str(config), "-n", "4", "--model", f"{__name__}:late", "--json"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    assert any("rows of tokens to experts" in text for text in json.loads(done.stdout)["not_exact"])

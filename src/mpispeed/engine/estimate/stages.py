@@ -73,7 +73,9 @@ def examine_stages(
     found, topology = [first], plan.topology()
     for number in range(1, plan.axes["pipe"]):
         rank = topology.rank(**{**dict.fromkeys(topology.names, 0), "pipe": number})
-        found.append(_examine_one(config, ranks, ranks_per_node, rank, source, dtype, in_scope=in_scope)[1])
+        own, one = _examine_one(config, ranks, ranks_per_node, rank, source, dtype, in_scope=in_scope)
+        found.append(one)
+        plan = plan.with_distinct(set(own.placing.distinct) - set(plan.placing.distinct))  # a stage may have no experts
     if plan.axes["model"] > 1 and not any(one.has_slices for one in found):
         msg = (
             "no layer of any pipeline stage fits to tensor_parallel.injection_policy_tuple, or to a known architecture"
