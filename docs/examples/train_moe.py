@@ -16,7 +16,7 @@ import mpispeed
 from mpispeed.moe import MoE
 
 SHAPE = Shape(layers=4, heads=4, width=64, block=64)
-CONFIG = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
+CONFIG = {"train_batch_size": 24, "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
 DATA = Windows(standard_library(cap_bytes=1_000_000)[0], SHAPE.block)
 
 
