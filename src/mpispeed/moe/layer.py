@@ -190,7 +190,8 @@ def _check(num_experts: int, ep_size: int, noisy_gate_policy: str | None, use_tu
     if use_tutel:
         log.once(logger, logging.INFO, "use_tutel has no effect: rows go to experts without padding in any case")
     if ep_size < 1 or num_experts % ep_size:
-        msg = f"Number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size})"
+        msg = f"Number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size}); "
+        msg += "choose an ep_size that divides num_experts"
         raise ConfigError(msg)
     if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
         msg = f"noisy_gate_policy = {noisy_gate_policy!r} is unknown; use None, 'None', 'Jitter' or 'RSample'"

@@ -12,7 +12,7 @@ same order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ from mpispeed.mesh.comm import Comm
 
 TOKENS_TRAIN, EXPERTS_TRAIN = 1, 2
 """Bits by which ranks tell each other who needs gradients; they travel with the counts."""
+
+
+Way = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Route(Protocol):
@@ -85,7 +88,7 @@ class Deal:
         """Send rows sorted by expert; the result is sorted by own expert, then source. Collective over: group."""
         if self._route is not None:
             anchor = _anchor(rows, bool(self._needs & TOKENS_TRAIN))
-            rows = _There.apply(rows, anchor, self._route)
+            rows = _Sent.apply(rows, anchor, self._route.there, self._route.back)
         return transposed(rows, self.counts)
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
@@ -93,7 +96,8 @@ class Deal:
         rows = transposed(rows, [list(column) for column in zip(*self.counts, strict=True)])
         if self._route is None:
             return rows
-        returned: torch.Tensor = _Back.apply(rows, _anchor(rows, self._needs != 0), self._route)
+        anchor = _anchor(rows, self._needs != 0)
+        returned: torch.Tensor = _Sent.apply(rows, anchor, self._route.back, self._route.there)
         return returned
 
 
@@ -228,25 +232,15 @@ def _anchor(rows: torch.Tensor, needs_gradients: bool) -> torch.Tensor:
     return rows.new_zeros(0, requires_grad=needs_gradients)
 
 
-class _There(torch.autograd.Function):
+class _Sent(torch.autograd.Function):
+    """Rows that travel by `way`, and gradients by `reverse`."""
+
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, _: torch.Tensor, route: Route) -> torch.Tensor:
-        ctx.route = route
-        return route.there(rows)
+    def forward(ctx: Any, rows: torch.Tensor, _: torch.Tensor, way: Way, reverse: Way) -> torch.Tensor:
+        ctx.reverse = reverse
+        return way(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.route.back(grad.contiguous()), None, None
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, _: torch.Tensor, route: Route) -> torch.Tensor:
-        ctx.route = route
-        return route.back(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.route.there(grad.contiguous()), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.reverse(grad.contiguous()), None, None, None
