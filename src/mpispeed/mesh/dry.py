@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from mpispeed.mesh.collectives.progress import Progress
 from mpispeed.mesh.collectives.work import Label, Ready, Work
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.world import World
-
-if TYPE_CHECKING:
-    pass
 
 
 class DryTransport(SoloTransport):
