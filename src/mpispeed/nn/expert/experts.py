@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from torch.nn import functional as F
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
+from mpispeed.nn.tensor import regions
+from mpispeed.nn.tensor.tensor_cut import WHOLE_KINDS, TensorCut, marks_of
 
 ALIGNMENT_BYTES = 16
 """What strides of `grouped_mm` are multiples of."""
@@ -135,14 +138,64 @@ class ExpertModules(Experts):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """The slicing of one parameter, as of `TensorCut`; `parts` lie one behind the other along `dim`."""
+
+    kind: str
+    dim: int = -1
+    parts: int = 1
+
+
 class FusedExperts(Experts):
-    """Experts whose parameters are slices of common tensors, along the first dim of each."""
+    """Experts whose parameters are slices of common tensors, along the first dim of each.
+
+    Attributes:
+        comm: ranks over which each expert is sliced; None: it is whole.
+    """
+
+    slicing: ClassVar[Mapping[str, Slicing]] = {}
+    """By name of the parameter: columns of first products, rows of the last one."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, comm: Comm | None = None) -> None:
         """`comm`: the expert-parallel group, where only this rank's experts are to be made."""
         super().__init__(num_experts, ranged(num_experts, comm))
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.compute = "auto"
+        self.comm: Comm | None = None
+
+    def slice_over(self, comm: Comm, grain: int = 1) -> FusedExperts:
+        """Keep this rank's slice of each expert, in grains of the inner width. Local.
+
+        Source: Shoeybi et al., "Megatron-LM", 2019, section 3: one sum of outputs, and one of gradients.
+
+        Raises:
+            ConfigError: the class does not say how, or experts are sliced already.
+        """
+        if self.comm is not None or not self.slicing:
+            what = f"are sliced over {self.comm.size} ranks already" if self.comm else "have no `slicing` of parameters"
+            msg = f"experts of {type(self).__name__} {what}; give their layer slices_experts=False, or whole experts"
+            raise ConfigError(msg)
+        for name, how in self.slicing.items():
+            param = getattr(self, name)
+            if param is None:
+                continue
+            parts = (self.intermediate_size,) * how.parts if how.parts > 1 else ()
+            grains = () if how.kind in WHOLE_KINDS else (grain,) * how.parts
+            cut = TensorCut(how.kind, how.dim, tuple(param.shape), parts, grains)
+            own = cut.take(param, comm.rank, comm.size)
+            self.register_parameter(name, nn.Parameter(own, requires_grad=param.requires_grad))
+            marks_of(self).cuts[name] = cut
+        self.comm = comm
+        return self
+
+    def _entered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows on their way to slices: gradients are summed. Collective over: the slices, in backward."""
+        return rows if self.comm is None else regions.copy_to(rows, self.comm)
+
+    def _left(self, rows: torch.Tensor) -> torch.Tensor:
+        """Outputs of slices, summed. Collective over: the slices."""
+        return rows if self.comm is None else regions.reduce_from(rows, self.comm)
 
     def _draw(self, *shapes: tuple[int, ...]) -> Iterator[nn.Parameter]:
         """Parameters of these shapes per expert, as those of `torch.nn.Linear`.
@@ -162,6 +215,8 @@ class FusedExperts(Experts):
     def _narrow(self, held: range) -> None:
         for param in self.parameters(recurse=False):  # the same objects: groups of an optimizer may have them
             param.grad, param.data = None, param.detach()[held.start : held.stop].clone()
+        marks = marks_of(self).cuts
+        marks.update({name: replace(cut, shape=(len(held), *cut.shape[1:])) for name, cut in marks.items()})
 
     def _products(
         self, rows: torch.Tensor, weights: torch.Tensor, counts: Sequence[int], bias: torch.Tensor | None = None
@@ -170,13 +225,16 @@ class FusedExperts(Experts):
         if serves_grouped(rows, weights) if self.compute == "auto" else self.compute == "grouped":
             ends = torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
             out = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-            if bias is None:
-                return out
-            return out + bias.repeat_interleave(torch.tensor(counts, device=rows.device), 0, output_size=len(rows))
+            return out if bias is None else out + _repeated(bias, counts)
         biases = [None] * len(counts) if bias is None else bias.unbind(0)
         # `unbind`, because each index of its own would have a gradient of all experts.
         parts = zip(rows.split(list(counts)), weights.unbind(0), biases, strict=True)
         return torch.cat([F.linear(*part) for part in parts])
+
+
+def _repeated(bias: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The bias of each row's expert."""
+    return bias.repeat_interleave(torch.tensor(counts, device=bias.device), 0, output_size=sum(counts))
 
 
 def serves_grouped(rows: torch.Tensor, weights: torch.Tensor) -> bool:
@@ -186,7 +244,7 @@ def serves_grouped(rows: torch.Tensor, weights: torch.Tensor) -> bool:
     """
     if rows.device.type != "cuda" or not hasattr(F, "grouped_mm") or rows.dtype != weights.dtype:
         return False
-    is_aligned = all(size * rows.element_size() % ALIGNMENT_BYTES == 0 for size in weights.shape[1:])
+    is_aligned = all(size and size * rows.element_size() % ALIGNMENT_BYTES == 0 for size in weights.shape[1:])
     is_plain = rows.dtype == torch.bfloat16 and not torch.is_autocast_enabled(rows.device.type)
     return is_aligned and is_plain and torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
@@ -201,6 +259,8 @@ class SwiGLUExperts(FusedExperts):
         down_proj: [experts, hidden, intermediate].
     """
 
+    slicing: ClassVar = {"gate_up_proj": Slicing("sub", 1, 2), "down_proj": Slicing("row", 2)}
+
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, comm: Comm | None = None) -> None:
         """As `FusedExperts`."""
         super().__init__(hidden_size, intermediate_size, num_experts, comm)
@@ -211,8 +271,8 @@ class SwiGLUExperts(FusedExperts):
         """As `Experts`."""
         if not counts:
             return rows
-        gate, up = self._products(rows, self.gate_up_proj, counts).chunk(2, -1)
-        return self._products(F.silu(gate) * up, self.down_proj, counts)
+        gate, up = self._products(self._entered(rows), self.gate_up_proj, counts).chunk(2, -1)
+        return self._left(self._products(F.silu(gate) * up, self.down_proj, counts))
 
 
 class MLPExperts(FusedExperts):
@@ -223,6 +283,12 @@ class MLPExperts(FusedExperts):
         down_proj: [experts, hidden, intermediate]; `down_bias` [experts, hidden].
     """
 
+    slicing: ClassVar = {
+        "up_proj": Slicing("column", 1),
+        "up_bias": Slicing("column", 1),
+        "down_proj": Slicing("row", 2),
+        "down_bias": Slicing("replicated"),
+    }
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
 
@@ -257,5 +323,8 @@ class MLPExperts(FusedExperts):
         """As `Experts`."""
         if not counts:
             return rows
-        inner = ACTIVATIONS[self.activation](self._products(rows, self.up_proj, counts, self.up_bias))
-        return self._products(inner, self.down_proj, counts, self.down_bias)
+        up = self._products(self._entered(rows), self.up_proj, counts, self.up_bias)
+        inner = ACTIVATIONS[self.activation](up)
+        if self.comm is None or self.down_bias is None:
+            return self._left(self._products(inner, self.down_proj, counts, self.down_bias))
+        return self._left(self._products(inner, self.down_proj, counts)) + _repeated(self.down_bias, counts)

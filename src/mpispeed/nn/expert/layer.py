@@ -10,12 +10,16 @@ from torch import nn
 
 from mpispeed.base.distinct import mark_distinct
 from mpispeed.base.errors import UsageError
+from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
 from mpispeed.native.row_ops import combine, permute
 from mpispeed.nn.expert.dispatch import EXPERTS_TRAIN, TOKENS_TRAIN, Dispatcher, Levels
-from mpispeed.nn.expert.experts import Experts, ranged
+from mpispeed.nn.expert.experts import Experts, FusedExperts, ranged
 from mpispeed.nn.expert.router import Router, Routing
 from mpispeed.nn.expert.sorted_plan import sort_choices
+from mpispeed.nn.tensor import regions
+from mpispeed.nn.tensor.apply import Layers
+from mpispeed.nn.tensor.tensor_cut import marks_of
 
 
 class RoutedExperts(nn.Module):
@@ -29,11 +33,23 @@ class RoutedExperts(nn.Module):
         experts: those of this rank.
         shared: the expert for all tokens, or None.
         ep_size: ranks that the experts are meant for; for information until the group is set.
+        slices_experts: where the model's layers are sliced, slice the experts too. Otherwise each slice has them whole,
+            and sends its part of the tokens to them.
     """
 
-    def __init__(self, gate: Router, experts: Experts, shared: nn.Module | None = None, *, ep_size: int = 1) -> None:
+    def __init__(
+        self,
+        gate: Router,
+        experts: Experts,
+        shared: nn.Module | None = None,
+        *,
+        ep_size: int = 1,
+        slices_experts: bool = False,
+    ) -> None:
         """Put the parts together."""
         super().__init__()
+        self.slices_experts = slices_experts
+        self._slices: Comm | None = None  # among which tokens are divided
         self.gate, self.experts, self.shared, self.ep_size = gate, experts, shared, ep_size
         if ep_size > 1:
             mark_distinct(experts.parameters(), ep_size)
@@ -64,6 +80,22 @@ class RoutedExperts(nn.Module):
             mark_distinct(self.experts.parameters(), comm.size)
         self._dispatcher = Dispatcher(comm, self.experts.num_experts, levels)
 
+    def whole_part(self) -> tuple[str, str]:
+        """As `SlicesItself`."""
+        return ("", "") if self.slices_experts else ("experts", "an expert, whole as slices_experts is False")
+
+    def slice_over(self, comm: Comm, layers: Layers, grain: int) -> list[str]:
+        """As `SlicesItself`. Experts that are modules are sliced by policies."""
+        if self.slices_experts and isinstance(self.experts, FusedExperts):
+            experts = self.experts
+            layers.replaced(experts, lambda: experts.slice_over(comm, grain))
+            return ["experts"]
+        if not self.slices_experts:
+            self._slices = comm
+            for module in self.experts.modules():
+                marks_of(module).partial.update(name for name, _ in module.named_parameters(recurse=False))
+        return []
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies: they have the experts of this rank, with their numbers, and no group; `initialize` sets one."""
         return {**self.__dict__, "_dispatcher": None}
@@ -87,14 +119,26 @@ class RoutedExperts(nn.Module):
         return y if self.shared is None else y + self.shared(x), routing
 
     def _experts_of(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Collective over: the expert-parallel group."""
-        plan = sort_choices(routing.experts, routing.kept, self.experts.num_experts)
+        """Collective over: the expert-parallel group, and slices that divide the tokens, which have equal ones."""
+        slices = self._slices
+        if slices is None or slices.size == 1:
+            return self._sent(tokens, routing.experts, routing.kept, routing.weights)
+        own = slice(*share(len(tokens), slices.rank, slices.size))
+        kept = None if routing.kept is None else routing.kept[own]
+        part, weights = regions.scatter_to(tokens, slices, 0), regions.scatter_to(routing.weights, slices, 0)
+        return regions.gather_from(self._sent(part, routing.experts[own], kept, weights), slices, 0, len(tokens))
+
+    def _sent(
+        self, tokens: torch.Tensor, experts: torch.Tensor, kept: torch.Tensor | None, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs of tokens with these choices. Collective over: the expert-parallel group."""
+        plan = sort_choices(experts, kept, self.experts.num_experts)
         rows = permute(tokens, plan.places, int(plan.counts.sum()))
         if self._dispatcher is None:
-            return combine(self._computed(rows, plan.counts.tolist()), plan.places, routing.weights)
+            return combine(self._computed(rows, plan.counts.tolist()), plan.places, weights)
         deal = self._dispatcher.deal(plan.counts, self._needs(tokens))
         done = self._computed(deal.there(rows), deal.expert_counts)
-        return combine(deal.back(done), plan.places, routing.weights)
+        return combine(deal.back(done), plan.places, weights)
 
     def _computed(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         if len(counts) != len(self.experts.held):
