@@ -9,15 +9,15 @@ Weights of the fused kinds are [experts, out, in], those that transformers has f
 from __future__ import annotations
 
 import abc
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mpispeed.base import init_scope
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
@@ -29,6 +29,33 @@ ALIGNMENT_BYTES = 16
 
 COMPUTE = ("auto", "grouped", "loop")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+Part = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Hands(Protocol):
+    """Changes parameters of experts, wherever their values are."""
+
+    def keep(self, param: nn.Parameter, part: Part | None) -> None:
+        """Give `param` a part of its values; None: all of them."""
+
+    def drop(self, param: nn.Parameter) -> None:
+        """Leave `param` to other ranks."""
+
+
+class _AtHand:
+    """Parameters whose values are on this rank."""
+
+    def keep(self, param: nn.Parameter, part: Part | None) -> None:
+        if part is not None:
+            param.grad, param.data = None, part(param.detach()).clone()
+
+    def drop(self, param: nn.Parameter) -> None:
+        param.requires_grad_(False)  # groups of an optimizer may have it: nobody trains it here
+
+
+AT_HAND = _AtHand()
 
 
 class Experts(nn.Module, abc.ABC):
@@ -45,32 +72,35 @@ class Experts(nn.Module, abc.ABC):
         self.num_experts, self.held = num_experts, held
         self._has_spare = len(held) < num_experts  # made for the rank with most experts; others drop the last one
 
-    def keep(self, held: range) -> None:
+    def keep(self, held: range, hands: Hands = AT_HAND) -> None:
         """Drop all experts of this rank but these, or give the held ones these numbers if they are as many.
+
+        Local, unless parameters are elsewhere.
+
+        Args:
+            held: numbers of the experts.
+            hands: changes the parameters.
 
         Raises:
             ConfigError: neither fits.
         """
         is_spare, self._has_spare = self._has_spare, False
-        if len(held) == len(self.held):
-            self.held = held
-            return
-        if is_spare and len(held) == len(self.held) - 1:
-            self._narrow(range(len(held)))
-            self.held = held
-            return
-        if len(self.held) != self.num_experts:
+        if len(held) == len(self.held) or (is_spare and len(held) == len(self.held) - 1):
+            places = range(len(held))
+        elif len(self.held) == self.num_experts:
+            places = held
+        else:
             msg = f"experts {held.start} to {held.stop - 1} belong on this rank, which holds {len(self.held)} of "
             msg += (
                 f"{self.num_experts} experts; make the layer with all experts, or with ep_size = the ranks of the group"
             )
             raise ConfigError(msg)
-        self._narrow(held)
+        self._narrow(places, hands)
         self.held = held
 
     @abc.abstractmethod
-    def _narrow(self, held: range) -> None:
-        """Drop the parameters of all experts but these."""
+    def _narrow(self, places: range, hands: Hands) -> None:
+        """Drop the parameters of all experts of this rank but those at these places."""
 
     @abc.abstractmethod
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -113,19 +143,23 @@ class ExpertModules(Experts):
         """
         count = num_experts if num_local_experts is None else num_local_experts
         super().__init__(num_experts, range(count))
-        self.deepspeed_experts = NumberedModules(copy.deepcopy(expert) for _ in range(count))
+        self.deepspeed_experts = NumberedModules(init_scope.copied(expert) for _ in range(count))
 
-    def keep(self, held: range) -> None:
+    def keep(self, held: range, hands: Hands = AT_HAND) -> None:
         """As `Experts`."""
-        super().keep(held)
+        super().keep(held, hands)
         if [int(name) for name in self.deepspeed_experts._modules] != list(held):
             self.deepspeed_experts = NumberedModules(self.deepspeed_experts, held.start)
 
-    def _narrow(self, held: range) -> None:
-        for number, expert in enumerate(self.deepspeed_experts):
-            if number not in held:
-                expert.requires_grad_(False)  # groups of an optimizer may have its parameters: nobody trains them here
-        self.deepspeed_experts = self.deepspeed_experts[held.start : held.stop]
+    def _narrow(self, places: range, hands: Hands) -> None:
+        for place, expert in enumerate(self.deepspeed_experts):
+            for param in expert.parameters():
+                if place in places:
+                    hands.keep(param, None)
+                else:
+                    hands.drop(param)
+        if len(places) < len(self.deepspeed_experts):
+            self.deepspeed_experts = self.deepspeed_experts[places.start : places.stop]
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """As `Experts`."""
@@ -212,11 +246,12 @@ class FusedExperts(Experts):
                     whole[number - self.held.start].copy_(drawn)
         return map(nn.Parameter, made)
 
-    def _narrow(self, held: range) -> None:
+    def _narrow(self, places: range, hands: Hands) -> None:
+        part = None if len(places) == len(self.held) else lambda values: values[places.start : places.stop]
         for param in self.parameters(recurse=False):  # the same objects: groups of an optimizer may have them
-            param.grad, param.data = None, param.detach()[held.start : held.stop].clone()
+            hands.keep(param, part)
         marks = marks_of(self).cuts
-        marks.update({name: replace(cut, shape=(len(held), *cut.shape[1:])) for name, cut in marks.items()})
+        marks.update({name: replace(cut, shape=(len(places), *cut.shape[1:])) for name, cut in marks.items()})
 
     def _products(
         self, rows: torch.Tensor, weights: torch.Tensor, counts: Sequence[int], bias: torch.Tensor | None = None

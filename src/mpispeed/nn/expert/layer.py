@@ -14,7 +14,7 @@ from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
 from mpispeed.native.row_ops import combine, permute
 from mpispeed.nn.expert.dispatch import EXPERTS_TRAIN, TOKENS_TRAIN, Dispatcher, Levels
-from mpispeed.nn.expert.experts import Experts, FusedExperts, ranged
+from mpispeed.nn.expert.experts import AT_HAND, Experts, FusedExperts, Hands, ranged
 from mpispeed.nn.expert.router import Router, Routing
 from mpispeed.nn.expert.sorted_plan import sort_choices
 from mpispeed.nn.tensor import regions
@@ -60,12 +60,13 @@ class RoutedExperts(nn.Module):
         """The expert-parallel group; None before it is set."""
         return None if self._dispatcher is None else self._dispatcher.comm
 
-    def set_expert_group(self, comm: Comm, levels: Levels | None = None) -> None:
+    def set_expert_group(self, comm: Comm, levels: Levels | None = None, *, hands: Hands = AT_HAND) -> None:
         """Share the experts out over a group; this rank keeps its own.
 
         Args:
             comm: the group.
             levels: exchange rows in two levels, inside of nodes and between them.
+            hands: changes parameters whose values are elsewhere.
 
         Raises:
             UsageError: the layer has a group already.
@@ -74,7 +75,7 @@ class RoutedExperts(nn.Module):
         if self._dispatcher is not None:
             msg = f"this layer of experts has its group of {self._dispatcher.comm.size} ranks already; set it once"
             raise UsageError(msg)
-        self.experts.keep(ranged(self.experts.num_experts, comm))
+        self.experts.keep(ranged(self.experts.num_experts, comm), hands)
         self.ep_size = comm.size
         if comm.size > 1:
             mark_distinct(self.experts.parameters(), comm.size)
