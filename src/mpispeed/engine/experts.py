@@ -1,4 +1,4 @@
-"""Layers of experts in a run: their ranks, and the biases of their routers."""
+"""Layers of experts in a run: their ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.distinct import distinct_over
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
-from mpispeed.engine.hooks import Context, Hooks, Setup
-from mpispeed.engine.step import Place
-from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts, Router
+from mpispeed.engine.hooks import Context, Setup
+from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts
 from mpispeed.optim.expert_groups import is_moe_param
 from mpispeed.plan.placements import distinct_factor
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.engine.step import StepContext
-    from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
 
 
@@ -95,8 +92,8 @@ def _problem(layer: RoutedExperts) -> str:
     return ""
 
 
-def attach(context: Context) -> Hooks | None:
-    """Balance loads by the biases of routers that have one; let groups go when the engine ends. Local."""
+def attach(context: Context) -> None:
+    """Let groups go when the engine ends. Local."""
     layers = [each for each in context.module.modules() if isinstance(each, RoutedExperts) and each in _shared_out]
 
     def leave(_: Any) -> None:
@@ -104,18 +101,3 @@ def attach(context: Context) -> Hooks | None:
             layer.leave_expert_group()
 
     context.bus.subscribe(Event.CLOSE, leave)
-    routers = [each for each in context.module.modules() if isinstance(each, Router) and each.bias is not None]
-    return Hooks([(Place.PUBLISHED, MoveBiases(routers, context.mesh["data"]))]) if routers else None
-
-
-class MoveBiases:
-    """Part of a step that moves the biases of routers, once for each update that is applied."""
-
-    def __init__(self, routers: list[Router], comm: Comm) -> None:
-        self._routers, self._comm = routers, comm
-
-    def __call__(self, ctx: StepContext) -> None:
-        """Collective over: the data axis."""
-        if not ctx.skip:
-            for router in self._routers:
-                router.update_bias(self._comm)

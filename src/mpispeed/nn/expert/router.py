@@ -134,6 +134,7 @@ class Router(nn.Module):
     Attributes:
         wg: the linear map to logits.
         bias: fp32 whatever the model's dtype; only used to choose. None without `bias_rate`.
+        keeps_load: count choices in training passes, for `take_load`; on where there is a bias.
     """
 
     bias: torch.Tensor | None
@@ -150,6 +151,7 @@ class Router(nn.Module):
         self.num_experts = num_experts
         self.wg = nn.Linear(hidden_size, num_experts, bias=False)
         self.register_buffer("bias", torch.zeros(num_experts) if self.options.bias_rate else None)
+        self.keeps_load = self.bias is not None
         self._load: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, used_token: torch.Tensor | None = None, sequences: int = 1) -> Routing:
@@ -189,7 +191,7 @@ class Router(nn.Module):
         if options.weight_scale != 1.0:
             weights = weights * options.weight_scale
         counts = self._count(experts, used)
-        self._note_load(counts)
+        self._note_load(experts, counts, kept)
         shares = scores if options.score == "softmax" else scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
         zero = logits.new_zeros(())
         return Routing(
@@ -202,22 +204,34 @@ class Router(nn.Module):
             _mean(logits.logsumexp(-1).square()) if options.z_loss else zero,
         )
 
+    def take_load(self) -> torch.Tensor:
+        """Choices of each expert in training passes since the last call, and those of them that were dropped.
+
+        Passes that recompute activations do not count. Zeros without `keeps_load`.
+
+        Shapes: [2, experts], int64, in host memory.
+        """
+        found, self._load = self._load, None
+        return torch.zeros(2, self.num_experts, dtype=torch.int64) if found is None else found.cpu()
+
     def update_bias(self, comm: Comm | None = None) -> None:
         """Move the bias towards equal loads, by those of all training passes since the last call.
 
         To be called once for each update of the parameters, on all ranks of `comm` alike, which hold equal biases.
-        Passes that recompute activations do not count.
 
         Collective over: `comm`, the ranks whose tokens count.
         """
-        if self.bias is None:
-            return
-        load = torch.zeros(self.num_experts, dtype=torch.int64) if self._load is None else self._load.cpu()
-        if comm is not None:
-            comm.all_reduce(load)
-        self._load = None
-        away = load.double().mean() - load.double()
-        self.bias += (self.options.bias_rate * away.sign()).to(self.bias)
+        if self.bias is not None:
+            load = self.take_load()[0].contiguous()
+            if comm is not None:
+                comm.all_reduce(load)
+            self.move_bias(load)
+
+    def move_bias(self, load: torch.Tensor) -> None:
+        """Move the bias, if there is one, towards equal loads. Shapes: load [experts], choices of all ranks."""
+        if self.bias is not None:
+            away = load.double().mean() - load.double()
+            self.bias += (self.options.bias_rate * away.sign()).to(self.bias)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves the module; the bias keeps its dtype, because its small steps vanish in 16 bits."""
@@ -286,12 +300,15 @@ class Router(nn.Module):
 
     # -- loads and losses ----------------------------------------------------------------------------------------------
 
-    def _count(self, experts: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
-        return torch.bincount((experts if used is None else experts[used]).reshape(-1), minlength=self.num_experts)
+    def _count(self, experts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Choices of each expert; `mask` is of tokens or of choices."""
+        return torch.bincount((experts if mask is None else experts[mask]).reshape(-1), minlength=self.num_experts)
 
-    def _note_load(self, counts: torch.Tensor) -> None:
-        if self.bias is not None and self.training and not recompute.is_running_again():
-            self._load = counts if self._load is None else self._load + counts
+    def _note_load(self, experts: torch.Tensor, counts: torch.Tensor, kept: torch.Tensor | None) -> None:
+        if self.keeps_load and self.training and not recompute.is_running_again():
+            dropped = torch.zeros_like(counts) if kept is None else counts - self._count(experts, kept)
+            load = torch.stack([counts, dropped])
+            self._load = load if self._load is None else self._load + load
 
     def _balance_loss(
         self, shares: torch.Tensor, experts: torch.Tensor, used: torch.Tensor | None, counts: torch.Tensor
