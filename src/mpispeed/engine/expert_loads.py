@@ -81,7 +81,7 @@ class SumLoads:
 
     def _report(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         """Sum the loads of all layers in one message, and keep them for `tell`; returns those of this stage."""
-        stage, layers = self._context.mesh["pipe"].rank, [layer for stage in self._stages for layer in stage]
+        stage, layers = self._context.mesh["pipe"].rank, [layer for each in self._stages for layer in each]
         loads = [torch.zeros(2, experts, dtype=torch.int64) for _, experts in layers]
         start = sum(map(len, self._stages[:stage]))
         loads[start : start + len(own)] = own
