@@ -9,9 +9,9 @@ from mpispeed.base.distinct import distinct_over
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
 from mpispeed.engine.hooks import Context, Setup
-from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts
+from mpispeed.nn.expert import ExpertModules, FusedExperts, Levels, RoutedExperts
 from mpispeed.optim.expert_groups import is_moe_param
-from mpispeed.plan.placements import distinct_factor
+from mpispeed.plan.placements import NEAR, distinct_factor, far
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,9 +41,14 @@ def share_out(model: nn.Module, mesh: Mesh) -> None:
             if problem:
                 msg = f"layer {name} shares its experts out over ep_size = {layer.ep_size} ranks: {problem}"
                 raise ConfigError(msg)
-            layer.set_expert_group(group)
+            layer.set_expert_group(group, _levels(mesh, layer.ep_size))
             _shared_out.add(layer)
     _refuse_own_kinds(model, mesh["data"].size)
+
+
+def _levels(mesh: Mesh, ranks: int) -> Levels | None:
+    """Inside and between nodes, if groups of `ranks` neighbours fill several nodes with several ranks each."""
+    return Levels(mesh[NEAR], mesh[far(ranks)]) if mesh.topology.has(far(ranks)) else None
 
 
 def _refuse_own_kinds(model: nn.Module, ranks: int) -> None:

@@ -80,6 +80,7 @@ def examine_stages(
     Raises:
         ConfigError: the settings are not possible for so many ranks, or the model cannot be cut so.
     """
+
     def examine_one(rank: int) -> tuple[Plan, RankBudget]:
         return _examine_one(
             config, ranks, ranks_per_node, rank, source, dtype, in_scope=in_scope, sequence_length=sequence_length
