@@ -55,7 +55,7 @@ def test_table():
     ("node", "sizes", "levels"),
     [
         (4, (8,), [8]),
-        (4, (2, 8, 16), [8, 16]),
+        (4, (2, 8, 24), [8, 24]),
         (4, (4,), []),
         (1, (8,), []),
         (0, (8,), []),
@@ -64,10 +64,10 @@ def test_table():
     ],
 )
 def test_groups_that_fill_nodes_have_two_levels(node, sizes, levels):
-    plan = plan_of(48, node, stage=3)
+    plan = plan_of(24, node, stage=3)
     plan = plan.with_distinct(sizes[:1]).with_distinct(sizes[1:])
     topology = plan.topology()
-    assert [size for size in (2, 4, 6, 8, 16) if topology.has(far(size))] == levels
+    assert [size for size in (2, 4, 6, 8, 24) if topology.has(far(size))] == levels
     for size in levels:
         assert list(topology.peers(21, "data.near")) == list(range(20, 24))
         first = 21 // size * size
