@@ -9,7 +9,7 @@ from mpispeed.base.distinct import distinct_over
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
 from mpispeed.engine.hooks import Context, Setup
-from mpispeed.nn.expert import ExpertModules, FusedExperts, Levels, RoutedExperts
+from mpispeed.nn.expert import ExpertModules, FusedExperts, Levels, RoutedExperts, Router
 from mpispeed.optim.expert_groups import is_moe_param
 from mpispeed.plan.placements import NEAR, distinct_factor, far
 
@@ -26,6 +26,9 @@ _shared_out: weakref.WeakSet[RoutedExperts] = weakref.WeakSet()
 def transform(model: nn.Module, setup: Setup) -> None:
     """Share experts out over `ep_size` neighbours on the data axis, as `share_out`."""
     share_out(model, setup.mesh)
+    for router in model.modules():
+        if isinstance(router, Router):
+            router.set_balance_group(setup.mesh["data"])
 
 
 def share_out(model: nn.Module, mesh: Mesh) -> None:
@@ -101,8 +104,12 @@ def attach(context: Context) -> None:
     """Let groups go when the engine ends. Local."""
     layers = [each for each in context.module.modules() if isinstance(each, RoutedExperts) and each in _shared_out]
 
+    routers = [each for each in context.module.modules() if isinstance(each, Router)]
+
     def leave(_: Any) -> None:
         for layer in layers:
             layer.leave_expert_group()
+        for router in routers:
+            router.set_balance_group(None)
 
     context.bus.subscribe(Event.CLOSE, leave)

@@ -14,7 +14,8 @@ from mpispeed.nn.expert import RoutedExperts, Router, RouterOptions, SwiGLUExper
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from tests.helpers.experts import HIDDEN, Block
 from tests.helpers.features import SHAPE, gpt_layers, layers
-from tests.zoo.training import ADAM, config, own_part, start
+from tests.helpers.tensor import assert_near
+from tests.zoo.training import ADAM, config, own_part, start, weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -162,3 +163,37 @@ def test_layers_of_later_pipeline_stages_are_named(comm, mpi_tmp_path):
         files = list((mpi_tmp_path / "run").glob("*expert_load_*.csv"))
         assert len(files) == 4
         assert sum(read_csv(file)[0][1] for file in files) == pytest.approx(4.0)
+
+
+class Balanced(nn.Module):
+    """A layer of experts whose balance loss is part of the loss."""
+
+    def __init__(self, ep_size=1, **options):
+        super().__init__()
+        torch.manual_seed(3)
+        gate = Router(HIDDEN, EXPERTS, RouterOptions(k=2, **options))
+        self.layer = RoutedExperts(gate, SwiGLUExperts(HIDDEN, 5, EXPERTS), ep_size=ep_size)
+
+    def forward(self, x, y):
+        hidden, routing = self.layer(x)
+        return (hidden - y).square().mean() + 0.5 * routing.balance_loss
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_global_balance_loss_trains_as_one_process(comm, recomputes):
+    settings = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
+    engine = start(config(1, BATCH, 1, **settings), Balanced(global_balance=True))
+    whole = Balanced()
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+    for x, y in data():
+        part = own_part(engine, (x, y))
+        engine.backward(checkpoint(engine, *part) if recomputes else engine(*part))
+        engine.step()
+        whole(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights(engine)
+    for name, param in whole.named_parameters():
+        assert_near(found[name], param.detach(), 1e-5, name)
+    engine.destroy()
+    assert engine.module.layer.gate.balance_group is None

@@ -51,6 +51,7 @@ class RouterOptions:
         noise: "Jitter": random factors of the input; "RSample": Gumbel noise on the choice, for k = 1. In training.
         sample_second: the second of two choices is sampled with Gumbel noise, in training.
         samples_in_eval: in evaluation too.
+        global_balance: the balance loss is that of the tokens of all data ranks; see `Router.set_balance_group`.
         bias_rate: step of the bias that balances loads without a loss; 0: no bias.
         sequence_loss: compute the balance loss of each sequence, too.
         z_loss: compute the loss of large logits, too.
@@ -70,6 +71,7 @@ class RouterOptions:
     noise: str | None = None
     sample_second: bool = False
     samples_in_eval: bool = False
+    global_balance: bool = False
     bias_rate: float = 0.0
     sequence_loss: bool = False
     z_loss: bool = False
@@ -135,6 +137,7 @@ class Router(nn.Module):
         wg: the linear map to logits.
         bias: fp32 whatever the model's dtype; only used to choose. None without `bias_rate`.
         keeps_load: count choices in training passes, for `take_load`; on where there is a bias.
+        balance_group: ranks whose tokens the balance loss is of; None: those of this rank.
     """
 
     bias: torch.Tensor | None
@@ -153,9 +156,26 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts) if self.options.bias_rate else None)
         self.keeps_load = self.bias is not None
         self._load: torch.Tensor | None = None
+        self.balance_group: Comm | None = None
+
+    def set_balance_group(self, comm: Comm | None) -> None:
+        """With `global_balance`: let the balance loss be that of the tokens of all ranks of `comm`, in training passes.
+
+        Mean scores are those of this rank, times its share of the tokens and the number of ranks, so that the mean of
+        the losses over the ranks, and that of their gradients, are those of one process with all tokens. Every pass
+        then sums counts over `comm`, on all of its ranks. None: of this rank's tokens again.
+
+        Source: Qiu et al., "Demons in the Detail: On Implementing Load Balancing Loss for Training Specialized
+        Mixture-of-Expert Models", arXiv 2501.11873.
+        """
+        self.balance_group = comm if self.options.global_balance else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: they have no group."""
+        return {**self.__dict__, "balance_group": None}
 
     def forward(self, x: torch.Tensor, used_token: torch.Tensor | None = None, sequences: int = 1) -> Routing:
-        """Route tokens.
+        """Route tokens. Collective over: the balance group in training, if there is one.
 
         Args:
             x: the tokens.
@@ -313,11 +333,17 @@ class Router(nn.Module):
     def _balance_loss(
         self, shares: torch.Tensor, experts: torch.Tensor, used: torch.Tensor | None, counts: torch.Tensor
     ) -> torch.Tensor:
-        k, tokens = self.options.k, max(len(experts), 1)
+        k, comm = self.options.k, self.balance_group
         if k == 2:  # only first choices count, as in GShard
             counts = self._count(experts[:, :1], used)
         factor = self.num_experts / (k if k > 2 else 1)
-        return factor * torch.sum(shares.sum(0) / tokens * (counts.to(shares.dtype) / tokens))
+        if comm is None or not self.training:
+            tokens = max(len(experts), 1)
+            return factor * torch.sum(shares.sum(0) / tokens * (counts.to(shares.dtype) / tokens))
+        told = torch.cat([counts, counts.new_tensor([len(experts)])])
+        comm.all_reduce(told)
+        total = told[-1].clamp(min=1)
+        return factor * comm.size * torch.sum(shares.sum(0) / total * (told[:-1].to(shares.dtype) / total))
 
     def _sequence_loss(self, shares: torch.Tensor, experts: torch.Tensor, sequences: int) -> torch.Tensor:
         k, each = self.options.k, max(len(experts) // sequences, 1)
