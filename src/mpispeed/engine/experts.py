@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.store.layout import Table
 
 
 _shared_out: weakref.WeakSet[RoutedExperts] = weakref.WeakSet()
@@ -52,6 +53,24 @@ def share_out(model: nn.Module, mesh: Mesh) -> None:
 def _levels(mesh: Mesh, ranks: int) -> Levels | None:
     """Inside and between nodes, if groups of `ranks` neighbours fill several nodes with several ranks each."""
     return Levels(mesh[NEAR], mesh[far(ranks)]) if mesh.topology.has(far(ranks)) else None
+
+
+def require_alike(table: Table, mesh: Mesh) -> None:
+    """Require that data ranks have their parameters in units of the same kinds and lengths, one by one.
+
+    Collective over: all ranks.
+
+    Raises:
+        ConfigError: on every rank; some ranks train other experts than others do, or in other groups.
+    """
+    own = [(unit.is_trainable, unit.kind, unit.layout.padded, unit.layout.reckoned) for unit in table.all_units]
+    everyone = mesh["data"].gather_objects(own)
+    odd = [rank for rank, units in enumerate(everyone) if units != everyone[0]]
+    problem = (
+        f"data ranks {odd[:8]} have experts in other units than data rank 0: freeze experts (requires_grad) and divide "
+        "them into parameter groups alike at the same places of all ranks, or all experts of a layer alike"
+    )
+    mesh.world.comm.agree(not odd, problem, ConfigError)
 
 
 def _refuse_own_kinds(model: nn.Module, ranks: int) -> None:
@@ -91,8 +110,11 @@ def check_groups(model: nn.Module) -> None:
 def _problem(layer: RoutedExperts) -> str:
     """The reason why an engine cannot train a layer whose experts are shared out, or ""."""
     experts = layer.experts
-    if experts.num_experts % layer.ep_size:
-        return f"they do not divide the {experts.num_experts} experts, as engines need it; choose a divisor"
+    if layer.ep_size > experts.num_experts:
+        return (
+            f"some would have none of the {experts.num_experts} experts; choose an ep_size of at most so many that "
+            "divides the data ranks, and neighbours beyond it have copies of the experts"
+        )
     if not isinstance(experts, ExpertModules | FusedExperts):
         return f"{type(experts).__name__} is neither ExpertModules nor FusedExperts; derive it from one of them"
     if any(True for _ in experts.buffers()):

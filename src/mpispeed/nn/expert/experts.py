@@ -40,6 +40,7 @@ class Experts(nn.Module, abc.ABC):
         """Hold these experts."""
         super().__init__()
         self.num_experts, self.held = num_experts, held
+        self._has_spare = len(held) < num_experts  # made for the rank with most experts; others drop the last one
 
     def keep(self, held: range) -> None:
         """Drop all experts of this rank but these, or give the held ones these numbers if they are as many.
@@ -47,13 +48,18 @@ class Experts(nn.Module, abc.ABC):
         Raises:
             ConfigError: neither fits.
         """
+        is_spare, self._has_spare = self._has_spare, False
         if len(held) == len(self.held):
+            self.held = held
+            return
+        if is_spare and len(held) == len(self.held) - 1:
+            self._narrow(range(len(held)))
             self.held = held
             return
         if len(self.held) != self.num_experts:
             msg = f"experts {held.start} to {held.stop - 1} belong on this rank, which holds {len(self.held)} of "
             msg += (
-                f"{self.num_experts} experts; make the layer with all experts, or with ep_size ranks that divide them"
+                f"{self.num_experts} experts; make the layer with all experts, or with ep_size = the ranks of the group"
             )
             raise ConfigError(msg)
         self._narrow(held)
