@@ -88,7 +88,7 @@ def _of_rank(found: Found, experts: Experts, rank: int, ranks: int) -> set[str]:
             msg = f"{found.path}: optimizer state of slices of {layer.prefix}*; import with --weights-only"
             raise ForeignMismatch(msg)
         for name, _, _, expert in layer.weights():
-            if expert is None or rank * held <= expert[0] < (rank + 1) * held:
+            if layer.is_fused or rank * held <= expert[0] < (rank + 1) * held:
                 names.add(name)
     return names & found.params.keys()
 

@@ -23,6 +23,7 @@ from mpispeed.ckpt.foreign.flat_parts import Cut, Share
 from mpispeed.ckpt.foreign.folders import OLD_LAYOUT, RankFiles
 from mpispeed.ckpt.foreign.found import MASTER, WEIGHT16, Found, FoundParam, ReadOptions
 from mpispeed.ckpt.foreign.values import Chain, Plain, Rounded, Values, are_equal
+from mpispeed.ckpt.format.logical import ALL_EXPERTS
 
 #: prefix, number, rest: experts that are modules
 _NUMBERED = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,18})\.(.+)")
@@ -63,14 +64,15 @@ class ExpertLayer:
             raise ForeignMismatch(msg)
         return self.total // ranks
 
-    def weights(self) -> Iterator[tuple[str, tuple[int, ...], Values, tuple[int, int] | None]]:
+    def weights(self) -> Iterator[tuple[str, tuple[int, ...], Values, tuple[int, int]]]:
         """Name, shape, elements, (number, experts of the layer) of each tensor of the model; in its order."""
         if self.is_fused:
             for rest, first in self.tensors[0].items():
                 links: list[tuple[Values, int, int]] = [
                     (Plain(self.tensors[number][rest]), 0, first.numel()) for number in range(self.total)
                 ]
-                yield self.name(0, rest), (self.total, *first.shape), Chain(links, first.dtype), None
+                of_all = (ALL_EXPERTS, self.total)
+                yield self.name(0, rest), (self.total, *first.shape), Chain(links, first.dtype), of_all
             return
         for number in range(self.total):
             for rest, tensor in self.tensors[number].items():
@@ -180,7 +182,7 @@ class Experts:
         for layer in self.layers:
             inert = {rest for rest in layer.tensors[0] if layer.name(0, rest) in listed}
             for name, shape, values, expert in layer.weights():
-                rest = name.removeprefix(layer.name(expert[0], "")) if expert else ""
+                rest = name.removeprefix(layer.name(expert[0], ""))
                 if rest in inert or not values.dtype.is_floating_point or re.search(options.buffers, name):
                     found.buffers[name] = (shape, values)
                     continue
