@@ -104,7 +104,7 @@ def attach(context: Context) -> Hooks | None:
             layer.leave_expert_group()
 
     context.bus.subscribe(Event.CLOSE, leave)
-    routers = [each for each in context.module.modules() if isinstance(each, Router) and each.bias is not None]
+    routers = [each for each in context.module.modules() if isinstance(each, Router) and each.options.bias_rate]
     return Hooks([(Place.PUBLISHED, MoveBiases(routers, context.mesh["data"]))]) if routers else None
 
 

@@ -67,9 +67,9 @@ class ExpertNames:
         """Read them off the layers of a model, by their names in it."""
         numbered, fused = [], {}
         for path, layer in layers.items():
-            experts, start = layer.experts, f"{path}.experts." if path else "experts."
+            experts, start = layer.experts, f"{path}.{layer.experts_name}." if path else f"{layer.experts_name}."
             if isinstance(experts, ExpertModules):
-                numbered.append(Numbered(f"{start}deepspeed_experts.", experts.held, experts.num_experts))
+                numbered.append(Numbered(f"{start}{experts.prefix}", experts.held, experts.num_experts))
             elif isinstance(experts, FusedExperts) and len(experts.held) < experts.num_experts:
                 for name, param in experts.named_parameters():
                     fused[start + name] = Fused(experts.held, experts.num_experts, math.prod(param.shape[1:]))
