@@ -11,6 +11,7 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.base.meta import without_memory
+from mpispeed.engine.blocks import take_blocks
 from mpispeed.engine.estimate.budget import Budget, gather_inputs, predict
 from mpispeed.engine.estimate.expert_rows import expert_rows
 from mpispeed.engine.experts import check_groups, share_out
@@ -117,6 +118,7 @@ def _examine_one(
     try:
         with standing_in(world):
             model = _built(config, source, ranks)
+            take_blocks(model, config)
             axes = choose_axes(config, world, model)
             own = dtype_of(model) if dtype is None else dtype
             plan = make_plan(config, ranks, own, ranks_per_node=ranks_per_node, axes=axes)

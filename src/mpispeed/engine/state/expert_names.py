@@ -84,11 +84,9 @@ class ExpertNames:
         """Read them off the layers of a model, by their names in it."""
         numbered, fused, totals = [], {}, {}
         for path, layer in layers.items():
-            experts, start = layer.experts, f"{path}.experts." if path else "experts."
+            experts, start = layer.experts, f"{path}.{layer.experts_name}." if path else f"{layer.experts_name}."
             if isinstance(experts, ExpertModules):
-                numbered.append(
-                    Numbered(f"{start}deepspeed_experts.", experts.held, experts.num_experts, layer.ep_size)
-                )
+                numbered.append(Numbered(f"{start}{experts.prefix}", experts.held, experts.num_experts, layer.ep_size))
             elif isinstance(experts, FusedExperts):
                 for name, param in experts.named_parameters():
                     totals[start + name] = experts.num_experts

@@ -98,7 +98,10 @@ class ExpertModules(Experts):
 
     Attributes:
         deepspeed_experts: the modules of this rank; in names of parameters they have the numbers of `held`.
+        prefix: what comes before these numbers.
     """
+
+    prefix = "deepspeed_experts."
 
     def __init__(self, expert: nn.Module, num_experts: int, num_local_experts: int | None = None) -> None:
         """Copy the module.

@@ -30,7 +30,10 @@ class RoutedExperts(nn.Module):
         shared: the expert for all tokens, or None.
         ep_size: ranks that the experts are meant for; for information until the group is set.
         dispatcher: exchanges rows over the group; None before it is set.
+        experts_name: name of the module of the experts.
     """
+
+    experts_name = "experts"
 
     def __init__(self, gate: Router, experts: Experts, shared: nn.Module | None = None, *, ep_size: int = 1) -> None:
         """Put the parts together."""

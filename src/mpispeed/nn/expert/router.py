@@ -41,7 +41,8 @@ class RouterOptions:
         k: experts for each token.
         score: what logits become: "softmax" over all experts, or "sigmoid" of each.
         groups: number of equal groups that the experts are in; a token goes to experts of `kept_groups` of them.
-        kept_groups: those whose two highest scores have the highest sum.
+        kept_groups: those whose `group_best` highest scores have the highest sum.
+        group_best: scores of a group that are added up for this.
         renormalize: divide a token's weights by their sum; None: where k > 1.
         weight_scale: factor of the weights.
         capacity_factor: an expert takes tokens / experts * k times this from each rank; None: all.
@@ -62,6 +63,7 @@ class RouterOptions:
     score: str = "softmax"
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
     renormalize: bool | None = None
     weight_scale: float = 1.0
     capacity_factor: float | None = None
@@ -303,7 +305,7 @@ class Router(nn.Module):
         if options.groups == 1:
             return found
         grouped = found.view(len(found), options.groups, self.num_experts // options.groups)
-        best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+        best = grouped.topk(min(options.group_best, grouped.shape[-1]), -1).values.sum(-1)
         outside = torch.ones_like(best, dtype=torch.bool).scatter(1, _highest(best, options.kept_groups), False)
         return grouped.masked_fill(outside[..., None], -torch.inf).view_as(found)
 
