@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,19 +82,20 @@ def run_quietly(name: str, words: tuple[str, ...], limit_seconds: float, threads
 def _ended(
     name: str, words: tuple[str, ...], limit_seconds: float, stdout: Any = None, stderr: Any = None, **variables: str
 ) -> tuple[str, bool]:
-    began, said = time.monotonic(), {"stdout": stdout, "stderr": stderr}
-    try:
-        found = subprocess.run(
-            [sys.executable, *words],
-            cwd=ROOT,
-            env=environment() | variables,
-            timeout=limit_seconds,
-            check=False,
-            **said,
-        )
-        how = "ok" if found.returncode == 0 else f"exit code {found.returncode}"
-    except subprocess.TimeoutExpired:
-        how = f"ended after {limit_seconds:.0f} s, its limit"
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=environment() | variables, stdout=stdout, stderr=stderr,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            code = process.wait(limit_seconds)
+            how = "ok" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what it started too, which would go on beside the next part
+            how = f"ended after {limit_seconds:.0f} s, its limit"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return f"{name}: {how}, {time.monotonic() - began:.0f} s", how == "ok"
 
 
