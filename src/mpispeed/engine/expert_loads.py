@@ -32,7 +32,7 @@ def attach(context: Context) -> Hooks | None:
         [(name, router.num_experts) for name, router in routers.items()]
     )
     every = 1 if context.published["monitor"].enabled else context.plan.steps_per_print or 0
-    if not any(stages) or not (every or any(router.bias is not None for router in routers.values())):
+    if not any(stages) or not (every or any(router.options.bias_rate for router in routers.values())):
         return None
     loads = SumLoads(list(routers.values()), stages, context, every)
     if context.mesh.rank == 0:
@@ -63,9 +63,9 @@ class SumLoads:
         """
         self._routers, self._context, self._every = routers, context, every
         self._stages, self._found = stages, dict[str, torch.Tensor]()
-        self._has_bias = any(router.bias is not None for router in routers)
+        self._has_bias = any(router.options.bias_rate for router in routers)
         for router in routers:
-            router.keeps_load = router.bias is not None or every > 0
+            router.keeps_load = bool(router.options.bias_rate) or every > 0
 
     def __call__(self, ctx: StepContext) -> None:
         """Collective over: the data axis for biases; together with the pipeline stages for a report."""

@@ -171,15 +171,18 @@ class FusedExperts(Experts):
     ) -> torch.Tensor:
         """Each expert's rows times its weights. Shapes: weights [experts, out, in], bias [experts, out]."""
         if serves_grouped(rows, weights) if self.compute == "auto" else self.compute == "grouped":
-            ends = torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
-            out = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-            if bias is None:
-                return out
-            return out + bias.repeat_interleave(torch.tensor(counts, device=rows.device), 0, output_size=len(rows))
+            there = brought(counts, rows.device)
+            out = F.grouped_mm(rows, weights.transpose(1, 2), offs=there.cumsum(0).to(torch.int32))
+            return out if bias is None else out + bias.repeat_interleave(there, 0, output_size=len(rows))
         biases = [None] * len(counts) if bias is None else bias.unbind(0)
         # `unbind`, because each index of its own would have a gradient of all experts.
         parts = zip(rows.split(list(counts)), weights.unbind(0), biases, strict=True)
         return torch.cat([F.linear(*part) for part in parts])
+
+
+def brought(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Numbers as a tensor of the device; a GPU is not waited for. Shapes: [counts], int64."""
+    return torch.tensor(counts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def serves_grouped(rows: torch.Tensor, weights: torch.Tensor) -> bool:

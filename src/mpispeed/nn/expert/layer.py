@@ -93,6 +93,7 @@ class RoutedExperts(nn.Module):
     def _experts_of(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Collective over: the expert-parallel group."""
         plan = sort_choices(routing.experts, routing.kept, self.experts.num_experts)
+        self.gate.warn()  # here, because the device has just been waited for
         rows = permute(tokens, plan.places, int(plan.counts.sum()))
         if self.dispatcher is None:
             return combine(self._computed(rows, plan.counts.tolist()), plan.places, routing.weights)

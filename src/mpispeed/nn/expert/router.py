@@ -20,15 +20,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpispeed.base import log
+from mpispeed.base.device import Readback, is_on_device
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn import recompute
-from mpispeed.nn.expert.sorted_plan import PRIORITIES, capacity_of, precedence, within_capacity
+from mpispeed.nn.expert.sorted_plan import PRIORITIES, capacity_of, numbers_of, precedence, within_capacity
 
 SCORES = ("softmax", "sigmoid")
 NOISES = (None, "Jitter", "RSample")
 JITTER = 0.01
 """Inputs are multiplied by random numbers from 1 - this to 1 + this."""
+
+NOT_FINITE = (
+    "a router of experts found logits that are not finite (NaN or infinity in its input or its weights); these "
+    "tokens go to the first experts, and their outputs are NaN, so that the loss shows it"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +164,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts) if self.options.bias_rate else None)
         self.keeps_load = self.bias is not None
         self._load: torch.Tensor | None = None
+        self._finite: Readback | None = None
         self.balance_group: Comm | None = None
 
     def set_balance_group(self, comm: Comm | None) -> None:
@@ -174,7 +181,7 @@ class Router(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: they have no group."""
-        return {**self.__dict__, "balance_group": None}
+        return {**self.__dict__, "balance_group": None, "_finite": None}
 
     def forward(self, x: torch.Tensor, used_token: torch.Tensor | None = None, sequences: int = 1) -> Routing:
         """Route tokens. Collective over: the balance group in training, if there is one.
@@ -268,14 +275,23 @@ class Router(nn.Module):
     def _clean(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits without rows that are not finite, whose choice would depend on the order of comparisons."""
         is_finite = logits.isfinite().all(-1, keepdim=True)
-        if bool(is_finite.all()):
+        if is_on_device(logits):
+            self._finite = Readback(is_finite.all())
+        elif bool(is_finite.all()):
             return logits
-        msg = (
-            "a router of experts found logits that are not finite (NaN or infinity in its input or its weights); these "
-            "tokens go to the first experts, and their outputs are NaN, so that the loss shows it"
-        )
-        log.once(logger, logging.WARNING, msg)
+        else:
+            log.once(logger, logging.WARNING, NOT_FINITE)
         return torch.where(is_finite, logits, 0.0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without what is on its way from a device."""
+        return {**self.__dict__, "_finite": None}
+
+    def warn(self) -> None:
+        """Warn of logits of the last pass that were not finite; waits for that pass on a device."""
+        if self._finite is not None and not float(self._finite):
+            log.once(logger, logging.WARNING, NOT_FINITE)
+        self._finite = None
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The experts of each token, equal scores by number. Shapes: logits [tokens, experts], result [tokens, k]."""
@@ -324,7 +340,9 @@ class Router(nn.Module):
 
     def _count(self, experts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Choices of each expert; `mask` is of tokens or of choices."""
-        return torch.bincount((experts if mask is None else experts[mask]).reshape(-1), minlength=self.num_experts)
+        if mask is not None:
+            experts = torch.where(mask if mask.dim() == experts.dim() else mask[:, None], experts, self.num_experts)
+        return numbers_of(experts.reshape(-1), self.num_experts + 1)[: self.num_experts]
 
     def _note_load(self, experts: torch.Tensor, counts: torch.Tensor, kept: torch.Tensor | None) -> None:
         if self.keeps_load and self.training and not recompute.is_running_again():
@@ -351,7 +369,7 @@ class Router(nn.Module):
         k, each = self.options.k, max(len(experts) // sequences, 1)
         owner = torch.arange(len(experts), device=experts.device)[:, None] // each
         cells = (owner * self.num_experts + experts).reshape(-1)
-        counts = torch.bincount(cells, minlength=sequences * self.num_experts).view(sequences, -1)
+        counts = numbers_of(cells, sequences * self.num_experts).view(sequences, -1)
         means = shares.view(sequences, len(experts) // sequences, self.num_experts).sum(1) / each
         return torch.sum(means * counts) * (self.num_experts / (k * each * sequences))
 
