@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
+from mpispeed.nn.expert import host_products
 
 ALIGNMENT_BYTES = 16
 """What strides of `grouped_mm` are multiples of."""
@@ -174,6 +175,8 @@ class FusedExperts(Experts):
             there = brought(counts, rows.device)
             out = F.grouped_mm(rows, weights.transpose(1, 2), offs=there.cumsum(0).to(torch.int32))
             return out if bias is None else out + bias.repeat_interleave(there, 0, output_size=len(rows))
+        if self.compute == "auto" and host_products.serves(rows, weights):
+            return host_products.host_products(rows, weights, counts, bias)
         biases = [None] * len(counts) if bias is None else bias.unbind(0)
         # `unbind`, because each index of its own would have a gradient of all experts.
         parts = zip(rows.split(list(counts)), weights.unbind(0), biases, strict=True)
