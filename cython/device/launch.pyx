@@ -9,6 +9,8 @@ from libc.stddef cimport size_t
 from libc.stdint cimport uintptr_t
 from libc.string cimport memcpy
 
+import torch
+
 ctypedef int (*launch_entry)(
     void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
     void *stream, void **params, void **extra,
@@ -36,6 +38,22 @@ def are_aligned(*tensors):
     for x in tensors:
         bits |= address_of(x)
     return bits % 16 == 0
+
+
+cdef inline bint is_like(other, dtype, device) except -1:
+    """True for None too."""
+    return other is None or (other.dtype is dtype and other.get_device() == device and other.is_contiguous())
+
+
+def are_alike(x, *others):
+    """True if all these tensors are contiguous, of one dtype and on one device; None counts as nothing."""
+    cdef object dtype = x.dtype, device = x.get_device()
+    if not x.is_contiguous():
+        return False
+    for other in others:
+        if not is_like(other, dtype, device):
+            return False
+    return True
 
 
 cdef class Queue:
@@ -138,13 +156,22 @@ cdef class Launch:
         Raises:
             TypeError: another number of them than the kernel takes.
         """
+        cdef uintptr_t addresses[MOST_POINTERS]
+        cdef int i, count = len(pointers)
+        if count != self.pointers:
+            raise TypeError(f"{self.name} takes {self.pointers} pointers, got {count}")
+        for i in range(count):
+            addresses[i] = address_of(pointers[i])
+        self.go(addresses, count)
+
+    cdef go(self, uintptr_t *addresses, int count):
         cdef char buffer[MOST_BYTES]
-        cdef uintptr_t *to = <uintptr_t *>buffer
-        cdef size_t begin = 8 * <size_t>self.pointers, rest = len(self.tail)
-        cdef int i
-        if len(pointers) != self.pointers:
-            raise TypeError(f"{self.name} takes {self.pointers} pointers, got {len(pointers)}")
-        for i in range(self.pointers):
-            to[i] = address_of(pointers[i])
+        cdef size_t begin = 8 * <size_t>count, rest = len(self.tail)
+        if count != self.pointers:
+            raise TypeError(f"{self.name} takes {self.pointers} pointers, got {count}")
+        memcpy(buffer, addresses, begin)
         memcpy(buffer + begin, <const char *>self.tail, rest)
         self.queue.send(self.name, self.function, self.sizes, self.sizes + 3, self.shared, buffer, begin + rest)
+
+
+include "norm_calls.pxi"

@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 import shutil
-import struct
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ import pytest
 
 from mpispeed._native.launch import Launch, Queue
 from mpispeed.native.cuda.catalog import KERNELS, sources
-from mpispeed.native.cuda.launcher import leading_pointers
+from mpispeed.native.cuda.launcher import leading_pointers, packed
 from mpispeed.native.cuda.store import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,8 +68,7 @@ class HostLauncher:
     def launch(
         self, kernel: str, grid: tuple[int, int, int], threads: tuple[int, int, int], *args: Any, shared_bytes: int = 0
     ) -> None:
-        packed = struct.pack(KERNELS[kernel].arguments, *args)
-        self._queue.run(kernel, 1 + _NAMES.index(kernel), grid, threads, shared_bytes, packed)
+        self._queue.run(kernel, 1 + _NAMES.index(kernel), grid, threads, shared_bytes, packed(kernel, args))
 
     def prepare(
         self, kernel: str, grid: tuple[int, int, int], threads: tuple[int, int, int], tail: bytes = b"",
@@ -93,7 +91,7 @@ class HostLauncher:
     def _failed(self, name: str, code: int) -> NoReturn:
         raise self._errors.pop()
 
-    def _run(self, kernel: str, grid: list[int], threads: list[int], shared_bytes: int, packed: bytes) -> None:
+    def _run(self, kernel: str, grid: list[int], threads: list[int], shared_bytes: int, words: bytes) -> None:
         triple = ctypes.c_uint * 3
         assert all(grid), f"{kernel}: a grid of {grid} blocks, which a device refuses"
         assert threads[0] * threads[1] * threads[2] <= 1024, f"{kernel}: {threads} threads in a block"
@@ -101,8 +99,8 @@ class HostLauncher:
         assert grid[2] < 65536, f"{kernel}: {grid} blocks"
         assert shared_bytes <= 48 * 1024, f"{kernel}: {shared_bytes} bytes of dynamic shared memory"
         self._reverse(int(self._is_reversed))
-        size, count = ctypes.c_size_t(shared_bytes), ctypes.c_size_t(len(packed))
-        result = self._launch(kernel.encode(), triple(*grid), triple(*threads), size, packed, count)
+        size, count = ctypes.c_size_t(shared_bytes), ctypes.c_size_t(len(words))
+        result = self._launch(kernel.encode(), triple(*grid), triple(*threads), size, words, count)
         assert result == 0, f"{kernel}: {_RESULTS.get(result, result)}"
         self.launched.append(kernel)
 

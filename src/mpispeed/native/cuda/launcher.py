@@ -11,7 +11,7 @@ import ctypes
 import logging
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn, Protocol
@@ -28,7 +28,7 @@ from mpispeed.native.cuda.catalog import KERNELS, of_source, sources
 _logger = logging.getLogger(__name__)
 
 Size = tuple[int, int, int]
-Prepared = Callable[..., None]
+Prepared = Launch
 """A kernel to be launched on the pointers that it is called with: tensors, integers, or None for 0."""
 
 _MOST_KEPT = 4096  # launches; models with ever new shapes make ever new ones
@@ -60,6 +60,11 @@ def keep(launcher: Launcher, key: Any, made: Any) -> Any:
         launcher.kept.clear()
     launcher.kept[key] = made
     return made
+
+
+def packed(kernel: str, args: tuple[Any, ...]) -> bytes:
+    """All arguments of a kernel as the driver takes them."""
+    return struct.pack(KERNELS[kernel].arguments, *args)
 
 
 def leading_pointers(kernel: str, tail: bytes) -> int:
@@ -198,8 +203,7 @@ class DeviceLauncher:
 
     def launch(self, kernel: str, grid: Size, threads: Size, *args: Any, shared_bytes: int = 0) -> None:
         """Run `kernel` on torch's current stream of this device."""
-        packed = struct.pack(KERNELS[kernel].arguments, *args)
-        self._queue.run(kernel, self._function(kernel), grid, threads, shared_bytes, packed)
+        self._queue.run(kernel, self._function(kernel), grid, threads, shared_bytes, packed(kernel, args))
 
     def prepare(self, kernel: str, grid: Size, threads: Size, tail: bytes = b"", shared_bytes: int = 0) -> Prepared:
         """A launch of `kernel` that goes to the stream which is torch's current one when it is called."""
@@ -208,7 +212,7 @@ class DeviceLauncher:
 
 
 class Driver:
-    """What is called of `libcuda.so.1`, the one that torch and pycuda have loaded."""
+    """Functions of `libcuda.so.1`, the one that torch and pycuda have loaded."""
 
     def __init__(self) -> None:
         """Raises NativeMissing: there is no driver."""
