@@ -258,7 +258,7 @@ def replace_block(
     block.__class__ = _derived(BlockExperts, type(block), gate=row.router, experts=row.experts)
     made = cast("BlockExperts", block)
     block._modules[row.experts] = experts
-    made.experts_name, made.row, made._dispatcher, made.ep_size = row.experts, row, None, ep_size
+    made.experts_name, made.row, made.dispatcher, made.ep_size = row.experts, row, None, ep_size
     made.jitter = float(getattr(block, row.jitter, 0.0) or 0.0) if row.jitter else 0.0
     made.returns_logits = returns_logits
     if ep_size > 1:

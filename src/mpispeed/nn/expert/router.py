@@ -180,7 +180,7 @@ class Router(nn.Module):
         self.balance_group = comm if self.options.global_balance else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: they have no group."""
+        """For copies: they have no group, and nothing that is on its way from a device."""
         return {**self.__dict__, "balance_group": None, "_finite": None}
 
     def forward(self, x: torch.Tensor, used_token: torch.Tensor | None = None, sequences: int = 1) -> Routing:
@@ -282,10 +282,6 @@ class Router(nn.Module):
         else:
             log.once(logger, logging.WARNING, NOT_FINITE)
         return torch.where(is_finite, logits, 0.0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: without what is on its way from a device."""
-        return {**self.__dict__, "_finite": None}
 
     def warn(self) -> None:
         """Warn of logits of the last pass that were not finite; waits for that pass on a device."""
