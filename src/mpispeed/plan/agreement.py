@@ -89,14 +89,15 @@ def _common_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
     for path, layer in model.named_modules():
         if not isinstance(layer, RoutedExperts):
             continue
-        least, start = layer.experts.num_experts // layer.ep_size, f"{path}.experts." if path else "experts."
+        least = layer.experts.num_experts // layer.ep_size
+        start = f"{path}.{layer.experts_name}." if path else f"{layer.experts_name}."
         if not layer.experts.num_experts % layer.ep_size or len(layer.experts.held) != least + 1:
             continue
         for name, param in layer.experts.named_parameters():
             if not isinstance(layer.experts, ExpertModules):
                 whole = marks_of(layer.experts).cuts.get(name)
                 found[start + name] = (least, *(whole.shape if whole else param.shape)[1:])
-            elif int(name.split(".")[1]) - layer.experts.held.start == least:
+            elif int(name[len(layer.experts.prefix) :].partition(".")[0]) - layer.experts.held.start == least:
                 found[start + name] = ()
     return found
 

@@ -116,7 +116,7 @@ def test_biases_move_once_for_each_update(comm):
     gate, before = engine.module.second.gate, torch.zeros(EXPERTS)
     for x, y in data():
         engine.backward(engine(x.chunk(comm.size)[comm.rank], y.chunk(comm.size)[comm.rank]))
-        load = gate._load.clone()
+        load = gate._load[0].clone()
         comm.all_reduce(load)
         assert load.sum() == BATCH * LENGTH * 2
         engine.step()

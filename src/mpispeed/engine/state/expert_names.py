@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mpispeed.base.even_split import share
+from mpispeed.ckpt.format.logical import ALL_EXPERTS
 from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts
 
 T = TypeVar("T")
@@ -69,27 +70,29 @@ class ExpertNames:
     Attributes:
         numbered: layers of modules, those with all experts on every rank too.
         fused: slices by name of the parameter.
+        totals: number of experts by name of the parameter, of all fused ones, cut or not.
         are_shared_out: other ranks have experts that this one has not.
     """
 
     numbered: tuple[Numbered, ...] = ()
     fused: dict[str, Fused] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)
     are_shared_out: bool = False
 
     @classmethod
     def of(cls, layers: Mapping[str, RoutedExperts]) -> ExpertNames:
         """Read them off the layers of a model, by their names in it."""
-        numbered, fused = [], {}
+        numbered, fused, totals = [], {}, {}
         for path, layer in layers.items():
-            experts, start = layer.experts, f"{path}.experts." if path else "experts."
+            experts, start = layer.experts, f"{path}.{layer.experts_name}." if path else f"{layer.experts_name}."
             if isinstance(experts, ExpertModules):
-                numbered.append(
-                    Numbered(f"{start}deepspeed_experts.", experts.held, experts.num_experts, layer.ep_size)
-                )
-            elif isinstance(experts, FusedExperts) and len(experts.held) < experts.num_experts:
+                numbered.append(Numbered(f"{start}{experts.prefix}", experts.held, experts.num_experts, layer.ep_size))
+            elif isinstance(experts, FusedExperts):
                 for name, param in experts.named_parameters():
-                    fused[start + name] = Fused(experts.held, experts.num_experts, math.prod(param.shape[1:]))
-        return cls(tuple(numbered), fused, bool(fused) or any(len(row.held) < row.total for row in numbered))
+                    totals[start + name] = experts.num_experts
+                    if len(experts.held) < experts.num_experts:
+                        fused[start + name] = Fused(experts.held, experts.num_experts, math.prod(param.shape[1:]))
+        return cls(tuple(numbered), fused, totals, bool(fused) or any(len(row.held) < row.total for row in numbered))
 
     def differ(self, name: str) -> bool:
         """True if ranks have other values of a parameter because it is of experts that are shared out."""
@@ -98,7 +101,9 @@ class ExpertNames:
         return any(len(row.held) < row.total and row.number(name) is not None for row in self.numbered)
 
     def expert(self, name: str) -> tuple[int, int] | None:
-        """(number, experts of the layer), for parameters of one expert."""
+        """(number, experts of the layer), for parameters of one expert; (ALL_EXPERTS, experts) for fused ones."""
+        if name in self.totals:
+            return ALL_EXPERTS, self.totals[name]
         for row in self.numbered:
             number = row.number(name)
             if number is not None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from mpispeed.base import init_scope
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
+from mpispeed.nn.expert import host_products
 from mpispeed.nn.tensor import regions
 from mpispeed.nn.tensor.tensor_cut import WHOLE_KINDS, TensorCut, marks_of
 
@@ -126,12 +128,25 @@ class NumberedModules(nn.ModuleList):
         return NumberedModules(found) if isinstance(index, slice) else found
 
 
+def share_hands(modules: Iterable[nn.Module], places: range, hands: Hands) -> None:
+    """Keep the parameters of the modules at these places, and drop those of the others."""
+    for place, module in enumerate(modules):
+        for param in module.parameters():
+            if place in places:
+                hands.keep(param, None)
+            else:
+                hands.drop(param)
+
+
 class ExpertModules(Experts):
     """Experts that are copies of a module; of outputs that are tuples the first element counts.
 
     Attributes:
         deepspeed_experts: the modules of this rank; in names of parameters they have the numbers of `held`.
+        prefix: what comes before these numbers.
     """
+
+    prefix = "deepspeed_experts."
 
     def __init__(self, expert: nn.Module, num_experts: int, num_local_experts: int | None = None) -> None:
         """Copy the module.
@@ -152,12 +167,7 @@ class ExpertModules(Experts):
             self.deepspeed_experts = NumberedModules(self.deepspeed_experts, held.start)
 
     def _narrow(self, places: range, hands: Hands) -> None:
-        for place, expert in enumerate(self.deepspeed_experts):
-            for param in expert.parameters():
-                if place in places:
-                    hands.keep(param, None)
-                else:
-                    hands.drop(param)
+        share_hands(self.deepspeed_experts, places, hands)
         if len(places) < len(self.deepspeed_experts):
             self.deepspeed_experts = self.deepspeed_experts[places.start : places.stop]
 
@@ -188,15 +198,16 @@ class FusedExperts(Experts):
         comm: ranks over which each expert is sliced; None: it is whole.
     """
 
-    slicing: ClassVar[Mapping[str, Slicing]] = {}
+    slicing: Mapping[str, Slicing] = MappingProxyType({})
     """By name of the parameter: columns of first products, rows of the last one."""
+
+    comm: Comm | None = None
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, comm: Comm | None = None) -> None:
         """`comm`: the expert-parallel group, where only this rank's experts are to be made."""
         super().__init__(num_experts, ranged(num_experts, comm))
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.compute = "auto"
-        self.comm: Comm | None = None
 
     def slice_over(self, comm: Comm, grain: int = 1) -> FusedExperts:
         """Keep this rank's slice of each expert, in grains of the inner width. Local.
@@ -258,18 +269,25 @@ class FusedExperts(Experts):
     ) -> torch.Tensor:
         """Each expert's rows times its weights. Shapes: weights [experts, out, in], bias [experts, out]."""
         if serves_grouped(rows, weights) if self.compute == "auto" else self.compute == "grouped":
-            ends = torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
-            out = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-            return out if bias is None else out + _repeated(bias, counts)
+            there = brought(counts, rows.device)
+            out = F.grouped_mm(rows, weights.transpose(1, 2), offs=there.cumsum(0).to(torch.int32))
+            return out if bias is None else out + _repeated(bias, there, len(rows))
+        if self.compute == "auto" and host_products.serves(rows, weights):
+            return host_products.host_products(rows, weights, counts, bias)
         biases = [None] * len(counts) if bias is None else bias.unbind(0)
         # `unbind`, because each index of its own would have a gradient of all experts.
         parts = zip(rows.split(list(counts)), weights.unbind(0), biases, strict=True)
         return torch.cat([F.linear(*part) for part in parts])
 
 
-def _repeated(bias: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The bias of each row's expert."""
-    return bias.repeat_interleave(torch.tensor(counts, device=bias.device), 0, output_size=sum(counts))
+def brought(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Numbers as a tensor of the device; a GPU is not waited for. Shapes: [counts], int64."""
+    return torch.tensor(counts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _repeated(bias: torch.Tensor, counts: torch.Tensor, rows: int) -> torch.Tensor:
+    """The bias of each row's expert. Shapes: counts [experts]."""
+    return bias.repeat_interleave(counts, 0, output_size=rows)
 
 
 def serves_grouped(rows: torch.Tensor, weights: torch.Tensor) -> bool:
@@ -294,7 +312,7 @@ class SwiGLUExperts(FusedExperts):
         down_proj: [experts, hidden, intermediate].
     """
 
-    slicing: ClassVar = {"gate_up_proj": Slicing("sub", 1, 2), "down_proj": Slicing("row", 2)}
+    slicing = MappingProxyType({"gate_up_proj": Slicing("sub", 1, 2), "down_proj": Slicing("row", 2)})
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, comm: Comm | None = None) -> None:
         """As `FusedExperts`."""
@@ -318,12 +336,14 @@ class MLPExperts(FusedExperts):
         down_proj: [experts, hidden, intermediate]; `down_bias` [experts, hidden].
     """
 
-    slicing: ClassVar = {
-        "up_proj": Slicing("column", 1),
-        "up_bias": Slicing("column", 1),
-        "down_proj": Slicing("row", 2),
-        "down_bias": Slicing("replicated"),
-    }
+    slicing = MappingProxyType(
+        {
+            "up_proj": Slicing("column", 1),
+            "up_bias": Slicing("column", 1),
+            "down_proj": Slicing("row", 2),
+            "down_bias": Slicing("replicated"),
+        }
+    )
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
 
@@ -362,4 +382,5 @@ class MLPExperts(FusedExperts):
         inner = ACTIVATIONS[self.activation](up)
         if self.comm is None or self.down_bias is None:
             return self._left(self._products(inner, self.down_proj, counts, self.down_bias))
-        return self._left(self._products(inner, self.down_proj, counts)) + _repeated(self.down_bias, counts)
+        out = self._left(self._products(inner, self.down_proj, counts))
+        return out + _repeated(self.down_bias, brought(counts, rows.device), len(rows))
