@@ -129,10 +129,15 @@ class RoutedExperts(nn.Module):
         slices = self._slices
         if slices is None or slices.size == 1:
             return self._sent(tokens, routing.experts, routing.kept, routing.weights)
-        own = slice(*share(len(tokens), slices.rank, slices.size))
+        found = self.own_tokens(len(tokens))
+        own = slice(found.start, found.stop)
         kept = None if routing.kept is None else routing.kept[own]
         part, weights = regions.scatter_to(tokens, slices, 0), regions.scatter_to(routing.weights, slices, 0)
         return regions.gather_from(self._sent(part, routing.experts[own], kept, weights), slices, 0, len(tokens))
+
+    def own_tokens(self, tokens: int) -> range:
+        """Those of so many tokens that this rank sends to experts: all, or its part of what slices divide."""
+        return range(tokens) if self._slices is None else range(*share(tokens, self._slices.rank, self._slices.size))
 
     def _sent(
         self, tokens: torch.Tensor, experts: torch.Tensor, kept: torch.Tensor | None, weights: torch.Tensor
