@@ -3,12 +3,14 @@
 import pytest
 
 import mpispeed
+from mpispeed.base.errors import ConfigError
 from mpispeed.nn.expert import MLPExperts
 from mpispeed.nn.tensor import cuts
 from mpispeed.sharding import sharded_param
-from mpispeed.zero import GatheredParameters
+from mpispeed.zero import GatheredParameters, safe_get_full_grad
 from tests.helpers.covering import in_turn
 from tests.helpers.expert_training import BATCH, SGD, Net, data, group_sizes, reference, same_tensors
+from tests.helpers.hub_experts import model_of, tokens_of
 from tests.helpers.tensor import assert_near, joined
 from tests.zoo.training import ADAM, config, own_part, start, weights
 
@@ -85,3 +87,38 @@ def test_a_checkpoint_of_a_model_built_whole_fits(comm, mpi_tmp_path):
     engine.save_checkpoint(str(mpi_tmp_path), tag="again")
     assert same_tensors(mpi_tmp_path / "again", mpi_tmp_path / "whole")
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "experts_cut"), in_turn([("mixtral", 3, True), ("deepseek_v3", 2, False)], (2, 4))
+)
+def test_blocks_of_transformers_in_layers_that_are_cut(comm, kind, stage, experts_cut):
+    """Those of a model that is built in `zero.Init` too, at stage 3."""
+    model, tokens = model_of(kind), tokens_of(4)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    experts = {"enabled": True, "autoep_size": comm.size // 2, "expert_tensor_parallel_size": 2 if experts_cut else 1}
+    settings = config(stage, 4, 1, **SGD, expert_parallel=experts, tensor_parallel={"autotp_size": 2})
+    with mpispeed.zero.Init(config_dict_or_path=settings, enabled=stage == 3):
+        other = model_of(kind)
+    engine = start(settings, other)
+    known = cuts(other)
+    assert any(".experts." in name for name in known) is experts_cut
+    part = own_part(engine, tokens)[0]
+    engine.backward(engine(input_ids=part, labels=part).loss)
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    slices = engine.mpispeed.parts.mesh["model"]
+    for name, param in other.named_parameters():
+        layer, _, rest = name.partition(".experts.")
+        held = other.get_submodule(layer).experts.held if rest else range(0)
+        wanted = grads[name][held.start : held.stop] if rest else grads[name]
+        assert_near(joined(slices, known.get(name), safe_get_full_grad(param)), wanted, 1e-5, name)
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_other_slices_of_experts_than_of_layers_are_refused(comm):
+    settings = config(1, 4, 1, **SGD, expert_parallel={"enabled": True, "expert_tensor_parallel_size": 2})
+    with pytest.raises(
+        ConfigError, match="tensor_parallel cuts layers over 1 ranks: experts are cut over as many; use 1"
+    ):
+        start(settings, model_of("mixtral"))
