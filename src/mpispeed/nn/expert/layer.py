@@ -29,16 +29,27 @@ class RoutedExperts(nn.Module):
         experts: those of this rank.
         shared: the expert for all tokens, or None.
         ep_size: ranks that the experts are meant for; for information until the group is set.
+        shared_overlap: compute `shared` while outputs of experts travel back, and its backward pass while gradients of
+            these travel; with the same bits. A thread beside the computation carries the exchange out.
         dispatcher: exchanges rows over the group; None before it is set.
         experts_name: name of the module of the experts.
     """
 
     experts_name = "experts"
 
-    def __init__(self, gate: Router, experts: Experts, shared: nn.Module | None = None, *, ep_size: int = 1) -> None:
-        """Put the parts together."""
+    def __init__(
+        self,
+        gate: Router,
+        experts: Experts,
+        shared: nn.Module | None = None,
+        *,
+        ep_size: int = 1,
+        shared_overlap: bool = False,
+    ) -> None:
+        """Put the parts together. `shared_overlap`: as the attribute."""
         super().__init__()
         self.gate, self.experts, self.shared, self.ep_size = gate, experts, shared, ep_size
+        self.shared_overlap = shared_overlap
         if ep_size > 1:
             mark_distinct(experts.parameters(), ep_size)
         self.dispatcher: Dispatcher | None = None
@@ -87,19 +98,32 @@ class RoutedExperts(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         sequences = max(math.prod(x.shape[:-2]), 1)
         routing = self.gate(tokens, used_token, sequences)
-        y = self._experts_of(tokens, routing).view(x.shape)
-        return y if self.shared is None else y + self.shared(x), routing
+        y, beside = self._experts_of(x, tokens, routing)
+        y = y.view(x.shape)
+        if self.shared is not None:
+            y = y + (self.shared(x) if beside is None else beside)
+        return y, routing
 
-    def _experts_of(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Collective over: the expert-parallel group."""
+    def _experts_of(
+        self, x: torch.Tensor, tokens: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Outputs of the routed experts, and that of the shared one if it was computed beside an exchange.
+
+        Collective over: the expert-parallel group.
+        """
         plan = sort_choices(routing.experts, routing.kept, self.experts.num_experts)
         self.gate.warn()  # here, because the device has just been waited for
         rows = permute(tokens, plan.places, int(plan.counts.sum()))
         if self.dispatcher is None:
-            return combine(self._computed(rows, plan.counts.tolist()), plan.places, routing.weights)
+            return combine(self._computed(rows, plan.counts.tolist()), plan.places, routing.weights), None
         deal = self.dispatcher.deal(plan.counts, self._needs(tokens))
         done = self._computed(deal.there(rows), deal.expert_counts)
-        return combine(deal.back(done), plan.places, routing.weights)
+        shared, beside = self.shared, None
+        if shared is not None and self.shared_overlap:
+            done, beside = deal.back_beside(done, lambda: shared(x))
+        else:
+            done = deal.back(done)
+        return combine(done, plan.places, routing.weights), beside
 
     def _computed(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         if len(counts) != len(self.experts.held):
