@@ -170,8 +170,15 @@ def of_case(case: Case) -> Expected:
     return expected(case.shape, case.data, case.tokens, case.steps.accumulation, case.steps.clip, margin)
 
 
-def make(case: Case, folder: Path, **more: Any) -> Any:
-    """The engine. Collective over: all ranks."""
+Loss = Callable[..., torch.Tensor]
+
+
+def make(case: Case, folder: Path, shape: Shape | None = None, loss_fn: Loss = loss_of, **more: Any) -> Any:
+    """The engine; `shape` and `more` replace what the case says of the model and the config.
+
+    Collective over: all ranks.
+    """
+    shape = shape or case.shape
     way = WAYS[case.way]
     zero = {key: _placed(value, folder) for key, value in way.zero.items()}
     micros, clip = case.steps.accumulation, case.steps.clip
@@ -182,9 +189,9 @@ def make(case: Case, folder: Path, **more: Any) -> Any:
     if way.model > 1:
         settings["tensor_parallel"] = {"autotp_size": way.model, "injection_policy_tuple": SLICES}
     if way.pipe == 1:
-        return start(settings | more, Whole(case.shape, case.ep, recomputes=case.steps.recomputes))
+        return start(settings | more, Whole(shape, case.ep, recomputes=case.steps.recomputes, loss_fn=loss_fn))
     model = PipelineModule(
-        specs(case.shape, case.ep), loss_fn=loss_of, seed_layers=True, base_seed=SEED,
+        specs(shape, case.ep), loss_fn=loss_fn, seed_layers=True, base_seed=SEED,
         topology=PipeModelDataParallelTopology(num_pp=way.pipe, num_mp=way.model, num_dp=case.data),
         activation_checkpoint_interval=int(case.steps.recomputes),
     )  # fmt: skip

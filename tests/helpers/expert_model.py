@@ -85,7 +85,7 @@ class Mixture(nn.Module):
             HIDDEN, Block(), shape.experts, k=shape.k, capacity_factor=CAPACITY, min_capacity=1, use_rts=False,
             drop_tokens=shape.has_capacity, use_residual=shape.is_residual, top2_2nd_expert_sampling=False,
         )  # fmt: skip
-        for number, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
+        for number, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts.children()):
             for param in expert.parameters():
                 param.data += 0.05 * number * torch.linspace(-1, 1, param.numel()).view_as(param)
         self.moe.ep_size = self.moe.deepspeed_moe.ep_size = ep_size  # made with all experts, as no two are alike
@@ -146,22 +146,34 @@ def loss_of(state: State, y: torch.Tensor) -> torch.Tensor:
     return (state[0] - y).square().sum() / 32 + BALANCE * state[1]
 
 
+def mean_loss(state: State, y: torch.Tensor) -> torch.Tensor:
+    """A mean over tokens, which does not depend on the ranks that they are on."""
+    return (state[0] - y).square().mean()
+
+
 class Whole(nn.Sequential):
     """All layers in one module, with values that no stage changes."""
 
-    def __init__(self, shape: Shape, ep_size: int = 1, *, recomputes: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        ep_size: int = 1,
+        *,
+        recomputes: bool = False,
+        loss_fn: Callable[..., torch.Tensor] = loss_of,
+    ) -> None:
         made = []
         with torch.random.fork_rng(devices=[]):
             for index, spec in enumerate(specs(shape, ep_size)):
                 torch.manual_seed(SEED + index)
                 made.append(spec.build())
         super().__init__(*made)
-        self.recomputes = recomputes
+        self.recomputes, self.loss_fn = recomputes, loss_fn
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         for layer in self:
             x = mpispeed.checkpointing.checkpoint(layer, x) if self.recomputes else layer(x)
-        return loss_of(x, y)  # type: ignore[arg-type]
+        return self.loss_fn(x, y)
 
 
 # -- the same by plain torch -------------------------------------------------------------------------------------------
