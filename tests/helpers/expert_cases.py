@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class Way:
 
     Attributes:
         zero: keys of zero_optimization.
+        more: other sections.
         stages: of ZeRO at which it can be.
         ranks: numbers of ranks at which it can be.
         pipe, model: sizes of axes.
@@ -59,20 +60,24 @@ class Way:
         is_exact_for_experts: it is `EXACT` for gradients of experts that are shared out.
     """
 
-    zero: dict[str, Any]
+    zero: dict[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = (0, 1, 2, 3)
     ranks: tuple[int, ...] = (1, 2, 3, 4)
     pipe: int = 1
     model: int = 1
     bound: float = EXACT
     is_exact_for_experts: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 WAYS = {
-    "plain": Way({}),
-    "slices": Way({}, ranks=(2, 4), model=2),
-    "pipeline": Way({}, ranks=(2, 4), pipe=2),
-    "both": Way({}, ranks=(4,), pipe=2, model=2),
+    "plain": Way(),
+    "slices": Way(ranks=(2, 4), model=2),
+    "pipeline": Way(ranks=(2, 4), pipe=2),
+    "both": Way(ranks=(4,), pipe=2, model=2),
+    # Values are off by 2**-9 (bf16) and 2**-12 after each of some dozens of operations.
+    "bf16": Way(bound=0.05, more={"bf16": {"enabled": True}}),
+    "fp16": Way(bound=0.01, more={"fp16": {"enabled": True, "initial_scale_power": 8}}),
     "mics": Way({"mics_shard_size": 2}, (3,), (2, 4)),
     "hpz": Way({"zero_hpz_partition_size": 2}, (3,), (2, 4)),
     # 8 bits: a weight is off by 1/254 of its block's largest, and gradients are products of several; 0.03 was found.
@@ -189,13 +194,15 @@ def make(case: Case, folder: Path, shape: Shape | None = None, loss_fn: Loss = l
     if way.model > 1:
         settings["tensor_parallel"] = {"autotp_size": way.model, "injection_policy_tuple": SLICES}
     if way.pipe == 1:
-        return start(settings | more, Whole(shape, case.ep, recomputes=case.steps.recomputes, loss_fn=loss_fn))
+        return start(
+            settings | way.more | more, Whole(shape, case.ep, recomputes=case.steps.recomputes, loss_fn=loss_fn)
+        )
     model = PipelineModule(
         specs(shape, case.ep), loss_fn=loss_fn, seed_layers=True, base_seed=SEED,
         topology=PipeModelDataParallelTopology(num_pp=way.pipe, num_mp=way.model, num_dp=case.data),
         activation_checkpoint_interval=int(case.steps.recomputes),
     )  # fmt: skip
-    return start(settings | more, model)
+    return start(settings | way.more | more, model)
 
 
 def _placed(value: Any, folder: Path) -> Any:
@@ -210,10 +217,12 @@ def collected() -> Iterator[list[Params]]:
     found: list[Params] = []
 
     def attach(context: Any) -> registry.Hooks:
-        def collect(_: Any) -> None:
+        def collect(ctx: Any) -> None:
             named = dict(context.module.named_parameters())
             grads = get_full_grads(named.values())
-            found.append({name: grad.clone() for name, grad in zip(named, grads, strict=True)})  # type: ignore[union-attr]
+            found.append(
+                {name: grad.float() / ctx.scale for name, grad in zip(named, grads, strict=True) if grad is not None}
+            )
 
         return registry.Hooks([(registry.Place.SUMMED, collect)])  # type: ignore[list-item]
 
@@ -230,8 +239,9 @@ def step(engine: Any, case: Case, batches: list[list[Batch]]) -> float:
     if WAYS[case.way].pipe > 1:
         return float(engine.train_batch(iter(own)))
     total = 0.0
+    dtype = next(engine.module.parameters()).dtype
     for x, y in own:
-        total += float(engine.backward(engine(x, y)).detach())
+        total += float(engine.backward(engine(x.to(dtype), y)).detach())
         engine.step()
     return total
 

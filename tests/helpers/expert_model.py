@@ -143,7 +143,7 @@ def specs(shape: Shape, ep_size: int = 1) -> list[LayerSpec]:
 
 def loss_of(state: State, y: torch.Tensor) -> torch.Tensor:
     """A sum over tokens, so that it is 0 without tokens."""
-    return (state[0] - y).square().sum() / 32 + BALANCE * state[1]
+    return (state[0].float() - y).square().sum() / 32 + BALANCE * state[1]
 
 
 def mean_loss(state: State, y: torch.Tensor) -> torch.Tensor:
