@@ -224,7 +224,7 @@ def _fetch(out: torch.Tensor, x: torch.Tensor, scale: float) -> None:
     """
     if out.is_pinned():
         step = max(WINDOW_BYTES // out.itemsize, 1)
-        for part, source in zip(out.split(step), x.split(step), strict=True):
+        for part, source in zip(torch.split(out, step), torch.split(x, step), strict=True):
             _fill(part, _times(source, scale).to(out.dtype))
         _finish(x.device)
         return
