@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mpispeed.base.errors import ConfigError
@@ -173,14 +174,38 @@ class FusedExperts(Experts):
         """Each expert's rows times its weights. Shapes: weights [experts, out, in], bias [experts, out]."""
         if serves_grouped(rows, weights) if self.compute == "auto" else self.compute == "grouped":
             there = brought(counts, rows.device)
-            out = F.grouped_mm(rows, weights.transpose(1, 2), offs=there.cumsum(0).to(torch.int32))
-            return out if bias is None else out + bias.repeat_interleave(there, 0, output_size=len(rows))
+            ends = there.cumsum(0).to(torch.int32)
+            out = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+            return out if bias is None else _Biased.apply(out, bias, there, ends)
         if self.compute == "auto" and host_products.serves(rows, weights):
             return host_products.host_products(rows, weights, counts, bias)
         biases = [None] * len(counts) if bias is None else bias.unbind(0)
         # `unbind`, because each index of its own would have a gradient of all experts.
         parts = zip(rows.split(list(counts)), weights.unbind(0), biases, strict=True)
         return torch.cat([F.linear(*part) for part in parts])
+
+
+class _Biased(torch.autograd.Function):
+    """Rows plus the bias of their expert.
+
+    Its gradient is a grouped product with ones: repeatable sums in fp32, which adding rows by index has not on a GPU.
+
+    Shapes: rows [n, out], bias [experts, out], counts and ends [experts].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ends)
+        return rows + bias.repeat_interleave(counts, 0, output_size=len(rows))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        ones = grad.new_ones((len(grad), ALIGNMENT_BYTES // grad.element_size()))
+        return grad, F.grouped_mm(ones.t(), grad.contiguous(), offs=ends)[:, 0], None, None
 
 
 def brought(counts: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -193,7 +218,7 @@ def serves_grouped(rows: torch.Tensor, weights: torch.Tensor) -> bool:
 
     On the CPU it is a loop itself, and not in older versions of torch at all.
     """
-    if rows.device.type != "cuda" or not hasattr(F, "grouped_mm") or rows.dtype != weights.dtype:
+    if rows.device.type != "cuda" or not len(rows) or not hasattr(F, "grouped_mm") or rows.dtype != weights.dtype:
         return False
     is_aligned = all(size * rows.element_size() % ALIGNMENT_BYTES == 0 for size in weights.shape[1:])
     is_plain = rows.dtype == torch.bfloat16 and not torch.is_autocast_enabled(rows.device.type)
