@@ -149,7 +149,7 @@ def differentiate(
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` for eager mode, without what `Function.apply` does for function transforms on every call."""
-    made: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    made: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return made
 
 
