@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +22,11 @@ from mpispeed.native.norm_kernels import forward_shape, prepare_add_up
 _SEED_AT = 24  # bytes before the seed, in each structure that has one
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Kernels' view of a tensor: `count` rows of `cols` elements of one dtype, on the device of a launcher."""
+class Rows(NamedTuple):
+    """Kernels' view of a tensor: `rows` rows of `cols` elements of one dtype, on the device of a launcher."""
 
     runs: Launcher
-    count: int
+    rows: int
     cols: int
     dtype: torch.dtype
 
@@ -37,7 +37,7 @@ class Rows:
 
     def grid(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Grid and block of a pass that walks down columns by 16 bytes."""
-        return tile(self.runs, self.count, self.cols, vector(self.dtype))
+        return tile(self.runs, self.rows, self.cols, vector(self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +64,29 @@ class ColumnPass:
         self.add_up(dbias, None, partial)
 
 
-def gelu_pass(rows: Rows) -> Prepared:
-    """GELU of x + bias, in its tanh form: to be called with y, x, bias."""
-    key = ("gelu", rows.count, rows.cols, rows.dtype)
+def gelu_pass(rows: Rows, form: str = "tanh") -> Prepared:
+    """GELU of x + bias: to be called with y, x, bias."""
+    key = ("gelu", form, rows.rows, rows.cols, rows.dtype)
     found: Prepared | None = rows.runs.kept.get(key)
     if found is None:
-        terms = struct.pack("QQii", rows.count, rows.cols, 1, 0)
-        found = keep(rows.runs, key, rows.runs.prepare(f"gelu_tanh_{rows.tag}", *rows.grid(), terms))
+        terms = struct.pack("QQii", rows.rows, rows.cols, 1, 0)
+        found = keep(rows.runs, key, rows.runs.prepare(f"gelu_{form}_{rows.tag}", *rows.grid(), terms))
     return found
 
 
-def gelu_backward_pass(rows: Rows) -> ColumnPass:
+def gelu_backward_pass(rows: Rows, form: str = "tanh") -> ColumnPass:
     """Its gradient: inputs are dy, x, bias."""
-    key = ("gelu back", rows.count, rows.cols, rows.dtype)
+    key = ("gelu back", form, rows.rows, rows.cols, rows.dtype)
     found: ColumnPass | None = rows.runs.kept.get(key)
     if found is None:
-        terms = struct.pack("QQii", rows.count, rows.cols, 1, 0)
-        found = keep(rows.runs, key, _column_pass(rows, f"gelu_tanh_grad_{rows.tag}", terms, -1))
+        terms = struct.pack("QQii", rows.rows, rows.cols, 1, 0)
+        found = keep(rows.runs, key, _column_pass(rows, f"gelu_{form}_grad_{rows.tag}", terms, -1))
     return found
 
 
 def drop_pass(rows: Rows, ratio: float) -> Prepared:
     """Sum of residual and dropout(x + bias): to be called `seeded`, with y, x, bias, residual."""
-    key = ("drop", rows.count, rows.cols, rows.dtype, ratio)
+    key = ("drop", rows.rows, rows.cols, rows.dtype, ratio)
     found: Prepared | None = rows.runs.kept.get(key)
     if found is None:
         name = f"bias_dropout_residual_{rows.tag}"
@@ -96,7 +96,7 @@ def drop_pass(rows: Rows, ratio: float) -> Prepared:
 
 def drop_backward_pass(rows: Rows, ratio: float) -> ColumnPass:
     """Its gradient: the input is dy."""
-    key = ("drop back", rows.count, rows.cols, rows.dtype, ratio)
+    key = ("drop back", rows.rows, rows.cols, rows.dtype, ratio)
     found: ColumnPass | None = rows.runs.kept.get(key)
     if found is None:
         name = f"bias_dropout_residual_grad_{rows.tag}"
@@ -104,15 +104,15 @@ def drop_backward_pass(rows: Rows, ratio: float) -> ColumnPass:
     return found
 
 
-def drop_norm_pass(rows: Rows, ratio: float, eps: float) -> Prepared:
-    """The sum of a residual and dropout(x + bias) with its layer norm.
+def drop_norm_pass(rows: Rows, ratio: float, eps: float, *, is_whole: bool = True) -> Prepared:
+    """The sum of a residual and dropout(x + bias) with its layer norm; rows need not be of whole 16 bytes.
 
     To be called `seeded`, with y, sum, mean, rstd, x, bias of x, residual, weight, bias.
     """
-    key = ("drop norm", rows.count, rows.cols, rows.dtype, ratio, eps)
+    key = ("drop norm", rows.rows, rows.cols, rows.dtype, ratio, eps, is_whole)
     found: Prepared | None = rows.runs.kept.get(key)
     if found is None:
-        way, grid, block, terms = forward_shape(rows.dtype, rows.count, rows.cols, eps, True)
+        way, grid, block, terms = forward_shape(rows.dtype, rows.rows, rows.cols, eps, is_whole)
         terms += struct.pack("QIf", 0, philox.threshold(ratio), 1 / (1 - ratio))
         name = f"drop_layer_norm_{way}_{rows.tag}"
         found = keep(rows.runs, key, rows.runs.prepare(name, grid, block, terms, 0, _SEED_AT))
@@ -120,7 +120,7 @@ def drop_norm_pass(rows: Rows, ratio: float, eps: float) -> Prepared:
 
 
 def _drop_terms(rows: Rows, ratio: float) -> bytes:
-    return struct.pack("QQQQIfii", rows.count, rows.cols, 0, 0, philox.threshold(ratio), 1 / (1 - ratio), 1, 0)
+    return struct.pack("QQQQIfii", rows.rows, rows.cols, 0, 0, philox.threshold(ratio), 1 / (1 - ratio), 1, 0)
 
 
 def _column_pass(rows: Rows, kernel: str, terms: bytes, seed_at: int) -> ColumnPass:
