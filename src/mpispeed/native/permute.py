@@ -28,6 +28,8 @@ from mpispeed.native.status import check_threads, overlaps
 from mpispeed.native.token_drop import CHECK_VARIABLE
 
 _LANES = 16
+_DEVICE_SPAN = 1 << 24
+"""Elements of a temporary on a device, where each span costs launches."""
 
 
 def permute_rows(out: Tensor, x: Tensor, index: Tensor, *, threads: int = 1) -> None:
@@ -199,7 +201,8 @@ def _dots(x: Tensor, y: Tensor) -> Tensor:
 
 def _spans(index: Tensor, rows: Tensor) -> Iterator[slice]:
     """Ranges of tokens, so that temporaries stay small."""
-    step = max(1, REFERENCE_SPAN // max(1, rows.shape[1]))
+    span = REFERENCE_SPAN if rows.device.type == "cpu" else _DEVICE_SPAN
+    step = max(1, span // max(1, rows.shape[1]))
     for begin in range(0, index.shape[0], step):
         yield slice(begin, begin + step)
 
