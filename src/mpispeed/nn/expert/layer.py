@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,32 +99,30 @@ class RoutedExperts(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         sequences = max(math.prod(x.shape[:-2]), 1)
         routing = self.gate(tokens, used_token, sequences)
-        y, beside = self._experts_of(x, tokens, routing)
-        y = y.view(x.shape)
-        if self.shared is not None:
-            y = y + (self.shared(x) if beside is None else beside)
-        return y, routing
+        shared = self.shared
+        y = self._experts_of(tokens, routing, None if shared is None else lambda: shared(x))
+        return y.view(x.shape), routing
 
     def _experts_of(
-        self, x: torch.Tensor, tokens: torch.Tensor, routing: Routing
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs of the routed experts, and that of the shared one if it was computed beside an exchange.
+        self, tokens: torch.Tensor, routing: Routing, shared: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Outputs of the routed experts, plus that of the one for all tokens. Collective over: the group.
 
-        Collective over: the expert-parallel group.
+        Shapes: tokens and the result [tokens, hidden]; `shared` may return any shape of as many elements.
         """
         plan = sort_choices(routing.experts, routing.kept, self.experts.num_experts)
         self.gate.warn()  # here, because the device has just been waited for
         rows = permute(tokens, plan.places, int(plan.counts.sum()))
         if self.dispatcher is None:
-            return combine(self._computed(rows, plan.counts.tolist()), plan.places, routing.weights), None
+            y = combine(self._computed(rows, plan.counts.tolist()), plan.places, routing.weights)
+            return y if shared is None else y + shared().view(y.shape)
         deal = self.dispatcher.deal(plan.counts, self._needs(tokens))
         done = self._computed(deal.there(rows), deal.expert_counts)
-        shared, beside = self.shared, None
         if shared is not None and self.shared_overlap:
-            done, beside = deal.back_beside(done, lambda: shared(x))
-        else:
-            done = deal.back(done)
-        return combine(done, plan.places, routing.weights), beside
+            done, beside = deal.back_beside(done, shared)
+            return combine(done, plan.places, routing.weights) + beside.view(tokens.shape)
+        y = combine(deal.back(done), plan.places, routing.weights)
+        return y if shared is None else y + shared().view(y.shape)
 
     def _computed(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         if len(counts) != len(self.experts.held):
