@@ -71,11 +71,12 @@ class CountingLauncher:
         self._queue.run(kernel, 1, grid, threads, shared_bytes, launcher.packed(kernel, args))
 
     def prepare(
-        self, kernel: str, grid: launcher.Size, threads: launcher.Size, tail: bytes = b"", shared_bytes: int = 0
-    ) -> launcher.Prepared:
+        self, kernel: str, grid: launcher.Size, threads: launcher.Size, tail: bytes = b"", shared_bytes: int = 0,
+        seed_at: int = -1,
+    ) -> launcher.Prepared:  # fmt: skip
         """As of a device."""
         pointers = launcher.leading_pointers(kernel, tail)
-        return Launch(self._queue, kernel, 1, grid, threads, shared_bytes, pointers, tail)
+        return Launch(self._queue, kernel, 1, grid, threads, shared_bytes, pointers, tail, seed_at)
 
 
 def _stream(device: int) -> int:

@@ -6,7 +6,7 @@ driver copies it before it returns.
 """
 
 from libc.stddef cimport size_t
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 import torch
@@ -125,9 +125,10 @@ cdef class Launch:
         shared: bytes of dynamic shared memory.
         pointers: how many arguments a call takes.
         tail: what comes after them, packed.
+        seed_at: where in the tail the 8 bytes of a seed stand, for `seeded`; -1: nowhere.
 
     Raises:
-        ValueError: more pointers or bytes than a launch takes.
+        ValueError: more pointers or bytes than a launch takes, or no room for the seed.
     """
 
     cdef Queue queue
@@ -135,16 +136,19 @@ cdef class Launch:
     cdef void *function
     cdef unsigned sizes[6]
     cdef unsigned shared
-    cdef int pointers
+    cdef int pointers, seed_at
     cdef bytes tail
 
     def __init__(
         self, Queue queue, str name, uintptr_t function, tuple grid, tuple threads, unsigned shared, int pointers,
-        bytes tail,
+        bytes tail, int seed_at=-1,
     ):
         cdef int i
         if pointers > MOST_POINTERS or 8 * pointers + len(tail) > MOST_BYTES:
             raise ValueError(f"{name}: {pointers} pointers and {len(tail)} bytes are more than a launch takes")
+        if seed_at + 8 > len(tail) and seed_at >= 0:
+            raise ValueError(f"{name}: no seed fits at byte {seed_at} of {len(tail)}")
+        self.seed_at = seed_at
         self.queue, self.name, self.function, self.shared = queue, name, <void *>function, shared
         self.pointers, self.tail = pointers, tail
         for i in range(3):
@@ -156,21 +160,36 @@ cdef class Launch:
         Raises:
             TypeError: another number of them than the kernel takes.
         """
+        self.spread(pointers, NULL)
+
+    def seeded(self, uint64_t seed, *pointers):
+        """The same with another seed.
+
+        Raises:
+            TypeError: another number of pointers than the kernel takes, or it takes no seed.
+        """
+        if self.seed_at < 0:
+            raise TypeError(f"{self.name} was prepared without a place for a seed")
+        self.spread(pointers, &seed)
+
+    cdef spread(self, tuple pointers, uint64_t *seed):
         cdef uintptr_t addresses[MOST_POINTERS]
         cdef int i, count = len(pointers)
         if count != self.pointers:
             raise TypeError(f"{self.name} takes {self.pointers} pointers, got {count}")
         for i in range(count):
             addresses[i] = address_of(pointers[i])
-        self.go(addresses, count)
+        self.go(addresses, count, seed)
 
-    cdef go(self, uintptr_t *addresses, int count):
+    cdef go(self, uintptr_t *addresses, int count, uint64_t *seed=NULL):
         cdef char buffer[MOST_BYTES]
         cdef size_t begin = 8 * <size_t>count, rest = len(self.tail)
         if count != self.pointers:
             raise TypeError(f"{self.name} takes {self.pointers} pointers, got {count}")
         memcpy(buffer, addresses, begin)
         memcpy(buffer + begin, <const char *>self.tail, rest)
+        if seed is not NULL:
+            memcpy(buffer + begin + self.seed_at, seed, sizeof(uint64_t))
         self.queue.send(self.name, self.function, self.sizes, self.sizes + 3, self.shared, buffer, begin + rest)
 
 

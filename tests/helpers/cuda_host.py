@@ -72,10 +72,11 @@ class HostLauncher:
 
     def prepare(
         self, kernel: str, grid: tuple[int, int, int], threads: tuple[int, int, int], tail: bytes = b"",
-        shared_bytes: int = 0,
+        shared_bytes: int = 0, seed_at: int = -1,
     ) -> Launch:  # fmt: skip
         pointers = leading_pointers(kernel, tail)
-        return Launch(self._queue, kernel, 1 + _NAMES.index(kernel), grid, threads, shared_bytes, pointers, tail)
+        function = 1 + _NAMES.index(kernel)
+        return Launch(self._queue, kernel, function, grid, threads, shared_bytes, pointers, tail, seed_at)
 
     def _enter(self, function: int, *sizes: Any) -> int:
         """As `cuLaunchKernel`: an exception must not leave it."""

@@ -40,8 +40,10 @@ class Launch:
         shared: int,
         pointers: int,
         tail: bytes,
+        seed_at: int = -1,
     ) -> None: ...
     def __call__(self, *pointers: Tensor | int | None) -> None: ...
+    def seeded(self, seed: int, *pointers: Tensor | int | None) -> None: ...
 
 class NormLaunches:
     part: int

@@ -6,17 +6,15 @@ less, and backward adds the gradient that goes around the norm within the pass o
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 from torch import Tensor
 
 from mpispeed._native.launch import are_aligned
-from mpispeed.native.columns import inner_dtype
+from mpispeed.native.columns import inner_dtype, vector
 from mpispeed.native.cuda import ops, philox
-from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.norm import check, launcher_for_rows, norm_backward, norm_reference
-from mpispeed.native.norm_kernels import forward_shape
+from mpispeed.native.pass_kernels import Rows, drop_norm_pass
 from mpispeed.native.transformer import drop_backward, drop_reference
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -76,13 +74,12 @@ def _run(
     x_bias, weight, bias = (t if t is None else t.contiguous() for t in (x_bias, weight, bias))
     y, total, mean, rstd = _fake(x, x_bias, residual, weight, bias, ratio, seed, eps)
     if x.numel():
-        key, threshold = (0, 0) if seed is None else (int(seed) % 2**64, philox.threshold(ratio))
-        dropout = struct.pack("QIf", key, threshold, 1 / (1 - ratio))
-        tensors = (y, total, mean, rstd, x, x_bias, residual, weight, bias)
         cols = x.shape[-1]
-        aligned = are_aligned(*tensors[4:])
-        way, grid, block, terms = forward_shape(x.dtype, x.numel() // cols, cols, eps, aligned)
-        runs.prepare(f"drop_layer_norm_{way}_{TAGS[x.dtype]}", grid, block, terms + dropout)(*tensors)
+        is_whole = cols % vector(x.dtype) == 0 and are_aligned(x, x_bias, residual, weight, bias)
+        rows = Rows(runs, x.numel() // cols, cols, x.dtype)
+        launch = drop_norm_pass(rows, 0.0 if seed is None else ratio, eps, is_whole=is_whole)
+        key = 0 if seed is None else int(seed) % 2**64
+        launch.seeded(key, y, total, mean, rstd, x, x_bias, residual, weight, bias)
     return y, total, mean, rstd
 
 

@@ -22,7 +22,7 @@ from mpispeed.exchange.saved import Run
 from mpispeed.nn.expert import RoutedExperts
 from mpispeed.nn.tensor import cuts
 from mpispeed.nn.tensor.tensor_cut import OWN
-from mpispeed.optim.rule import KeepsCounts, KeepsNumbers, KeepsState
+from mpispeed.optim.rule import KeepsState
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.placements import distinct_factor
 from mpispeed.store.layout import Span
@@ -296,25 +296,6 @@ def _find_apart(module: nn.Module, reason: str, experts: ExpertNames | None = No
         "of experts that are shared out over ranks use save_checkpoint or save_16bit_model; other weights of this "
         "kind are to be saved and loaded by your own code, rank by rank"
     )
-
-
-def require_storable(parts: Parts, layout: GlobalLayout) -> None:
-    """Require what `require_named` does, and optimizer state in slots alone where experts are shared out.
-
-    Collective over: all ranks.
-
-    Raises:
-        UsageError: on every rank, also if the rule has more for each parameter.
-    """
-    require_named(parts, layout)
-    rule = parts.optimization.rule if parts.optimization else None
-    has_more = bool(parts.plan.placing.distinct) and isinstance(rule, KeepsState | KeepsCounts | KeepsNumbers)
-    name = rule.name if rule is not None else ""
-    problem = (
-        f"the optimizer {name} keeps numbers of each parameter, and checkpoints do not have those of experts "
-        "on other ranks yet; use Adam, AdamW, Adagrad or Lion of the config, or ep_size 1"
-    )
-    parts.mesh.world.comm.agree(not has_more, problem, UsageError)
 
 
 def named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, None]]:

@@ -46,8 +46,10 @@ class Launcher(Protocol):
     def launch(self, kernel: str, grid: Size, threads: Size, *args: Any, shared_bytes: int = 0) -> None:
         """Run `kernel` on `grid` blocks of `threads` threads; pointers are integers, structures packed bytes."""
 
-    def prepare(self, kernel: str, grid: Size, threads: Size, tail: bytes = b"", shared_bytes: int = 0) -> Prepared:
-        """The same for its leading pointers, with all that comes after them packed in `tail`."""
+    def prepare(
+        self, kernel: str, grid: Size, threads: Size, tail: bytes = b"", shared_bytes: int = 0, seed_at: int = -1
+    ) -> Prepared:
+        """The same for its leading pointers, with all that comes after them packed in `tail`, and a seed in it."""
 
     @property
     def processors(self) -> int:
@@ -205,10 +207,13 @@ class DeviceLauncher:
         """Run `kernel` on torch's current stream of this device."""
         self._queue.run(kernel, self._function(kernel), grid, threads, shared_bytes, packed(kernel, args))
 
-    def prepare(self, kernel: str, grid: Size, threads: Size, tail: bytes = b"", shared_bytes: int = 0) -> Prepared:
+    def prepare(
+        self, kernel: str, grid: Size, threads: Size, tail: bytes = b"", shared_bytes: int = 0, seed_at: int = -1
+    ) -> Prepared:
         """A launch of `kernel` that goes to the stream which is torch's current one when it is called."""
         pointers = leading_pointers(kernel, tail)
-        return Launch(self._queue, kernel, self._function(kernel), grid, threads, shared_bytes, pointers, tail)
+        function = self._function(kernel)
+        return Launch(self._queue, kernel, function, grid, threads, shared_bytes, pointers, tail, seed_at)
 
 
 class Driver:

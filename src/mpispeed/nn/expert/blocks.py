@@ -158,9 +158,9 @@ class BlockExperts(RoutedExperts):
         tokens = x.reshape(-1, x.shape[-1])
         logits, weights, experts, counts = self.gate(tokens)
         none = logits.new_zeros(())
-        y = self._experts_of(tokens, Routing(experts, weights, None, counts, none, none, none)).view(x.shape)
-        if self.row.shared:
-            y = y + self._shared_output(x)
+        routing = Routing(experts, weights, None, counts, none, none, none)
+        shared = (lambda: self._shared_output(x)) if self.row.shared else None
+        y = self._experts_of(tokens, routing, shared).view(x.shape)
         return (y, logits) if self.returns_logits else y
 
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
@@ -270,6 +270,7 @@ def replace_block(
     made = cast("BlockExperts", block)
     block._modules[row.experts] = experts
     made.experts_name, made.row, made.dispatcher, made.ep_size = row.experts, row, None, ep_size
+    made.shared_overlap = False
     made.jitter = float(getattr(block, row.jitter, 0.0) or 0.0) if row.jitter else 0.0
     made.returns_logits = returns_logits
     if ep_size > 1:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mpispeed.base import init_scope
@@ -184,7 +185,10 @@ class ExpertModules(Experts):
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """The slicing of one parameter, as of `TensorCut`; `parts` lie one behind the other along `dim`."""
+    """The slicing of one parameter, as of `TensorCut`; `parts` lie one behind the other along `dim`.
+
+    One of kind "replicated" is used by the first slice alone.
+    """
 
     kind: str
     dim: int = -1
@@ -231,6 +235,8 @@ class FusedExperts(Experts):
             own = cut.take(param, comm.rank, comm.size)
             self.register_parameter(name, nn.Parameter(own, requires_grad=param.requires_grad))
             marks_of(self).cuts[name] = cut
+            if how.kind in WHOLE_KINDS:
+                marks_of(self).partial.add(name)
         self.comm = comm
         return self
 
@@ -270,8 +276,9 @@ class FusedExperts(Experts):
         """Each expert's rows times its weights. Shapes: weights [experts, out, in], bias [experts, out]."""
         if serves_grouped(rows, weights) if self.compute == "auto" else self.compute == "grouped":
             there = brought(counts, rows.device)
-            out = F.grouped_mm(rows, weights.transpose(1, 2), offs=there.cumsum(0).to(torch.int32))
-            return out if bias is None else out + _repeated(bias, there, len(rows))
+            ends = there.cumsum(0).to(torch.int32)
+            out = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+            return out if bias is None else _Biased.apply(out, bias, there, ends)
         if self.compute == "auto" and host_products.serves(rows, weights):
             return host_products.host_products(rows, weights, counts, bias)
         biases = [None] * len(counts) if bias is None else bias.unbind(0)
@@ -280,14 +287,32 @@ class FusedExperts(Experts):
         return torch.cat([F.linear(*part) for part in parts])
 
 
+class _Biased(torch.autograd.Function):
+    """Rows plus the bias of their expert.
+
+    Its gradient is a grouped product with ones: repeatable sums in fp32, which adding rows by index has not on a GPU.
+
+    Shapes: rows [n, out], bias [experts, out], counts and ends [experts].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ends)
+        return rows + bias.repeat_interleave(counts, 0, output_size=len(rows))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        ones = grad.new_ones((len(grad), ALIGNMENT_BYTES // grad.element_size()))
+        return grad, F.grouped_mm(ones.t(), grad.contiguous(), offs=ends)[:, 0], None, None
+
+
 def brought(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """Numbers as a tensor of the device; a GPU is not waited for. Shapes: [counts], int64."""
     return torch.tensor(counts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def _repeated(bias: torch.Tensor, counts: torch.Tensor, rows: int) -> torch.Tensor:
-    """The bias of each row's expert. Shapes: counts [experts]."""
-    return bias.repeat_interleave(counts, 0, output_size=rows)
 
 
 def serves_grouped(rows: torch.Tensor, weights: torch.Tensor) -> bool:
@@ -295,7 +320,7 @@ def serves_grouped(rows: torch.Tensor, weights: torch.Tensor) -> bool:
 
     On the CPU it is a loop itself, and not in older versions of torch at all.
     """
-    if rows.device.type != "cuda" or not hasattr(F, "grouped_mm") or rows.dtype != weights.dtype:
+    if rows.device.type != "cuda" or not len(rows) or not hasattr(F, "grouped_mm") or rows.dtype != weights.dtype:
         return False
     is_aligned = all(size and size * rows.element_size() % ALIGNMENT_BYTES == 0 for size in weights.shape[1:])
     is_plain = rows.dtype == torch.bfloat16 and not torch.is_autocast_enabled(rows.device.type)
@@ -380,7 +405,7 @@ class MLPExperts(FusedExperts):
             return rows
         up = self._products(self._entered(rows), self.up_proj, counts, self.up_bias)
         inner = ACTIVATIONS[self.activation](up)
-        if self.comm is None or self.down_bias is None:
-            return self._left(self._products(inner, self.down_proj, counts, self.down_bias))
-        out = self._left(self._products(inner, self.down_proj, counts))
-        return out + _repeated(self.down_bias, brought(counts, rows.device), len(rows))
+        bias: torch.Tensor | None = self.down_bias
+        if self.comm is not None and self.comm.rank and bias is not None:
+            bias = bias * 0.0  # the first slice adds it; gradients are parts of a sum
+        return self._left(self._products(inner, self.down_proj, counts, bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class RoutedExperts(nn.Module):
         ep_size: ranks that the experts are meant for; for information until the group is set.
         slices_experts: where the model's layers are sliced, slice the experts too. Otherwise each slice has them whole,
             and sends its part of the tokens to them.
+        shared_overlap: compute `shared` while outputs of experts travel back, and its backward pass while gradients of
+            these travel; with the same bits. A thread beside the computation carries the exchange out.
         dispatcher: exchanges rows over the group; None before it is set.
         experts_name: name of the module of the experts.
     """
@@ -51,11 +54,13 @@ class RoutedExperts(nn.Module):
         *,
         ep_size: int = 1,
         slices_experts: bool = False,
+        shared_overlap: bool = False,
     ) -> None:
-        """Put the parts together."""
+        """Put the parts together. `shared_overlap`: as the attribute."""
         super().__init__()
         self.slices_experts = slices_experts
         self.gate, self.experts, self.shared, self.ep_size = gate, experts, shared, ep_size
+        self.shared_overlap = shared_overlap
         if ep_size > 1:
             mark_distinct(experts.parameters(), ep_size)
         self.dispatcher: Dispatcher | None = None
@@ -121,36 +126,54 @@ class RoutedExperts(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         sequences = max(math.prod(x.shape[:-2]), 1)
         routing = self.gate(tokens, used_token, sequences)
-        y = self._experts_of(tokens, routing).view(x.shape)
-        return y if self.shared is None else y + self.shared(x), routing
+        shared = self.shared
+        y = self._experts_of(tokens, routing, None if shared is None else lambda: shared(x))
+        return y.view(x.shape), routing
 
-    def _experts_of(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Collective over: the expert-parallel group, and slices that divide the tokens, which have equal ones."""
-        slices = self._slices
-        if slices is None or slices.size == 1:
-            return self._sent(tokens, routing.experts, routing.kept, routing.weights)
+    def _experts_of(
+        self, tokens: torch.Tensor, routing: Routing, shared: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Outputs of the routed experts, plus that of the one for all tokens.
+
+        Collective over: the group, and slices that divide the tokens, which have equal ones.
+
+        Shapes: tokens and the result [tokens, hidden]; `shared` may return any shape of as many elements.
+        """
+        part, experts, kept, weights = self._own_part(tokens, routing)
+        plan = sort_choices(experts, kept, self.experts.num_experts)
+        self.gate.warn()  # here, because the device has just been waited for
+        rows = permute(part, plan.places, int(plan.counts.sum()))
+
+        def joined(outputs: torch.Tensor) -> torch.Tensor:
+            y = combine(outputs, plan.places, weights)
+            return y if self._slices is None else regions.gather_from(y, self._slices, 0, len(tokens))
+
+        if self.dispatcher is None:
+            y = joined(self._computed(rows, plan.counts.tolist()))
+            return y if shared is None else y + shared().view(y.shape)
+        deal = self.dispatcher.deal(plan.counts, self._needs(part))
+        done = self._computed(deal.there(rows), deal.expert_counts)
+        if shared is not None and self.shared_overlap:
+            done, beside = deal.back_beside(done, shared)
+            return joined(done) + beside.view(tokens.shape)
+        y = joined(deal.back(done))
+        return y if shared is None else y + shared().view(y.shape)
+
+    def _own_part(
+        self, tokens: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Tokens, experts, mask of kept choices and weights of what this rank sends."""
+        slices, kept = self._slices, routing.kept
+        if slices is None:
+            return tokens, routing.experts, kept, routing.weights
         found = self.own_tokens(len(tokens))
         own = slice(found.start, found.stop)
-        kept = None if routing.kept is None else routing.kept[own]
         part, weights = regions.scatter_to(tokens, slices, 0), regions.scatter_to(routing.weights, slices, 0)
-        return regions.gather_from(self._sent(part, routing.experts[own], kept, weights), slices, 0, len(tokens))
+        return part, routing.experts[own], None if kept is None else kept[own], weights
 
     def own_tokens(self, tokens: int) -> range:
         """Those of so many tokens that this rank sends to experts: all, or its part of what slices divide."""
         return range(tokens) if self._slices is None else range(*share(tokens, self._slices.rank, self._slices.size))
-
-    def _sent(
-        self, tokens: torch.Tensor, experts: torch.Tensor, kept: torch.Tensor | None, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Outputs of tokens with these choices. Collective over: the expert-parallel group."""
-        plan = sort_choices(experts, kept, self.experts.num_experts)
-        self.gate.warn()  # here, because the device has just been waited for
-        rows = permute(tokens, plan.places, int(plan.counts.sum()))
-        if self.dispatcher is None:
-            return combine(self._computed(rows, plan.counts.tolist()), plan.places, weights)
-        deal = self.dispatcher.deal(plan.counts, self._needs(tokens))
-        done = self._computed(deal.there(rows), deal.expert_counts)
-        return combine(deal.back(done), plan.places, weights)
 
     def _computed(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         if len(counts) != len(self.experts.held):
