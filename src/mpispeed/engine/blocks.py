@@ -9,7 +9,6 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.nn.expert.block_table import Described
 from mpispeed.nn.expert.blocks import BlockExperts, find_blocks, replace_block
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.sharding.sharded_init import find_init_shard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,6 +45,7 @@ def take_blocks(model: nn.Module, config: Config) -> None:
     section = config.expert_parallel
     if not section.enabled:
         return
+    slices = _checked_slices(config)
     known = [layer for layer in model.modules() if isinstance(layer, BlockExperts)]
     for layer in known:
         layer.ep_size = section.autoep_size
@@ -58,13 +58,18 @@ def take_blocks(model: nn.Module, config: Config) -> None:
         raise ConfigError(msg)
     for name, row in blocks:
         block = model.get_submodule(name)
-        if section.autoep_size > 1 and any(find_init_shard(param) is not None for param in block.parameters()):
-            msg = (
-                f"expert_parallel.autoep_size is {section.autoep_size}, and block {name} was made inside of zero.Init, "
-            )
-            msg += "which cut its experts over all ranks; make the model outside of it (before TrainingArguments)"
-            raise ConfigError(msg)
-        replace_block(name, block, row, section.autoep_size, described(section), getattr(model, "config", None))
+        made = replace_block(name, block, row, section.autoep_size, described(section), getattr(model, "config", None))
+        made.slices_experts = slices > 1
+
+
+def _checked_slices(config: Config) -> int:
+    wanted, section = config.expert_parallel.expert_tensor_parallel_size, config.tensor_parallel
+    slices = max(section.autotp_size, section.tensor_parallel.tp_size)
+    if wanted not in (1, slices):
+        msg = f"expert_parallel.expert_tensor_parallel_size is {wanted}, and tensor_parallel cuts layers over {slices} "
+        msg += f"ranks: experts are cut over as many; use 1{f' or {slices}' if slices > 1 else ''}"
+        raise ConfigError(msg)
+    return wanted
 
 
 def _checked(pattern: str | None) -> str | None:

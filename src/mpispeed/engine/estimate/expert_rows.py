@@ -51,7 +51,7 @@ def expert_rows(model: nn.Module, mesh: Mesh, tokens: int, dtype: torch.dtype, m
     for layer in layers:
         noted: list[Record] = []
         end = mesh.comm_trace.subscribe(noted.append)
-        counts = torch.tensor(balanced_counts(layer.gate, tokens), device="cpu")
+        counts = torch.tensor(balanced_counts(layer.gate, len(layer.own_tokens(tokens))), device="cpu")
         layer.dispatcher.deal(counts)  # type: ignore[union-attr]  # what it hears on a dry mesh means nothing
         once = len(noted)
         route = layer.dispatcher.balanced(counts.tolist())  # type: ignore[union-attr]
