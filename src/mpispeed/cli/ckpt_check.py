@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from mpispeed.base.units import format_bytes
+from mpispeed.base.units import format_bytes, format_list
 from mpispeed.ckpt.tools import diff as comparing
 from mpispeed.ckpt.tools import tree as objects
 from mpispeed.ckpt.tools import verify as verifying
@@ -123,6 +123,8 @@ def _print_difference(found: Difference) -> None:
         print_table(
             ("name", "slot", "change", "equal", "max abs", "max rel", "max ulp", "nan", "dtype", "shape"), table
         )
+    for layer, total, numbers in found.experts:
+        say(f"experts of {layer} that differ: {format_list(map(str, numbers), _SHOWN)} of {total}")
     for path, mine, theirs in found.state:
         say(f"{path}: {mine} -> {theirs}")
     if found.state_count > len(found.state):

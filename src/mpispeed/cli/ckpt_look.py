@@ -63,6 +63,7 @@ def show(location: str, pattern: str, wants_state: bool, wants_config: bool, wan
         content: dict[str, Any] = {"tag": found.tag, "step": found.manifest.global_step}
         if not (wants_state or wants_config or wants_layout):
             content["tensors"] = showing.rows(found.index, pattern)
+            content["experts"] = showing.expert_rows(found.index, pattern)
         if wants_state:
             content["state"] = showing.state(found)
         if wants_config:
@@ -74,6 +75,7 @@ def show(location: str, pattern: str, wants_state: bool, wants_config: bool, wan
         return
     if "tensors" in content:
         _print_tensors(content["tensors"])
+        _print_experts(content["experts"])
     for part in ("state", "config", "layout"):
         if part in content:
             _print_part(part, content[part])
@@ -93,7 +95,7 @@ def _print_tensors(rows: Sequence[dict[str, Any]]) -> None:
     table = [
         (
             row["name"],
-            *((" of ".join(map(str, row["expert"] or ())) or "-",) if has_experts else ()),
+            *((_expert_text(row["expert"]),) if has_experts else ()),
             "x".join(map(str, row["shape"])) or "scalar",
             row["dtype"],
             row["kind"],
@@ -107,6 +109,17 @@ def _print_tensors(rows: Sequence[dict[str, Any]]) -> None:
     names = ("shape", "dtype", "kind", "tp_kind", "group", "slots", "bytes")
     print_table(("name", *(("expert",) if has_experts else ()), *names), table)
     say(f"{len(rows)} rows, {format_bytes(sum(row['bytes'] for row in rows))}")
+
+
+def _expert_text(expert: Sequence[int] | None) -> str:
+    if expert is None:
+        return "-"
+    return f"all {expert[1]}" if expert[0] < 0 else f"{expert[0]} of {expert[1]}"
+
+
+def _print_experts(rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        say(f"{row['layer']}: {row['experts']} experts, {row['params']} parameters, {format_bytes(row['bytes'])}")
 
 
 def _layout_text(layout: dict[str, Any] | None) -> str:

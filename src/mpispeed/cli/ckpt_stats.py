@@ -148,6 +148,19 @@ def _print_stats(report: Mapping[str, Any]) -> None:
         click.echo()
         table = [(printable(row["layer"]), row["slot"], str(row["tensors"]), *_cells(row, _NUMBERS)) for row in layers]
         print_table(("layer", "slot", "tensors", *_NUMBERS), table)
+    if report["experts"]:
+        click.echo()
+        table = [
+            (
+                printable(row["layer"]),
+                f"{row['expert']} of {row['experts']}",
+                row["slot"],
+                str(row["tensors"]),
+                *_cells(row, _NUMBERS),
+            )
+            for row in report["experts"]
+        ]
+        print_table(("layer", "expert", "slot", "tensors", *_NUMBERS), table)
     if len(rows) <= _FEW:
         for row in rows:
             _print_bars(row)

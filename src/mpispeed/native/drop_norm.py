@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from mpispeed.native.columns import inner_dtype, pointer
+from mpispeed._native.launch import are_aligned
+from mpispeed.native.columns import inner_dtype
 from mpispeed.native.cuda import ops, philox
 from mpispeed.native.cuda.catalog import TAGS
-from mpispeed.native.norm import check, forward_shape, launcher_for_rows, norm_backward, norm_reference
+from mpispeed.native.norm import check, launcher_for_rows, norm_backward, norm_reference
+from mpispeed.native.norm_kernels import forward_shape
 from mpispeed.native.transformer import drop_backward, drop_reference
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -74,11 +76,13 @@ def _run(
     x_bias, weight, bias = (t if t is None else t.contiguous() for t in (x_bias, weight, bias))
     y, total, mean, rstd = _fake(x, x_bias, residual, weight, bias, ratio, seed, eps)
     if x.numel():
-        way, grid, block, terms = forward_shape(x, eps, x_bias, residual, weight, bias)
         key, threshold = (0, 0) if seed is None else (int(seed) % 2**64, philox.threshold(ratio))
         dropout = struct.pack("QIf", key, threshold, 1 / (1 - ratio))
-        tensors = map(pointer, (y, total, mean, rstd, x, x_bias, residual, weight, bias))
-        runs.launch(f"drop_layer_norm_{way}_{TAGS[x.dtype]}", grid, block, *tensors, terms, dropout)
+        tensors = (y, total, mean, rstd, x, x_bias, residual, weight, bias)
+        cols = x.shape[-1]
+        aligned = are_aligned(*tensors[4:])
+        way, grid, block, terms = forward_shape(x.dtype, x.numel() // cols, cols, eps, aligned)
+        runs.prepare(f"drop_layer_norm_{way}_{TAGS[x.dtype]}", grid, block, terms + dropout)(*tensors)
     return y, total, mean, rstd
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.even_split import share
 from mpispeed.checkpoints import open_checkpoint
 from mpispeed.moe import MoE
 from mpispeed.nn.expert import ExpertModules, RoutedExperts, Router, RouterOptions, SwiGLUExperts
@@ -20,20 +21,21 @@ from tests.zoo.training import ADAM, config, own_part, start, weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
-BATCH, STEPS, LENGTH, EXPERTS = 24, 3, 2, 12
+BATCH, STEPS, LENGTH = 24, 3, 2
+EXPERTS = 7  # on no number of ranks equally many
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "zero_allow_untested_optimizer": True}
 
 
 class Net(nn.Module):
     """Both kinds of layers of experts, one behind the other; no two experts are alike."""
 
-    def __init__(self, ep_size=1, bias_rate=0.0):
+    def __init__(self, ep_size=1, bias_rate=0.0, experts=EXPERTS):
         super().__init__()
         torch.manual_seed(5)
-        self.first = MoE(HIDDEN, Block(), num_experts=EXPERTS, k=2, drop_tokens=False, use_residual=True,
+        self.first = MoE(HIDDEN, Block(), num_experts=experts, k=2, drop_tokens=False, use_residual=True,
                          top2_2nd_expert_sampling=False)  # fmt: skip
-        gate = Router(HIDDEN, EXPERTS, RouterOptions(k=2, bias_rate=bias_rate))
-        self.second = RoutedExperts(gate, SwiGLUExperts(HIDDEN, 5, EXPERTS))
+        gate = Router(HIDDEN, experts, RouterOptions(k=2, bias_rate=bias_rate))
+        self.second = RoutedExperts(gate, SwiGLUExperts(HIDDEN, 5, experts))
         with torch.no_grad():
             for param in self.first.deepspeed_moe.experts.parameters():
                 param.add_(0.2 * torch.randn(param.shape))
@@ -97,12 +99,13 @@ def test_training_is_that_of_one_process(comm, stage, accumulation, clip):
 
 def test_names_of_experts_are_their_numbers(comm):
     engine = start(config(3, BATCH, 1, **ADAM), Net(comm.size))
-    each = EXPERTS // comm.size
-    held = range(comm.rank * each, (comm.rank + 1) * each)
+    held = range(*share(EXPERTS, comm.rank, comm.size))
+    each = len(held)
     names = {name.split(".")[3] for name, _ in engine.module.first.named_parameters() if "deepspeed_experts" in name}
     assert names == set(map(str, held))
     assert engine.module.second.experts.gate_up_proj.ds_shape[0] == each
     assert len(engine.module.first.deepspeed_moe.experts.deepspeed_experts) == each
+    assert engine.module.first.num_local_experts == each
     engine.destroy()
 
 
@@ -147,7 +150,7 @@ def test_biases_move_once_for_each_update(comm):
     gate, before = engine.module.second.gate, torch.zeros(EXPERTS)
     for x, y in data():
         engine.backward(engine(x.chunk(comm.size)[comm.rank], y.chunk(comm.size)[comm.rank]))
-        load = gate._load.clone()
+        load = gate._load[0].clone()
         comm.all_reduce(load)
         assert load.sum() == BATCH * LENGTH * 2
         engine.step()
@@ -242,7 +245,7 @@ class WithBuffer(Block):
 @pytest.mark.parametrize(
     ("experts", "text"),
     [
-        (lambda: SwiGLUExperts(HIDDEN, 5, 3), "do not divide the 3 experts"),
+        (lambda: SwiGLUExperts(HIDDEN, 5, 1), "some would have none of the 1 experts"),
         (lambda: ExpertModules(WithBuffer(), 4), "its experts have buffers"),
     ],
 )
@@ -261,6 +264,17 @@ def test_experts_of_other_layers_are_refused(comm):
         param.allreduce, param.group_name = False, "ep_size_2"
     with pytest.raises(ConfigError, match=r"parameter 1\.\S+ has allreduce = False and group_name = 'ep_size_2'"):
         start(config(1, BATCH, 1, **ADAM), model)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_that_only_some_ranks_train_are_refused(comm, stage):
+    model = Net(comm.size)
+    model.first.deepspeed_moe.experts.deepspeed_experts[0].requires_grad_(False)
+    if comm.rank:
+        model.first.deepspeed_moe.experts.deepspeed_experts[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"data ranks \[1.*\] have experts in other units than data rank 0: freeze"):
+        start(config(stage, BATCH, 1, **ADAM), model)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -317,7 +331,7 @@ def check_file(path, found):
         opened.read(name, "master", 0, out)
         assert torch.equal(out.view(param.shape), found[name]), name
     prefix = "first.deepspeed_moe.experts.deepspeed_experts."
-    assert opened.info(f"{prefix}7.up.weight").expert == (7, EXPERTS)
+    assert opened.info(f"{prefix}6.up.weight").expert == (6, EXPERTS)
     assert opened.info("second.experts.down_proj").expert is None
 
 
@@ -347,9 +361,9 @@ def test_the_file_of_all_weights_has_all_experts(comm, mpi_tmp_path, stage):
 @pytest.mark.ranks(2, 4)
 def test_groups_and_frozen_ones_are_those_of_the_same_place_on_other_ranks(comm, mpi_tmp_path):
     """Groups that are cut between the experts of a rank, and experts of a rank that differ, as all ranks have them."""
-    model = Net(comm.size)
+    model, experts = Net(comm.size, experts=12), 12
     for layer in (model.first.deepspeed_moe, model.second):
-        layer.experts.keep(range(EXPERTS // comm.size))
+        layer.experts.keep(range(experts // comm.size))
     own = model.first.deepspeed_moe.experts.deepspeed_experts
     own[0].requires_grad_(False)
     params = [param for expert in own for param in expert.parameters()]
@@ -364,9 +378,9 @@ def test_groups_and_frozen_ones_are_those_of_the_same_place_on_other_ranks(comm,
     train(engine, comm, data()[1:2])
     engine.load_checkpoint(str(mpi_tmp_path), tag="one")
     assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
-    opened, each = open_checkpoint(mpi_tmp_path, "one"), EXPERTS // comm.size
+    opened, each = open_checkpoint(mpi_tmp_path, "one"), experts // comm.size
     prefix = "first.deepspeed_moe.experts.deepspeed_experts."
-    for number in range(EXPERTS):
+    for number in range(experts):
         info = opened.info(f"{prefix}{number}.up.weight")
         assert info.kind == ("frozen" if number % each == 0 else "trainable")
         assert info.param_group == (-1 if number % each == 0 else 1 if number % each < each * 2 // 3 else 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,20 @@ from mpispeed.ckpt.foreign.values import Values, placed
 Shapes = Mapping[str, tuple[int, ...]]
 #: name, shape, parameter group, updates (None: not written), slots
 Cut = tuple[str, tuple[int, ...], int, int | None, dict[str, Values]]
+#: ranks over which a group is cut, and what turns names of rank 0 into those of the parameters that these ranks have
+Share = tuple[Sequence[int], Callable[[str], str]]
 
 
 def cut_by_group(
-    folder: Path, shapes: Sequence[Shapes], optimizers: Sequence[Mapping[str, Any]]
+    folder: Path, shapes: Sequence[Shapes], optimizers: Sequence[Mapping[str, Any]], shares: Sequence[Sequence[Share]]
 ) -> tuple[Iterator[Cut], list[dict[str, Any]]]:
     """Stages 1 and 2: each group is one flat tensor, padded and evenly sharded; padding of the end may be missing.
+
+    Args:
+        folder: folder of the tag.
+        shapes: of each group, by the names that rank 0 has.
+        optimizers: state of each rank.
+        shares: of each group; several where ranks have different experts.
 
     Raises:
         ForeignMismatch: sizes do not fit.
@@ -33,8 +41,21 @@ def cut_by_group(
         raise ForeignMismatch(msg)
     states, groups = _states_by_group(optimizers, len(shapes))
     for index, own in enumerate(shapes):
-        _check_sum(folder, index, own, [parts[index].numel() for parts in masters])
-    return _groups(folder, shapes, masters, states, groups), [plain_group(group) for group in groups]
+        for ranks, _ in shares[index]:
+            _check_sum(folder, index, own, [masters[rank][index].numel() for rank in ranks])
+    made = (
+        cut
+        for index, own in enumerate(shapes)
+        for ranks, rename in shares[index]
+        for cut in _group(
+            folder,
+            (index, own, rename),
+            [masters[rank][index] for rank in ranks],
+            [states[rank][index] for rank in ranks],
+            groups[index],
+        )
+    )
+    return made, [plain_group(group) for group in groups]
 
 
 def _check_sum(folder: Path, index: int, shapes: Shapes, held: Sequence[int]) -> None:
@@ -46,27 +67,26 @@ def _check_sum(folder: Path, index: int, shapes: Shapes, held: Sequence[int]) ->
         raise ForeignMismatch(msg)
 
 
-def _groups(
+def _group(
     folder: Path,
-    shapes: Sequence[Shapes],
-    masters: Sequence[Sequence[torch.Tensor]],
-    states: Sequence[Sequence[Mapping[str, Any]]],
-    groups: Sequence[Mapping[str, Any]],
+    what: tuple[int, Shapes, Callable[[str], str]],
+    masters: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, Any]],
+    group: Mapping[str, Any],
 ) -> Iterator[Cut]:
-    for index, own in enumerate(shapes):
-        stride = masters[0][index].numel()
-        parts: dict[str, list[torch.Tensor | None]] = {"master": [part[index].reshape(-1) for part in masters]}
-        parts |= _slots([by_group[index] for by_group in states], [part[index].numel() for part in masters])
-        step = _step([by_group[index] for by_group in states], groups[index])
-        at = 0
-        for name, shape in own.items():
-            numel = math.prod(shape)
-            slots = {
-                slot: placed(flat, stride, at, at + numel, f"{folder}: {slot} of {name!r}")
-                for slot, flat in parts.items()
-            }
-            yield name, shape, index, step, slots
-            at += numel
+    """The parameters of a group, from masters and states of the ranks over which it is cut."""
+    index, shapes, rename = what
+    stride, lengths = masters[0].numel(), [part.numel() for part in masters]
+    parts: dict[str, list[torch.Tensor | None]] = {"master": [part.reshape(-1) for part in masters]}
+    parts |= _slots(states, lengths)
+    step, at = _step(states, group), 0
+    for local, shape in shapes.items():
+        numel, name = math.prod(shape), rename(local)
+        slots = {
+            slot: placed(flat, stride, at, at + numel, f"{folder}: {slot} of {name!r}") for slot, flat in parts.items()
+        }
+        yield name, shape, index, step, slots
+        at += numel
 
 
 def _states_by_group(

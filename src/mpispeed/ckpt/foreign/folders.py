@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from mpispeed.ckpt.foreign.faults import ForeignIncomplete, ForeignMismatch, ForeignMissing, NoForeignTag
 
+K = TypeVar("K")
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")  # without tensor parallelism no second number
-_EXPERT = re.compile(r"(layer_.*expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt")
+_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+OLD_LAYOUT = -1
+"""In place of the number of a layer of experts: a file of experts of all layers, before they were numbered."""
 
 
 @dataclass(slots=True)
@@ -24,12 +29,16 @@ class RankFiles:
         models: model-parallel rank -> data rank -> file with weights; only rank 0 unless weights are sharded.
         optimizers: model-parallel rank -> data rank -> file with optimizer state.
         layers: (layer, tensor-parallel rank) -> file.
+        experts: model-parallel rank -> (layer of experts, expert) -> file.
+        expert_optimizers: model-parallel rank -> expert-parallel rank -> file with optimizer state that is not cut.
     """
 
     folder: Path
     models: dict[int, dict[int, Path]] = field(default_factory=dict)
     optimizers: dict[int, dict[int, Path]] = field(default_factory=dict)
     layers: dict[tuple[int, int], Path] = field(default_factory=dict)
+    experts: dict[int, dict[tuple[int, int], Path]] = field(default_factory=dict)
+    expert_optimizers: dict[int, dict[int, Path]] = field(default_factory=dict)
 
 
 def resolve(source: Path, tag: str | None, is_universal: bool = False) -> Path:
@@ -83,15 +92,17 @@ def list_files(folder: Path) -> RankFiles:
 
     Raises:
         ForeignMissing: there are none.
-        ForeignMismatch: there are two for a rank, or files of experts.
+        ForeignMismatch: there are two for a rank or an expert.
         ForeignIncomplete: numbers are missing.
     """
     found = RankFiles(folder)
     for path in sorted(folder.iterdir()):
-        if _EXPERT.fullmatch(path.name):
-            msg = f"{path} holds experts of a mixture; such checkpoints cannot be imported"
-            raise ForeignMismatch(msg)
-        if match := _MODEL.fullmatch(path.name):
+        if match := _EXPERT.fullmatch(path.name):
+            layer = OLD_LAYOUT if match[1] is None else int(match[1])
+            _enter(found.experts, int(match[3]), (layer, int(match[2])), path)
+        elif match := _EXPERT_OPTIMIZER.fullmatch(path.name):
+            _enter(found.expert_optimizers, int(match[2]), int(match[1]), path)
+        elif match := _MODEL.fullmatch(path.name):
             _enter(found.models, int(match[2]), int(match[1] or 0), path)
         elif match := _OPTIMIZER.fullmatch(path.name):
             _enter(found.optimizers, int(match[2]), int(match[1]), path)
@@ -108,23 +119,29 @@ def _check_ranks(found: RankFiles) -> None:
     if not found.models:
         msg = f"{folder} has no *mp_rank_*_model_states.pt; it is no DeepSpeed checkpoint, or its save was cut short"
         raise ForeignMissing(msg)
-    for table in (found.models, found.optimizers):
+    for table in (found.models, found.optimizers, found.expert_optimizers):
         if table:
             _check_numbers(folder, list(table), "model-parallel rank")
         for ranks in table.values():
-            _check_numbers(folder, list(ranks), "data-parallel rank")
+            kind = "expert" if table is found.expert_optimizers else "data"
+            _check_numbers(folder, list(ranks), f"{kind}-parallel rank")
+    if not found.experts.keys() | found.expert_optimizers.keys() <= found.models.keys():
+        have = f"{sorted(found.models)} with weights and {sorted(found.experts)} with experts"
+        msg = f"{folder} has model-parallel ranks {have}; files are missing"
+        raise ForeignIncomplete(msg)
     if found.optimizers and found.optimizers.keys() != found.models.keys():
         have = f"{sorted(found.models)} with weights and {sorted(found.optimizers)} with optimizer state"
         msg = f"{folder} has model-parallel ranks {have}; files are missing"
         raise ForeignIncomplete(msg)
 
 
-def _enter(table: dict[int, dict[int, Path]], mp: int, dp: int, path: Path) -> None:
+def _enter(table: dict[int, dict[K, Path]], mp: int, key: K, path: Path) -> None:
     ranks = table.setdefault(mp, {})
-    if dp in ranks:
-        msg = f"{ranks[dp]} and {path.name} are of the same rank; the folder holds two saves, remove one"
+    if key in ranks:
+        what = "expert" if isinstance(key, tuple) else "rank"
+        msg = f"{ranks[key]} and {path.name} are of the same {what}; the folder holds two saves, remove one"
         raise ForeignMismatch(msg)
-    ranks[dp] = path
+    ranks[key] = path
 
 
 def _check_numbers(folder: Path, numbers: list[int], what: str) -> None:

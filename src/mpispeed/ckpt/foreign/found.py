@@ -61,6 +61,7 @@ class FoundParam:
         is_frozen: it is not trained.
         group: index of its parameter group, -1 for none.
         step: updates it has received.
+        expert: (number, experts of the layer) of a parameter of one expert.
     """
 
     name: str
@@ -72,6 +73,7 @@ class FoundParam:
     step: int = 0
     tp_kind: str = "none"
     tp_dim: int = -1
+    expert: tuple[int, int] | None = None
 
     def check(self) -> None:
         """Check that the parameter is consistent and can be stored.

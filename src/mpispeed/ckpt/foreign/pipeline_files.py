@@ -15,7 +15,7 @@ from mpispeed.ckpt.foreign.folders import RankFiles
 from mpispeed.ckpt.foreign.found import MASTER, WEIGHT16, Found, FoundParam, ReadOptions
 from mpispeed.ckpt.foreign.pickles import Inert
 from mpispeed.ckpt.foreign.slices import Merger
-from mpispeed.ckpt.foreign.values import Plain, Values, are_equal
+from mpispeed.ckpt.foreign.values import Plain, Rounded, are_equal
 
 _INFO = "universal_checkpoint_info"
 _TIED = "tied_modules."
@@ -145,18 +145,6 @@ def _tied_to(whole: Found, key: str, param: FoundParam) -> FoundParam | None:
     """The tied parameter that this entry of a layer file is a copy of, if it is one."""
     for name, other in whole.params.items():
         is_named = name.startswith(_TIED) and name.endswith(f".{key}") and other.shape == param.shape
-        if is_named and are_equal(_Rounded(other.weight, param.weight.dtype), param.weight):
+        if is_named and are_equal(Rounded(other.weight, param.weight.dtype), param.weight):
             return other
     return None
-
-
-class _Rounded(Values):
-    """Values in another dtype."""
-
-    def __init__(self, values: Values, dtype: torch.dtype) -> None:
-        super().__init__(values.numel, dtype)
-        self._values = values
-
-    def read(self, first: int, last: int) -> torch.Tensor:
-        """As `Values.read`."""
-        return self._values.read(first, last).to(self.dtype)

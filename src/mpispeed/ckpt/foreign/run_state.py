@@ -16,7 +16,7 @@ RESERVED = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "micro_steps", "dp_world_size",
-    "mp_world_size", "num_experts", "ds_config", "ds_version",
+    "mp_world_size", "num_experts", "ds_config", "ds_version", "ds_autoep_layers", "autoep_layers",
 })  # fmt: skip
 
 

@@ -78,6 +78,7 @@ class Merger:
         whole.tp_kind, whole.tp_dim = (
             (tp_kind, tp_dim) if kind in ("replicated", "average", "row", "column") else ("none", -1)
         )
+        whole.expert = first.expert
         return whole
 
     def _kind(self, first: FoundParam) -> str:

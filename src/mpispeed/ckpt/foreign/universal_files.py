@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpispeed.ckpt.foreign import torch_files
+from mpispeed.ckpt.foreign import experts, torch_files
 from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignIncomplete, ForeignMismatch
 from mpispeed.ckpt.foreign.folders import list_files
 from mpispeed.ckpt.foreign.found import MASTER, WEIGHT16, Found, FoundParam, ReadOptions
@@ -58,6 +58,7 @@ def read(folder: Path, options: ReadOptions) -> Found:
         found.add(param)
     for model in models[:1]:
         _take_rest(found, model, is_sliced)
+    experts.mark_universal(found, models[0].get("num_experts") if models else None)
     return found
 
 
@@ -83,29 +84,31 @@ def _take_optimizer(found: Found, zero: Path) -> None:
     take_loss_scale(found, state)
 
 
-def _tensor(path: Path) -> torch.Tensor | None:
-    """The tensor of a file: alone, or as "param" beside notes of how it was merged."""
-    content = torch_files.read(path)
+def _tensor(path: Path) -> tuple[torch.Tensor | None, bool]:
+    """The tensor of a file, alone or as "param" beside notes of how it was merged; whether it is of all experts."""
+    content, is_of_experts = torch_files.read(path), False
     if isinstance(content, Mapping):
+        is_of_experts = content.get("is_expert_param") is True
         content = content.get("param")
     if isinstance(content, (int, float)):
-        return torch.tensor(content)
-    return content if isinstance(content, torch.Tensor) else None
+        return torch.tensor(content), is_of_experts
+    return content if isinstance(content, torch.Tensor) else None, is_of_experts
 
 
 def _param(folder: Path, name: str, shape: tuple[int, ...] | None, options: ReadOptions) -> FoundParam:
-    weight = _tensor(folder / f"{_WEIGHT}{_SUFFIX}")
+    weight, is_of_experts = _tensor(folder / f"{_WEIGHT}{_SUFFIX}")
     if weight is None:
         msg = f"{folder / _WEIGHT}{_SUFFIX} holds no tensor"
         raise ForeignCorrupt(msg)
-    shape = tuple(weight.shape) if shape is None else shape
+    # The model's file has the shape of the experts of one rank.
+    shape = tuple(weight.shape) if shape is None or is_of_experts else shape
     param = FoundParam(name, shape, weight.dtype, {MASTER: Plain(weight)})
     if weight.numel() != param.numel:
         msg = f"{folder}: the weight has shape {tuple(weight.shape)}, the model's file says {shape}"
         raise ForeignMismatch(msg)
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         slot = path.name.removesuffix(_SUFFIX)
-        value = None if slot == _WEIGHT or options.weights_only else _tensor(path)
+        value = None if slot == _WEIGHT or options.weights_only else _tensor(path)[0]
         if value is None:
             continue
         if slot == _STEP:

@@ -145,9 +145,23 @@ def placed(parts: Sequence[torch.Tensor | None], stride: int, first: int, last: 
     return Chain(links, dtype)
 
 
-def are_equal(first: Values, second: Values) -> bool:
-    """True if all elements are, bit for bit or as numbers."""
+class Rounded(Values):
+    """Values in another dtype."""
+
+    def __init__(self, values: Values, dtype: torch.dtype) -> None:
+        super().__init__(values.numel, dtype)
+        self._values = values
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """As `Values.read`."""
+        return self._values.read(first, last).to(self.dtype)
+
+
+def are_equal(first: Values, second: Values, *, has_nan: bool = False) -> bool:
+    """True if all elements are equal as numbers; with `has_nan` also where both are NaN."""
     if first.numel != second.numel:
         return False
     pairs = zip(first.parts(0, first.numel), second.parts(0, second.numel), strict=True)
+    if has_nan:
+        return all(bool(((one == other) | (one.isnan() & other.isnan())).all()) for one, other in pairs)
     return all(torch.equal(one, other) for one, other in pairs)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from mpispeed.ckpt.foreign import pipeline_files, torch_files
+from mpispeed.ckpt.foreign import expert_state, experts, pipeline_files, torch_files
+from mpispeed.ckpt.foreign.experts import Experts
 from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignIncomplete, ForeignMismatch, ForeignMissing
-from mpispeed.ckpt.foreign.flat_parts import Cut, cut_by_group, cut_by_parameter
+from mpispeed.ckpt.foreign.flat_parts import Cut, Share, cut_by_group, cut_by_parameter
 from mpispeed.ckpt.foreign.folders import RankFiles, list_files
 from mpispeed.ckpt.foreign.found import WEIGHT16, Found, FoundParam, ReadOptions, take_state_dict
 from mpispeed.ckpt.foreign.run_state import take_loss_scale, take_run
@@ -52,19 +53,25 @@ def _read_share(files: RankFiles, mp: int, options: ReadOptions) -> tuple[Found,
         _mapping(_mapping(torch_files.read(path), path).get(_KEY), path)
         for path in files.optimizers.get(mp, {}).values()
     ]
+    mixture = experts.read(files, mp, model)
     take_run(found, model)
     if optimizers:
-        _take_parts(found, files.folder, model, optimizers, options)
+        _take_parts(found, (model, optimizers, mixture), options)
         if len(paths) not in (1, len(optimizers)):
             msg = f"{files.folder} has {len(paths)} files with weights and {len(optimizers)} with optimizer state"
             raise ForeignIncomplete(msg)
     elif model.get("param_shapes") and not options.weights_only:
         msg = f"{files.folder} has no *_optim_states.pt; the save was cut short, or only weights were copied"
         raise ForeignMissing(msg)
-    _take_frozen(found, models)
-    _take_module(found, model, options)
+    _take_frozen(found, models, mixture)
+    _take_module(found, model, options, mixture)
+    if mixture is not None:
+        mixture.take(found, options, map(str, model["buffer_names"]))
     if not optimizers and isinstance(model.get("optimizer"), Mapping) and not options.weights_only:
-        take_undivided(found, model["optimizer"])
+        if mixture is None:
+            take_undivided(found, model["optimizer"])
+        else:
+            expert_state.take(found, mixture, files.expert_optimizers.get(mp, {}))
     return found, model
 
 
@@ -85,9 +92,10 @@ def _shape_lists(model: Mapping[str, Any], folder: Path) -> list[dict[str, tuple
 
 
 def _take_parts(
-    found: Found, folder: Path, model: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], options: ReadOptions
+    found: Found, files: tuple[Mapping[str, Any], Sequence[dict[str, Any]], Experts | None], options: ReadOptions
 ) -> None:
     """Masters and optimizer state from the flat parts of all data ranks."""
+    folder, (model, optimizers, mixture) = found.path, files
     _check_count(folder, optimizers)
     shapes = _shape_lists(model, folder)
     has_groups = all("single_partition_of_fp32_groups" in own for own in optimizers)
@@ -99,7 +107,16 @@ def _take_parts(
         )
         raise ForeignMismatch(msg)
     cuts: Iterator[Cut]
-    cuts, found.groups = (cut_by_group if has_groups else cut_by_parameter)(folder, shapes, optimizers)
+    if not has_groups:
+        if mixture is not None:
+            msg = f"{folder} has experts cut by ZeRO stage 3, as no DeepSpeed writes them; import with --weights-only"
+            raise ForeignMismatch(msg)
+        cuts, found.groups = cut_by_parameter(folder, shapes, optimizers)
+    else:
+        whole: list[list[Share]] = [[(range(len(optimizers)), str)] for _ in shapes]
+        shares = whole if mixture is None else mixture.shares(shapes, optimizers)
+        cuts, found.groups = cut_by_group(folder, shapes, optimizers, shares)
+        cuts = cuts if mixture is None else mixture.joined(cuts)
     types = model.get("module") or {}
     done = int(found.counters["global_steps"]) - int(found.counters["skipped_steps"])
     for name, shape, group, step, slots in cuts:
@@ -129,12 +146,14 @@ def _check_count(folder: Path, optimizers: Sequence[dict[str, Any]]) -> None:
             raise ForeignIncomplete(msg)
 
 
-def _take_frozen(found: Found, models: Sequence[Mapping[str, Any]]) -> None:
-    """Parameters that are not trained, from their copies beside the weights."""
+def _take_frozen(found: Found, models: Sequence[Mapping[str, Any]], mixture: Experts | None) -> None:
+    """Parameters that are not trained, from their copies beside the weights; those of experts are in other files."""
     shapes, fragments = models[0].get("frozen_param_shapes"), models[0].get("frozen_param_fragments")
     if not shapes or not fragments:
         return
     for name, listed in shapes.items():
+        if mixture is not None and mixture.has(name):
+            continue
         shape = tuple(listed)
         numel = math.prod(shape)
         parts = [model["frozen_param_fragments"][name] for model in models]
@@ -146,14 +165,16 @@ def _take_frozen(found: Found, models: Sequence[Mapping[str, Any]]) -> None:
         found.add(FoundParam(name, shape, weight.dtype, {WEIGHT16: weight}, is_frozen=True))
 
 
-def _take_module(found: Found, model: Mapping[str, Any], options: ReadOptions) -> None:
+def _take_module(found: Found, model: Mapping[str, Any], options: ReadOptions, mixture: Experts | None) -> None:
     """Add buffers, tied parameters, and weights that are nowhere else."""
     module = model.get("module") or {}
     buffers = [name for name in model["buffer_names"] if isinstance(module.get(name), torch.Tensor)]
     for name in buffers:
         found.add_buffer(name, module[name])
     for alias, name in (model.get("shared_params") or {}).items():
-        if name in found.params:
+        if mixture is not None and (mixture.has(alias) or mixture.has(name)):
+            found.left_out.append(f"{alias}: that it is tied to {name}, of one rank's experts")
+        elif name in found.params:
             found.aliases[alias] = name
     known = frozenset((*found.params, *found.aliases, *buffers))
     frozen = model.get("frozen_param_shapes")

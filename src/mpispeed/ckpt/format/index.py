@@ -21,7 +21,7 @@ from mpispeed.base.errors import CheckpointError
 from mpispeed.base.plain import printable
 from mpispeed.ckpt.format import hdf5, schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
-from mpispeed.ckpt.format.logical import ParamInfo
+from mpispeed.ckpt.format.logical import ParamInfo, expert_problem
 from mpispeed.ckpt.format.manifest import FileRecord
 from mpispeed.native.checksum import crc32c
 
@@ -243,9 +243,9 @@ def _row(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 def _expert(values: Mapping[str, Any]) -> tuple[int, int]:
     row = _row(values, "expert")
-    if len(row) != 2 or not 0 <= row[0] < row[1]:
-        msg = f"expert is {row!r:.80}, not the number of an expert and how many there are"
-        raise ValueError(msg)
+    problem = expert_problem(row, _shape(values))
+    if problem:
+        raise ValueError(problem)
     return row[0], row[1]
 
 

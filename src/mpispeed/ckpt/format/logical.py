@@ -25,6 +25,9 @@ TENSOR, START, STOP, STRIDE, COUNT = range(COLUMNS)
 #: pieces of on average less than this are brought together before they are written
 _SHORT_BYTES = 64 << 10
 
+ALL_EXPERTS = -1
+"""As number of an expert: a tensor of all experts, one behind the other along its first dim."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
@@ -219,7 +222,7 @@ class ParamInfo:
         vocab_size: rows without padding, -1 when it is no vocabulary table.
         pp_kind: "owned" by one pipeline stage or "replicated".
         pp_layer: global index of its pipeline layer, -1 for none.
-        expert: (global id, number of experts), or None.
+        expert: (global id, number of experts), or None; (ALL_EXPERTS, number) where the first dim is that of experts.
         is_sparse: True if its gradient is exchanged by rows.
         scalars: optimizer state that is one number per parameter.
     """
@@ -265,8 +268,21 @@ class ParamInfo:
         )
 
 
+def expert_problem(expert: Sequence[int] | None, shape: Sequence[int]) -> str:
+    """What is wrong with `ParamInfo.expert` of a parameter of some shape; "" if nothing is."""
+    if expert is None:
+        return ""
+    if len(expert) != 2 or not ALL_EXPERTS <= expert[0] < expert[1] or expert[1] < 1:
+        return f"expert is {tuple(expert)!r:.80}, not the number of an expert and how many there are"
+    if expert[0] == ALL_EXPERTS and tuple(shape[:1]) != tuple(expert[1:]):
+        return (
+            f"it is said to be of all {expert[1]} experts, along its first dim, and its shape is {tuple(shape)!r:.80}"
+        )
+    return ""
+
+
 def check_names(params: Sequence[ParamInfo], tensors: Sequence[LogicalTensor]) -> None:
-    """Check that names are unique, and every slot belongs to a described parameter.
+    """Check that names are unique, every slot belongs to a described parameter, and numbers of experts are some.
 
     Raises:
         CheckpointError: names the first that is not so.
@@ -277,6 +293,10 @@ def check_names(params: Sequence[ParamInfo], tensors: Sequence[LogicalTensor]) -
             msg = f"parameter {param.name!r} is described twice"
             raise CheckpointError(msg)
         described.add(param.name)
+        problem = expert_problem(param.expert, param.shape)
+        if problem:
+            msg = f"parameter {param.name!r}: {problem}"
+            raise CheckpointError(msg)
     seen: set[tuple[str, str]] = set()
     for tensor in tensors:
         if (tensor.name, tensor.slot) in seen:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mpispeed.ckpt import digest
-from mpispeed.ckpt.format import numbers, objects, schema
+from mpispeed.ckpt.format import experts, numbers, objects, schema
 from mpispeed.ckpt.format.index import TensorEntry
+from mpispeed.ckpt.format.logical import ALL_EXPERTS
 from mpispeed.ckpt.read.reader import Reader
 
 #: elements that are compared together
 _STEP = 128 << 10
 #: differences of the state that are listed; more are counted
 MOST_STATE = 1000
+#: of a tensor of more experts it is not told which differ
+_MOST_EXPERTS = 1 << 16
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Row:
 
     Attributes:
         change: "equal", "values" or "shape"; tensors of different shapes are not compared.
+        experts: numbers of the experts whose elements differ, of a tensor of one or all.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Row:
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[str, str]
     tally: Tally | None = None
+    experts: tuple[int, ...] = ()
 
     def as_row(self) -> dict[str, Any]:
         """The row as JSON values."""
@@ -67,7 +72,7 @@ class Row:
             own = self.tally
             row |= {"numel": own.numel, "equal": own.equal, "max_abs": _finite(own.max_abs)}
             row |= {"max_rel": _finite(own.max_rel), "max_ulp": own.max_ulp, "nan": own.nan}
-        return row
+        return row | ({"experts": list(self.experts)} if self.experts else {})
 
 
 @dataclass(slots=True)
@@ -80,6 +85,7 @@ class Difference:
         rows: tensors that both have.
         state: (path, value in the first, value in the second), if the state was compared.
         state_count: their number; at most MOST_STATE are listed.
+        experts: (layer, experts of the layer, numbers of those that differ or are in one of the two).
     """
 
     added: list[str] = field(default_factory=list)
@@ -87,6 +93,7 @@ class Difference:
     rows: list[Row] = field(default_factory=list)
     state: list[tuple[str, str, str]] = field(default_factory=list)
     state_count: int = 0
+    experts: list[tuple[str, int, list[int]]] = field(default_factory=list)
 
     @property
     def is_equal(self) -> bool:
@@ -103,6 +110,7 @@ class Difference:
             "tensors": [row.as_row() for row in self.rows],
             "state": [dict(zip(("path", "first", "second"), entry, strict=True)) for entry in self.state],
             "state_count": self.state_count,
+            "experts": [dict(zip(("layer", "experts", "differ"), entry, strict=True)) for entry in self.experts],
         }
 
 
@@ -146,6 +154,7 @@ def diff(
         other = theirs.get((tensor.name, tensor.slot))
         if other is not None:
             made.rows.append(_row(first, tensor, second, other, rtol, atol))
+    made.experts = _expert_layers(first, second, mine.keys() ^ theirs.keys(), made.rows)
     if wants_state:
         for entry in _state_differences(first, second):
             made.state_count += 1
@@ -154,28 +163,63 @@ def diff(
     return made
 
 
+def _expert_layers(
+    first: Reader, second: Reader, alone: Collection[tuple[str, str]], rows: Sequence[Row]
+) -> list[tuple[str, int, list[int]]]:
+    """Experts that differ, by layer; of tensors that only one of the two has, too."""
+    apart: dict[str, set[int]] = {}
+    for row in rows:
+        apart.setdefault(row.name, set()).update(row.experts)
+    found: dict[str, tuple[int, set[int]]] = {}
+    for reader in (first, second):
+        lonely = {name for name, slot in alone if (name, slot) in reader.index.tensors}
+        for layer in experts.layers(reader.index.params.values()).values():
+            numbers_of = found.setdefault(layer.name, (layer.total, set()))[1]
+            for info in layer.params:
+                numbers_of |= apart.get(info.name, set())
+                if info.name in lonely and info.expert is not None:
+                    numbers_of |= set(_numbers(info.expert))
+    return [(name, total, sorted(own)) for name, (total, own) in found.items() if own]
+
+
+def _numbers(expert: tuple[int, int]) -> range:
+    if expert[0] != ALL_EXPERTS:
+        return range(expert[0], expert[0] + 1)
+    return range(expert[1] if expert[1] <= _MOST_EXPERTS else 0)
+
+
 def _row(first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry, rtol: float, atol: float) -> Row:
     shapes, dtypes = (mine.shape, theirs.shape), (mine.dtype, theirs.dtype)
+    expert = first.info(mine.name).expert if mine.slot != schema.BUFFER_SLOT else None
+    held = _numbers(expert) if expert is not None else range(0)
     if mine.shape != theirs.shape:
-        return Row(mine.name, mine.slot, "shape", shapes, dtypes)
+        return Row(mine.name, mine.slot, "shape", shapes, dtypes, experts=tuple(held))
     tally = Tally(max_ulp=0 if mine.dtype == theirs.dtype and _has_steps(mine.dtype) else None)
-    for ours, others in _pairs(first, mine, second, theirs):
-        tally.numel += len(ours)
-        if mine.dtype == theirs.dtype and ours.tobytes() == others.tobytes():
-            tally.equal += len(ours)
-        else:
-            _add(tally, ours, others, dtypes, rtol, atol)
-    return Row(mine.name, mine.slot, "equal" if tally.equal == tally.numel else "values", shapes, dtypes, tally)
+    # The parts of experts in a tensor of all are compared one after the other.
+    parts = held if len(held) > 1 and mine.shape[:1] == (len(held),) else range(1)
+    each, apart = mine.numel // len(parts), []
+    for part in parts:
+        before = tally.numel - tally.equal
+        for ours, others in _pairs(first, mine, second, theirs, (part * each, (part + 1) * each)):
+            tally.numel += len(ours)
+            if mine.dtype == theirs.dtype and ours.tobytes() == others.tobytes():
+                tally.equal += len(ours)
+            else:
+                _add(tally, ours, others, dtypes, rtol, atol)
+        if tally.numel - tally.equal > before and held:
+            apart.append(held[part])
+    change = "equal" if tally.equal == tally.numel else "values"
+    return Row(mine.name, mine.slot, change, shapes, dtypes, tally, tuple(apart))
 
 
 def _pairs(
-    first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry
+    first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry, span: tuple[int, int]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The same elements of both, as stored, a part at a time; each is valid until the next is requested."""
     step = schema.BLOCK_BYTES // max(mine.itemsize, theirs.itemsize)
-    buffers = [np.empty(min(step, mine.numel), schema.STORAGE[tensor.dtype]) for tensor in (mine, theirs)]
-    for start in range(0, mine.numel, step):
-        parts = [buffer[: mine.numel - start] for buffer in buffers]
+    buffers = [np.empty(min(step, span[1] - span[0]), schema.STORAGE[tensor.dtype]) for tensor in (mine, theirs)]
+    for start in range(*span, step):
+        parts = [buffer[: span[1] - start] for buffer in buffers]
         for reader, tensor, part in zip((first, second), (mine, theirs), parts, strict=True):
             reader.read_bytes(tensor, start * tensor.itemsize, part.data.cast("B"))
         for at in range(0, len(parts[0]), _STEP):

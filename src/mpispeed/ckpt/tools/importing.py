@@ -107,6 +107,7 @@ def _info(param: FoundParam) -> ParamInfo:
         0 if param.is_frozen else param.step,
         tp_kind=param.tp_kind,
         tp_dim=param.tp_dim,
+        expert=param.expert,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpispeed.ckpt.format import objects, schema
+from mpispeed.ckpt.format import experts, objects, schema
 from mpispeed.ckpt.format.index import Index
 from mpispeed.ckpt.read.reader import Reader, open_reader
 
@@ -44,7 +44,7 @@ def rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
 
     Returns:
         Rows with the keys name, shape, dtype, kind, tp_kind, group, step, slots (name -> dtype), bytes and expert
-        ([number, experts of the layer], or None).
+        ([number, experts of the layer], or None; the number is -1 for a tensor of all).
     """
     slots: dict[str, dict[str, str]] = {}
     sizes: dict[str, int] = {}
@@ -67,6 +67,24 @@ def rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
         info = index.params[canonical]
         found.append(_row(alias, info.shape, str(info.train_dtype), f"alias of {canonical}", {}, 0))
     return [row for row in found if _fits(row["name"], pattern)]
+
+
+def expert_rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
+    """One row per layer of experts of which a parameter fits.
+
+    Returns:
+        Rows with the keys layer, experts (their number), params and bytes (of all slots).
+    """
+    sizes: dict[str, int] = {}
+    for (name, slot), tensor in index.tensors.items():
+        if slot != schema.BUFFER_SLOT:
+            sizes[name] = sizes.get(name, 0) + tensor.size_bytes
+    made = []
+    for layer in experts.layers(info for name, info in index.params.items() if _fits(name, pattern)).values():
+        names = [info.name for info in layer.params]
+        size = sum(sizes.get(name, 0) for name in names)
+        made.append({"layer": layer.name, "experts": layer.total, "params": len(names), "bytes": size})
+    return made
 
 
 def _row(name: str, shape: tuple[int, ...], dtype: str, kind: str, slots: dict[str, str], size: int) -> dict[str, Any]:

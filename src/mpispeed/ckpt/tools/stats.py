@@ -16,7 +16,9 @@ import numpy as np
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.registry import did_you_mean
 from mpispeed.ckpt.format import numbers, schema
+from mpispeed.ckpt.format.experts import layers as of_layers
 from mpispeed.ckpt.format.index import Index, TensorEntry
+from mpispeed.ckpt.format.logical import ALL_EXPERTS
 from mpispeed.ckpt.read.reader import Reader
 from mpispeed.ckpt.tools import show
 from mpispeed.ckpt.tools.tally import Number, Tally, finite_of
@@ -136,6 +138,8 @@ def statistics(
         "params": rows with the keys name, slot, layer, shape, dtype, count, min, max, mean, std, rms, zeros, nan, inf,
         histogram (low, high, counts, or None) and update_ratio (see there; None beside other slots than the weight).
         "layers": rows with the keys layer, slot, tensors and, over all of them, the same from count to inf.
+        "experts": rows with the keys layer, expert, experts (of the layer), slot, tensors and the same, over the
+        parameters of one expert.
         Of complex numbers the magnitudes are taken. NaN and infinite elements are counted and left out of the rest.
 
     Raises:
@@ -145,6 +149,7 @@ def statistics(
     rates = _rates(reader)
     rows: list[dict[str, Any]] = []
     layers: dict[tuple[str, str], list[Tally]] = {}
+    experts = _Experts(reader)
     for tensor in select(reader, pattern, slots, may_be_empty=may_be_empty):
         tally, histogram = describe(reader, tensor, bins)
         layer = layer_of(tensor.name)
@@ -154,8 +159,52 @@ def statistics(
         row["update_ratio"] = update_ratio(reader, tensor, rates) if tensor.slot in WEIGHT_SLOTS else None
         rows.append(row)
         layers.setdefault((layer, tensor.slot), []).append(tally)
+        experts.add(tensor, tally)
     summary = [_layer_row(key[0], key[1], layers[key]) for key in sorted(layers, key=_layer_order)]
-    return {"params": rows, "layers": summary}
+    return {"params": rows, "layers": summary, "experts": experts.rows()}
+
+
+class _Experts:
+    """Tallies of the experts of each layer."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader, self._tallies = reader, dict[tuple[str, int, str], list[Tally]]()
+        layers = of_layers(reader.index.params.values()).values()
+        self._layers = {info.name: layer for layer in layers for info in layer.params}
+
+    def add(self, tensor: TensorEntry, tally: Tally) -> None:
+        """Count a tensor, if it is of an expert, or of all: then it is read again."""
+        layer = self._layers.get(tensor.name)
+        expert = self._reader.info(tensor.name).expert if layer is not None else None
+        if layer is None or expert is None:
+            return
+        parts = {expert[0]: tally} if expert[0] != ALL_EXPERTS else self._split(tensor, expert[1])
+        for number, part in parts.items():
+            self._tallies.setdefault((layer.name, number, tensor.slot), []).append(part)
+
+    def _split(self, tensor: TensorEntry, total: int) -> dict[int, Tally]:
+        """Number -> tally of its part of a tensor; nothing where the first dim is not that of experts."""
+        if tensor.shape[:1] != (total,) or not tensor.numel:
+            return {}
+        each, made, at = tensor.numel // total, dict[int, Tally](), 0
+        for piece in pieces(self._reader, tensor, verify=False):
+            start = 0
+            while start < len(piece):
+                number, into = divmod(at, each)
+                part = piece[start : start + each - into]
+                made.setdefault(number, Tally()).add(part)
+                start, at = start + len(part), at + len(part)
+        return made
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of `statistics`, by layer, slot and number."""
+        order = sorted(self._tallies, key=lambda key: (natural(key[0]), schema.slot_order(key[2]), key[1]))
+        totals = {layer.name: layer.total for layer in self._layers.values()}
+        return [
+            {"layer": layer, "expert": number, "experts": totals[layer]}
+            | _layer_row(layer, slot, self._tallies[layer, number, slot])
+            for layer, number, slot in order
+        ]
 
 
 def describe(reader: Reader, tensor: TensorEntry, bins: int) -> tuple[Tally, Histogram | None]:

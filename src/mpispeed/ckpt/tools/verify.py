@@ -14,7 +14,7 @@ import numpy as np
 
 from mpispeed.base.units import format_list
 from mpispeed.ckpt import digest
-from mpispeed.ckpt.format import hdf5, index, schema, tag_files, tags
+from mpispeed.ckpt.format import experts, hdf5, index, schema, tag_files, tags
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint, NoCheckpoint
 from mpispeed.ckpt.format.index import Index, TensorEntry
@@ -279,6 +279,7 @@ def _contradictions(found: Index) -> Iterator[str]:
     for name in found.params:
         if name not in stored:
             yield f"nothing is stored of the parameter {name!r}"
+    yield from experts.faults(found.params)
 
 
 def _cover(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import logical, payload, schema, tag_files, tags, tree
+from mpispeed.ckpt.format import experts, logical, payload, schema, tag_files, tags, tree
 from mpispeed.ckpt.format.errors import PLAIN, SaveFailed, UnsupportedValue
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo
 from mpispeed.native.checksum import crc32c
@@ -149,7 +149,7 @@ def prepare(
         generators = {kind: tag_files.rng_bytes(value) for kind, value in (rng or {}).items()}
     with comm.together(UnsupportedValue, doing="checking the state to save", plain=PLAIN):
         state_bytes = tree.check(dict(state or {}), "state")
-    engine = (state or {}).get("engine", {})
+    engine, of_experts = (state or {}).get("engine", {}), experts.summary(params)
     where, name, options = comm.share((Path(folder).absolute(), str(tag), options or SaveOptions()))
     return Request(
         folder=Path(folder).absolute() if options.node_local else where,
@@ -160,7 +160,7 @@ def prepare(
         state=state or {},
         config_json=str(config_json),
         rng=generators,
-        layout=dict(layout or {}),
+        layout=dict(layout or {}) | ({"experts": of_experts} if of_experts else {}),
         options=options,
         state_bytes=state_bytes,
         global_step=int(engine.get("global_steps", 0)) if isinstance(engine, Mapping) else 0,

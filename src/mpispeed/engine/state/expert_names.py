@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mpispeed.base.even_split import share
+from mpispeed.ckpt.format.logical import ALL_EXPERTS
 from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts
 
 T = TypeVar("T")
@@ -18,11 +20,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Experts of one layer that are modules; names of their parameters are prefix, number, rest."""
+    """Experts of one layer that are modules; names of their parameters are prefix, number, rest.
+
+    Attributes:
+        held: numbers of those of this rank.
+        total: experts of the layer.
+        ranks: that share them out.
+    """
 
     prefix: str
     held: range
     total: int
+    ranks: int = 1
+
+    def alike(self, number: int) -> int:
+        """The expert of this rank at the place that one of another rank has there, or the last one before it."""
+        ranges = (share(self.total, rank, self.ranks) for rank in range(self.ranks))
+        place = next(number - start for start, stop in ranges if start <= number < stop)
+        return self.held[min(place, len(self.held) - 1)]
 
     def number(self, name: str) -> int | None:
         """The number in the name of a parameter; None: it is of no expert of this layer."""
@@ -55,25 +70,29 @@ class ExpertNames:
     Attributes:
         numbered: layers of modules, those with all experts on every rank too.
         fused: slices by name of the parameter.
+        totals: number of experts by name of the parameter, of all fused ones, cut or not.
         are_shared_out: other ranks have experts that this one has not.
     """
 
     numbered: tuple[Numbered, ...] = ()
     fused: dict[str, Fused] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)
     are_shared_out: bool = False
 
     @classmethod
     def of(cls, layers: Mapping[str, RoutedExperts]) -> ExpertNames:
         """Read them off the layers of a model, by their names in it."""
-        numbered, fused = [], {}
+        numbered, fused, totals = [], {}, {}
         for path, layer in layers.items():
-            experts, start = layer.experts, f"{path}.experts." if path else "experts."
+            experts, start = layer.experts, f"{path}.{layer.experts_name}." if path else f"{layer.experts_name}."
             if isinstance(experts, ExpertModules):
-                numbered.append(Numbered(f"{start}deepspeed_experts.", experts.held, experts.num_experts))
-            elif isinstance(experts, FusedExperts) and len(experts.held) < experts.num_experts:
+                numbered.append(Numbered(f"{start}{experts.prefix}", experts.held, experts.num_experts, layer.ep_size))
+            elif isinstance(experts, FusedExperts):
                 for name, param in experts.named_parameters():
-                    fused[start + name] = Fused(experts.held, experts.num_experts, math.prod(param.shape[1:]))
-        return cls(tuple(numbered), fused, bool(fused) or any(len(row.held) < row.total for row in numbered))
+                    totals[start + name] = experts.num_experts
+                    if len(experts.held) < experts.num_experts:
+                        fused[start + name] = Fused(experts.held, experts.num_experts, math.prod(param.shape[1:]))
+        return cls(tuple(numbered), fused, totals, bool(fused) or any(len(row.held) < row.total for row in numbered))
 
     def differ(self, name: str) -> bool:
         """True if ranks have other values of a parameter because it is of experts that are shared out."""
@@ -82,7 +101,9 @@ class ExpertNames:
         return any(len(row.held) < row.total and row.number(name) is not None for row in self.numbered)
 
     def expert(self, name: str) -> tuple[int, int] | None:
-        """(number, experts of the layer), for parameters of one expert."""
+        """(number, experts of the layer), for parameters of one expert; (ALL_EXPERTS, experts) for fused ones."""
+        if name in self.totals:
+            return ALL_EXPERTS, self.totals[name]
         for row in self.numbered:
             number = row.number(name)
             if number is not None:
@@ -117,7 +138,7 @@ class ExpertNames:
                 yield from own[number]
             else:
                 # The one at the same place of its rank: ranks group and freeze theirs alike, by place.
-                for name, item in own[row.held.start + number % len(row.held)]:
+                for name, item in own[row.alike(number)]:
                     other = row.renumbered(name, number)
                     yield other, like(other, item)
 

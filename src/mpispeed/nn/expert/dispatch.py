@@ -128,7 +128,7 @@ class Dispatcher:
         lengths = [length + 1 for length in self._lengths]
         route: Route
         if self._levels is None:
-            heard = told.new_empty((self.comm.size, own + 1))
+            heard = told.new_zeros((self.comm.size, own + 1))
             self.comm.all_to_all(heard, told, [own + 1] * self.comm.size, lengths)
             route = OneLevel(self.comm, sent, heard[:, :own].sum(1).tolist())
         else:
@@ -138,6 +138,18 @@ class Dispatcher:
         for note_of_rank in heard[:, own].tolist():
             everyone |= note_of_rank
         return Deal(route, heard[:, :own].tolist(), everyone)
+
+    def balanced(self, counts: Sequence[int]) -> Route | None:
+        """The way of rows if every rank had so many for each expert; None on one rank. Local."""
+        if self.comm.size == 1:
+            return None
+        sent = [int(each.sum()) for each in torch.tensor(counts, device="cpu").split(self._lengths)]
+        received = [sent[self.comm.rank]] * self.comm.size
+        if self._levels is None:
+            return OneLevel(self.comm, sent, received)
+        places = self._levels.inside.size
+        passing = [sent[self._levels.inside.rank :: places]] * places
+        return TwoLevels(self._levels, sent, passing, received)
 
 
 class OneLevel:
@@ -216,12 +228,12 @@ def _tell(levels: Levels, told: torch.Tensor, lengths: list[int]) -> tuple[torch
     by_node = [lengths[node * places : (node + 1) * places] for node in range(nodes)]
     mine = [by_node[node][inside.rank] for node in range(nodes)]
     first = transposed(told, by_node)
-    heard = told.new_empty((places, sum(mine)))
+    heard = told.new_zeros((places, sum(mine)))
     inside.all_to_all(heard, first, [sum(mine)] * places, _columns(by_node))
     parts = heard.split(mine, 1)
     passing = torch.stack([part[:, :-1].sum(1) for part in parts], 1).tolist()
     own = by_node[between.rank][inside.rank]
-    found = told.new_empty((nodes * places, own))
+    found = told.new_zeros((nodes * places, own))
     second = torch.cat([part.reshape(-1) for part in parts])
     between.all_to_all(found, second, [places * own] * nodes, [places * length for length in mine])
     return found, passing

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
+from mpispeed.nn.expert import host_products
 
 ALIGNMENT_BYTES = 16
 """What strides of `grouped_mm` are multiples of."""
@@ -41,6 +42,7 @@ class Experts(nn.Module, abc.ABC):
         """Hold these experts."""
         super().__init__()
         self.num_experts, self.held = num_experts, held
+        self._has_spare = len(held) < num_experts  # made for the rank with most experts; others drop the last one
 
     def keep(self, held: range) -> None:
         """Drop all experts of this rank but these, or give the held ones these numbers if they are as many.
@@ -48,13 +50,18 @@ class Experts(nn.Module, abc.ABC):
         Raises:
             ConfigError: neither fits.
         """
+        is_spare, self._has_spare = self._has_spare, False
         if len(held) == len(self.held):
+            self.held = held
+            return
+        if is_spare and len(held) == len(self.held) - 1:
+            self._narrow(range(len(held)))
             self.held = held
             return
         if len(self.held) != self.num_experts:
             msg = f"experts {held.start} to {held.stop - 1} belong on this rank, which holds {len(self.held)} of "
             msg += (
-                f"{self.num_experts} experts; make the layer with all experts, or with ep_size ranks that divide them"
+                f"{self.num_experts} experts; make the layer with all experts, or with ep_size = the ranks of the group"
             )
             raise ConfigError(msg)
         self._narrow(held)
@@ -93,7 +100,10 @@ class ExpertModules(Experts):
 
     Attributes:
         deepspeed_experts: the modules of this rank; in names of parameters they have the numbers of `held`.
+        prefix: what comes before these numbers.
     """
+
+    prefix = "deepspeed_experts."
 
     def __init__(self, expert: nn.Module, num_experts: int, num_local_experts: int | None = None) -> None:
         """Copy the module.
@@ -167,6 +177,8 @@ class FusedExperts(Experts):
             ends = there.cumsum(0).to(torch.int32)
             out = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
             return out if bias is None else _Biased.apply(out, bias, there, ends)
+        if self.compute == "auto" and host_products.serves(rows, weights):
+            return host_products.host_products(rows, weights, counts, bias)
         biases = [None] * len(counts) if bias is None else bias.unbind(0)
         # `unbind`, because each index of its own would have a gradient of all experts.
         parts = zip(rows.split(list(counts)), weights.unbind(0), biases, strict=True)

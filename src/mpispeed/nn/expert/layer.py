@@ -29,7 +29,11 @@ class RoutedExperts(nn.Module):
         experts: those of this rank.
         shared: the expert for all tokens, or None.
         ep_size: ranks that the experts are meant for; for information until the group is set.
+        dispatcher: exchanges rows over the group; None before it is set.
+        experts_name: name of the module of the experts.
     """
+
+    experts_name = "experts"
 
     def __init__(self, gate: Router, experts: Experts, shared: nn.Module | None = None, *, ep_size: int = 1) -> None:
         """Put the parts together."""
@@ -37,12 +41,12 @@ class RoutedExperts(nn.Module):
         self.gate, self.experts, self.shared, self.ep_size = gate, experts, shared, ep_size
         if ep_size > 1:
             mark_distinct(experts.parameters(), ep_size)
-        self._dispatcher: Dispatcher | None = None
+        self.dispatcher: Dispatcher | None = None
 
     @property
     def comm(self) -> Comm | None:
         """The expert-parallel group; None before it is set."""
-        return None if self._dispatcher is None else self._dispatcher.comm
+        return None if self.dispatcher is None else self.dispatcher.comm
 
     def set_expert_group(self, comm: Comm, levels: Levels | None = None) -> None:
         """Share the experts out over a group; this rank keeps its own.
@@ -55,23 +59,23 @@ class RoutedExperts(nn.Module):
             UsageError: the layer has a group already.
             ConfigError: the experts on this rank are neither all nor its part.
         """
-        if self._dispatcher is not None:
-            msg = f"this layer of experts has its group of {self._dispatcher.comm.size} ranks already; set it once"
+        if self.dispatcher is not None:
+            msg = f"this layer of experts has its group of {self.dispatcher.comm.size} ranks already; set it once"
             raise UsageError(msg)
         self.experts.keep(ranged(self.experts.num_experts, comm))
         self.ep_size = comm.size
         if comm.size > 1:
             mark_distinct(self.experts.parameters(), comm.size)
-        self._dispatcher = Dispatcher(comm, self.experts.num_experts, levels)
+        self.dispatcher = Dispatcher(comm, self.experts.num_experts, levels)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: they have the experts of this rank, with their numbers, and no group; `initialize` sets one."""
-        return {**self.__dict__, "_dispatcher": None}
+        return {**self.__dict__, "dispatcher": None}
 
     def leave_expert_group(self) -> None:
         """Forget the group; the experts of this rank stay, counted from 0 until a group of as many ranks is set."""
         self.experts.keep(range(len(self.experts.held)))
-        self._dispatcher = None
+        self.dispatcher = None
 
     def forward(self, x: torch.Tensor, used_token: torch.Tensor | None = None) -> tuple[torch.Tensor, Routing]:
         """The weighted sum of experts for each token, and the router's losses and counts.
@@ -91,9 +95,9 @@ class RoutedExperts(nn.Module):
         plan = sort_choices(routing.experts, routing.kept, self.experts.num_experts)
         self.gate.warn()  # here, because the device has just been waited for
         rows = permute(tokens, plan.places, int(plan.counts.sum()))
-        if self._dispatcher is None:
+        if self.dispatcher is None:
             return combine(self._computed(rows, plan.counts.tolist()), plan.places, routing.weights)
-        deal = self._dispatcher.deal(plan.counts, self._needs(tokens))
+        deal = self.dispatcher.deal(plan.counts, self._needs(tokens))
         done = self._computed(deal.there(rows), deal.expert_counts)
         return combine(deal.back(done), plan.places, routing.weights)
 
