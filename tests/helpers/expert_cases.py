@@ -18,6 +18,7 @@ from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from mpispeed.sharding.access import get_full_grads
 from tests.helpers.covering import IS_FULL, pairwise
 from tests.helpers.expert_model import (
+    EXPERT_SLICES,
     LR,
     SEED,
     SLICES,
@@ -56,6 +57,7 @@ class Way:
         stages: of ZeRO at which it can be.
         ranks: numbers of ranks at which it can be.
         pipe, model: sizes of axes.
+        slices_experts: experts are cut too.
         bound: of gradients and weights; `EXACT`, or after the first step and relative to the largest of all.
         is_exact_for_experts: it is `EXACT` for gradients of experts that are shared out.
     """
@@ -65,6 +67,7 @@ class Way:
     ranks: tuple[int, ...] = (1, 2, 3, 4)
     pipe: int = 1
     model: int = 1
+    slices_experts: bool = False
     bound: float = EXACT
     is_exact_for_experts: bool = False
     more: dict[str, Any] = field(default_factory=dict)
@@ -73,6 +76,7 @@ class Way:
 WAYS = {
     "plain": Way(),
     "slices": Way(ranks=(2, 4), model=2),
+    "slices of experts": Way(ranks=(2, 4), model=2, slices_experts=True),
     "pipeline": Way(ranks=(2, 4), pipe=2),
     "both": Way(ranks=(4,), pipe=2, model=2),
     # Values are off by 2**-9 (bf16) and 2**-12 after each of some dozens of operations.
@@ -138,8 +142,9 @@ class Case(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """The model."""
-        return Shape(4 if self.ep == 4 else 6, self.k, self.has_capacity, self.is_residual)
+        """The model, whose experts divide over their ranks or not; 4 ranks may be more than there are experts."""
+        experts = {1: 6 if self.ep == 4 else 3, 2: 6, 3: 5}[self.k]
+        return Shape(experts, self.k, self.has_capacity, self.is_residual, WAYS[self.way].slices_experts)
 
     def fits(self) -> bool:
         """True if there is such a run."""
@@ -192,7 +197,9 @@ def make(case: Case, folder: Path, shape: Shape | None = None, loss_fn: Loss = l
         optimizer={"type": "SGD", "params": {"lr": LR}}, zero_allow_untested_optimizer=True,
     )  # fmt: skip
     if way.model > 1:
-        settings["tensor_parallel"] = {"autotp_size": way.model, "injection_policy_tuple": SLICES}
+        settings["tensor_parallel"] = {"autotp_size": way.model, "injection_policy_tuple": dict(SLICES)}
+        if way.slices_experts:
+            settings["tensor_parallel"]["injection_policy_tuple"] |= EXPERT_SLICES
     if way.pipe == 1:
         return start(
             settings | way.more | more, Whole(shape, case.ep, recomputes=case.steps.recomputes, loss_fn=loss_fn)

@@ -32,11 +32,11 @@ Params = dict[str, torch.Tensor]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 TOKENS: dict[str, Callable[[int, int, int], int]] = {
-    "none": lambda rank, micro, step: (0, 6, 3, 0)[(rank + micro + step) % 4],
+    "none": lambda rank, micro, step: (0, 6, 3, 0)[(rank + micro + step) % 4] * (step == 0 or micro > 0),
     "unequal": lambda rank, micro, step: (7, 1, 4, 10)[(rank + 2 * micro + step) % 4],
     "equal": lambda rank, micro, step: 5,
 }
-"""Tokens of a data rank's micro-batch; with "none", some have none, and on one rank a whole step has none."""
+"""Tokens of a data rank's micro-batch; with "none" some have none, and in the first of the second step no rank has."""
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
@@ -48,6 +48,7 @@ class Shape(NamedTuple):
     k: int
     has_capacity: bool
     is_residual: bool
+    slices_experts: bool = False
 
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -83,7 +84,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.moe = MoE(
             HIDDEN, Block(), shape.experts, k=shape.k, capacity_factor=CAPACITY, min_capacity=1, use_rts=False,
-            drop_tokens=shape.has_capacity, use_residual=shape.is_residual, top2_2nd_expert_sampling=False,
+            drop_tokens=shape.has_capacity, enable_expert_tensor_parallelism=shape.slices_experts,
+            use_residual=shape.is_residual, top2_2nd_expert_sampling=False,
         )  # fmt: skip
         for number, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts.children()):
             for param in expert.parameters():
@@ -114,7 +116,8 @@ class Fused(nn.Module):
         capacity = CAPACITY if shape.has_capacity else None
         gate = Router(HIDDEN, shape.experts, RouterOptions(k=shape.k, capacity_factor=capacity, min_capacity=1))
         shared = nn.Linear(HIDDEN, HIDDEN) if shape.is_residual else None
-        self.routed = RoutedExperts(gate, SwiGLUExperts(HIDDEN, INNER, shape.experts), shared, ep_size=ep_size)
+        experts = SwiGLUExperts(HIDDEN, INNER, shape.experts)
+        self.routed = RoutedExperts(gate, experts, shared, ep_size=ep_size, slices_experts=shape.slices_experts)
 
     def forward(self, state: State) -> State:
         y, routing = self.routed(state[0])
@@ -133,6 +136,7 @@ class Head(nn.Module):
 
 
 SLICES = {"perceptron.0": "column", "perceptron.2": "row"}
+EXPERT_SLICES = {"inner": "column", "outer": "row"}
 
 
 def specs(shape: Shape, ep_size: int = 1) -> list[LayerSpec]:

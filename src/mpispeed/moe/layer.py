@@ -95,12 +95,8 @@ class MoE(nn.Module):
         for param in experts.parameters():
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = self.expert_group_name  # type: ignore[attr-defined]
-        self.deepspeed_moe = RoutedExperts(
-            Router(hidden_size, num_experts, options),
-            experts,
-            ep_size=ep_size,
-            slices_experts=enable_expert_tensor_parallelism,
-        )
+        router, slices_experts = Router(hidden_size, num_experts, options), enable_expert_tensor_parallelism
+        self.deepspeed_moe = RoutedExperts(router, experts, ep_size=ep_size, slices_experts=slices_experts)
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)

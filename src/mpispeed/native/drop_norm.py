@@ -26,7 +26,7 @@ def bias_dropout_layer_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sum `residual + dropout(x + x_bias)`, rounded, and its layer norm.
 
-    Shapes: x and residual [..., n]; x_bias, weight and bias [n]; seed an int64 scalar in host memory. Results are
+    Shapes: x and residual [..., n]; x_bias, weight and bias [n]; seed an int64 scalar. Results are
     contiguous.
 
     Args:
@@ -49,7 +49,7 @@ def bias_dropout_layer_norm(
     if not training or ratio == 0:
         ratio, seed = 0.0, None
     elif seed is None:
-        seed = philox.draw_seed()
+        seed = philox.draw_seed(x)
     y, total = _drop_norm(x, x_bias, residual, weight, bias, ratio, seed, eps)[:2]
     return total, y
 
@@ -77,9 +77,9 @@ def _run(
         cols = x.shape[-1]
         is_whole = cols % vector(x.dtype) == 0 and are_aligned(x, x_bias, residual, weight, bias)
         rows = Rows(runs, x.numel() // cols, cols, x.dtype)
-        launch = drop_norm_pass(rows, 0.0 if seed is None else ratio, eps, is_whole=is_whole)
-        key = 0 if seed is None else int(seed) % 2**64
-        launch.seeded(key, y, total, mean, rstd, x, x_bias, residual, weight, bias)
+        by_place = philox.is_place(seed)
+        launch = drop_norm_pass(rows, 0.0 if seed is None else ratio, eps, by_place, is_whole=is_whole)
+        launch.seeded(philox.word(seed, by_place), y, total, mean, rstd, x, x_bias, residual, weight, bias)
     return y, total, mean, rstd
 
 

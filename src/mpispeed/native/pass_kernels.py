@@ -84,43 +84,49 @@ def gelu_backward_pass(rows: Rows, form: str = "tanh") -> ColumnPass:
     return found
 
 
-def drop_pass(rows: Rows, ratio: float) -> Prepared:
+def drop_pass(rows: Rows, ratio: float, is_place: bool) -> Prepared:
     """Sum of residual and dropout(x + bias): to be called `seeded`, with y, x, bias, residual."""
-    key = ("drop", rows.rows, rows.cols, rows.dtype, ratio)
+    key = ("drop", rows.rows, rows.cols, rows.dtype, ratio, is_place)
     found: Prepared | None = rows.runs.kept.get(key)
     if found is None:
-        name = f"bias_dropout_residual_{rows.tag}"
-        found = keep(rows.runs, key, rows.runs.prepare(name, *rows.grid(), _drop_terms(rows, ratio), 0, _SEED_AT))
+        name, terms = f"bias_dropout_residual_{rows.tag}", _drop_terms(rows, ratio, is_place)
+        found = keep(rows.runs, key, rows.runs.prepare(name, *rows.grid(), terms, 0, _SEED_AT))
     return found
 
 
-def drop_backward_pass(rows: Rows, ratio: float) -> ColumnPass:
+def drop_backward_pass(rows: Rows, ratio: float, is_place: bool) -> ColumnPass:
     """Its gradient: the input is dy."""
-    key = ("drop back", rows.rows, rows.cols, rows.dtype, ratio)
+    key = ("drop back", rows.rows, rows.cols, rows.dtype, ratio, is_place)
     found: ColumnPass | None = rows.runs.kept.get(key)
     if found is None:
         name = f"bias_dropout_residual_grad_{rows.tag}"
-        found = keep(rows.runs, key, _column_pass(rows, name, _drop_terms(rows, ratio), _SEED_AT))
+        found = keep(rows.runs, key, _column_pass(rows, name, _drop_terms(rows, ratio, is_place), _SEED_AT))
     return found
 
 
-def drop_norm_pass(rows: Rows, ratio: float, eps: float, *, is_whole: bool = True) -> Prepared:
+def drop_norm_pass(rows: Rows, ratio: float, eps: float, is_place: bool, *, is_whole: bool = True) -> Prepared:
     """The sum of a residual and dropout(x + bias) with its layer norm; rows need not be of whole 16 bytes.
 
     To be called `seeded`, with y, sum, mean, rstd, x, bias of x, residual, weight, bias.
     """
-    key = ("drop norm", rows.rows, rows.cols, rows.dtype, ratio, eps, is_whole)
+    key = ("drop norm", rows.rows, rows.cols, rows.dtype, ratio, eps, is_place, is_whole)
     found: Prepared | None = rows.runs.kept.get(key)
     if found is None:
         way, grid, block, terms = forward_shape(rows.dtype, rows.rows, rows.cols, eps, is_whole)
-        terms += struct.pack("QIf", 0, philox.threshold(ratio), 1 / (1 - ratio))
+        terms += struct.pack("QIfI4x", 0, philox.threshold(ratio), 1 / (1 - ratio), is_place)
         name = f"drop_layer_norm_{way}_{rows.tag}"
         found = keep(rows.runs, key, rows.runs.prepare(name, grid, block, terms, 0, _SEED_AT))
     return found
 
 
-def _drop_terms(rows: Rows, ratio: float) -> bytes:
-    return struct.pack("QQQQIfii", rows.rows, rows.cols, 0, 0, philox.threshold(ratio), 1 / (1 - ratio), 1, 0)
+def _drop_terms(rows: Rows, ratio: float, is_place: bool) -> bytes:
+    return drop_terms(rows.rows, rows.cols, 0, 0, ratio, is_place, True)
+
+
+def drop_terms(rows: int, cols: int, first: int, seed: int, ratio: float, is_place: bool, is_wide: bool) -> bytes:
+    """The structure DropTerms for a launch from element `first` on."""
+    numbers = (rows, cols, first, seed, philox.threshold(ratio), 1 / (1 - ratio))
+    return struct.pack("QQQQIfI4xii", *numbers, is_place, is_wide, 0)
 
 
 def _column_pass(rows: Rows, kernel: str, terms: bytes, seed_at: int) -> ColumnPass:

@@ -29,6 +29,9 @@ _SEED_AT = 24  # bytes before the seed in SoftmaxTerms
 _Masking = tuple[Tensor | None, int, tuple[int, ...]]
 """A mask as kernels read it, its kind, and its strides over batch, heads and queries."""
 
+_How = tuple[float, bool, float, bool]
+"""Scale, whether it is causal, ratio of the dropout, and whether its seed is read from memory."""
+
 
 def masked_softmax(
     scores: Tensor,
@@ -69,7 +72,7 @@ def masked_softmax(
     check_mask(mask, tuple(scores.shape), scores.device)
     drops = training and philox.threshold(ratio) > 0
     if drops and seed is None:
-        seed = philox.draw_seed()
+        seed = philox.draw_seed(scores)
     out: Tensor = _softmax(scores, mask, seed if drops else None, scale, is_causal, ratio if drops else 0.0)[0]
     return out
 
@@ -121,8 +124,9 @@ def run_softmax(
         mask, kind, strides = _prepared(mask, scores)
         out = dropped if ratio else None
         masking = (mask, kind, strides)
-        launch = _prepared_launch(running, "softmax", scores, (probs, out), masking, scale, is_causal, ratio)
-        launch.seeded(_word(seed), scores, mask, probs, out)
+        how = (scale, is_causal, ratio, philox.is_place(seed))
+        launch = _prepared_launch(running, "softmax", scores, (probs, out), masking, how)
+        launch.seeded(philox.word(seed, how[3]), scores, mask, probs, out)
     return (dropped, probs) if ratio else (probs, dropped)
 
 
@@ -169,8 +173,9 @@ def run_softmax_backward(
     out = torch.empty_like(probs)
     if probs.numel():
         none = (None, 0, (0, 0, 0))
-        launch = _prepared_launch(running, "softmax_grad", probs, (grad, out), none, scale, is_causal, ratio)
-        launch.seeded(_word(seed), probs, grad, out)
+        how = (scale, is_causal, ratio, philox.is_place(seed))
+        launch = _prepared_launch(running, "softmax_grad", probs, (grad, out), none, how)
+        launch.seeded(philox.word(seed, how[3]), probs, grad, out)
     return out
 
 
@@ -199,8 +204,10 @@ def run_dropout(probs: Tensor, seed: Tensor | None, ratio: float) -> Tensor:
     count = probs.numel()
     if count:
         grid = min(-(-count // (256 * (16 // probs.element_size()))), 16 * running.processors)
-        packed = (probs.data_ptr(), out.data_ptr(), count, _word(seed), philox.threshold(ratio), 1.0 / (1.0 - ratio))
-        running.launch(f"dropout_{TAGS[probs.dtype]}", (grid, 1, 1), (256, 1, 1), *packed)
+        by_place = philox.is_place(seed)
+        words = (count, philox.word(seed, by_place), philox.threshold(ratio), 1.0 / (1.0 - ratio), by_place)
+        name, pointers = f"dropout_{TAGS[probs.dtype]}", (probs.data_ptr(), out.data_ptr())
+        running.launch(name, (grid, 1, 1), (256, 1, 1), *pointers, *words)
     return out
 
 
@@ -211,11 +218,7 @@ def dropout_reference(probs: Tensor, seed: Tensor | None, ratio: float) -> Tenso
 
 
 def _kept(x: Tensor, seed: Tensor | None, ratio: float) -> Tensor:
-    return philox.kept(_word(seed), x.numel(), ratio, x.device).view(x.shape)
-
-
-def _word(seed: Tensor | None) -> int:
-    return 0 if seed is None else int(seed) % 2**64
+    return philox.kept(philox.word(seed, False), x.numel(), ratio, x.device).view(x.shape)
 
 
 # ---- launches ---------------------------------------------------------------------------------------------------
@@ -242,32 +245,33 @@ def _prepared(mask: Tensor | None, scores: Tensor) -> _Masking:
 
 def _prepared_launch(
     running: launcher.Launcher, stem: str, x: Tensor, others: tuple[Tensor | None, ...], masking: _Masking,
-    scale: float, is_causal: bool, ratio: float,
+    how: _How,
 ) -> launcher.Prepared:  # fmt: skip
     """The launch for rows as of x, that takes a seed; `others` are read or written by the same accesses."""
     mask, kind, strides = masking
     wide = 16 // x.element_size()
     is_fitting = mask is not None and mask.data_ptr() % (wide * mask.element_size()) == 0
     is_aligned = are_aligned(x, *others)
-    key = (stem, x.shape, x.dtype, kind, strides, is_fitting, is_aligned, scale, is_causal, ratio)
+    key = (stem, x.shape, x.dtype, kind, strides, is_fitting, is_aligned, how)
     found: launcher.Prepared | None = running.kept.get(key)
     if found is None:
-        terms = _terms(x, (kind, strides, is_fitting), scale, is_causal, ratio)
-        name, grid, threads = _shape_of_launch(stem, x, is_aligned, ratio)
+        terms = _terms(x, (kind, strides, is_fitting), how)
+        name, grid, threads = _shape_of_launch(stem, x, is_aligned, how[2])
         found = launcher.keep(running, key, running.prepare(name, grid, threads, terms, 0, _SEED_AT))
     return found
 
 
-def _terms(x: Tensor, masking: tuple[int, tuple[int, ...], bool], scale: float, is_causal: bool, ratio: float) -> bytes:
+def _terms(x: Tensor, masking: tuple[int, tuple[int, ...], bool], how: _How) -> bytes:
     """The structure SoftmaxTerms for scores, or probabilities, of this shape and dtype."""
     shape, wide = x.shape, 16 // x.element_size()
     heads = shape[1] if len(shape) == _SCORE_DIMS else 1
     if len(shape) < _SCORE_DIMS:  # [batch, queries, keys]: batches take the place of heads
         heads = shape[0] if len(shape) == _SCORE_DIMS - 1 else 1
     kind, strides, fits = masking
+    scale, is_causal, ratio, by_place = how
     words = (shape[:-1].numel(), shape[-1], *_divisor(shape[-2]), *_divisor(heads), _lane_bits(shape[-1]), kind)
     flags = (fits and not any(stride % wide for stride in strides), is_causal, philox.threshold(ratio))
-    return struct.pack("4Q13I2f4x", *strides, 0, *words, *flags, scale, 1.0 / (1.0 - ratio))
+    return struct.pack("4Q13I2fI", *strides, 0, *words, *flags, scale, 1.0 / (1.0 - ratio), by_place)
 
 
 def _divisor(by: int) -> tuple[int, int, int]:

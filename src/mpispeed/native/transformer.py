@@ -19,7 +19,7 @@ from mpispeed.native.columns import add_up, is_wide, pointer, tile, vector
 from mpispeed.native.cuda import launcher, ops, philox
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher
-from mpispeed.native.pass_kernels import Rows, drop_backward_pass, drop_pass, gelu_backward_pass, gelu_pass
+from mpispeed.native.pass_kernels import Rows, drop_backward_pass, drop_pass, drop_terms, gelu_backward_pass, gelu_pass
 
 _TWO_U, _TWO_U3 = 1.5957691216057308, 0.07135481627159628  # 2 sqrt(2 / pi), and times 0.044715
 
@@ -57,7 +57,7 @@ def bias_dropout_residual(
 ) -> Tensor:
     """`residual + dropout(x + bias)`, rounded once. With `ratio` 0, or not in training, nothing is dropped.
 
-    Shapes: x and residual [..., n], bias [n], seed an int64 scalar in host memory; the result is contiguous.
+    Shapes: x and residual [..., n], bias [n], seed an int64 scalar; the result is contiguous.
 
     Args:
         x: subject to dropout.
@@ -79,7 +79,7 @@ def bias_dropout_residual(
     if not training or ratio == 0:
         ratio, seed = 0.0, None
     elif seed is None:
-        seed = philox.draw_seed()
+        seed = philox.draw_seed(x)
     y: Tensor = _drop(x, bias, residual, ratio, seed)
     return y
 
@@ -283,13 +283,9 @@ ops.differentiate(_gelu, _save_gelu, _gelu_grads)
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
-def _key(seed: Tensor | None) -> int:
-    return 0 if seed is None else int(seed) % 2**64
-
-
 def _drop_terms(ratio: float, seed: Tensor | None, first: int, rows: int, cols: int, wide: bool) -> bytes:
-    threshold = 0 if seed is None else philox.threshold(ratio)
-    return struct.pack("QQQQIfii", rows, cols, first, _key(seed), threshold, 1 / (1 - ratio), wide, 0)
+    by_place = philox.is_place(seed)
+    return drop_terms(rows, cols, first, philox.word(seed, by_place), ratio, by_place, wide)
 
 
 def _run_drop(x: Tensor, bias: Tensor | None, residual: Tensor, ratio: float, seed: Tensor | None) -> Tensor:
@@ -300,7 +296,8 @@ def _run_drop(x: Tensor, bias: Tensor | None, residual: Tensor, ratio: float, se
     (bias,) = _contiguous(bias)
     y = torch.empty_like(x)
     if bias is not None and x.numel() and _are_whole(x, bias, residual):
-        drop_pass(_rows(runs, x), ratio).seeded(_key(seed), y, x, bias, residual)
+        by_place = philox.is_place(seed)
+        drop_pass(_rows(runs, x), ratio, by_place).seeded(philox.word(seed, by_place), y, x, bias, residual)
         return y
     name = f"bias_dropout_residual_{TAGS[x.dtype]}"
     if x.numel():
@@ -327,7 +324,8 @@ def _run_drop_backward(
 
     if with_bias and _are_whole(dy):
         out = dx if with_x else None
-        drop_backward_pass(_rows(runs, dy), ratio).run(out, dbias, dy, seed=_key(seed))
+        launches, by_place = _rows(runs, dy), philox.is_place(seed)
+        drop_backward_pass(launches, ratio, by_place).run(out, dbias, dy, seed=philox.word(seed, by_place))
         return dx, dbias
 
     def terms(first: int, rows: int, cols: int, wide: bool) -> tuple[bytes]:

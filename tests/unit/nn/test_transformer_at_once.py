@@ -5,7 +5,7 @@ import torch
 
 from mpispeed import checkpointing
 from mpispeed.base.errors import UsageError
-from mpispeed.native.cuda import launcher
+from mpispeed.native.cuda import launcher, philox
 from mpispeed.nn.block import TransformerConfig, TransformerLayer
 from tests.helpers.cuda_host import HostLauncher
 from tests.zoo import same_bits
@@ -72,6 +72,20 @@ def test_bits_and_launches_are_those_of_the_faces(form, again, dtype, host, monk
     launched, host.launched = host.launched, []
     same_bits(outcome(composed(layer, monkeypatch), *batch(dtype)), got)
     assert sorted(launched) == sorted(host.launched)
+
+
+@pytest.mark.parametrize("is_composed", [False, True], ids=["at once", "faces"])
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[2], FORMS[4], FORMS[5]], ids=name_of)
+def test_seeds_that_kernels_read_from_memory(form, is_composed, host, monkeypatch):
+    """As in a captured graph; on the host both seeds come from one generator."""
+    layer = layer_of(**form, attn_dropout_checkpoint=True)
+    if is_composed:
+        composed(layer, monkeypatch)
+    want = outcome(layer, *batch())
+    prepared = set(host.kept)
+    with philox.seeds_in_memory():
+        same_bits(want, outcome(layer, *batch()))
+    assert len(set(host.kept) - prepared) >= 2  # those of dropouts are others
 
 
 @pytest.mark.parametrize("form", FORMS[:2] + FORMS[3:5], ids=name_of)

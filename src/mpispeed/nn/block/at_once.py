@@ -46,6 +46,7 @@ class Passes:
         eps: of the norms.
         is_pre: norms stand before attention and MLP.
         keeps_gelu: the GELU is kept for backward, not computed again.
+        by_place: kernels read seeds of dropouts from memory.
         drop_norm: dropout, residual and norm, behind the attention and, with norms behind, the MLP.
         drop: dropout and residual behind the MLP, with norms before.
         drop_back: the gradient of a dropout.
@@ -59,6 +60,7 @@ class Passes:
     eps: float
     is_pre: bool
     keeps_gelu: bool
+    by_place: bool
     drop_norm: Prepared
     drop: Prepared
     drop_back: ColumnPass
@@ -84,13 +86,14 @@ def passes_for(
     runs = launcher.for_tensor(x)
     if runs is None or hidden % width or inner % width or rows > _MOST_ROWS:
         return None
-    key = ("layer", rows, hidden, inner, heads, dtype, ratio, eps, is_pre, keeps_gelu)
+    by_place = ratio > 0 and philox.are_in_memory(x)
+    key = ("layer", rows, hidden, inner, heads, dtype, ratio, eps, is_pre, keeps_gelu, by_place)
     found: Passes | None = runs.kept.get(key)
     if found is None:
         outer, wide = Rows(runs, rows, hidden, dtype), Rows(runs, rows, inner, dtype)
-        made = (drop_norm_pass(outer, ratio, eps), drop_pass(outer, ratio), drop_backward_pass(outer, ratio))
-        gelu = (gelu_pass(wide), gelu_backward_pass(wide))
-        found = keep(runs, key, Passes(runs, heads, ratio, eps, is_pre, keeps_gelu, *made, *gelu))
+        drop = (drop_pass(outer, ratio, by_place), drop_backward_pass(outer, ratio, by_place))
+        made = (drop_norm_pass(outer, ratio, eps, by_place), *drop, gelu_pass(wide), gelu_backward_pass(wide))
+        found = keep(runs, key, Passes(runs, heads, ratio, eps, is_pre, keeps_gelu, by_place, *made))
     return found
 
 
@@ -163,17 +166,17 @@ class After(torch.autograd.Function):
         ctx.passes = passes
         ctx.set_materialize_grads(False)
         flat = context.transpose(1, 2).reshape(-1, residual.shape[2])
-        seed = _seed(passes)
+        seed = _seed(passes, residual)
         total, f, stats = _drop_and_norm(passes, F.linear(flat, ow), ob, residual, attn_nw, attn_nb, seed)
         inner = F.linear(f, inter_w)
         g = torch.empty_like(inner)
         passes.gelu(g, inner, inter_b)
         out = F.linear(g, output_w)
-        ctx.seeds = seed, _seed(passes)
+        ctx.seeds = seed, _seed(passes, residual)
         kept = (flat, total, stats, f, inner, g if passes.keeps_gelu else None, ow, attn_nw, inter_w, inter_b, output_w)
         if passes.is_pre:
             y = torch.empty_like(residual)
-            _launch(passes.drop, ctx.seeds[1], y, out, output_b, total)
+            _launch(passes, passes.drop, ctx.seeds[1], y, out, output_b, total)
             ctx.save_for_backward(*kept)
             return y
         last, y, last_stats = _drop_and_norm(passes, out, output_b, f, norm_w, norm_b, ctx.seeds[1])
@@ -220,19 +223,19 @@ class After(torch.autograd.Function):
         return *first, dinter_w, dinter_b, doutput_w, doutput_b, dnorm_w, dnorm_b, None
 
 
-def _seed(passes: Passes) -> int | None:
-    return int(philox.draw_seed()) if passes.ratio else None
+def _seed(passes: Passes, x: Tensor) -> Tensor | None:
+    return philox.draw_seed(x) if passes.ratio else None
 
 
-def _launch(launch: Prepared, seed: int | None, *pointers: Tensor | int | None) -> None:
+def _launch(passes: Passes, launch: Prepared, seed: Tensor | None, *pointers: Tensor | int | None) -> None:
     if seed is None:
         launch(*pointers)
     else:
-        launch.seeded(seed, *pointers)
+        launch.seeded(philox.word(seed, passes.by_place), *pointers)
 
 
 def _drop_and_norm(
-    passes: Passes, x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, seed: int | None
+    passes: Passes, x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum residual + dropout(x + x_bias), its norm, and means before reciprocal deviations.
 
@@ -242,15 +245,16 @@ def _drop_and_norm(
     rows = x.shape[0]
     stats = torch.empty(2 * rows, dtype=torch.float32, device=x.device)
     mean = stats.data_ptr()
-    _launch(passes.drop_norm, seed, y, total, mean, mean + 4 * rows, x, x_bias, residual, weight, bias)
+    _launch(passes, passes.drop_norm, seed, y, total, mean, mean + 4 * rows, x, x_bias, residual, weight, bias)
     return total, y, stats
 
 
-def _drop_back(passes: Passes, dy: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+def _drop_back(passes: Passes, dy: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gradients of what was dropped from, and of its bias; without dropout the first is dy."""
     dx = None if seed is None else torch.empty_like(dy)
     dbias = torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
-    passes.drop_back.run(dx, dbias, dy, seed=seed)
+    word = None if seed is None else philox.word(seed, passes.by_place)
+    passes.drop_back.run(dx, dbias, dy, seed=word)
     return dy if dx is None else dx, dbias
 
 

@@ -56,7 +56,7 @@ class RoutedExperts(nn.Module):
         slices_experts: bool = False,
         shared_overlap: bool = False,
     ) -> None:
-        """Put the parts together. `shared_overlap`: as the attribute."""
+        """Put the parts together. `shared_overlap`, `slices_experts`: as the attributes."""
         super().__init__()
         self.slices_experts = slices_experts
         self.gate, self.experts, self.shared, self.ep_size = gate, experts, shared, ep_size

@@ -119,10 +119,7 @@ def inject(
     for path in plan.vocab:
         cut_vocab(model, path, comm, layers)
     retie(model, before)
-    own = {}
-    for path, module in before.items():
-        if isinstance(module, SlicesItself):
-            own.update(dict.fromkeys((join(path, inner) for inner in module.slice_over(comm, layers, grain)), "own"))
+    own = _sliced_by_themselves(before, comm, layers, grain)
     if not plan.sites and not plan.vocab and not own:
         raise _alike(ConfigError(_nothing(model, plan)))
     if sequence is not None:
@@ -133,6 +130,15 @@ def inject(
     cut = {path: how[path] for path in before if path in how}
     whole = dict.fromkeys(uncut_layers(model), "")
     return Report(cut, whole | plan.whole, comm.size, elements, _elements(model))
+
+
+def _sliced_by_themselves(modules: Mapping[str, nn.Module], comm: Comm, layers: Layers, grain: int) -> dict[str, str]:
+    """Let modules that know how slice themselves; how their inner ones are sliced, by path. Collective over: `comm`."""
+    own: dict[str, str] = {}
+    for path, module in modules.items():
+        if isinstance(module, SlicesItself):
+            own.update(dict.fromkeys((join(path, inner) for inner in module.slice_over(comm, layers, grain)), "own"))
+    return own
 
 
 def _check_equal(model: nn.Module, comm: Comm, *, without_values: bool) -> None:
