@@ -123,13 +123,10 @@ def inject(
     _require_some(model, plan, own)
     if sequence is not None:
         cut_sequence(model, plan.blocks, comm, sequence)
-    how = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
-    how |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
-    how |= dict.fromkeys(plan.vocab, "vocab") | own
-    whole = dict.fromkeys(uncut_layers(model), "")
-    return Report(
-        {path: how[path] for path in before if path in how}, whole | plan.whole, comm.size, elements, _elements(model)
-    )
+    how = _told(plan) | own
+    cut = {path: how[path] for path in before if path in how}
+    whole = dict.fromkeys(uncut_layers(model), "") | plan.whole
+    return Report(cut, whole, comm.size, elements, _elements(model))
 
 
 def _sliced_by_themselves(modules: Mapping[str, nn.Module], comm: Comm, layers: Layers, grain: int) -> dict[str, str]:
@@ -198,6 +195,13 @@ def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options
     plan.whole |= odd
     plan.blocks = blocks_of(model, plan.sites) if is_sequence_cut else ""
     return plan
+
+
+def _told(plan: _Plan) -> dict[str, str]:
+    """How each layer of a plan is sliced, by path."""
+    how = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
+    how |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
+    return how | dict.fromkeys(plan.vocab, "vocab")
 
 
 def _require_some(model: nn.Module, plan: _Plan, own: Mapping[str, str]) -> None:
