@@ -124,12 +124,17 @@ def inject(
         raise _alike(ConfigError(_nothing(model, plan)))
     if sequence is not None:
         cut_sequence(model, plan.blocks, comm, sequence)
-    how = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
-    how |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
-    how |= dict.fromkeys(plan.vocab, "vocab") | own
+    how = _ways(plan) | own
     cut = {path: how[path] for path in before if path in how}
     whole = dict.fromkeys(uncut_layers(model), "")
     return Report(cut, whole | plan.whole, comm.size, elements, _elements(model))
+
+
+def _ways(plan: _Plan) -> dict[str, str]:
+    """How layers are sliced and who said so, by path."""
+    ways = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
+    ways |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
+    return ways | dict.fromkeys(plan.vocab, "vocab")
 
 
 def _sliced_by_themselves(modules: Mapping[str, nn.Module], comm: Comm, layers: Layers, grain: int) -> dict[str, str]:
