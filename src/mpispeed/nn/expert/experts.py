@@ -185,7 +185,10 @@ class ExpertModules(Experts):
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """The slicing of one parameter, as of `TensorCut`; `parts` lie one behind the other along `dim`."""
+    """The slicing of one parameter, as of `TensorCut`; `parts` lie one behind the other along `dim`.
+
+    One of kind "replicated" is used by the first slice alone.
+    """
 
     kind: str
     dim: int = -1
@@ -232,6 +235,8 @@ class FusedExperts(Experts):
             own = cut.take(param, comm.rank, comm.size)
             self.register_parameter(name, nn.Parameter(own, requires_grad=param.requires_grad))
             marks_of(self).cuts[name] = cut
+            if how.kind in WHOLE_KINDS:
+                marks_of(self).partial.add(name)
         self.comm = comm
         return self
 
@@ -308,11 +313,6 @@ class _Biased(torch.autograd.Function):
 def brought(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """Numbers as a tensor of the device; a GPU is not waited for. Shapes: [counts], int64."""
     return torch.tensor(counts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def _repeated(bias: torch.Tensor, counts: torch.Tensor, rows: int) -> torch.Tensor:
-    """The bias of each row's expert. Shapes: counts [experts]."""
-    return bias.repeat_interleave(counts, 0, output_size=rows)
 
 
 def serves_grouped(rows: torch.Tensor, weights: torch.Tensor) -> bool:
@@ -405,7 +405,7 @@ class MLPExperts(FusedExperts):
             return rows
         up = self._products(self._entered(rows), self.up_proj, counts, self.up_bias)
         inner = ACTIVATIONS[self.activation](up)
-        if self.comm is None or self.down_bias is None:
-            return self._left(self._products(inner, self.down_proj, counts, self.down_bias))
-        out = self._left(self._products(inner, self.down_proj, counts))
-        return out + _repeated(self.down_bias, brought(counts, rows.device), len(rows))
+        bias: torch.Tensor | None = self.down_bias
+        if self.comm is not None and self.comm.rank and bias is not None:
+            bias = bias * 0.0  # the first slice adds it; gradients are parts of a sum
+        return self._left(self._products(inner, self.down_proj, counts, bias))

@@ -135,46 +135,45 @@ class RoutedExperts(nn.Module):
     ) -> torch.Tensor:
         """Outputs of the routed experts, plus that of the one for all tokens.
 
-        Collective over: the expert-parallel group, and slices that divide the tokens, which have equal ones.
+        Collective over: the group, and slices that divide the tokens, which have equal ones.
 
         Shapes: tokens and the result [tokens, hidden]; `shared` may return any shape of as many elements.
         """
-        slices = self._slices
-        if slices is None or slices.size == 1:
-            return self._sent(tokens, routing.experts, routing.kept, routing.weights, shared)
+        part, experts, kept, weights = self._own_part(tokens, routing)
+        plan = sort_choices(experts, kept, self.experts.num_experts)
+        self.gate.warn()  # here, because the device has just been waited for
+        rows = permute(part, plan.places, int(plan.counts.sum()))
+
+        def joined(outputs: torch.Tensor) -> torch.Tensor:
+            y = combine(outputs, plan.places, weights)
+            return y if self._slices is None else regions.gather_from(y, self._slices, 0, len(tokens))
+
+        if self.dispatcher is None:
+            y = joined(self._computed(rows, plan.counts.tolist()))
+            return y if shared is None else y + shared().view(y.shape)
+        deal = self.dispatcher.deal(plan.counts, self._needs(part))
+        done = self._computed(deal.there(rows), deal.expert_counts)
+        if shared is not None and self.shared_overlap:
+            done, beside = deal.back_beside(done, shared)
+            return joined(done) + beside.view(tokens.shape)
+        y = joined(deal.back(done))
+        return y if shared is None else y + shared().view(y.shape)
+
+    def _own_part(
+        self, tokens: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Tokens, experts, mask of kept choices and weights of what this rank sends."""
+        slices, kept = self._slices, routing.kept
+        if slices is None:
+            return tokens, routing.experts, kept, routing.weights
         found = self.own_tokens(len(tokens))
         own = slice(found.start, found.stop)
-        kept = None if routing.kept is None else routing.kept[own]
         part, weights = regions.scatter_to(tokens, slices, 0), regions.scatter_to(routing.weights, slices, 0)
-        y = regions.gather_from(self._sent(part, routing.experts[own], kept, weights, None), slices, 0, len(tokens))
-        return y if shared is None else y + shared().view(y.shape)
+        return part, routing.experts[own], None if kept is None else kept[own], weights
 
     def own_tokens(self, tokens: int) -> range:
         """Those of so many tokens that this rank sends to experts: all, or its part of what slices divide."""
         return range(tokens) if self._slices is None else range(*share(tokens, self._slices.rank, self._slices.size))
-
-    def _sent(
-        self,
-        tokens: torch.Tensor,
-        experts: torch.Tensor,
-        kept: torch.Tensor | None,
-        weights: torch.Tensor,
-        shared: Callable[[], torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Outputs of tokens with these choices, plus `shared`. Collective over: the expert-parallel group."""
-        plan = sort_choices(experts, kept, self.experts.num_experts)
-        self.gate.warn()  # here, because the device has just been waited for
-        rows = permute(tokens, plan.places, int(plan.counts.sum()))
-        if self.dispatcher is None:
-            y = combine(self._computed(rows, plan.counts.tolist()), plan.places, weights)
-            return y if shared is None else y + shared().view(y.shape)
-        deal = self.dispatcher.deal(plan.counts, self._needs(tokens))
-        done = self._computed(deal.there(rows), deal.expert_counts)
-        if shared is not None and self.shared_overlap:
-            done, beside = deal.back_beside(done, shared)
-            return combine(done, plan.places, weights) + beside.view(tokens.shape)
-        y = combine(deal.back(done), plan.places, weights)
-        return y if shared is None else y + shared().view(y.shape)
 
     def _computed(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         if len(counts) != len(self.experts.held):
