@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.errors import ConfigError
 from mpispeed.checkpoints import open_checkpoint
 from mpispeed.ckpt.format.logical import ALL_EXPERTS
 from mpispeed.moe import MoE
@@ -371,18 +371,6 @@ def test_groups_and_frozen_ones_are_those_of_the_same_place_on_other_ranks(comm,
         info = opened.info(f"{prefix}{number}.up.weight")
         assert info.kind == ("frozen" if number % each == 0 else "trainable")
         assert info.param_group == (-1 if number % each == 0 else 1 if number % each < each * 2 // 3 else 2)
-    engine.destroy()
-
-
-@pytest.mark.ranks(2, 4)
-def test_what_checkpoints_do_not_have_yet_is_refused(comm, mpi_tmp_path):
-    radam = {"optimizer": {"type": "RAdam", "params": {"lr": 0.01}}, "zero_allow_untested_optimizer": True}
-    engine = start(config(1, BATCH, 1, **radam), Net(comm.size))
-    train(engine, comm, data()[:1])
-    with pytest.raises(UsageError, match="the optimizer RAdam keeps numbers of each parameter"):
-        engine.save_checkpoint(str(mpi_tmp_path))
-    with pytest.raises(UsageError, match="use save_checkpoint or save_16bit_model"):
-        engine.load_module_state_dict(engine.module_state_dict())
     engine.destroy()
 
 
