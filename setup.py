@@ -22,6 +22,7 @@ SOURCES = {
     "one_bit": "bits/one_bit.pyx",
     "permute": "rows/permute.pyx",
     "block_io": "io/block_io.pyx",
+    "launch": "device/launch.pyx",
 }
 # top-level folder -> suffixes that go into a wheel, as mpispeed/_<folder>
 ASSETS = {

@@ -1,8 +1,8 @@
-"""`make gpu`: tests on this machine's GPU, then its benchmarks, whose records go to benchmarks/results.
+"""`make gpu`: tests on this machine's GPU, several files at a time, then its benchmarks, one after the other.
 
     python tools/run_gpu.py                       everything
     python tools/run_gpu.py --no-tests optim      one benchmark
-    python tools/run_gpu.py --results OUT         records to another folder
+    python tools/run_gpu.py --results OUT         records to another folder than benchmarks/results
 
 It ends with one line for each part, also after a failure, and with exit code 2 where there is no GPU.
 """
@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks" / "gpu"
@@ -27,12 +31,17 @@ TESTS = (
     "--durations=5",
     "-rs",
 )  # -v: what a limit ends shows how far it was
-_WHOLE = ("tests/gpu/test_engine.py", "tests/gpu/test_comm.py", "tests/gpu/test_transformer_layer.py")
-TEST_PARTS = {
-    "tests/gpu of kernels": ("tests/gpu", *(f"--ignore={path}" for path in (*_WHOLE, "tests/gpu/test_sanitizer.py"))),
-    "tests/gpu of engines and layers": _WHOLE,
-    "tests/gpu/test_sanitizer.py": ("tests/gpu/test_sanitizer.py",),
-}
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+def test_parts() -> dict[str, tuple[str, ...]]:
+    """What each process of the tests runs, by name, slow ones first: a file, or one tool of the sanitizer."""
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    sanitizer = "tests/gpu/test_sanitizer.py"
+    slow = ["tests/gpu/test_engine.py", "tests/gpu/test_experts.py"]
+    parts = {f"{sanitizer} {tool}": (sanitizer, "-k", tool) for tool in TOOLS}
+    parts[f"{sanitizer} itself"] = (sanitizer, "-k", f"not ({' or '.join(TOOLS)})")
+    return parts | {name: (name,) for name in [*slow, *sorted(files - {sanitizer, *slow})]}
 
 
 def names() -> list[str]:
@@ -56,13 +65,46 @@ def environment() -> dict[str, str]:
 def run(name: str, words: tuple[str, ...], limit_seconds: float) -> tuple[str, bool]:
     """One process; gives the line that says how it ended, and whether it ended well."""
     print(f"=== {name}", flush=True)
+    return _ended(name, words, limit_seconds)
+
+
+def run_quietly(name: str, words: tuple[str, ...], limit_seconds: float, threads: int) -> tuple[str, bool]:
+    """As `run`, beside others: what it says is printed when it has ended, and it has `threads` for the host's work."""
+    with tempfile.TemporaryFile() as said:
+        line, is_fine = _ended(
+            name, words, limit_seconds, stdout=said, stderr=subprocess.STDOUT, OMP_NUM_THREADS=str(threads)
+        )
+        said.seek(0)
+        print(f"=== {line}\n{said.read().decode(errors='replace')}", flush=True)
+    return line, is_fine
+
+
+def _ended(
+    name: str, words: tuple[str, ...], limit_seconds: float, stdout: Any = None, stderr: Any = None, **variables: str
+) -> tuple[str, bool]:
     began = time.monotonic()
-    try:
-        code = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(), timeout=limit_seconds).returncode
-        how = "ok" if code == 0 else f"exit code {code}"
-    except subprocess.TimeoutExpired:
-        how = f"ended after {limit_seconds:.0f} s, its limit"
+    with subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=environment() | variables, stdout=stdout, stderr=stderr,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            code = process.wait(limit_seconds)
+            how = "ok" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what it started too, which would go on beside the next part
+            how = f"ended after {limit_seconds:.0f} s, its limit"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return f"{name}: {how}, {time.monotonic() - began:.0f} s", how == "ok"
+
+
+def run_tests(limit_seconds: float, jobs: int) -> list[tuple[str, bool]]:
+    """All parts of the tests, so many at a time."""
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    with ThreadPoolExecutor(jobs) as pool:
+        parts = test_parts().items()
+        return list(pool.map(lambda part: run_quietly(part[0], (*TESTS, *part[1]), limit_seconds, threads), parts))
 
 
 def main() -> int:
@@ -72,6 +114,7 @@ def main() -> int:
     parser.add_argument("--no-tests", action="store_true", help="benchmarks only")
     parser.add_argument("--no-benchmarks", action="store_true", help="tests only")
     parser.add_argument("--limit", type=float, default=600, help="seconds of one part")
+    parser.add_argument("--jobs", type=int, default=8, help="processes of tests at a time")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     if wrong := sorted(set(asked.benchmarks) - set(names())):
@@ -79,14 +122,15 @@ def main() -> int:
     if reason := usable():
         print(f"make gpu: kernels cannot run here: {reason}", file=sys.stderr)
         return 2
-    parts = [] if asked.no_tests else [(name, (*TESTS, *words)) for name, words in TEST_PARTS.items()]
+    ended = [] if asked.no_tests else run_tests(asked.limit, asked.jobs)
+    parts = []
     for name in [] if asked.no_benchmarks else asked.benchmarks or names():
         record = str(asked.results / f"gpu-{name.replace('_', '-')}.json")
         parts.append((f"benchmarks/gpu/{name}.py", (str(BENCHMARKS / f"{name}.py"), "--json", record)))
         if name == "engine":
             shared = ("--ranks", "2", "--json", str(asked.results / "gpu-engine-2-ranks.json"))
             parts.append(("two ranks on one GPU", (str(BENCHMARKS / "engine.py"), *shared)))
-    ended = [run(name, words, asked.limit) for name, words in parts]
+    ended += [run(name, words, asked.limit) for name, words in parts]
     print("\n".join(line for line, _ in ended))
     return int(not all(is_fine for _, is_fine in ended))
 

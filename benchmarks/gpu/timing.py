@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,14 @@ def interleaved(
     repeats: int = 1,
     warm_up: int = 3,
     is_device_only: bool = False,
+    enqueue_seconds: float = 5e-5,
 ) -> dict[str, float]:
     """Median seconds of one call of each, between CUDA events; all run in turn in every round.
 
     In one turn a call runs `repeats` times; take more than one for calls below 0.1 ms, on buffers larger than the L2
     cache or in turn on several. With `is_device_only` the device first sleeps while the calls are enqueued, so that
-    only the work of the device counts, and no time that the host takes to launch it.
+    only the work of the device counts, and no time that the host takes to launch it, which is at most `enqueue_seconds`
+    a call.
     """
     if rounds < 1 or repeats < 1:
         msg = f"rounds is {rounds} and repeats {repeats}; both must be at least 1"
@@ -69,20 +72,35 @@ def interleaved(
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            found[name].append(_timed(call, repeats, is_device_only))
+            found[name].append(_timed(call, repeats, enqueue_seconds if is_device_only else 0.0))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-def _timed(call: Call, repeats: int, is_device_only: bool) -> float:
+def _timed(call: Call, repeats: int, enqueue_seconds: float) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if is_device_only:
-        torch.cuda._sleep(2_000_000 + 100_000 * repeats)  # clock cycles: about 1 ms, and 50 us for each call
+    if enqueue_seconds:
+        torch.cuda._sleep(
+            2_000_000 + int(2e9 * enqueue_seconds) * repeats
+        )  # clock cycles: 1 ms, and that for each call
     begin.record()
     for _ in range(repeats):
         call()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / repeats
+
+
+def enqueued(calls: Mapping[str, Call], rounds: int = 20) -> dict[str, float]:
+    """Median seconds that the host needs for one call of each onto an idle device; all run in turn in every round."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call()
+            found[name].append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def copy_bandwidth(mib: int = 4096, rounds: int = 20) -> float:

@@ -129,6 +129,11 @@ __device__ __forceinline__ Bits4 philox(u64 seed, u64 counter, u64 stream) {
     return {{c0, c1, c2, c3}};
 }
 
+// A seed that came with the launch, or that stands at an address.
+__device__ __forceinline__ u64 seed_word(u64 seed, u32 is_place) {
+    return is_place ? *reinterpret_cast<const u64*>(seed) : seed;
+}
+
 // Element i of a dropout has word i % 4 of counter i / 4 and stream 0; it is kept if its word is not below
 // `threshold`, the dropped part of 2^32.
 __device__ __forceinline__ bool is_kept(u64 seed, u64 element, u32 threshold) {

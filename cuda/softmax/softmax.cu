@@ -32,6 +32,7 @@ struct SoftmaxTerms {
     u32 threshold;  // of Philox words
     float scale;
     float keep_scale;  // 1 / (1 - ratio)
+    u32 is_place;      // the seed is the address of the seed
 };
 
 // Several rows in a warp, or one row in a part of it.
@@ -127,16 +128,17 @@ struct Share {
 
     // Dropped elements become 0, others are multiplied; `first` is the number of the row's first element.
     __device__ __forceinline__ void drop(float (&x)[S], u64 first, u32 limit, const SoftmaxTerms& t) const {
+        const u64 seed = seed_word(t.seed, t.is_place);
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
             if (column(c) >= limit) continue;
             const u64 element = first + column(c);
             if constexpr (W == 1) {
-                x[c] = is_kept(t.seed, element, t.threshold) ? __fmul_rn(x[c], t.keep_scale) : 0.0f;
+                x[c] = is_kept(seed, element, t.threshold) ? __fmul_rn(x[c], t.keep_scale) : 0.0f;
             } else {
 #pragma unroll
                 for (int k = 0; k < W; k += 4) {
-                    const Bits4 bits = philox(t.seed, (element + k) >> 2, 0);
+                    const Bits4 bits = philox(seed, (element + k) >> 2, 0);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const float kept = __fmul_rn(x[c * W + k + i], t.keep_scale);
@@ -420,8 +422,9 @@ __device__ __forceinline__ void drop_again(const T* x, T* out, u64 count, u64 se
 
 #define DROPOUT_KERNEL(tag, T)                                                                    \
     extern "C" __global__ void __launch_bounds__(256)                                             \
-        dropout_##tag(const T* x, T* out, u64 count, u64 seed, u32 threshold, float keep_scale) { \
-        drop_again(x, out, count, seed, threshold, keep_scale);                                   \
+        dropout_##tag(const T* x, T* out, u64 count, u64 seed, u32 threshold, float keep_scale,   \
+                      u32 is_place) {                                                             \
+        drop_again(x, out, count, seed_word(seed, is_place), threshold, keep_scale);              \
     }                                                                                             \
     MPISPEED_KERNEL(dropout_##tag)
 

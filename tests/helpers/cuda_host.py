@@ -8,17 +8,19 @@ import hashlib
 import os
 import re
 import shutil
-import struct
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from mpispeed._native.launch import Launch, Queue
 from mpispeed.native.cuda.catalog import KERNELS, sources
+from mpispeed.native.cuda.launcher import leading_pointers, packed
 from mpispeed.native.cuda.store import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +32,22 @@ LIBRARY = "MPISPEED_HOST_LIBRARY"
 _RESULTS = {1: "there is no such kernel", 2: "its arguments are not those of the catalog"}
 
 
+_NAMES = list(KERNELS)
+_ENTRY = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+)
+
+
 class HostLauncher:
-    """Runs a kernel as a loop over blocks, with fibers where it has barriers; warps in order, or in reverse."""
+    """Runs a kernel as a loop over blocks, with fibers where it has barriers; warps in order, or in reverse.
+
+    Launches come through the compiled module as on a device: only the driver's entry point is one of ours.
+    """
 
     processors = 4
 
@@ -43,11 +59,40 @@ class HostLauncher:
             is_reversed,
         )
         self.launched: list[str] = []
+        self.kept: dict[Any, Any] = {}
+        self._errors: list[Exception] = []
+        self._entry = _ENTRY(self._enter)
+        entry = ctypes.cast(self._entry, ctypes.c_void_p).value
+        self._queue = Queue(entry or 0, 0, 0, lambda device: 0, 0, nullcontext, self._failed)
 
     def launch(
         self, kernel: str, grid: tuple[int, int, int], threads: tuple[int, int, int], *args: Any, shared_bytes: int = 0
     ) -> None:
-        packed = struct.pack(KERNELS[kernel].arguments, *args)
+        self._queue.run(kernel, 1 + _NAMES.index(kernel), grid, threads, shared_bytes, packed(kernel, args))
+
+    def prepare(
+        self, kernel: str, grid: tuple[int, int, int], threads: tuple[int, int, int], tail: bytes = b"",
+        shared_bytes: int = 0, seed_at: int = -1,
+    ) -> Launch:  # fmt: skip
+        pointers = leading_pointers(kernel, tail)
+        function = 1 + _NAMES.index(kernel)
+        return Launch(self._queue, kernel, function, grid, threads, shared_bytes, pointers, tail, seed_at)
+
+    def _enter(self, function: int, *sizes: Any) -> int:
+        """As `cuLaunchKernel`: an exception must not leave it."""
+        *shape, shared, _stream, _params, extra = sizes
+        try:
+            length = ctypes.c_size_t.from_address(extra[3])
+            self._run(_NAMES[function - 1], shape[:3], shape[3:], shared, ctypes.string_at(extra[1], length.value))
+        except Exception as error:
+            self._errors.append(error)
+            return 1
+        return 0
+
+    def _failed(self, name: str, code: int) -> NoReturn:
+        raise self._errors.pop()
+
+    def _run(self, kernel: str, grid: list[int], threads: list[int], shared_bytes: int, words: bytes) -> None:
         triple = ctypes.c_uint * 3
         assert all(grid), f"{kernel}: a grid of {grid} blocks, which a device refuses"
         assert threads[0] * threads[1] * threads[2] <= 1024, f"{kernel}: {threads} threads in a block"
@@ -55,14 +100,8 @@ class HostLauncher:
         assert grid[2] < 65536, f"{kernel}: {grid} blocks"
         assert shared_bytes <= 48 * 1024, f"{kernel}: {shared_bytes} bytes of dynamic shared memory"
         self._reverse(int(self._is_reversed))
-        result = self._launch(
-            kernel.encode(),
-            triple(*grid),
-            triple(*threads),
-            ctypes.c_size_t(shared_bytes),
-            packed,
-            ctypes.c_size_t(len(packed)),
-        )
+        size, count = ctypes.c_size_t(shared_bytes), ctypes.c_size_t(len(words))
+        result = self._launch(kernel.encode(), triple(*grid), triple(*threads), size, words, count)
         assert result == 0, f"{kernel}: {_RESULTS.get(result, result)}"
         self.launched.append(kernel)
 

@@ -27,6 +27,9 @@ class Event(enum.Enum):
     # global_step, samples, phase, series (name -> value: bytes sent, bytes saved against sums in fp32, norm of rank 0's
     # errors), of an exchange that compresses; announced on rank 0 after steps that were applied
     CODED = "coded"
+    # global_step, samples, layers (name -> [2, experts]: choices of each expert by all ranks since the last step, and
+    # those of them that were dropped); announced on rank 0 of models with layers of experts, for monitors and the log
+    EXPERT_LOADS = "expert_loads"
     EVAL_END = "eval_end"  # global_step, samples, loss
     SAVE_END = "save_end"  # path, tag, seconds, stall_seconds (that training stood still), bytes; when it is complete
     LOAD_END = "load_end"  # path, tag, seconds

@@ -58,6 +58,7 @@ class Count(click.ParamType):
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes they run on.")
 @click.option("--zero-init", is_flag=True, help="The model is built inside of mpispeed.zero.Init.")
 @click.option("--activations", type=Count(), default=0, help="Bytes each rank needs besides, such as activations.")
+@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sample, to count rows to experts.")
 @click.option("--memory", type=Count(), help="Bytes of a node to compare with; default: what this machine has left.")
 @schedule_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -71,6 +72,7 @@ def plan(
     nodes: int,
     zero_init: bool,
     activations: int,
+    sequence_length: int | None,
     memory: int | None,
     schedule: str | None,
     as_json: bool,
@@ -87,6 +89,8 @@ def plan(
     if file is None or ranks is None:
         msg = "give CONFIG and the number of ranks, -n or --ranks; or --schedule, for a pipeline"
         raise click.UsageError(msg)
+    from mpispeed.engine.estimate.feasibility import Setup
+
     try:
         refuse_unused(drawing)
         if nodes > ranks:
@@ -94,7 +98,8 @@ def plan(
             raise ConfigError(msg)
         model = make_model(target, model_args, params, largest_layer)
         config = read_config(file)
-        answer, is_go = _answer(config, model, ranks, nodes, zero_init, activations, memory, as_json=as_json)
+        setup = Setup(config, ranks, nodes, zero_init, activations, sequence_length or 0)
+        answer, is_go = _answer(setup, model, memory, as_json=as_json)
     except MpispeedError as error:
         if as_json:
             click.echo(json.dumps({"ok": False, "error": str(error)}))
@@ -104,13 +109,9 @@ def plan(
     sys.exit(0 if is_go else 1)
 
 
-def _answer(
-    config: Any, model: Source, ranks: int, nodes: int, is_init_sharded: bool, extra: int, memory: int | None,
-    *, as_json: bool,
-) -> tuple[str, bool]:  # fmt: skip
-    from mpispeed.engine.estimate.feasibility import Limit, Setup, machine_limits
+def _answer(setup: Setup, model: Source, memory: int | None, *, as_json: bool) -> tuple[str, bool]:
+    from mpispeed.engine.estimate.feasibility import Limit, machine_limits
 
-    setup = Setup(config, ranks, nodes, is_init_sharded, extra)
     limits = machine_limits() if memory is None else [Limit("--memory", memory)]
     resolved, stages, verdict = forecast(setup, model, limits)
     write = _as_json if as_json else _as_text

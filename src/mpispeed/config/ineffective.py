@@ -50,12 +50,25 @@ def _is_outside(config: Config) -> bool:
     return section is not None and section.device != "none"
 
 
+_DEEPEP = "rows travel by MPI, which needs no such resources"
+_EXPERTS = {
+    "validate_folding_routing": "ranks that slice a model compute the same routing from the same input",
+    "async_split_plan": "counts of rows are in host memory when they are exchanged",
+    "disable_triton_grouped_mm": "there are no products by Triton",
+    "combine_impl": "outputs of experts are always weighted and added in fp32, in the order of a token's choices",
+    "row_weighting_impl": "outputs of experts are weighted where they are added",
+    "gate_up_impl": "gates and up projections are one product where they are one tensor",
+    "comm_num_sm": _DEEPEP,
+    "comm_qp_margin": _DEEPEP,
+    "comm_max_tokens_per_rank": "any number of rows may travel",
+}
+
 # Path -> why. Keys below a section that has its own `enabled` and is off or refused need no row.
 NO_EFFECT: dict[str, str] = {
     "disable_allgather": "updated parameters always have to be gathered",
     "graph_harvesting": "there are no device graphs to replay",
     "seq_parallel_comm_data_type": "it is for sequence parallelism",
-    "use_data_before_expert_parallelism": "there are no expert ranks",
+    "use_data_before_expert_parallelism": "ranks that share experts are always neighbours on the data axis",
     "zero_force_ds_cpu_optimizer": "any optimizer updates states in host memory, only the own those in files",
     "optimizer.legacy_fusion": "there is one fused optimizer step",
     "bf16.immediate_grad_update": "gradients are always added as soon as they are there",
@@ -77,6 +90,7 @@ NO_EFFECT: dict[str, str] = {
     "tensor_parallel.tensor_parallel.tp_group": _GROUP,
     "tensor_parallel.keep_module_on_host": "modules are cut in host memory",
     "tensor_parallel.replace_with_kernel_inject": "there are no fused modules to put in their place",
+    **{f"expert_parallel.{key}": why for key, why in _EXPERTS.items()},
     "timers.throughput.enabled": _THROUGHPUT,
     "timers.throughput.synchronized": _THROUGHPUT,
 }

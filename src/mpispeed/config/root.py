@@ -11,6 +11,7 @@ from mpispeed.config.checkpoint import Checkpoint, Nebula
 from mpispeed.config.compress import CompressionTraining, QuantizeTraining
 from mpispeed.config.data import CurriculumLearning, DataEfficiency, Eigenvalue
 from mpispeed.config.elastic import Elasticity
+from mpispeed.config.experts import ExpertParallel
 from mpispeed.config.later import Autotuning, HybridEngine, ProgressiveLayerDrop, SparseAttention, WeightQuantization
 from mpispeed.config.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Guard, Tensorboard, Timers, Wandb
 from mpispeed.config.offload import Aio
@@ -85,6 +86,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointing = subsection(ActivationCheckpointing, "Kept activations.")
     pipeline: Pipeline = subsection(Pipeline, "Layers spread over ranks.")
     tensor_parallel: TensorParallel = subsection(TensorParallel, "Layers cut over ranks.")
+    expert_parallel: ExpertParallel = subsection(ExpertParallel, "Experts of transformers' models spread over ranks.")
     tensorboard: Tensorboard = subsection(Tensorboard, "TensorBoard.")
     csv_monitor: CsvMonitor = subsection(CsvMonitor, "CSV files.")
     wandb: Wandb = subsection(Wandb, "Weights & Biases.")

@@ -49,6 +49,12 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row("amp", _is_on, "Apex amp is not available; use fp16 or bf16"),
     Row("flops_profiler", _is_on, "counting floating-point operations is not available; set enabled to false"),
     Row("autotuning", _is_on, "autotuning is not available; set enabled to false"),
+    Row(
+        "expert_parallel.score_apply",
+        lambda value: value == "pre",
+        "weights for inputs of experts are not available; use post, as the models do, or auto",
+    ),
+    Row("expert_parallel.comm_backend", lambda value: value == "deepep", "deepep is not available; use comm"),
     Row("sparse_attention", lambda s: s is not None, "sparse attention is not available; remove the section"),
     Row("data_efficiency", _is_on, "data efficiency is not available; set enabled to false"),
     Row(f"{_SAMPLING}.curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),

@@ -16,6 +16,7 @@ from mpispeed.config.load import LoadedConfig, read_source
 from mpispeed.engine import features
 from mpispeed.engine.agreement import configuring
 from mpispeed.engine.attached import transform
+from mpispeed.engine.blocks import take_blocks
 from mpispeed.engine.build.assemble import assemble
 from mpispeed.engine.distributed import DEFAULT_PORT, init_distributed
 from mpispeed.engine.engine import Engine
@@ -189,9 +190,10 @@ def _resolve(
     content, where = source
     forget_own_cuts(model)
     node = ranks_per_node(world)
-    distinct = set[int]().union(*world.comm.gather_objects(distinct_sizes(model)))  # stages have different layers
     with configuring(world.comm):
         loaded = accept(content, where)
+        take_blocks(model, loaded.config)
+    distinct = set[int]().union(*world.comm.gather_objects(distinct_sizes(model)))  # stages have different layers
     with configuring(world.comm):  # an mpu is read by all ranks or by none
         axes = choose_axes(loaded.config, world, model, mpu)
         dtype = _floating_dtype(model)

@@ -1,4 +1,4 @@
-"""Layers of experts in a run: their ranks, and the biases of their routers."""
+"""Layers of experts in a run: their ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.distinct import distinct_over
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
-from mpispeed.engine.hooks import Context, Hooks, Setup
-from mpispeed.engine.step import Place
-from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts, Router
+from mpispeed.engine.hooks import Context, Setup
+from mpispeed.nn.expert import ExpertModules, FusedExperts, Levels, RoutedExperts, Router
 from mpispeed.optim.expert_groups import is_moe_param
-from mpispeed.plan.placements import distinct_factor
+from mpispeed.plan.placements import NEAR, distinct_factor, far
+from mpispeed.sharding.init_experts import InitExperts
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpispeed.engine.step import StepContext
-    from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
+    from mpispeed.store.layout import Table
 
 
 _shared_out: weakref.WeakSet[RoutedExperts] = weakref.WeakSet()
@@ -29,6 +28,9 @@ _shared_out: weakref.WeakSet[RoutedExperts] = weakref.WeakSet()
 def transform(model: nn.Module, setup: Setup) -> None:
     """Share experts out over `ep_size` neighbours on the data axis, as `share_out`."""
     share_out(model, setup.mesh)
+    for router in model.modules():
+        if isinstance(router, Router):
+            router.set_balance_group(setup.mesh["data"])
 
 
 def share_out(model: nn.Module, mesh: Mesh) -> None:
@@ -39,14 +41,39 @@ def share_out(model: nn.Module, mesh: Mesh) -> None:
     """
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts) and layer.ep_size > 1:
-            group = mesh[distinct_factor(layer.ep_size).name]
+            factor = distinct_factor(layer.ep_size)
             problem = _problem(layer)
             if problem:
                 msg = f"layer {name} shares its experts out over ep_size = {layer.ep_size} ranks: {problem}"
                 raise ConfigError(msg)
-            layer.set_expert_group(group)
+            hands = InitExperts(mesh[str(factor.rest)])
+            layer.set_expert_group(mesh[factor.name], _levels(mesh, layer.ep_size), hands=hands)
+            hands.finish()
             _shared_out.add(layer)
     _refuse_own_kinds(model, mesh["data"].size)
+
+
+def _levels(mesh: Mesh, ranks: int) -> Levels | None:
+    """Inside and between nodes, if groups of `ranks` neighbours fill several nodes with several ranks each."""
+    return Levels(mesh[NEAR], mesh[far(ranks)]) if mesh.topology.has(far(ranks)) else None
+
+
+def require_alike(table: Table, mesh: Mesh) -> None:
+    """Require that data ranks have their parameters in units of the same kinds and lengths, one by one.
+
+    Collective over: all ranks.
+
+    Raises:
+        ConfigError: on every rank; some ranks train other experts than others do, or in other groups.
+    """
+    own = [(unit.is_trainable, unit.kind, unit.layout.padded, unit.layout.reckoned) for unit in table.all_units]
+    everyone = mesh["data"].gather_objects(own)
+    odd = [rank for rank, units in enumerate(everyone) if units != everyone[0]]
+    problem = (
+        f"data ranks {odd[:8]} have experts in other units than data rank 0: freeze experts (requires_grad) and divide "
+        "them into parameter groups alike at the same places of all ranks, or all experts of a layer alike"
+    )
+    mesh.world.comm.agree(not odd, problem, ConfigError)
 
 
 def _refuse_own_kinds(model: nn.Module, ranks: int) -> None:
@@ -86,8 +113,11 @@ def check_groups(model: nn.Module) -> None:
 def _problem(layer: RoutedExperts) -> str:
     """The reason why an engine cannot train a layer whose experts are shared out, or ""."""
     experts = layer.experts
-    if experts.num_experts % layer.ep_size:
-        return f"they do not divide the {experts.num_experts} experts, as engines need it; choose a divisor"
+    if layer.ep_size > experts.num_experts:
+        return (
+            f"some would have none of the {experts.num_experts} experts; choose an ep_size of at most so many that "
+            "divides the data ranks, and neighbours beyond it have copies of the experts"
+        )
     if not isinstance(experts, ExpertModules | FusedExperts):
         return f"{type(experts).__name__} is neither ExpertModules nor FusedExperts; derive it from one of them"
     if any(True for _ in experts.buffers()):
@@ -95,27 +125,16 @@ def _problem(layer: RoutedExperts) -> str:
     return ""
 
 
-def attach(context: Context) -> Hooks | None:
-    """Balance loads by the biases of routers that have one; let groups go when the engine ends. Local."""
+def attach(context: Context) -> None:
+    """Let groups go when the engine ends. Local."""
     layers = [each for each in context.module.modules() if isinstance(each, RoutedExperts) and each in _shared_out]
+
+    routers = [each for each in context.module.modules() if isinstance(each, Router)]
 
     def leave(_: Any) -> None:
         for layer in layers:
             layer.leave_expert_group()
+        for router in routers:
+            router.set_balance_group(None)
 
     context.bus.subscribe(Event.CLOSE, leave)
-    routers = [each for each in context.module.modules() if isinstance(each, Router) and each.bias is not None]
-    return Hooks([(Place.PUBLISHED, MoveBiases(routers, context.mesh["data"]))]) if routers else None
-
-
-class MoveBiases:
-    """Part of a step that moves the biases of routers, once for each update that is applied."""
-
-    def __init__(self, routers: list[Router], comm: Comm) -> None:
-        self._routers, self._comm = routers, comm
-
-    def __call__(self, ctx: StepContext) -> None:
-        """Collective over: the data axis."""
-        if not ctx.skip:
-            for router in self._routers:
-                router.update_bias(self._comm)

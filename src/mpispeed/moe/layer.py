@@ -35,7 +35,6 @@ class MoE(nn.Module):
     Attributes:
         deepspeed_moe: router and experts, as `gate` and `experts`.
         num_experts: experts of the layer, on all ranks.
-        num_local_experts: those of this rank.
         ep_size: ranks that share the experts out.
         expert_group_name: "ep_size_" and their number.
         mlp: with `use_residual`, the module that all tokens go through, too.
@@ -66,7 +65,8 @@ class MoE(nn.Module):
             hidden_size: of tokens.
             expert: the module that experts are copies of; it keeps the width. Of a tuple the first element counts.
             num_experts: experts of the layer, on all ranks.
-            ep_size: ranks that share the experts out; divides `num_experts`.
+            ep_size: ranks that share the experts out, at most `num_experts`; where they do not divide, the first ranks
+                have one expert more.
             k: experts for each token.
             capacity_factor: an expert takes tokens / experts * k times this from each rank, in training.
             eval_capacity_factor: the same in evaluation.
@@ -76,7 +76,8 @@ class MoE(nn.Module):
             drop_tokens: choices that a full expert does not take are dropped; False: experts take all.
             use_rts: for k = 1, a full expert keeps a random selection instead of the first tokens.
             use_tutel: accepted; the one path here does without padding, as Tutel's.
-            enable_expert_tensor_parallelism: accepted; matters only where the model is sliced.
+            enable_expert_tensor_parallelism: where the model's layers are sliced, slice experts too; otherwise each
+                slice has whole experts, and sends them its part of the tokens.
             top2_2nd_expert_sampling: for k = 2, sample the second expert with Gumbel noise, in training.
 
         Raises:
@@ -85,20 +86,25 @@ class MoE(nn.Module):
         super().__init__()
         _check(num_experts, ep_size, noisy_gate_policy, use_tutel)
         self.num_experts, self.ep_size = num_experts, ep_size
-        self.num_local_experts = num_experts // ep_size
         self.expert_group_name = f"ep_size_{ep_size}"
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         factors = (capacity_factor, eval_capacity_factor) if drop_tokens else (None, None)
         options = _options(k, factors, min_capacity, use_rts, noisy_gate_policy, top2_2nd_expert_sampling)
-        experts = ExpertModules(expert, num_experts, self.num_local_experts)
+        experts = ExpertModules(expert, num_experts, -(-num_experts // ep_size))
         for param in experts.parameters():
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = self.expert_group_name  # type: ignore[attr-defined]
-        self.deepspeed_moe = RoutedExperts(Router(hidden_size, num_experts, options), experts, ep_size=ep_size)
+        router, slices_experts = Router(hidden_size, num_experts, options), enable_expert_tensor_parallelism
+        self.deepspeed_moe = RoutedExperts(router, experts, ep_size=ep_size, slices_experts=slices_experts)
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of this rank; before it has its group, those of the rank with most."""
+        return len(self.deepspeed_moe.experts.held)
 
     def set_expert_group(self, comm: Comm, levels: Levels | None = None) -> None:
         """Tell the layer the ranks that share its experts out; done by `mpispeed.initialize`.
@@ -189,9 +195,10 @@ def _options(
 def _check(num_experts: int, ep_size: int, noisy_gate_policy: str | None, use_tutel: bool) -> None:
     if use_tutel:
         log.once(logger, logging.INFO, "use_tutel has no effect: rows go to experts without padding in any case")
-    if ep_size < 1 or num_experts % ep_size:
-        msg = f"Number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size}); "
-        msg += "choose an ep_size that divides num_experts"
+    if not 1 <= ep_size <= num_experts:
+        msg = (
+            f"ep_size = {ep_size} ranks cannot share {num_experts} experts out; choose a number from 1 to {num_experts}"
+        )
         raise ConfigError(msg)
     if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
         msg = f"noisy_gate_policy = {noisy_gate_policy!r} is unknown; use None, 'None', 'Jitter' or 'RSample'"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,10 @@ LOSS_SCALE = "Train/Samples/loss_scale"
 EVAL_LOSS = "Train/Samples/eval_loss"
 CODED = "Train/Samples/"
 """What the names of series of compressed exchanges begin with."""
+EXPERTS = "Train/Samples/"
+"""What the names of series of layers of experts begin with; the name of the layer follows."""
+MOST_SINGLE_EXPERTS = 256
+"""With more experts in all layers, single ones have no series: each is an open file of the CSV monitor."""
 
 
 class Sink(Protocol):
@@ -47,6 +51,7 @@ class Watcher:
         bus.subscribe(Event.STEP_END, self._on_step)
         bus.subscribe(Event.EVAL_END, self._on_eval)
         bus.subscribe(Event.CODED, self._on_coded)
+        bus.subscribe(Event.EXPERT_LOADS, self._on_expert_loads)
         bus.subscribe(Event.CLOSE, self._on_close)
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
@@ -69,12 +74,40 @@ class Watcher:
         for name, value in event["series"].items():
             self._sink.write(CODED + name, float(value), event["samples"])
 
+    def _on_expert_loads(self, event: Mapping[str, Any]) -> None:
+        loads = {name: (chosen.tolist(), dropped.tolist()) for name, (chosen, dropped) in event["layers"].items()}
+        has_single = sum(len(chosen) for chosen, _ in loads.values()) <= MOST_SINGLE_EXPERTS
+        for name, (chosen, dropped) in loads.items():
+            for series, value in expert_series(chosen, dropped, has_single=has_single):
+                self._sink.write(f"{EXPERTS}{name}/{series}", value, event["samples"])
+        self._sink.flush()
+
     def _on_eval(self, event: Mapping[str, Any]) -> None:
         self._sink.write(EVAL_LOSS, event["loss"], event["samples"])
         self._sink.flush()
 
     def _on_close(self, event: Mapping[str, Any]) -> None:
         self._sink.close()
+
+
+def expert_series(chosen: Sequence[int], dropped: Sequence[int], *, has_single: bool) -> Iterator[tuple[str, float]]:
+    """Names and values of the series of one layer of experts.
+
+    Loads are choices divided by their mean over experts: 1 where they are balanced. The highest is 1 + MaxVio of Wang
+    et al., arXiv 2408.15664. Without tokens all are 0.
+
+    Args:
+        chosen: choices of each expert.
+        dropped: those of them that were dropped.
+        has_single: give the load of each expert, too.
+    """
+    total = max(sum(chosen), 1)
+    loads = [count * len(chosen) / total for count in chosen]
+    yield "expert_max_load", max(loads)
+    yield "expert_min_load", min(loads)
+    yield "expert_dropped", sum(dropped) / total
+    if has_single:
+        yield from ((f"expert_load_{number}", load) for number, load in enumerate(loads))
 
 
 def attach(bus: Bus, sinks: Iterable[Sink]) -> None:

@@ -66,7 +66,7 @@ def attention(
     check_mask(mask, (*q.shape[:3], k.shape[2]), q.device)
     drops = training and philox.threshold(ratio) > 0
     if drops and seed is None:
-        seed = philox.draw_seed()
+        seed = philox.draw_seed(q)
     factor = 1.0 / math.sqrt(max(q.shape[3], 1)) if scale is None else scale
     seed, ratio = (seed, ratio) if drops else (None, 0.0)
     out: Tensor = _attention(q, k, v, mask, seed, factor, is_causal, ratio, keeps_dropped)[0]

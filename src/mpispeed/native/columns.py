@@ -6,6 +6,8 @@ gradient of a bias has the same bits in every run.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -42,13 +44,18 @@ def tile(
 
     `at_once` blocks of the kernel fit on a multiprocessor (its launch bounds).
     """
+    return _tile(launcher.processors * at_once, rows, cols, width)
+
+
+@lru_cache(4096)
+def _tile(places: int, rows: int, cols: int, width: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     vectors = -(-cols // width)
     x = min(32, 1 << (vectors - 1).bit_length())
     if width > 1:  # narrower blocks leave fewer threads without columns; eight vectors are 128 bytes
         x = next((x for x in (32, 16, 8) if -(-vectors // x) * x <= 1.05 * vectors), x)
     y = TILE_THREADS // x
     across = -(-vectors // x)
-    down = min(-(-rows // y), _rows_of_blocks(across, launcher.processors * at_once), 65535)
+    down = min(-(-rows // y), _rows_of_blocks(across, places), 65535)
     return (across, down, 1), (x, y, 1)
 
 

@@ -6,15 +6,15 @@ less, and backward adds the gradient that goes around the norm within the pass o
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 from torch import Tensor
 
-from mpispeed.native.columns import inner_dtype, pointer
+from mpispeed._native.launch import are_aligned
+from mpispeed.native.columns import inner_dtype, vector
 from mpispeed.native.cuda import ops, philox
-from mpispeed.native.cuda.catalog import TAGS
-from mpispeed.native.norm import check, forward_shape, launcher_for_rows, norm_backward, norm_reference
+from mpispeed.native.norm import check, launcher_for_rows, norm_backward, norm_reference
+from mpispeed.native.pass_kernels import Rows, drop_norm_pass
 from mpispeed.native.transformer import drop_backward, drop_reference
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -26,7 +26,7 @@ def bias_dropout_layer_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sum `residual + dropout(x + x_bias)`, rounded, and its layer norm.
 
-    Shapes: x and residual [..., n]; x_bias, weight and bias [n]; seed an int64 scalar in host memory. Results are
+    Shapes: x and residual [..., n]; x_bias, weight and bias [n]; seed an int64 scalar. Results are
     contiguous.
 
     Args:
@@ -49,7 +49,7 @@ def bias_dropout_layer_norm(
     if not training or ratio == 0:
         ratio, seed = 0.0, None
     elif seed is None:
-        seed = philox.draw_seed()
+        seed = philox.draw_seed(x)
     y, total = _drop_norm(x, x_bias, residual, weight, bias, ratio, seed, eps)[:2]
     return total, y
 
@@ -74,11 +74,12 @@ def _run(
     x_bias, weight, bias = (t if t is None else t.contiguous() for t in (x_bias, weight, bias))
     y, total, mean, rstd = _fake(x, x_bias, residual, weight, bias, ratio, seed, eps)
     if x.numel():
-        way, grid, block, terms = forward_shape(x, eps, x_bias, residual, weight, bias)
-        key, threshold = (0, 0) if seed is None else (int(seed) % 2**64, philox.threshold(ratio))
-        dropout = struct.pack("QIf", key, threshold, 1 / (1 - ratio))
-        tensors = map(pointer, (y, total, mean, rstd, x, x_bias, residual, weight, bias))
-        runs.launch(f"drop_layer_norm_{way}_{TAGS[x.dtype]}", grid, block, *tensors, terms, dropout)
+        cols = x.shape[-1]
+        is_whole = cols % vector(x.dtype) == 0 and are_aligned(x, x_bias, residual, weight, bias)
+        rows = Rows(runs, x.numel() // cols, cols, x.dtype)
+        by_place = philox.is_place(seed)
+        launch = drop_norm_pass(rows, 0.0 if seed is None else ratio, eps, by_place, is_whole=is_whole)
+        launch.seeded(philox.word(seed, by_place), y, total, mean, rstd, x, x_bias, residual, weight, bias)
     return y, total, mean, rstd
 
 

@@ -7,19 +7,17 @@ bias are sums in a fixed order: the same bits in every run on the same device.
 
 from __future__ import annotations
 
-import struct
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpispeed.native.columns import add_up, inner_dtype, is_wide, pointer, tile, vector
+from mpispeed.native.columns import inner_dtype
 from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher
-
-_KEPT = 4  # vectors of a thread that keeps a row in registers
-_GRAD_ROWS = ((8, 2048), (16, 8192))  # columns of a thread, and columns of the longest row for that
+from mpispeed.native.norm_kernels import calls
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
@@ -30,8 +28,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     Raises:
         ValueError: shapes or dtypes do not fit. Within `torch.autocast` weight and bias come in x's dtype.
     """
-    check("layer_norm", x, None, weight, bias)
-    y: Tensor = _norm(x, None, weight, bias, eps, True)[0]
+    y: Tensor = _normed("layer_norm", x, None, weight, bias, eps, True)
     return y
 
 
@@ -45,8 +42,7 @@ def add_layer_norm(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    check("add_layer_norm", x, residual, weight, bias)
-    y, total = _norm(x, residual, weight, bias, eps, True)[:2]
+    y, total = _normed("add_layer_norm", x, residual, weight, bias, eps, True)
     return total, y
 
 
@@ -77,8 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     Raises:
         ValueError: shapes or dtypes do not fit. Within `torch.autocast` the weight comes in x's dtype.
     """
-    check("rms_norm", x, None, weight, None)
-    y: Tensor = _norm(x, None, weight, None, eps, False)[0]
+    y: Tensor = _normed("rms_norm", x, None, weight, None, eps, False)
     return y
 
 
@@ -90,9 +85,33 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    check("add_rms_norm", x, residual, weight, None)
-    y, total = _norm(x, residual, weight, None, eps, False)[:2]
+    y, total = _normed("add_rms_norm", x, residual, weight, None, eps, False)
     return total, y
+
+
+def _normed(
+    name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    is_centered: bool,
+) -> Any:  # fmt: skip
+    """y, or y and the sum if there is a residual: by kernels at once where they take the tensors as they are."""
+    if not torch.compiler.is_compiling():
+        got = calls.run(x, residual, weight, bias, eps, is_centered)
+        if got is not None:
+            return got
+    check(name, x, residual, weight, bias)
+    y, total = _norm(x, residual, weight, bias, eps, is_centered)[:2]
+    return y if residual is None else (y, total)
+
+
+class _AtOnce(torch.autograd.Function):
+    """Kernels without torch's dispatcher between; the passes are compiled."""
+
+    forward = staticmethod(calls.function_forward)
+    backward = staticmethod(calls.function_backward)
+
+
+calls.refuse = partial(ops.refuse_second_derivative, "a norm")
+calls.apply = ops.apply_of(_AtOnce)
 
 
 def norm_reference(
@@ -165,35 +184,14 @@ def _run(
     y, total, mean, rstd = _fake(x, residual, weight, bias, eps, is_centered)
     if not x.numel():
         return y, total, mean, rstd
-    way, grid, block, terms = forward_shape(x, eps, residual, weight, bias)
-    name = f"{'layer' if is_centered else 'rms'}_norm_{way}_{TAGS[x.dtype]}"
-    tensors = (y, total if residual is not None else None, mean, rstd, x, residual, weight, bias)
-    runs.launch(name, grid, block, *map(pointer, tensors), terms)
+    stored = None if residual is None else total
+    calls.launch(runs, y, stored, mean, rstd, x, residual, weight, bias, eps, is_centered)
     return y, total, mean, rstd
 
 
 def launcher_for_rows(x: Tensor) -> Launcher | None:
     """The launcher of kernels for rows of `x`; None if the reference runs: no kernel, or more rows than blocks."""
     return launcher.for_tensor(x) if x.dtype in TAGS and x.numel() < x.shape[-1] << 31 else None
-
-
-def forward_shape(
-    x: Tensor, eps: float, *others: Tensor | None
-) -> tuple[str, tuple[int, int, int], tuple[int, int, int], bytes]:
-    """Choice between the two kernels of a forward pass, with its grid, its block and its packed terms."""
-    cols = x.shape[-1]
-    rows = x.numel() // cols
-    wide = is_wide(cols, x, *others)
-    vectors = cols // vector(x.dtype)
-    is_kept = wide and vectors <= 1024 * _KEPT
-    threads = _whole_warps(-(-vectors // _KEPT)) if is_kept else _whole_warps(min(1024, vectors if wide else cols))
-    down = 256 // threads if is_kept and threads == 32 else 1
-    terms = struct.pack("QQfi", rows, cols, eps, wide)
-    return "kept" if is_kept else "any", (-(-rows // down), 1, 1), (threads, down, 1), terms
-
-
-def _whole_warps(threads: int) -> int:
-    return (threads + 31) // 32 * 32
 
 
 def _fake(
@@ -221,64 +219,8 @@ def _run_backward(
     if not x.numel():
         return outs[0], outs[1].zero_(), outs[2].zero_()
     sums = (outs[1] if with_weight else None, outs[2] if with_bias else None)
-    if is_wide(x.shape[-1], dy, add, x, weight):
-        for width, limit in _GRAD_ROWS:
-            if x.shape[-1] <= limit and x.shape[-1] % width == 0:
-                _launch_kept(runs, width, outs[0], sums, dy, add, x, weight, mean, rstd)
-                return outs
-    _launch_any(runs, outs[0], sums, dy, add, x, weight, mean, rstd)
+    calls.launch_backward(runs, outs[0], *sums, dy, add, x, weight, mean, rstd)
     return outs
-
-
-def _partial(x: Tensor, rows: int, sums: tuple[Tensor | None, ...]) -> tuple[Tensor, list[int]]:
-    """Room for partial sums of both vectors, and where those are written that are wanted (else 0)."""
-    rows = 0 if all(out is None for out in sums) else rows
-    partial = torch.empty((2, rows, x.shape[-1]), dtype=torch.float32, device=x.device)
-    return partial, [0 if out is None else partial[k].data_ptr() for k, out in enumerate(sums)]
-
-
-def _launch_kept(
-    runs: Launcher, width: int, dx: Tensor, sums: tuple[Tensor | None, ...], dy: Tensor, add: Tensor | None, x: Tensor,
-    weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
-) -> None:  # fmt: skip
-    """Everything in one pass: blocks walk over rows and keep sums of their columns."""
-    cols = x.shape[-1]
-    rows = x.numel() // cols
-    across = _whole_warps(cols // width)
-    down = max(1, 256 // across)
-    # As many blocks as the registers of a multiprocessor hold at once (launch bounds of the kernel).
-    at_once = (3 if x.dtype.itemsize == 2 else 2) if width == 8 else 1 if across > 256 else 2
-    blocks = min(-(-rows // down), runs.processors * at_once)
-    partial, places = _partial(x, blocks, sums)
-    inputs = (dy, add, x, weight, mean, rstd)
-    name = f"{'rms' if mean is None else 'layer'}_norm_backward_{width}_{TAGS[x.dtype]}"
-    terms = struct.pack("QQii", rows, cols, 1, 0)
-    shared = across * down * width * 4 if down > 1 else 0
-    arguments = (pointer(dx), *places, *map(pointer, inputs), terms)
-    runs.launch(name, (blocks, 1, 1), (across, down, 1), *arguments, shared_bytes=shared)
-    add_up(runs, partial, sums)
-
-
-def _launch_any(
-    runs: Launcher, dx: Tensor, sums: tuple[Tensor | None, ...], dy: Tensor, add: Tensor | None, x: Tensor,
-    weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
-) -> None:  # fmt: skip
-    cols = x.shape[-1]
-    rows = x.numel() // cols
-    norm, tag = "rms" if mean is None else "layer", TAGS[x.dtype]
-    wide = is_wide(cols, dy, add, x, weight)
-    width = vector(x.dtype) if wide else 1
-    threads = _whole_warps(min(1024, cols // width))
-    terms = struct.pack("QQii", rows, cols, wide, 0)
-    inputs = map(pointer, (dy, add, x, weight, mean, rstd))
-    runs.launch(f"{norm}_norm_backward_any_{tag}", (rows, 1, 1), (threads, 1, 1), pointer(dx), *inputs, terms)
-    if any(out is not None for out in sums):
-        grid, block = tile(runs, rows, cols, width)
-        partial, places = _partial(x, grid[1], sums)
-        inputs = map(pointer, (dy, x, mean, rstd))
-        shared = block[0] * block[1] * width * 4
-        runs.launch(f"{norm}_norm_columns_{tag}", grid, block, *places, *inputs, terms, shared_bytes=shared)
-        add_up(runs, partial, sums)
 
 
 def _fake_backward(

@@ -12,10 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mpispeed.native.columns import add_up, inner_dtype, is_wide, pointer, tile, vector
+from mpispeed._native.launch import are_aligned
+from mpispeed.native.columns import inner_dtype, tile, vector
 from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.launcher import keep
 from mpispeed.native.flat import divisor
+from mpispeed.native.norm_kernels import prepare_add_up
 
 _AT_ONCE = 3  # blocks on a multiprocessor, by the launch bounds of the kernels
 
@@ -153,10 +156,9 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor, is_halved: bool) -> Tensor:
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
-def _fits_wide(cols: int, size: int, rotated: int, is_halved: bool, *tensors: Tensor | None) -> bool:
-    first = next(t for t in tensors if t is not None)
-    width = vector(first.dtype)
-    return is_wide(cols, *tensors) and size % width == 0 and rotated % (2 * width if is_halved else width) == 0
+def _fits_wide(dtype: torch.dtype, cols: int, size: int, rotated: int, is_halved: bool) -> bool:
+    width = vector(dtype)
+    return cols % width == 0 and size % width == 0 and rotated % (2 * width if is_halved else width) == 0
 
 
 def _terms(rows: int, sequence: int, heads: int, key_heads: int, size: int, rotated: int, *flags: bool) -> bytes:
@@ -177,11 +179,15 @@ def _run(
     q, k, v = _fake(qkv, bias, cosine, sine, heads, key_heads, is_halved)
     if rows:
         size, rotated = q.shape[-1], 0 if cosine is None else 2 * cosine.shape[1]
-        wide = _fits_wide(cols, size, rotated, is_halved, qkv, bias, cosine, sine)
-        grid, block = tile(runs, rows, cols, vector(qkv.dtype) if wide else 1, _AT_ONCE)
-        terms = _terms(rows, qkv.shape[1], heads, key_heads, size, rotated, is_halved, wide)
-        tensors = (q, k, v, qkv, bias, cosine, sine)
-        runs.launch(f"split_qkv_{TAGS[qkv.dtype]}", grid, block, *map(pointer, tensors), terms)
+        aligned = are_aligned(qkv, bias, cosine, sine)
+        key = ("split", qkv.dtype, rows, qkv.shape[1], heads, key_heads, size, rotated, is_halved, aligned)
+        launch = runs.kept.get(key)
+        if launch is None:
+            wide = aligned and _fits_wide(qkv.dtype, cols, size, rotated, is_halved)
+            grid, block = tile(runs, rows, cols, vector(qkv.dtype) if wide else 1, _AT_ONCE)
+            terms = _terms(rows, qkv.shape[1], heads, key_heads, size, rotated, is_halved, wide)
+            launch = keep(runs, key, runs.prepare(f"split_qkv_{TAGS[qkv.dtype]}", grid, block, terms))
+        launch(q, k, v, qkv, bias, cosine, sine)
     return q, k, v
 
 
@@ -210,16 +216,22 @@ def _run_merge(
     if not rows:
         return whole, dbias.zero_()
     rotated = 0 if cosine is None else 2 * cosine.shape[1]
-    wide = _fits_wide(cols, size, rotated, is_halved, dq, dk, dv, cosine, sine)
-    width = vector(dq.dtype) if wide else 1
-    grid, block = tile(runs, rows, cols, width, _AT_ONCE)
-    terms = _terms(rows, sequence, heads, key_heads, size, rotated, is_halved, wide)
-    partial = torch.empty((1, grid[1], cols), dtype=torch.float32, device=dq.device) if with_bias else None
-    places = map(pointer, (whole, partial, dq, dk, dv, cosine, sine))
-    shared = block[0] * block[1] * width * 4 if with_bias else 0
-    runs.launch(f"merge_qkv_{TAGS[dq.dtype]}", grid, block, *places, terms, shared_bytes=shared)
-    if partial is not None:
-        add_up(runs, partial, (dbias,))
+    aligned = are_aligned(dq, dk, dv, cosine, sine)
+    key = ("merge", dq.dtype, rows, sequence, heads, key_heads, size, rotated, is_halved, aligned, with_bias)
+    found = runs.kept.get(key)
+    if found is None:
+        wide = aligned and _fits_wide(dq.dtype, cols, size, rotated, is_halved)
+        width = vector(dq.dtype) if wide else 1
+        grid, block = tile(runs, rows, cols, width, _AT_ONCE)
+        terms = _terms(rows, sequence, heads, key_heads, size, rotated, is_halved, wide)
+        shared = block[0] * block[1] * width * 4 if with_bias else 0
+        launch = runs.prepare(f"merge_qkv_{TAGS[dq.dtype]}", grid, block, terms, shared)
+        found = keep(runs, key, (launch, prepare_add_up(runs, dq.dtype, grid[1], cols, 1), grid[1] * cols))
+    launch, add_up, parts = found
+    partial = torch.empty(parts, dtype=torch.float32, device=dq.device) if with_bias else None
+    launch(whole, partial, dq, dk, dv, cosine, sine)
+    if with_bias:
+        add_up(dbias, None, partial)
     return whole, dbias
 
 

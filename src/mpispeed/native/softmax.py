@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpispeed._native.launch import are_aligned
 from mpispeed.native.cuda import launcher, ops, philox
 from mpispeed.native.cuda.catalog import TAGS
 
@@ -23,6 +24,13 @@ _LONG_THREADS = 512
 _SHORT, _MIDDLE, _BLOCK = 256, 512, 8192  # the longest rows of 32 lanes with 8 and 16 elements, and of a block
 _MOST_ROWS = 2**31 - 1
 _SCORE_DIMS = 4
+_SEED_AT = 24  # bytes before the seed in SoftmaxTerms
+
+_Masking = tuple[Tensor | None, int, tuple[int, ...]]
+"""A mask as kernels read it, its kind, and its strides over batch, heads and queries."""
+
+_How = tuple[float, bool, float, bool]
+"""Scale, whether it is causal, ratio of the dropout, and whether its seed is read from memory."""
 
 
 def masked_softmax(
@@ -64,7 +72,7 @@ def masked_softmax(
     check_mask(mask, tuple(scores.shape), scores.device)
     drops = training and philox.threshold(ratio) > 0
     if drops and seed is None:
-        seed = philox.draw_seed()
+        seed = philox.draw_seed(scores)
     out: Tensor = _softmax(scores, mask, seed if drops else None, scale, is_causal, ratio if drops else 0.0)[0]
     return out
 
@@ -114,11 +122,11 @@ def run_softmax(
     dropped = torch.empty_like(scores) if ratio else scores.new_empty(0)
     if scores.numel():
         mask, kind, strides = _prepared(mask, scores)
-        tensors = [scores, probs, dropped] if ratio else [scores, probs]
-        terms = _terms(scores, (mask, kind, strides), seed, scale, is_causal, ratio)
-        pointers = (scores.data_ptr(), mask.data_ptr() if mask is not None else 0, probs.data_ptr())
-        name, grid, threads = _shape_of_launch("softmax", tensors, ratio)
-        running.launch(name, grid, threads, *pointers, dropped.data_ptr() if ratio else 0, terms)
+        out = dropped if ratio else None
+        masking = (mask, kind, strides)
+        how = (scale, is_causal, ratio, philox.is_place(seed))
+        launch = _prepared_launch(running, "softmax", scores, (probs, out), masking, how)
+        launch.seeded(philox.word(seed, how[3]), scores, mask, probs, out)
     return (dropped, probs) if ratio else (probs, dropped)
 
 
@@ -164,9 +172,10 @@ def run_softmax_backward(
         return softmax_backward_reference(grad, probs, seed, scale, is_causal, ratio)
     out = torch.empty_like(probs)
     if probs.numel():
-        terms = _terms(probs, (None, 0, (0, 0, 0)), seed, scale, is_causal, ratio)
-        name, grid, threads = _shape_of_launch("softmax_grad", [probs, grad, out], ratio)
-        running.launch(name, grid, threads, probs.data_ptr(), grad.data_ptr(), out.data_ptr(), terms)
+        none = (None, 0, (0, 0, 0))
+        how = (scale, is_causal, ratio, philox.is_place(seed))
+        launch = _prepared_launch(running, "softmax_grad", probs, (grad, out), none, how)
+        launch.seeded(philox.word(seed, how[3]), probs, grad, out)
     return out
 
 
@@ -195,8 +204,10 @@ def run_dropout(probs: Tensor, seed: Tensor | None, ratio: float) -> Tensor:
     count = probs.numel()
     if count:
         grid = min(-(-count // (256 * (16 // probs.element_size()))), 16 * running.processors)
-        packed = (probs.data_ptr(), out.data_ptr(), count, _word(seed), philox.threshold(ratio), 1.0 / (1.0 - ratio))
-        running.launch(f"dropout_{TAGS[probs.dtype]}", (grid, 1, 1), (256, 1, 1), *packed)
+        by_place = philox.is_place(seed)
+        words = (count, philox.word(seed, by_place), philox.threshold(ratio), 1.0 / (1.0 - ratio), by_place)
+        name, pointers = f"dropout_{TAGS[probs.dtype]}", (probs.data_ptr(), out.data_ptr())
+        running.launch(name, (grid, 1, 1), (256, 1, 1), *pointers, *words)
     return out
 
 
@@ -207,11 +218,7 @@ def dropout_reference(probs: Tensor, seed: Tensor | None, ratio: float) -> Tenso
 
 
 def _kept(x: Tensor, seed: Tensor | None, ratio: float) -> Tensor:
-    return philox.kept(_word(seed), x.numel(), ratio, x.device).view(x.shape)
-
-
-def _word(seed: Tensor | None) -> int:
-    return 0 if seed is None else int(seed) % 2**64
+    return philox.kept(philox.word(seed, False), x.numel(), ratio, x.device).view(x.shape)
 
 
 # ---- launches ---------------------------------------------------------------------------------------------------
@@ -222,7 +229,7 @@ def _launcher(x: Tensor) -> launcher.Launcher | None:
     return launcher.for_tensor(x) if fits else None
 
 
-def _prepared(mask: Tensor | None, scores: Tensor) -> tuple[Tensor | None, int, tuple[int, ...]]:
+def _prepared(mask: Tensor | None, scores: Tensor) -> _Masking:
     """The mask as kernels read it, its kind, and its strides over batch, heads and queries; the last dim is dense."""
     if mask is None:
         return None, 0, (0, 0, 0)
@@ -236,24 +243,35 @@ def _prepared(mask: Tensor | None, scores: Tensor) -> tuple[Tensor | None, int, 
     return mask, kind, (0, 0, 0, *whole.stride()[:-1])[-3:]
 
 
-def _terms(
-    x: Tensor,
-    masking: tuple[Tensor | None, int, tuple[int, ...]],
-    seed: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    ratio: float,
-) -> bytes:
+def _prepared_launch(
+    running: launcher.Launcher, stem: str, x: Tensor, others: tuple[Tensor | None, ...], masking: _Masking,
+    how: _How,
+) -> launcher.Prepared:  # fmt: skip
+    """The launch for rows as of x, that takes a seed; `others` are read or written by the same accesses."""
+    mask, kind, strides = masking
+    wide = 16 // x.element_size()
+    is_fitting = mask is not None and mask.data_ptr() % (wide * mask.element_size()) == 0
+    is_aligned = are_aligned(x, *others)
+    key = (stem, x.shape, x.dtype, kind, strides, is_fitting, is_aligned, how)
+    found: launcher.Prepared | None = running.kept.get(key)
+    if found is None:
+        terms = _terms(x, (kind, strides, is_fitting), how)
+        name, grid, threads = _shape_of_launch(stem, x, is_aligned, how[2])
+        found = launcher.keep(running, key, running.prepare(name, grid, threads, terms, 0, _SEED_AT))
+    return found
+
+
+def _terms(x: Tensor, masking: tuple[int, tuple[int, ...], bool], how: _How) -> bytes:
     """The structure SoftmaxTerms for scores, or probabilities, of this shape and dtype."""
     shape, wide = x.shape, 16 // x.element_size()
     heads = shape[1] if len(shape) == _SCORE_DIMS else 1
     if len(shape) < _SCORE_DIMS:  # [batch, queries, keys]: batches take the place of heads
         heads = shape[0] if len(shape) == _SCORE_DIMS - 1 else 1
-    mask, kind, strides = masking
-    fits = mask is not None and mask.data_ptr() % (wide * mask.element_size()) == 0
+    kind, strides, fits = masking
+    scale, is_causal, ratio, by_place = how
     words = (shape[:-1].numel(), shape[-1], *_divisor(shape[-2]), *_divisor(heads), _lane_bits(shape[-1]), kind)
     flags = (fits and not any(stride % wide for stride in strides), is_causal, philox.threshold(ratio))
-    return struct.pack("4Q13I2f4x", *strides, _word(seed), *words, *flags, scale, 1.0 / (1.0 - ratio))
+    return struct.pack("4Q13I2fI", *strides, 0, *words, *flags, scale, 1.0 / (1.0 - ratio), by_place)
 
 
 def _divisor(by: int) -> tuple[int, int, int]:
@@ -267,11 +285,10 @@ def _lane_bits(columns: int) -> int:
     return min(5, (-(-columns // share) - 1).bit_length())
 
 
-def _shape_of_launch(stem: str, tensors: list[Tensor], ratio: float) -> tuple[str, launcher.Size, launcher.Size]:
-    """Kernel, grid and threads for rows of this length and tensors that begin where these do."""
-    x = tensors[0]
+def _shape_of_launch(stem: str, x: Tensor, is_aligned: bool, ratio: float) -> tuple[str, launcher.Size, launcher.Size]:
+    """Kernel, grid and threads for rows of this length, of tensors that begin at multiples of 16 bytes or not."""
     columns, rows = x.shape[-1], x.shape[:-1].numel()
-    is_wide = columns % (16 // x.element_size()) == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+    is_wide = columns % (16 // x.element_size()) == 0 and is_aligned
     threads, blocks = _THREADS, rows
     if columns <= (_MIDDLE if is_wide else _SHORT):
         kind = "8" if columns <= _SHORT else "16"

@@ -14,10 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mpispeed._native.launch import are_aligned
 from mpispeed.native.columns import add_up, is_wide, pointer, tile, vector
 from mpispeed.native.cuda import launcher, ops, philox
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher
+from mpispeed.native.pass_kernels import Rows, drop_backward_pass, drop_pass, drop_terms, gelu_backward_pass, gelu_pass
 
 _TWO_U, _TWO_U3 = 1.5957691216057308, 0.07135481627159628  # 2 sqrt(2 / pi), and times 0.044715
 
@@ -55,7 +57,7 @@ def bias_dropout_residual(
 ) -> Tensor:
     """`residual + dropout(x + bias)`, rounded once. With `ratio` 0, or not in training, nothing is dropped.
 
-    Shapes: x and residual [..., n], bias [n], seed an int64 scalar in host memory; the result is contiguous.
+    Shapes: x and residual [..., n], bias [n], seed an int64 scalar; the result is contiguous.
 
     Args:
         x: subject to dropout.
@@ -77,7 +79,7 @@ def bias_dropout_residual(
     if not training or ratio == 0:
         ratio, seed = 0.0, None
     elif seed is None:
-        seed = philox.draw_seed()
+        seed = philox.draw_seed(x)
     y: Tensor = _drop(x, bias, residual, ratio, seed)
     return y
 
@@ -164,6 +166,16 @@ def _at(x: Tensor | None, first: int) -> int:
     return 0 if x is None else pointer(x) + first * x.element_size()
 
 
+def _are_whole(x: Tensor, *others: Tensor) -> bool:
+    """True if rows of all these are whole, aligned 16 bytes."""
+    return x.shape[-1] % vector(x.dtype) == 0 and are_aligned(x, *others)
+
+
+def _rows(runs: Launcher, x: Tensor) -> Rows:
+    cols = x.shape[-1]
+    return Rows(runs, x.numel() // cols, cols, x.dtype)
+
+
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [t if t is None else t.contiguous() for t in tensors]
 
@@ -194,8 +206,12 @@ def _run_gelu(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
     if runs is None:
         return gelu_reference(x, bias, exact)
     (bias,) = _contiguous(bias)
-    y = x.new_empty(x.shape)
-    name = f"gelu_{'exact' if exact else 'tanh'}_{TAGS[x.dtype]}"
+    y = torch.empty_like(x)
+    form = "exact" if exact else "tanh"
+    if bias is not None and x.numel() and _are_whole(x, bias):
+        gelu_pass(_rows(runs, x), form)(y, x, bias)
+        return y
+    name = f"gelu_{form}_{TAGS[x.dtype]}"
     if x.numel():
         for first, rows, cols, wide in _cuts(x.numel(), None if bias is None else bias.numel(), x, bias):
             grid, block = tile(runs, rows, cols, vector(x.dtype) if wide else 1)
@@ -217,11 +233,16 @@ def _run_gelu_backward(
     if not x.numel():
         return dx, dbias.zero_()
 
+    form = "exact" if exact else "tanh"
+    if bias is not None and with_bias and _are_whole(x, dy, bias):
+        gelu_backward_pass(_rows(runs, x), form).run(dx, dbias, dy, x, bias)
+        return dx, dbias
+
     def terms(_: int, rows: int, cols: int, wide: bool) -> tuple[int, bytes]:
         return pointer(bias), struct.pack("QQii", rows, cols, wide, 0)
 
     cols = x.shape[-1] if bias is not None or with_bias else None
-    name = f"gelu_{'exact' if exact else 'tanh'}_grad_{TAGS[x.dtype]}"
+    name = f"gelu_{form}_grad_{TAGS[x.dtype]}"
     _launch_sums(runs, name, dx, dbias if with_bias else None, (dy, x), bias, cols, terms)
     return dx, dbias
 
@@ -263,8 +284,8 @@ ops.differentiate(_gelu, _save_gelu, _gelu_grads)
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 def _drop_terms(ratio: float, seed: Tensor | None, first: int, rows: int, cols: int, wide: bool) -> bytes:
-    key, threshold = (0, 0) if seed is None else (int(seed) % 2**64, philox.threshold(ratio))
-    return struct.pack("QQQQIfii", rows, cols, first, key, threshold, 1 / (1 - ratio), wide, 0)
+    by_place = philox.is_place(seed)
+    return drop_terms(rows, cols, first, philox.word(seed, by_place), ratio, by_place, wide)
 
 
 def _run_drop(x: Tensor, bias: Tensor | None, residual: Tensor, ratio: float, seed: Tensor | None) -> Tensor:
@@ -273,7 +294,11 @@ def _run_drop(x: Tensor, bias: Tensor | None, residual: Tensor, ratio: float, se
     if runs is None:
         return drop_reference(x, bias, residual, ratio, seed)
     (bias,) = _contiguous(bias)
-    y = x.new_empty(x.shape)
+    y = torch.empty_like(x)
+    if bias is not None and x.numel() and _are_whole(x, bias, residual):
+        by_place = philox.is_place(seed)
+        drop_pass(_rows(runs, x), ratio, by_place).seeded(philox.word(seed, by_place), y, x, bias, residual)
+        return y
     name = f"bias_dropout_residual_{TAGS[x.dtype]}"
     if x.numel():
         for first, rows, cols, wide in _cuts(x.numel(), None if bias is None else bias.numel(), x, residual, bias):
@@ -296,6 +321,12 @@ def _run_drop_backward(
     dx, dbias = _fake_drop_backward(dy, ratio, seed, with_x, with_bias)
     if not dy.numel():
         return dx, dbias.zero_()
+
+    if with_bias and _are_whole(dy):
+        out = dx if with_x else None
+        launches, by_place = _rows(runs, dy), philox.is_place(seed)
+        drop_backward_pass(launches, ratio, by_place).run(out, dbias, dy, seed=philox.word(seed, by_place))
+        return dx, dbias
 
     def terms(first: int, rows: int, cols: int, wide: bool) -> tuple[bytes]:
         return (_drop_terms(ratio, seed, first, rows, cols, wide),)

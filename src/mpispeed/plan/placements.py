@@ -25,6 +25,7 @@ DATA = Placement(("data",))
 INNER, OUTER = "data.inner", "data.outer"
 LOCAL, ACROSS = "data.local", "data.across"
 SECOND, BETWEEN = "data.second", "data.between"
+NEAR = "data.near"
 RANKS_PER_NODE = "MPISPEED_RANKS_PER_NODE"
 _Z = "zero_optimization"
 NEEDS_NOTHING = Needs()
@@ -59,7 +60,8 @@ class Placing:
     `hops`: axes inside and between nodes of a compressed reduction, or None. `sums_late` is True if gradients
     are replicated only because they are reduced once for all micro-batches. `rings` are further names of axes: (name,
     factor, smaller factor) names the axes of a factor that are not in the smaller one. `distinct`: sizes of groups of
-    neighbours whose ranks have parameters of their own.
+    neighbours whose ranks have parameters of their own. `data_per_node`: neighbours on the data axis that share a node;
+    0 if that differs between nodes.
     """
 
     states: States
@@ -68,6 +70,7 @@ class Placing:
     sums_late: bool = False
     rings: tuple[tuple[str, str, str], ...] = ()
     distinct: tuple[int, ...] = ()
+    data_per_node: int = 0
 
     @property
     def sum_hops(self) -> tuple[str, str] | None:
@@ -75,9 +78,19 @@ class Placing:
         return self.hops if self.states.master.axes == self.hops else None
 
     def with_distinct(self, sizes: Iterable[int]) -> Placing:
-        """The same with the factors for groups of neighbours whose ranks have parameters of their own."""
-        found = tuple(sorted(sizes))
-        return replace(self, factors=(*self.factors, *map(distinct_factor, found)), distinct=(*self.distinct, *found))
+        """The same with the factors for groups of neighbours whose ranks have parameters of their own.
+
+        Those that fill several nodes with several ranks each are divided by nodes, if that nests with all factors.
+        """
+        found, node = tuple(sorted(sizes)), self.data_per_node
+        factors = (*self.factors, *map(distinct_factor, found))
+        made = replace(self, factors=factors, distinct=(*self.distinct, *found))
+        filling = [size for size in found if 1 < node < size]
+        if not filling or any(max(node, factor.size) % min(node, factor.size) for factor in factors):
+            return made
+        near = () if any(factor.name == NEAR for factor in factors) else (Factor(NEAR, node, "ranks per node"),)
+        rings = ((far(size), distinct_factor(size).name, NEAR) for size in filling)
+        return replace(made, factors=(*factors, *near), rings=(*self.rings, *rings))
 
     def topology(self, axes: Mapping[str, int]) -> Topology:
         """`axes` with the data axis divided into its factors; its name and theirs become aliases."""
@@ -98,6 +111,11 @@ def distinct_factor(ranks: int) -> Factor:
         "ep_size of experts, or ranks with parameters of their own",
         rest=f"data.equal{ranks}",
     )
+
+
+def far(ranks: int) -> str:
+    """Name of the axes between nodes inside groups of `ranks` neighbours; only where these fill several nodes."""
+    return f"data.far{ranks}"
 
 
 def place(

@@ -220,22 +220,24 @@ def make_plan(
         communication_data_type=config.communication_data_type,
         model_dtype=model_dtype,
     )
-    optimizer = config.optimizer
+    optimizer, node = config.optimizer, _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node)
     _check_device(config, device)
-    own = optimizer.type if optimizer and optimizer.type else ""
-    name = own.lower() if optimizer_kind is None else optimizer_kind
+    name = ((optimizer.type if optimizer else "") or "").lower() if optimizer_kind is None else optimizer_kind
     return Plan(
         config=config,
         world_size=world_size,
         axes=axes,
         batch=Batch(*batch_sizes(config, data, math.prod(axes.values())), data),
         stage=zero.stage,
-        placing=place(
-            zero,
-            data,
-            _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node),
-            sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
-            needs=needs_of(name),
+        placing=dataclasses.replace(
+            place(
+                zero,
+                data,
+                node,
+                sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
+                needs=needs_of(name),
+            ),
+            data_per_node=node,
         ),
         policy=policy,
         gradient_clipping=config.gradient_clipping,

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.distinct import distinct_over
-from mpispeed.nn.expert import RoutedExperts
+from mpispeed.nn.expert import ExpertModules, RoutedExperts
 from mpispeed.nn.tensor import cuts, partial_gradients
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.offload_plan import leading_units, offload_of
 from mpispeed.plan.placements import distinct_factor
 from mpispeed.sharding.quantized import Codes
-from mpispeed.sharding.units import choose_resident, plan_units
+from mpispeed.sharding.units import Tie, choose_resident, plan_units
 from mpispeed.store.placement import REPLICATED, Placement, Tier
 from mpispeed.store.unit_states import DATA_AXES, Copies, UnitStates
 
@@ -80,6 +80,27 @@ def distinct_sizes(model: nn.Module) -> set[int]:
     return ({distinct_over(param) for param in model.parameters()} | layers) - {1}
 
 
+def ties_of(model: nn.Module) -> dict[int, Tie]:
+    """Ties of the parameters of layers whose experts do not divide over their ranks, by `id`.
+
+    Of modules the last two places of a rank stay in one unit, so that ranks with one expert less have that unit too.
+    """
+    found: dict[int, Tie] = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, RoutedExperts) or not layer.experts.num_experts % layer.ep_size:
+            continue
+        name = f"{path}.{layer.experts_name}" if path else layer.experts_name
+        own, most = len(layer.experts.held), -(-layer.experts.num_experts // layer.ep_size)
+        if not isinstance(layer.experts, ExpertModules):
+            for inner, param in layer.experts.named_parameters():
+                found[id(param)] = Tie(f"{name}.{inner}", (param.numel() // own * most,))
+            continue
+        for place, expert in enumerate(layer.experts.deepspeed_experts):
+            for param in expert.parameters() if place >= most - 2 else ():
+                found[id(param)] = Tie(name, (param.numel(),) * (2 if own < most else 1))
+    return found
+
+
 # -- units -----------------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +122,7 @@ def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int], *, own
         merge_elements=zero.param_persistence_threshold,
         takes_frozen=not plan.states.param.is_replicated,
         kind_of=kinds_of(model, topology.group_size("model")),
+        ties=ties_of(model),
     )
     return table.with_states(_Dealer(plan, topology, table, own_masters=own_masters).states)
 

@@ -106,12 +106,17 @@ class _OfStore:
         kinds = (Kind.lp_params,) if root is None else (Kind.lp_params, Kind.hp_params)
         self._store.require(kinds, "GatheredParameters")
         names = [place.entry.name for _, place in self._params]
-        keys = [
-            # Experts have other numbers on other ranks.
-            f"{place.unit.index}+{place.entry.offset}" if place.unit.states.differs_over_data else place.entry.name
-            for _, place in self._params
-        ]
-        _agree(self.comm, self._store.wait, names, root, keys)
+        # Experts have other numbers on other ranks, and are not as many everywhere; their units are the same.
+        apart: dict[tuple[str, ...], list[str]] = {}
+        keys: dict[str, None] = {}
+        for _, place in self._params:
+            states, name = place.unit.states, place.entry.name
+            if states.differs_over_data:
+                apart.setdefault(states.partial, []).append(name)
+            keys[f"unit {place.unit.index}" if states.differs_over_data else name] = None
+        _agree(self.comm, self._store.wait, names, root, list(keys))
+        for axes in sorted(apart):
+            _agree(self._store.mesh[axes], self._store.wait, apart[axes], root)
 
     @contextmanager
     def whole(self, root: int | None) -> Iterator[None]:

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from mpispeed.store.layout import FlatLayout, Table, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter in a place where some ranks have fewer than others, and what all have to agree on.
+
+    Attributes:
+        key: parameters with the same key stay in one unit, if one block has them or all blocks are in the module of
+            this name.
+        largest: elements of the tensors that the rank with most of them has in the place of this one.
+    """
+
+    key: str
+    largest: tuple[int, ...]
+
+
+Ties = Mapping[int, Tie]
+"""By `id` of the parameter; others are alike on all ranks."""
 
 
 def plan_units(
@@ -20,6 +39,7 @@ def plan_units(
     merge_elements: int = 0,
     takes_frozen: bool = False,
     kind_of: Mapping[int, Hashable] | None = None,
+    ties: Ties | None = None,
 ) -> Table:
     """Group the parameters of `model` into units.
 
@@ -37,18 +57,20 @@ def plan_units(
         takes_frozen: make units of frozen parameters too.
         kind_of: kind by `id` of the parameter, None by default; a unit holds one kind. The
             parameters of a block that are of one kind follow each other.
+        ties: of parameters of which ranks have different numbers. Units are as many and as long on all ranks.
     """
-    kinds = kind_of or {}
+    kinds, ties = kind_of or {}, ties or {}
     blocks = block_names(model)
     named = list(model.named_parameters())
     trained = [(name, param) for name, param in named if id(param) in group_of]
     frozen = [(name, param) for name, param in named if id(param) not in group_of] if takes_frozen else []
     units: list[Unit] = []
     for items, is_trainable in ((trained, True), (frozen, False)):
-        runs = _runs(items, blocks, limit_elements, kinds)
-        for part in _merged(runs, min(merge_elements, limit_elements), kinds):
+        runs = _runs(items, blocks, limit_elements, kinds, ties)
+        for part in _merged(runs, min(merge_elements, limit_elements), kinds, ties):
             tensors = [(name, tuple(param.shape), group_of.get(id(param), 0)) for name, param in part]
-            layout = FlatLayout(tensors, parts)
+            largest = [count for _, param in part for count in _largest(param, ties)] if ties else ()
+            layout = FlatLayout(tensors, parts, largest)
             by_name = dict(part)
             params = tuple(by_name[entry.name] for entry in layout.entries)
             title = _block_of(part[0][0], blocks)
@@ -70,7 +92,7 @@ def choose_resident(table: Table, unit_elements: int, all_elements: int) -> set[
     chosen: set[int] = set()
     total = 0
     for unit in table.all_units:
-        size = unit.layout.numel
+        size = unit.layout.reckoned
         if size <= unit_elements and total + size <= all_elements:
             chosen.add(unit.index)
             total += size
@@ -120,9 +142,26 @@ def _block_of(name: str, blocks: set[str]) -> str:
 Named = tuple[str, nn.Parameter]
 
 
-def _runs(items: list[Named], blocks: set[str], limit: int, kinds: Mapping[int, Hashable]) -> Iterator[list[Named]]:
+def _largest(param: nn.Parameter, ties: Ties) -> tuple[int, ...]:
+    tie = ties.get(id(param))
+    return (param.numel(),) if tie is None else tie.largest
+
+
+def _size(items: Iterable[Named], ties: Ties) -> int:
+    """Elements that count for limits, the same on all ranks."""
+    return sum(sum(_largest(param, ties)) for _, param in items)
+
+
+def _runs(
+    items: list[Named], blocks: set[str], limit: int, kinds: Mapping[int, Hashable], ties: Ties
+) -> Iterator[list[Named]]:
     """Neighbours of one block, dtype and kind, split so that each run keeps to `limit`."""
-    for _, block in itertools.groupby(items, key=lambda item: _block_of(item[0], blocks)):
+
+    def block_of(item: Named) -> str:
+        block, tie = _block_of(item[0], blocks), ties.get(id(item[1]))
+        return tie.key if tie is not None and block.startswith(f"{tie.key}.") else block
+
+    for _, block in itertools.groupby(items, key=block_of):
         sorts: dict[tuple[torch.dtype, Hashable], list[Named]] = {}
         if kinds:
             for item in block:
@@ -131,15 +170,17 @@ def _runs(items: list[Named], blocks: set[str], limit: int, kinds: Mapping[int, 
         else:
             runs = (run for _, run in itertools.groupby(block, key=lambda item: item[1].dtype))
         for run in runs:
-            yield from _split(run, limit)
+            yield from _split(run, limit, ties)
 
 
-def _merged(runs: Iterable[list[Named]], limit: int, kinds: Mapping[int, Hashable]) -> Iterator[list[Named]]:
+def _merged(
+    runs: Iterable[list[Named]], limit: int, kinds: Mapping[int, Hashable], ties: Ties
+) -> Iterator[list[Named]]:
     """Neighbouring runs of one dtype and kind put together while they keep to `limit`."""
     kept: list[Named] = []
     filled = 0
     for run in runs:
-        size = sum(param.numel() for _, param in run)
+        size = _size(run, ties)
         first, known = run[0][1], kept[0][1] if kept else None
         is_alike = known is not None and first.dtype == known.dtype and kinds.get(id(first)) == kinds.get(id(known))
         if is_alike and filled + size <= limit:
@@ -152,13 +193,15 @@ def _merged(runs: Iterable[list[Named]], limit: int, kinds: Mapping[int, Hashabl
         yield kept
 
 
-def _split(run: Iterable[Named], limit: int) -> list[list[Named]]:
+def _split(run: Iterable[Named], limit: int, ties: Ties) -> list[list[Named]]:
     parts: list[list[Named]] = [[]]
     filled = 0
-    for name, param in run:
-        if parts[-1] and filled + param.numel() > limit:
+    for _, tied in itertools.groupby(run, key=lambda item: ties[id(item[1])].key if id(item[1]) in ties else item[0]):
+        some = list(tied)
+        size = _size(some, ties)
+        if parts[-1] and filled + size > limit:
             parts.append([])
             filled = 0
-        parts[-1].append((name, param))
-        filled += param.numel()
+        parts[-1] += some
+        filled += size
     return parts

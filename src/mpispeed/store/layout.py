@@ -76,10 +76,22 @@ class FlatLayout:
     """Named tensors side by side in one flat buffer, padded so that it divides into equal shards.
 
     Entries are ordered by parameter group, then as given, so that each group is one range.
+
+    Attributes:
+        reckoned: elements of the tensors of the rank with most of them, for decisions that all ranks make alike.
     """
 
-    def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...], int]], parts: int) -> None:
-        """Args: `tensors` are (name, shape, group); `parts` is the number of equal shards."""
+    def __init__(
+        self, tensors: Sequence[tuple[str, tuple[int, ...], int]], parts: int, largest: Sequence[int] = ()
+    ) -> None:
+        """Lay the tensors out.
+
+        Args:
+            tensors: (name, shape, group).
+            parts: number of equal shards.
+            largest: elements of the tensors that the rank with most of them has in the same unit; by default all have
+                these. The buffer is as long as that rank's.
+        """
         if parts < 1:
             msg = f"a flat buffer is cut into at least 1 part, not {parts}"
             raise StoreError(msg)
@@ -91,6 +103,8 @@ class FlatLayout:
             offset = round_up(offset + entry.numel, ENTRY_ALIGNMENT)
         self.entries: tuple[Entry, ...] = tuple(entries)
         self.parts = parts
+        self.reckoned = sum(largest) if largest else self.numel
+        offset = max(offset, sum(round_up(count, ENTRY_ALIGNMENT) for count in largest))
         self.padded = round_up(max(offset, 1), parts * BLOCK)
         self._by_name = {entry.name: entry for entry in entries}
         self._starts = [entry.offset for entry in entries]

@@ -28,18 +28,21 @@ LDFLAGS = ["-Wl,--no-as-needed", "-Wl,-s"]
 
 
 def built() -> tuple[Path, Path]:
-    """(folder of packages with pycuda, folder of the driver); built once for each Python and user."""
-    key = hashlib.sha256(f"{VERSION} {sys.version} {DRIVER.read_text()}".encode()).hexdigest()[:12]
+    """(folder of packages with pycuda, folder of the driver); built once for each Python and user, and each driver."""
+    key = hashlib.sha256(f"{VERSION} {sys.version}".encode()).hexdigest()[:12]
     home = Path(tempfile.gettempdir()) / f"mpispeed-pycuda-{os.getuid()}-{key}"
     home.mkdir(mode=0o700, exist_ok=True)
     assert home.lstat().st_uid == os.getuid()
-    site, driver = home / "site", home / "driver"
+    site = home / "site"
+    driver = home / f"driver-{hashlib.sha256(DRIVER.read_bytes()).hexdigest()[:12]}"
     with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (home / "done").exists():
             _build_pycuda(home, site)
-            _build_driver(site, driver)
             (home / "done").touch()
+        if not (driver / "done").exists():
+            _build_driver(site, driver)
+            (driver / "done").touch()
     return site, driver
 
 

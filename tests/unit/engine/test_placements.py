@@ -10,7 +10,7 @@ from mpispeed.base import log as logs
 from mpispeed.base.errors import ConfigError, TopologyError, UsageError
 from mpispeed.config.load import validate
 from mpispeed.mesh import sim
-from mpispeed.plan.placements import ranks_per_node
+from mpispeed.plan.placements import far, ranks_per_node
 from mpispeed.plan.plan import make_plan
 from tests.unit.engine.simulated import engine_on
 from tests.zoo import same_bits
@@ -49,6 +49,35 @@ def test_table():
     assert plan_of(8, 8, stage=3, zero_quantized_gradients=True, zero_hpz_partition_size=8).placing.hops is None
     both = plan_of(8, 8, stage=3, zero_quantized_gradients=True, zero_hpz_partition_size=2)
     assert both.topology().group_size(both.placing.hops[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("node", "sizes", "levels"),
+    [
+        (4, (8,), [8]),
+        (4, (2, 8, 24), [8, 24]),
+        (4, (4,), []),
+        (1, (8,), []),
+        (0, (8,), []),
+        (6, (8,), []),
+        (4, (6,), []),
+    ],
+)
+def test_groups_that_fill_nodes_have_two_levels(node, sizes, levels):
+    plan = plan_of(24, node, stage=3)
+    plan = plan.with_distinct(sizes[:1]).with_distinct(sizes[1:])
+    topology = plan.topology()
+    assert [size for size in (2, 4, 6, 8, 24) if topology.has(far(size))] == levels
+    for size in levels:
+        assert list(topology.peers(21, "data.near")) == list(range(20, 24))
+        first = 21 // size * size
+        assert list(topology.peers(21, far(size))) == list(range(first + 1, first + size, node))
+
+
+def test_levels_that_do_not_nest_with_shards_are_left_out():
+    topology = plan_of(24, 6, stage=3, mics_shard_size=4).with_distinct([12]).topology()
+    assert not topology.has(far(12))
+    assert topology.group_size("data.distinct12") == 12
 
 
 def test_groups_of_ranks():

@@ -94,7 +94,7 @@ def test_unused_tokens():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"ep_size": 3}, r"Number of experts \(4\) should be divisible by expert parallel size \(3\)"),
+        ({"ep_size": 5}, r"ep_size = 5 ranks cannot share 4 experts out; choose a number from 1 to 4"),
         ({"noisy_gate_policy": "Normal"}, "noisy_gate_policy = 'Normal' is unknown"),
         ({"k": 5}, "k = 5"),
     ],

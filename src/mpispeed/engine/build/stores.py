@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import StoreError
 from mpispeed.engine.build.nvme_tiers import is_swapping, open_tiers, plan_swap
 from mpispeed.engine.build.parts import OrderWatch, Sharding
+from mpispeed.engine.experts import require_alike
 from mpispeed.engine.plan_parts import make_shards
 from mpispeed.mesh.deadlock import Watch
 from mpispeed.plan.units import deal_units
@@ -45,6 +46,8 @@ def shard(
     """
     zero = plan.config.zero_optimization
     table = deal_units(plan, model, group_of, own_masters=own_masters)
+    if plan.placing.distinct:
+        require_alike(table, mesh)
     with ExitStack() as undo:
         swap = plan_swap(plan, mesh, table, slots)
         tiers = open_tiers(plan, mesh, swap, table)

@@ -69,6 +69,7 @@ class Setup:
         nodes: number of nodes.
         is_init_sharded: the model is built inside zero.Init, so that no rank ever holds all of it.
         extra_bytes: further need of each rank, such as activations.
+        sequence_length: tokens of a sample, for rows to experts; 0: unknown.
     """
 
     config: Config
@@ -76,6 +77,7 @@ class Setup:
     nodes: int = 1
     is_init_sharded: bool = False
     extra_bytes: int = 0
+    sequence_length: int = 0
 
     @property
     def ranks_per_node(self) -> int:
@@ -113,7 +115,13 @@ def examine(setup: Setup, source: Source, dtype: torch.dtype | None = None) -> t
         ConfigError: the settings are not possible for so many ranks, or the model cannot be cut so.
     """
     return examine_stages(
-        setup.config, setup.ranks, setup.even_ranks_per_node, source, dtype, in_scope=setup.is_init_sharded
+        setup.config,
+        setup.ranks,
+        setup.even_ranks_per_node,
+        source,
+        dtype,
+        in_scope=setup.is_init_sharded,
+        sequence_length=setup.sequence_length,
     )
 
 

@@ -11,7 +11,9 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.base.meta import without_memory
+from mpispeed.engine.blocks import take_blocks
 from mpispeed.engine.estimate.budget import Budget, gather_inputs, predict
+from mpispeed.engine.estimate.expert_rows import expert_rows
 from mpispeed.engine.experts import check_groups, share_out
 from mpispeed.mesh.dry import DryWorld
 from mpispeed.mesh.mesh import Mesh
@@ -43,6 +45,7 @@ class RankBudget:
         number: of the stage.
         params: elements that the rank has of the model's parameters.
         has_slices: some of its layers are sliced.
+        has_rows: rows to experts are counted.
         is_pipeline: the model is a `PipelineModule`, of one stage or several.
     """
 
@@ -51,10 +54,18 @@ class RankBudget:
     budget: Budget
     is_pipeline: bool
     has_slices: bool
+    has_rows: bool = False
 
 
 def examine_stages(
-    config: Config, ranks: int, ranks_per_node: int, source: Source, dtype: torch.dtype | None, *, in_scope: bool
+    config: Config,
+    ranks: int,
+    ranks_per_node: int,
+    source: Source,
+    dtype: torch.dtype | None,
+    *,
+    in_scope: bool,
+    sequence_length: int = 0,
 ) -> tuple[Plan, Sequence[RankBudget]]:
     """Plan of a run on `ranks` ranks, and the prediction for every stage. Nothing is allocated.
 
@@ -65,15 +76,22 @@ def examine_stages(
         source: the model; it is built anew for every stage.
         dtype: that of the model; None: of most of its elements.
         in_scope: the model is built inside of zero.Init.
+        sequence_length: tokens of a sample, for rows to experts; 0: unknown.
 
     Raises:
         ConfigError: the settings are not possible for so many ranks, or the model cannot be cut so.
     """
-    plan, first = _examine_one(config, ranks, ranks_per_node, 0, source, dtype, in_scope=in_scope)
+
+    def examine_one(rank: int) -> tuple[Plan, RankBudget]:
+        return _examine_one(
+            config, ranks, ranks_per_node, rank, source, dtype, in_scope=in_scope, sequence_length=sequence_length
+        )
+
+    plan, first = examine_one(0)
     found, topology = [first], plan.topology()
     for number in range(1, plan.axes["pipe"]):
         rank = topology.rank(**{**dict.fromkeys(topology.names, 0), "pipe": number})
-        own, one = _examine_one(config, ranks, ranks_per_node, rank, source, dtype, in_scope=in_scope)
+        own, one = examine_one(rank)
         found.append(one)
         plan = plan.with_distinct(set(own.placing.distinct) - set(plan.placing.distinct))  # a stage may have no experts
     if plan.axes["model"] > 1 and not any(one.has_slices for one in found):
@@ -93,12 +111,14 @@ def _examine_one(
     dtype: torch.dtype | None,
     *,
     in_scope: bool,
+    sequence_length: int,
 ) -> tuple[Plan, RankBudget]:
     """The plan, and the prediction for one rank."""
     world = DryWorld(rank, ranks)
     try:
         with standing_in(world):
             model = _built(config, source, ranks)
+            take_blocks(model, config)
             axes = choose_axes(config, world, model)
             own = dtype_of(model) if dtype is None else dtype
             plan = make_plan(config, ranks, own, ranks_per_node=ranks_per_node, axes=axes)
@@ -108,6 +128,8 @@ def _examine_one(
             _slice(plan, mesh, model)
             check_groups(model)  # the model may be one that was examined before
             share_out(model, mesh)
+            tokens, micro_steps = plan.batch.micro_batch_size * sequence_length, plan.batch.gradient_accumulation_steps
+            rows = expert_rows(model, mesh, tokens, plan.policy.compute, micro_steps) if tokens else []
     except ConfigError:
         raise
     except MpispeedError as error:
@@ -118,8 +140,11 @@ def _examine_one(
     budget = predict(gather_inputs(plan, model, is_init_sharded=is_sharded))
     if mesh["model"].size > 1:  # layers are whole until they are sliced
         budget = replace(budget, build_bytes=max(budget.build_bytes, built))
-    count = sum(param.numel() for param in model.parameters())
-    return plan, RankBudget(mesh.index("pipe"), count, budget, isinstance(model, PipelineModule), bool(cuts(model)))
+    budget = replace(budget, sent=(*budget.sent, *rows))
+    count, number = sum(param.numel() for param in model.parameters()), mesh.index("pipe")
+    return plan, RankBudget(
+        number, count, budget, isinstance(model, PipelineModule), bool(cuts(model)), has_rows=tokens > 0
+    )
 
 
 def has_loose_gathers(plan: Plan) -> bool:
@@ -134,8 +159,13 @@ def open_points(plan: Plan, budget: RankBudget) -> list[str]:
         found.append("not counted: activations and their gradients that stages send each other, by the batch's shape")
     if plan.axes["model"] > 1:
         found.append("not counted: sums and gathers of activations over the slices of a layer, by the batch's shape")
-    if plan.placing.distinct:
-        found.append("not counted: rows of tokens to experts on other ranks and back, by the batch's shape")
+    if plan.placing.distinct and budget.has_rows:
+        found.append(
+            "assumed for rows to experts: all experts get equally many, every sample has the given length, and "
+            "activations are not recomputed, which would send them once more"
+        )
+    elif plan.placing.distinct:
+        found.append("not counted: rows of tokens to experts on other ranks and back; give --sequence-length")
     if budget.is_pipeline and has_loose_gathers(plan):
         found.append(
             "estimated: gathers of parameters and the buffers for them, which follow the pipeline's schedule where "

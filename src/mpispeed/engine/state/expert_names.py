@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mpispeed.base.even_split import share
 from mpispeed.ckpt.format.logical import ALL_EXPERTS
 from mpispeed.nn.expert import ExpertModules, FusedExperts, RoutedExperts
 
@@ -19,11 +20,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Experts of one layer that are modules; names of their parameters are prefix, number, rest."""
+    """Experts of one layer that are modules; names of their parameters are prefix, number, rest.
+
+    Attributes:
+        held: numbers of those of this rank.
+        total: experts of the layer.
+        ranks: that share them out.
+    """
 
     prefix: str
     held: range
     total: int
+    ranks: int = 1
+
+    def alike(self, number: int) -> int:
+        """The expert of this rank at the place that one of another rank has there, or the last one before it."""
+        ranges = (share(self.total, rank, self.ranks) for rank in range(self.ranks))
+        place = next(number - start for start, stop in ranges if start <= number < stop)
+        return self.held[min(place, len(self.held) - 1)]
 
     def number(self, name: str) -> int | None:
         """The number in the name of a parameter; None: it is of no expert of this layer."""
@@ -70,9 +84,9 @@ class ExpertNames:
         """Read them off the layers of a model, by their names in it."""
         numbered, fused, totals = [], {}, {}
         for path, layer in layers.items():
-            experts, start = layer.experts, f"{path}.experts." if path else "experts."
+            experts, start = layer.experts, f"{path}.{layer.experts_name}." if path else f"{layer.experts_name}."
             if isinstance(experts, ExpertModules):
-                numbered.append(Numbered(f"{start}deepspeed_experts.", experts.held, experts.num_experts))
+                numbered.append(Numbered(f"{start}{experts.prefix}", experts.held, experts.num_experts, layer.ep_size))
             elif isinstance(experts, FusedExperts):
                 for name, param in experts.named_parameters():
                     totals[start + name] = experts.num_experts
@@ -124,7 +138,7 @@ class ExpertNames:
                 yield from own[number]
             else:
                 # The one at the same place of its rank: ranks group and freeze theirs alike, by place.
-                for name, item in own[row.held.start + number % len(row.held)]:
+                for name, item in own[row.alike(number)]:
                     other = row.renumbered(name, number)
                     yield other, like(other, item)
 

@@ -77,7 +77,7 @@ class GlobalLayout:
             if name in named:
                 info = ParamInfo(
                     name,
-                    cut.shape,
+                    experts.fused[name].shape(cut.shape) if name in experts.fused else cut.shape,
                     named[name].dtype,
                     tp_kind=cut.kind,
                     tp_dim=cut.dim,
@@ -119,8 +119,8 @@ class GlobalLayout:
 
         In a tensor with one row for each of several ranks, `before` is the number of elements in earlier rows.
         """
+        start += self.before(name)
         made = gather_pieces(self.slices[name], start, values) if name in self.slices else [Piece(start, values)]
-        before += self.before(name)
         if self.parts.sharing is not None and not self.parts.sharing.is_counted(unit):
             made = [replace(piece, is_replica=True) for piece in made]
         return tuple(replace(piece, start=piece.start + before) if before else piece for piece in made)
@@ -132,7 +132,7 @@ class GlobalLayout:
         if self.is_writer(name, tensor) and self._owns(name):
             flat = tensor.detach().contiguous().reshape(-1).cpu()
             if cut is not None:
-                pieces = gather_pieces(cut, 0, flat)
+                pieces = gather_pieces(cut, self.before(name), flat)
             elif mesh.index("model") == 0:
                 pieces = (Piece(self.before(name), flat),)
         return LogicalTensor(name, slot, self.shape(name, tensor), tensor.dtype, tuple(pieces))
@@ -143,7 +143,7 @@ class GlobalLayout:
         return self.parts.mesh.index(str(copies)) == 0
 
     def before(self, name: str) -> int:
-        """Elements of a logical parameter before those of this rank."""
+        """Elements of a logical parameter, or of this rank's slice of it, before those of this rank's experts."""
         fused = self.experts.fused.get(name)
         return 0 if fused is None else fused.held.start * fused.each
 
@@ -254,7 +254,7 @@ class GlobalLayout:
         `row` selects the row of a stored tensor that has one for each of several ranks.
         """
         if name in self.slices:
-            read_slice(source, name, slot, self.slices[name], start, out, row=row)
+            read_slice(source, name, slot, self.slices[name], self.before(name) + start, out, row=row)
         else:
             before = 0 if row is None else row * math.prod(source.stored(name, slot).shape[1:])
             source.read(name, slot, before + self.before(name) + start, out)

@@ -42,8 +42,8 @@ class _Part:
         names: names of the tensor in this rank's state dict; several if it is tied.
         numel: elements that are passed, with padding.
         shape: shape of the whole tensor.
-        cut: the slice that the elements are; None: they are a flat range of the whole tensor.
-        before: where that range begins; above 0 for experts in a fused tensor.
+        cut: the slice that the elements are in; None: they are a flat range of the whole tensor.
+        before: where they begin in the slice or tensor; above 0 for experts in a fused tensor.
     """
 
     names: tuple[str, ...]
@@ -237,4 +237,4 @@ def _put(part: _Part, values: torch.Tensor, whole: torch.Tensor) -> None:
     if part.cut is None:
         whole.view(-1)[part.before :][: part.numel].copy_(values)
     else:
-        place_slice(part.cut, values, whole)
+        place_slice(part.cut, values, whole, part.before)

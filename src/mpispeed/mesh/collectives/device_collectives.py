@@ -199,12 +199,61 @@ def reduce_scatter(group: Group, shard: torch.Tensor, full: torch.Tensor, op: st
 
 
 def _scale(out: torch.Tensor, x: torch.Tensor, scale: float) -> None:
-    """`scale * x`, rounded once, as a sum of one part is on the host."""
-    if scale != 1.0:
-        wide = x.float() if x.itemsize == 2 else x
-        out.copy_(wide * scale)
-    elif out.data_ptr() != x.data_ptr():
-        out.copy_(x)
+    """`scale * x`, rounded once, as a sum of one part is on the host; `out` is complete where it is on the host."""
+    if out.device == x.device:
+        if scale != 1.0:
+            out.copy_(_times(x, scale))
+        elif out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+    elif is_on_device(x):
+        _fetch(out.view(-1), x.view(-1), scale)
+    else:
+        _bring(out.view(-1), x.view(-1), scale)
+
+
+def _times(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """`scale * x`, not yet rounded to 16 bits."""
+    return x if scale == 1.0 else (x.float() if x.itemsize == 2 else x) * scale
+
+
+def _fetch(out: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+    """`scale * x` of a device into host memory.
+
+    A single copy between dtypes would go through new pageable memory, and wait. Into pinned memory the device converts;
+    into other memory values travel in the shorter dtype and are converted where they would be copied anyway.
+    """
+    if out.is_pinned():
+        step = max(WINDOW_BYTES // out.itemsize, 1)
+        for part, source in zip(torch.split(out, step), torch.split(x, step), strict=True):
+            _fill(part, _times(source, scale).to(out.dtype))
+        _finish(x.device)
+        return
+    dtype = x.dtype if scale == 1.0 and x.itemsize < out.itemsize else out.dtype
+
+    def load(window: _Window) -> tuple[torch.Tensor, torch.Tensor]:
+        window.claim(window.width * dtype.itemsize)
+        source = _times(x[window.start : window.stop], scale).to(dtype)
+        return _fill(window.take(window.width, dtype), source), out[window.start : window.stop]
+
+    _carry(
+        _windows(x.device, x.numel(), dtype.itemsize),
+        load,
+        lambda held: held[1].copy_(held[0]),
+        lambda window, held: None,
+    )
+
+
+def _bring(out: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+    """`scale * x` of the host into memory of a device; `x` may change afterwards."""
+    if scale == 1.0 and out.dtype == x.dtype and x.is_pinned():
+        _fill(out, x)
+        _finish(out.device)
+        return
+    for window in _windows(out.device, out.numel(), out.itemsize):
+        window.claim(window.width * out.itemsize)
+        host = window.take(window.width, out.dtype).copy_(_times(x[window.start : window.stop], scale))
+        _fill(out[window.start : window.stop], host)
+        window.slot.busy(devices.mark(out.device))
 
 
 # -- moves -------------------------------------------------------------------------------------------------------

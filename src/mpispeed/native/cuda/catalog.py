@@ -86,7 +86,7 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("optim/exact_squares.cu", "PPQ", _typed("exact_squares"), is_hot=True),
     *_each("softmax/softmax.cu", "PPPP96s", _typed(*(f"softmax_{team}" for team in _softmax_teams())), is_hot=True),
     *_each("softmax/softmax.cu", "PPP96s", _typed(*(f"softmax_grad_{team}" for team in _softmax_teams())), is_hot=True),
-    *_each("softmax/softmax.cu", "PPQQIf", _typed("dropout"), is_hot=True),
+    *_each("softmax/softmax.cu", "PPQQIfI", _typed("dropout"), is_hot=True),
     *_each("quant/block_encode.cu", "PPPPP48s", _typed(*(f"block_quantize{b}{e}"
            for b in (8, 4) for e in ("", "_error"))), is_hot=True),
     *_each("quant/block_encode.cu", "PPPP48s2056s", (f"block_requantize{a}_{b}{e}"
@@ -95,8 +95,8 @@ KERNELS: dict[str, Kernel] = dict([
            for b in (8, 4) for e in ("", "_add"))), is_hot=True),
     *_each("norm/norm.cu", "PPPPPPPP24s", _typed("layer_norm_kept", "rms_norm_kept"), is_hot=True),
     *_each("norm/norm.cu", "PPPPPPPP24s", _typed("layer_norm_any", "rms_norm_any")),
-    *_each("norm/norm.cu", "PPPPPPPPP24s16s", _typed("drop_layer_norm_kept"), is_hot=True),
-    *_each("norm/norm.cu", "PPPPPPPPP24s16s", _typed("drop_layer_norm_any")),
+    *_each("norm/norm.cu", "PPPPPPPPP24s24s", _typed("drop_layer_norm_kept"), is_hot=True),
+    *_each("norm/norm.cu", "PPPPPPPPP24s24s", _typed("drop_layer_norm_any")),
     *_each("norm/norm_backward.cu", "PPPPPPPPP24s", _typed(*(f"{n}_norm_backward_{width}"
            for n in ("layer", "rms") for width in (8, 16))), is_hot=True),
     *_each("norm/norm_backward.cu", "PPPPPPP24s", _typed("layer_norm_backward_any", "rms_norm_backward_any")),
@@ -108,12 +108,14 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("bits/sign_pack.cu", "PP16s", ["sign_encode", *_typed("sign_decode")], is_hot=True),
     *_each("transformer/bias_gelu.cu", "PPP24s", _typed("gelu_tanh", "gelu_exact"), is_hot=True),
     *_each("transformer/bias_gelu.cu", "PPPPP24s", _typed("gelu_tanh_grad", "gelu_exact_grad"), is_hot=True),
-    *_each("transformer/bias_dropout_residual.cu", "PPPP48s", _typed("bias_dropout_residual"), is_hot=True),
-    *_each("transformer/bias_dropout_residual.cu", "PPP48s", _typed("bias_dropout_residual_grad"), is_hot=True),
+    *_each("transformer/bias_dropout_residual.cu", "PPPP56s", _typed("bias_dropout_residual"), is_hot=True),
+    *_each("transformer/bias_dropout_residual.cu", "PPP56s", _typed("bias_dropout_residual_grad"), is_hot=True),
     *_each("token_drop/token_drop.cu", "PPP48s", (f"token_gather_{width}_{index}"
            for width in (16, 8, 4, 2, 1) for index in ("i32", "i64")), is_hot=True),
     *_each("token_drop/token_drop.cu", "PPPP48s", (f"token_merge_{width}" for width in (16, 8, 4, 2, 1)), is_hot=True),
     *_each("token_drop/token_drop.cu", "PP48s", ["token_sources_i32", "token_sources_i64"]),
+    *_each("rows/rows.cu", "PPPP32s", _typed("row_combine", "row_spread", "row_dot"), is_hot=True),
+    *_each("rows/rows.cu", "PP32s", ["row_sources"]),
     *_each("transformer/split_qkv.cu", "PPPPPPP40s", _typed("split_qkv", "merge_qkv"), is_hot=True),
 ])
 # fmt: on

@@ -1,23 +1,25 @@
 """Launches of kernels on torch's device, in torch's primary context and on torch's current stream.
 
-A launch does not wait for the device. On the default stream it goes there; on any other it goes through one stream of
-pycuda, which takes no handles of others, with an event on both sides: memory that torch allocates on its stream stays
-ordered, so no tensor needs `record_stream`.
+A launch does not wait for the device. It goes by `cuLaunchKernel` of the driver that is loaded, onto torch's own
+stream, so that memory which torch allocates there stays ordered. What a face launches again and again is kept as a
+`Prepared`: a kernel with its grid, its block and its packed arguments, of which only the pointers change.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from mpispeed._native.launch import Launch, Queue
 from mpispeed.base.errors import NativeMissing, UsageError
 from mpispeed.base.log import once
 from mpispeed.native.cuda import store
@@ -26,19 +28,60 @@ from mpispeed.native.cuda.catalog import KERNELS, of_source, sources
 _logger = logging.getLogger(__name__)
 
 Size = tuple[int, int, int]
+Prepared = Launch
+"""A kernel to be launched on the pointers that it is called with: tensors, integers, or None for 0."""
 
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_MOST_KEPT = 4096  # launches; models with ever new shapes make ever new ones
 
 
 class Launcher(Protocol):
-    """Runs a kernel of the catalog."""
+    """Runs a kernel of the catalog.
+
+    Attributes:
+        kept: what faces launch again, by keys that begin with a face's name; forgotten when there are too many.
+    """
+
+    kept: dict[Any, Any]
 
     def launch(self, kernel: str, grid: Size, threads: Size, *args: Any, shared_bytes: int = 0) -> None:
         """Run `kernel` on `grid` blocks of `threads` threads; pointers are integers, structures packed bytes."""
 
+    def prepare(
+        self, kernel: str, grid: Size, threads: Size, tail: bytes = b"", shared_bytes: int = 0, seed_at: int = -1
+    ) -> Prepared:
+        """The same for its leading pointers, with all that comes after them packed in `tail`, and a seed in it."""
+
     @property
     def processors(self) -> int:
         """Multiprocessors of the device, for the size of grids."""
+
+
+def keep(launcher: Launcher, key: Any, made: Any) -> Any:
+    """Keep what was made for `key`, and give it back."""
+    if len(launcher.kept) >= _MOST_KEPT:
+        launcher.kept.clear()
+    launcher.kept[key] = made
+    return made
+
+
+def packed(kernel: str, args: tuple[Any, ...]) -> bytes:
+    """All arguments of a kernel as the driver takes them."""
+    return struct.pack(KERNELS[kernel].arguments, *args)
+
+
+def leading_pointers(kernel: str, tail: bytes) -> int:
+    """How many pointers the arguments of a kernel begin with, if `tail` is what comes after them.
+
+    Raises:
+        ValueError: it has another size than the catalog says.
+    """
+    arguments = KERNELS[kernel].arguments
+    count = len(arguments) - len(arguments.lstrip("P"))
+    size = struct.calcsize(arguments) - 8 * count
+    if len(tail) != size:
+        msg = f"{kernel} takes {size} bytes after its pointers, got {len(tail)}"
+        raise ValueError(msg)
+    return count
 
 
 stand_in: Launcher | None = None
@@ -61,11 +104,9 @@ def for_tensor(x: Tensor) -> Launcher | None:
 
     The reason why they are not is logged once for each device.
     """
-    if stand_in is not None and x.device.type == "cpu":
-        return stand_in
-    if x.device.type != "cuda":
-        return None
-    launcher, reason = _on_device(x.device.index if x.device.index is not None else torch.cuda.current_device())
+    if not x.is_cuda:
+        return stand_in if stand_in is not None and x.is_cpu else None
+    launcher, reason = _on_device(x.get_device())
     if launcher is None:
         once(_logger, logging.WARNING, f"no fused kernels on {x.device}: {reason}; slower torch code runs instead")
     return launcher
@@ -86,14 +127,6 @@ def unusable_reason() -> str:
     return _on_device(torch.cuda.current_device())[1]
 
 
-class _Side(threading.local):
-    """State of a thread: whether the context is current in it, and its stream of pycuda."""
-
-    is_ready = False
-    stream: Any = None
-    outer: Any = None
-
-
 class DeviceLauncher:
     """Kernels of one device.
 
@@ -102,25 +135,34 @@ class DeviceLauncher:
 
     def __init__(self, index: int) -> None:
         """Raises NativeMissing: pycuda cannot be used, or there is no machine code for the device."""
-        self._driver = _driver()
+        self._pycuda = _pycuda()
+        self._driver = Driver()
         self._lock = threading.Lock()
-        self._functions: dict[str, Any] = {}
-        self._kept: list[
-            Any
-        ] = []  # modules and streams are never given back: kernels may be on their way until the end
-        self._own = _Side()
+        self._functions: dict[str, int] = {}
+        self.kept: dict[Any, Any] = {}
         self.index = index
         with torch.cuda.device(index):
             torch.cuda.synchronize(index)  # makes the primary context, which pycuda then shares
             properties = torch.cuda.get_device_properties(index)
             self._processors = int(properties.multi_processor_count)
             self.arch = f"sm_{properties.major}{properties.minor}"
-            self._driver.init()
-            self._context = self._driver.Device(index).retain_primary_context()
+            self._pycuda.init()
+            self._context = self._pycuda.Device(index).retain_primary_context()
         # For ever: at the end of the interpreter pycuda would detach a context that torch's memory still needs.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         # A device without compiler or machine code is found out here, once, not in the middle of a step.
         store.check_available(sources(), self.arch)
+        with self._current():
+            context = self._driver.current_context()
+        self._queue = Queue(
+            self._driver.address("cuLaunchKernel"),
+            self._driver.address("cuCtxGetCurrent"),
+            context,
+            torch._C._cuda_getCurrentRawStream,
+            index,
+            self._entered,
+            self._driver.refuse,
+        )
         self._load(sources()[0])
 
     @property
@@ -132,58 +174,93 @@ class DeviceLauncher:
     def _current(self) -> Iterator[Any]:
         self._context.push()
         try:
-            yield self._driver
+            yield self._pycuda
         finally:
-            self._driver.Context.pop()
+            self._pycuda.Context.pop()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """The context current: another device may be, and a thread of autograd has none before it calls the runtime."""
+        with torch.cuda.device(self.index):
+            torch.cuda.Event().record(torch.cuda.current_stream(self.index))
+            yield
 
     def _load(self, source: str) -> None:
         _refuse_capture(f"the kernels of {source} are loaded")
         code = store.machine_code(source, self.arch)
-        with self._current() as driver:
-            module = driver.module_from_buffer(code)
-            self._kept.append(module)
+        with self._current():
+            # Never given back: kernels may be on their way until the end. By the driver, as pycuda shows no handles.
+            module = self._driver.load(code)
             for kernel in of_source(source):
-                function = module.get_function(kernel.name)
-                function.prepare(kernel.arguments)
-                self._functions[kernel.name] = function
+                self._functions[kernel.name] = self._driver.function(module, kernel.name)
 
-    def _get_ready(self) -> None:
-        """A thread of autograd has no context before its first call of the runtime, and a launch needs one."""
-        torch.cuda.Event().record(torch.cuda.current_stream(self.index))
-        self._own.is_ready = True
-
-    def _make_side(self) -> None:
-        """A stream that the legacy default stream does not wait for; one for each thread, which then share nothing."""
-        _refuse_capture("a thread launches its first kernel on this kind of stream")
-        with self._current() as driver:
-            self._own.stream = driver.Stream(_NON_BLOCKING)
-        self._own.outer = torch.cuda.ExternalStream(self._own.stream.handle, device=self.index)
-        self._kept.append(self._own.stream)
-
-    def launch(self, kernel: str, grid: Size, threads: Size, *args: Any, shared_bytes: int = 0) -> None:
-        """Run `kernel` on torch's current stream of this device."""
-        if kernel not in self._functions:
+    def _function(self, kernel: str) -> int:
+        found = self._functions.get(kernel)
+        if found is None:
             with self._lock:
                 if kernel not in self._functions:
                     self._load(KERNELS[kernel].source)
-        if torch.cuda.current_device() == self.index and self._own.is_ready:
-            self._queue(self._functions[kernel], grid, threads, args, shared_bytes)
-            return
-        with torch.cuda.device(self.index):
-            if not self._own.is_ready:
-                self._get_ready()
-            self._queue(self._functions[kernel], grid, threads, args, shared_bytes)
+                found = self._functions[kernel]
+        return found
 
-    def _queue(self, function: Any, grid: Size, threads: Size, args: tuple[Any, ...], shared_bytes: int) -> None:
-        now = torch.cuda.current_stream(self.index)
-        if now.cuda_stream == 0:
-            function.prepared_async_call(grid, threads, None, *args, shared_size=shared_bytes)
-            return
-        if self._own.stream is None:
-            self._make_side()
-        self._own.outer.wait_stream(now)
-        function.prepared_async_call(grid, threads, self._own.stream, *args, shared_size=shared_bytes)
-        now.wait_stream(self._own.outer)
+    def launch(self, kernel: str, grid: Size, threads: Size, *args: Any, shared_bytes: int = 0) -> None:
+        """Run `kernel` on torch's current stream of this device."""
+        self._queue.run(kernel, self._function(kernel), grid, threads, shared_bytes, packed(kernel, args))
+
+    def prepare(
+        self, kernel: str, grid: Size, threads: Size, tail: bytes = b"", shared_bytes: int = 0, seed_at: int = -1
+    ) -> Prepared:
+        """A launch of `kernel` that goes to the stream which is torch's current one when it is called."""
+        pointers = leading_pointers(kernel, tail)
+        function = self._function(kernel)
+        return Launch(self._queue, kernel, function, grid, threads, shared_bytes, pointers, tail, seed_at)
+
+
+class Driver:
+    """Functions of `libcuda.so.1`, the one that torch and pycuda have loaded."""
+
+    def __init__(self) -> None:
+        """Raises NativeMissing: there is no driver."""
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            msg = f"libcuda.so.1, the driver of the GPU, cannot be loaded: {error}"
+            raise NativeMissing(msg) from error
+
+    def address(self, name: str) -> int:
+        """Where a function of the driver begins."""
+        found = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
+        return found or 0
+
+    def current_context(self) -> int:
+        """The handle of the context that is current in this thread."""
+        return self._handle("cuCtxGetCurrent")
+
+    def load(self, code: bytes) -> int:
+        """The handle of a module of machine code, in the current context."""
+        return self._handle("cuModuleLoadDataEx", code, 0, None, None)
+
+    def function(self, module: int, name: str) -> int:
+        """The handle of a kernel of a module."""
+        return self._handle("cuModuleGetFunction", ctypes.c_void_p(module), name.encode())
+
+    def _handle(self, name: str, *args: Any) -> int:
+        out = ctypes.c_void_p()
+        code = getattr(self._library, name)(ctypes.byref(out), *args)
+        if code:
+            self.refuse(name, code)
+        return out.value or 0
+
+    def refuse(self, what: str, code: int) -> NoReturn:
+        """Raise what the code of a call means.
+
+        Raises:
+            RuntimeError: always; torch's errors of a device are of this kind too.
+        """
+        said = ctypes.c_char_p()
+        self._library.cuGetErrorString(code, ctypes.byref(said))
+        msg = f"{what}: the driver says {(said.value or b'nothing').decode()!r} ({code})"
+        raise RuntimeError(msg)
 
 
 def _refuse_capture(what: str) -> None:
@@ -193,11 +270,11 @@ def _refuse_capture(what: str) -> None:
         UsageError: a graph is being captured.
     """
     if torch.cuda.is_current_stream_capturing():
-        msg = f"{what} while a CUDA graph is captured; run the same once on that stream before you capture it"
+        msg = f"{what} while a CUDA graph is captured; run the same once before you capture it"
         raise UsageError(msg)
 
 
-def _driver() -> Any:
+def _pycuda() -> Any:
     try:
         import pycuda.driver
     except ImportError as error:

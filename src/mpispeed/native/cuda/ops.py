@@ -1,6 +1,6 @@
-"""Wrappers of kernels as operators of torch: seen by autograd, fake tensors, `torch.compile` and autocast.
+"""Wrappers of kernels: functions of autograd in eager mode, operators of torch for all that looks into a program.
 
-A wrapper has a forward operator, mostly a backward one, and a public function that checks its arguments and calls the
+A wrapper has a forward part, mostly a backward one, and a public function that checks its arguments and calls the
 first. Both have a `run`, which asks `launcher.for_tensor(x)` and launches kernels or computes the reference, and a
 `fake`, which makes empty outputs of the same shapes, strides and dtypes:
 
@@ -8,13 +8,13 @@ first. Both have a `run`, which asks `launcher.for_tensor(x)` and launches kerne
     _twice = ops.define("twice(Tensor x) -> Tensor", _run, _fake, autocast=("x",))
     ops.differentiate(_twice, _save, lambda ctx, grad: _backward(grad))
 
+`_twice(x)` calls `run` itself, within an `autograd.Function` where a gradient is wanted. While something compiles, and
+for fake tensors, subclasses, dispatch modes and function transforms, it calls the operator `torch.ops.mpispeed.twice`,
+which has the same `run` behind torch's dispatcher: that costs three times as much.
+
 Rules for a `run`: outputs are new, contiguous tensors, none of them an input or a view of one; inputs come with any
 strides, so it calls `.contiguous()`; unwanted outputs are `x.new_empty(0)`, because an operator cannot return None.
 `_save(ctx, inputs, output)` saves the tensors of backward by `ctx.save_for_backward`. Unused gradients arrive as None.
-
-Operators are defined through `Library` and not `custom_op`: a call costs 14 instead of 15 microseconds with
-gradients, 8 instead of 10 without (torch 2.13; a bare `autograd.Function` costs 6, and `torch.compile` would look
-into it).
 """
 
 from __future__ import annotations
@@ -23,14 +23,64 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from mpispeed.base.errors import UsageError
 
 NAMESPACE = "mpispeed"
 _AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
+_PLAIN = frozenset((Tensor, nn.Parameter))
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def is_eager(*tensors: Tensor | None) -> bool:
+    """True if kernels may be launched on these at once: nothing compiles, traces, fakes or transforms the call."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(x is None or (type(x) in _PLAIN and not x.is_meta) for x in tensors)
+
+
+class Operator:
+    """Made by `define`; called with the arguments of its schema."""
+
+    def __init__(
+        self, op: OpOverload, run: Callable[..., Any], autocast: tuple[str, ...], follow: tuple[str, ...]
+    ) -> None:
+        """`op` and `run` compute the same."""
+        self.op, self.run = op, run
+        self.apply: Callable[..., Any] | None = None
+        arguments = op._schema.arguments
+        names = [argument.name for argument in arguments]
+        self._tensors = [at for at, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        self._leaders = [names.index(name) for name in autocast]
+        self._others = self._leaders + [names.index(name) for name in follow]
+
+    def __call__(self, *args: Any) -> Any:
+        """Compute it, and remember what backward needs where a gradient is wanted."""
+        tensors = [args[at] for at in self._tensors]
+        if not is_eager(*tensors):
+            return self.op(*args)
+        if self._leaders and torch._C._is_any_autocast_enabled():
+            kind = args[self._leaders[0]].device.type
+            if torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    args = tuple(self.in_one_dtype(args))
+                    return self._compute(args, [args[at] for at in self._tensors])
+        return self._compute(args, tensors)
+
+    def _compute(self, args: tuple[Any, ...], tensors: list[Tensor | None]) -> Any:
+        if self.apply is None or not torch.is_grad_enabled():
+            return self.run(*args)
+        if any(x is not None and x.requires_grad for x in tensors):
+            return self.apply(*args)
+        return self.run(*args)
+
+    def in_one_dtype(self, args: tuple[Any, ...]) -> list[Any]:
+        """The arguments as they come within `torch.autocast`."""
+        return _in_one_dtype(list(args), self._leaders, self._others)
 
 
 def define(
@@ -40,8 +90,8 @@ def define(
     *,
     autocast: tuple[str, ...] = (),
     follow: tuple[str, ...] = (),
-) -> OpOverload:
-    """An operator of namespace `mpispeed`.
+) -> Operator:
+    """A wrapper, and the operator of namespace `mpispeed` beside it.
 
     Args:
         schema: as torch writes it, without namespace: "name(Tensor x, float eps) -> Tensor".
@@ -56,33 +106,62 @@ def define(
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     op: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    made = Operator(op, run, autocast, follow)
     if autocast:
         for device, key in _AUTOCAST_KEYS.items():
-            _library.impl(name, _cast_first(op, device, autocast, follow), key)
-    return op
+            _library.impl(name, _cast_first(made, device), key)
+    return made
 
 
 def differentiate(
-    op: OpOverload, save: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
+    operator: Operator, save: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
 ) -> None:
-    """Give `op` its gradient: `save(ctx, inputs, output)` after forward, `backward(ctx, *grads)`.
+    """Give `operator` its gradient: `save(ctx, inputs, output)` after forward, `backward(ctx, *grads)`.
 
     `backward` returns a gradient or None for each argument, alone or as a tuple. It is not differentiable again: where
     that would be asked of it, with `create_graph=True`, it raises UsageError.
     """
+    name, run = operator.op.name(), operator.run
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
         save(ctx, inputs, output)
 
     def once(ctx: Any, *grads: Tensor | None) -> Any:
-        # The graph of a second derivative would begin at the gradients and at what was saved, as weights of a sum.
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*grads, *ctx.saved_tensors)):
-            msg = f"{op.name()} has no second derivative; call backward() without create_graph=True"
-            raise UsageError(msg)
+        refuse_second_derivative(name, ctx, grads)
         return backward(ctx, *grads)
 
-    torch.library.register_autograd(op.name(), once, setup_context=setup, lib=_library)
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = run(*args)
+            setup(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            return once(ctx, *grads)
+
+    Function.__name__ = Function.__qualname__ = name.replace("::", "_")
+    operator.apply = apply_of(Function)
+    torch.library.register_autograd(name, once, setup_context=setup, lib=_library)
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` for eager mode, without what `Function.apply` does for function transforms on every call."""
+    made: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return made
+
+
+def refuse_second_derivative(name: str, ctx: Any, grads: tuple[Tensor | None, ...]) -> None:
+    """Check in a backward pass that no graph of it is wanted: it would begin at gradients or at what was saved.
+
+    Raises:
+        UsageError: it would.
+    """
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*grads, *ctx.saved_tensors)):
+        msg = f"{name} has no second derivative; call backward() without create_graph=True"
+        raise UsageError(msg)
 
 
 def check_one_dtype(name: str, x: Tensor, **others: Tensor | None) -> None:
@@ -103,14 +182,10 @@ def check_one_dtype(name: str, x: Tensor, **others: Tensor | None) -> None:
         raise ValueError(msg)
 
 
-def _cast_first(op: OpOverload, device: str, autocast: tuple[str, ...], follow: tuple[str, ...]) -> Callable[..., Any]:
-    names = [argument.name for argument in op._schema.arguments]
-    leaders = [names.index(name) for name in autocast]
-    others = leaders + [names.index(name) for name in follow]
-
+def _cast_first(operator: Operator, device: str) -> Callable[..., Any]:
     def cast(*args: Any) -> Any:
         with torch.autocast(device, enabled=False):
-            return op(*_in_one_dtype(list(args), leaders, others))
+            return operator.op(*operator.in_one_dtype(args))
 
     return cast
 

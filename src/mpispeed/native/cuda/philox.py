@@ -1,35 +1,63 @@
 """Random bits of the kernels, in torch: Philox 4x32-10, bit for bit. Source: Salmon et al., SC 2011.
 
 A dropout is repeated from its seed, so that no mask has to be kept. The seed is drawn from torch's generator of the
-host, which activation checkpointing and `mpispeed.checkpointing`'s trackers put back for a second forward pass.
+host, or of the device in a captured graph; activation checkpointing and `mpispeed.checkpointing`'s trackers put both
+back for a second forward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
-
-from mpispeed.base.errors import UsageError
 
 _MASK = 0xFFFFFFFF
 _FACTORS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
-def draw_seed() -> Tensor:
-    """A new seed: an int64 scalar in host memory, from torch's default generator of the host.
+_is_in_memory = False
 
-    Raises:
-        UsageError: a CUDA graph is being captured, which would drop the same elements in every replay.
+
+@contextmanager
+def seeds_in_memory() -> Iterator[None]:
+    """Draw seeds on the tensors' device inside of the block, as while a CUDA graph is captured: for tests of both."""
+    global _is_in_memory
+    before, _is_in_memory = _is_in_memory, True
+    try:
+        yield
+    finally:
+        _is_in_memory = before
+
+
+def are_in_memory(x: Tensor) -> bool:
+    """True if a seed for `x` is drawn on its device now, because every replay of a graph has to drop other elements."""
+    return _is_in_memory or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    """A new seed for a dropout of `x`: an int64 scalar.
+
+    In host memory, from torch's default generator of the host; while a CUDA graph is captured on the device, from the
+    device's generator.
     """
-    is_eager = torch.cuda.is_initialized() and not torch.compiler.is_compiling()
-    if is_eager and torch.cuda.is_current_stream_capturing():
-        msg = (
-            "a seed of dropout is drawn while a CUDA graph is captured, and every replay would drop the same elements; "
-            "capture without dropout (eval mode or ratio 0), or with torch's own"
-        )
-        raise UsageError(msg)
-    return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
+    is_eager = not torch.compiler.is_compiling()
+    device = x.device if is_eager and are_in_memory(x) else "cpu"
+    return torch.randint(1 << 62, (), dtype=torch.int64, device=device)
+
+
+def is_place(seed: Tensor | None) -> bool:
+    """True if kernels read this seed from memory, not from their arguments."""
+    return seed is not None and (seed.is_cuda or _is_in_memory)
+
+
+def word(seed: Tensor | None, by_place: bool) -> int:
+    """What a launch takes for a seed: its address, or the seed itself."""
+    if seed is None:
+        return 0
+    return seed.data_ptr() if by_place else int(seed) % 2**64
 
 
 def threshold(ratio: float) -> int:

@@ -25,6 +25,7 @@ from mpispeed.native.gelu_linear import gelu_linear
 from mpispeed.native.norm import layer_norm_beside
 from mpispeed.native.rotary import split_qkv
 from mpispeed.native.transformer import bias_dropout_residual, bias_gelu
+from mpispeed.nn.block import at_once
 from mpispeed.nn.block.config import TransformerConfig
 
 _MASK_DIMS = 4
@@ -174,8 +175,36 @@ class TransformerLayer(nn.Module):
             )
             raise UsageError(msg)
         mask = _checked_mask(attention_mask)
-        out = self._pre(hidden_states, mask) if self.config.pre_layer_norm else self._post(hidden_states, mask)
+        out = None if torch.compiler.is_compiling() else self._at_once(hidden_states, mask)
+        if out is None:
+            out = self._pre(hidden_states, mask) if self.config.pre_layer_norm else self._post(hidden_states, mask)
         return (out,) if self.config.return_tuple else out
+
+    def _at_once(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The output by kernels without faces between; None where they do not take the tensors as they are."""
+        config = self.config
+        norm = (self.norm_w, self.norm_b)
+        front = (*norm, self.attn_qkvw, self.attn_qkvb)
+        middle = (self.attn_ow, self.attn_ob, self.attn_nw, self.attn_nb)
+        behind = (*middle, self.inter_w, self.inter_b, self.output_w, self.output_b)
+        ratio = max(config.hidden_dropout_ratio, 0.0) if self.training else 0.0
+        passes = at_once.passes_for(
+            x, (*front, *behind), config.mlp_size, config.heads, ratio, config.layer_norm_eps,
+            is_pre=config.pre_layer_norm, keeps_gelu=not config.gelu_checkpoint,
+        )  # fmt: skip
+        if passes is None:
+            return None
+        attn_ratio = max(config.attn_dropout_ratio, 0.0) if self.training else 0.0
+        if self._takes_sdpa(x, attn_ratio):
+            *around, q, k, v = at_once.before(x, *front, passes)
+            context = self._fused(q, k, v, mask, attn_ratio)
+        else:
+            got = at_once.before(x, *front[:3], None, passes)
+            *around, qkv = got if config.pre_layer_norm else (got,)
+            q, k, v = split_qkv(qkv, self.attn_qkvb, config.heads)
+            context = attention(q, k, v, mask, ratio=attn_ratio, keeps_dropped=not config.attn_dropout_checkpoint)
+        out: Tensor = at_once.after(context, around[0] if around else x, *behind, *norm, passes)
+        return out
 
     def _pre(self, x: Tensor, mask: Tensor | None) -> Tensor:
         around, n = layer_norm_beside(x, self.norm_w, self.norm_b, self.config.layer_norm_eps)
@@ -212,6 +241,10 @@ class TransformerLayer(nn.Module):
         # Fused attention reads queries, keys and values where the product left them: no pass to split them.
         qkv = F.linear(n, self.attn_qkvw, self.attn_qkvb).unflatten(2, (3, heads, self.config.hidden_size // heads))
         q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+        return self._fused(q, k, v, mask, ratio)
+
+    @staticmethod
+    def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ratio: float) -> Tensor:
         if mask is not None and mask.dtype not in (torch.bool, q.dtype):
             # Kept finite: a row that is masked everywhere attends evenly, as with -10000.
             mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)

@@ -20,15 +20,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpispeed.base import log
+from mpispeed.base.device import Readback, is_on_device
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn import recompute
-from mpispeed.nn.expert.sorted_plan import PRIORITIES, capacity_of, precedence, within_capacity
+from mpispeed.nn.expert.sorted_plan import PRIORITIES, capacity_of, numbers_of, precedence, within_capacity
 
 SCORES = ("softmax", "sigmoid")
 NOISES = (None, "Jitter", "RSample")
 JITTER = 0.01
 """Inputs are multiplied by random numbers from 1 - this to 1 + this."""
+
+NOT_FINITE = (
+    "a router of experts found logits that are not finite (NaN or infinity in its input or its weights); these "
+    "tokens go to the first experts, and their outputs are NaN, so that the loss shows it"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +47,8 @@ class RouterOptions:
         k: experts for each token.
         score: what logits become: "softmax" over all experts, or "sigmoid" of each.
         groups: number of equal groups that the experts are in; a token goes to experts of `kept_groups` of them.
-        kept_groups: those whose two highest scores have the highest sum.
+        kept_groups: those whose `group_best` highest scores have the highest sum.
+        group_best: scores of a group that are added up for this.
         renormalize: divide a token's weights by their sum; None: where k > 1.
         weight_scale: factor of the weights.
         capacity_factor: an expert takes tokens / experts * k times this from each rank; None: all.
@@ -51,6 +58,7 @@ class RouterOptions:
         noise: "Jitter": random factors of the input; "RSample": Gumbel noise on the choice, for k = 1. In training.
         sample_second: the second of two choices is sampled with Gumbel noise, in training.
         samples_in_eval: in evaluation too.
+        global_balance: the balance loss is that of the tokens of all data ranks; see `Router.set_balance_group`.
         bias_rate: step of the bias that balances loads without a loss; 0: no bias.
         sequence_loss: compute the balance loss of each sequence, too.
         z_loss: compute the loss of large logits, too.
@@ -61,6 +69,7 @@ class RouterOptions:
     score: str = "softmax"
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
     renormalize: bool | None = None
     weight_scale: float = 1.0
     capacity_factor: float | None = None
@@ -70,6 +79,7 @@ class RouterOptions:
     noise: str | None = None
     sample_second: bool = False
     samples_in_eval: bool = False
+    global_balance: bool = False
     bias_rate: float = 0.0
     sequence_loss: bool = False
     z_loss: bool = False
@@ -134,6 +144,8 @@ class Router(nn.Module):
     Attributes:
         wg: the linear map to logits.
         bias: fp32 whatever the model's dtype; only used to choose. None without `bias_rate`.
+        keeps_load: count choices in training passes, for `take_load`; on where there is a bias.
+        balance_group: ranks whose tokens the balance loss is of; None: those of this rank.
     """
 
     bias: torch.Tensor | None
@@ -150,10 +162,29 @@ class Router(nn.Module):
         self.num_experts = num_experts
         self.wg = nn.Linear(hidden_size, num_experts, bias=False)
         self.register_buffer("bias", torch.zeros(num_experts) if self.options.bias_rate else None)
+        self.keeps_load = self.bias is not None
         self._load: torch.Tensor | None = None
+        self._finite: Readback | None = None
+        self.balance_group: Comm | None = None
+
+    def set_balance_group(self, comm: Comm | None) -> None:
+        """With `global_balance`: let the balance loss be that of the tokens of all ranks of `comm`, in training passes.
+
+        Mean scores are those of this rank, times its share of the tokens and the number of ranks, so that the mean of
+        the losses over the ranks, and that of their gradients, are those of one process with all tokens. Every pass
+        then sums counts over `comm`, on all of its ranks. None: of this rank's tokens again.
+
+        Source: Qiu et al., "Demons in the Detail: On Implementing Load Balancing Loss for Training Specialized
+        Mixture-of-Expert Models", arXiv 2501.11873.
+        """
+        self.balance_group = comm if self.options.global_balance else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: they have no group, and nothing that is on its way from a device."""
+        return {**self.__dict__, "balance_group": None, "_finite": None}
 
     def forward(self, x: torch.Tensor, used_token: torch.Tensor | None = None, sequences: int = 1) -> Routing:
-        """Route tokens.
+        """Route tokens. Collective over: the balance group in training, if there is one.
 
         Args:
             x: the tokens.
@@ -189,7 +220,7 @@ class Router(nn.Module):
         if options.weight_scale != 1.0:
             weights = weights * options.weight_scale
         counts = self._count(experts, used)
-        self._note_load(counts)
+        self._note_load(experts, counts, kept)
         shares = scores if options.score == "softmax" else scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
         zero = logits.new_zeros(())
         return Routing(
@@ -202,22 +233,34 @@ class Router(nn.Module):
             _mean(logits.logsumexp(-1).square()) if options.z_loss else zero,
         )
 
+    def take_load(self) -> torch.Tensor:
+        """Choices of each expert in training passes since the last call, and those of them that were dropped.
+
+        Passes that recompute activations do not count. Zeros without `keeps_load`.
+
+        Shapes: [2, experts], int64, in host memory.
+        """
+        found, self._load = self._load, None
+        return torch.zeros(2, self.num_experts, dtype=torch.int64) if found is None else found.cpu()
+
     def update_bias(self, comm: Comm | None = None) -> None:
         """Move the bias towards equal loads, by those of all training passes since the last call.
 
         To be called once for each update of the parameters, on all ranks of `comm` alike, which hold equal biases.
-        Passes that recompute activations do not count.
 
         Collective over: `comm`, the ranks whose tokens count.
         """
-        if self.bias is None:
-            return
-        load = torch.zeros(self.num_experts, dtype=torch.int64) if self._load is None else self._load.cpu()
-        if comm is not None:
-            comm.all_reduce(load)
-        self._load = None
-        away = load.double().mean() - load.double()
-        self.bias += (self.options.bias_rate * away.sign()).to(self.bias)
+        if self.bias is not None:
+            load = self.take_load()[0].contiguous()
+            if comm is not None:
+                comm.all_reduce(load)
+            self.move_bias(load)
+
+    def move_bias(self, load: torch.Tensor) -> None:
+        """Move the bias, if there is one, towards equal loads. Shapes: load [experts], choices of all ranks."""
+        if self.bias is not None:
+            away = load.double().mean() - load.double()
+            self.bias += (self.options.bias_rate * away.sign()).to(self.bias)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves the module; the bias keeps its dtype, because its small steps vanish in 16 bits."""
@@ -232,14 +275,19 @@ class Router(nn.Module):
     def _clean(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits without rows that are not finite, whose choice would depend on the order of comparisons."""
         is_finite = logits.isfinite().all(-1, keepdim=True)
-        if bool(is_finite.all()):
+        if is_on_device(logits):
+            self._finite = Readback(is_finite.all())
+        elif bool(is_finite.all()):
             return logits
-        msg = (
-            "a router of experts found logits that are not finite (NaN or infinity in its input or its weights); these "
-            "tokens go to the first experts, and their outputs are NaN, so that the loss shows it"
-        )
-        log.once(logger, logging.WARNING, msg)
+        else:
+            log.once(logger, logging.WARNING, NOT_FINITE)
         return torch.where(is_finite, logits, 0.0)
+
+    def warn(self) -> None:
+        """Warn of logits of the last pass that were not finite; waits for that pass on a device."""
+        if self._finite is not None and not float(self._finite):
+            log.once(logger, logging.WARNING, NOT_FINITE)
+        self._finite = None
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The experts of each token, equal scores by number. Shapes: logits [tokens, experts], result [tokens, k]."""
@@ -269,7 +317,7 @@ class Router(nn.Module):
         if options.groups == 1:
             return found
         grouped = found.view(len(found), options.groups, self.num_experts // options.groups)
-        best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+        best = grouped.topk(min(options.group_best, grouped.shape[-1]), -1).values.sum(-1)
         outside = torch.ones_like(best, dtype=torch.bool).scatter(1, _highest(best, options.kept_groups), False)
         return grouped.masked_fill(outside[..., None], -torch.inf).view_as(found)
 
@@ -286,27 +334,38 @@ class Router(nn.Module):
 
     # -- loads and losses ----------------------------------------------------------------------------------------------
 
-    def _count(self, experts: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
-        return torch.bincount((experts if used is None else experts[used]).reshape(-1), minlength=self.num_experts)
+    def _count(self, experts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Choices of each expert; `mask` is of tokens or of choices."""
+        if mask is not None:
+            experts = torch.where(mask if mask.dim() == experts.dim() else mask[:, None], experts, self.num_experts)
+        return numbers_of(experts.reshape(-1), self.num_experts + 1)[: self.num_experts]
 
-    def _note_load(self, counts: torch.Tensor) -> None:
-        if self.bias is not None and self.training and not recompute.is_running_again():
-            self._load = counts if self._load is None else self._load + counts
+    def _note_load(self, experts: torch.Tensor, counts: torch.Tensor, kept: torch.Tensor | None) -> None:
+        if self.keeps_load and self.training and not recompute.is_running_again():
+            dropped = torch.zeros_like(counts) if kept is None else counts - self._count(experts, kept)
+            load = torch.stack([counts, dropped])
+            self._load = load if self._load is None else self._load + load
 
     def _balance_loss(
         self, shares: torch.Tensor, experts: torch.Tensor, used: torch.Tensor | None, counts: torch.Tensor
     ) -> torch.Tensor:
-        k, tokens = self.options.k, max(len(experts), 1)
+        k, comm = self.options.k, self.balance_group
         if k == 2:  # only first choices count, as in GShard
             counts = self._count(experts[:, :1], used)
         factor = self.num_experts / (k if k > 2 else 1)
-        return factor * torch.sum(shares.sum(0) / tokens * (counts.to(shares.dtype) / tokens))
+        if comm is None or not self.training:
+            tokens = max(len(experts), 1)
+            return factor * torch.sum(shares.sum(0) / tokens * (counts.to(shares.dtype) / tokens))
+        told = torch.cat([counts, counts.new_tensor([len(experts)])])
+        comm.all_reduce(told)
+        total = told[-1].clamp(min=1)
+        return factor * comm.size * torch.sum(shares.sum(0) / total * (told[:-1].to(shares.dtype) / total))
 
     def _sequence_loss(self, shares: torch.Tensor, experts: torch.Tensor, sequences: int) -> torch.Tensor:
         k, each = self.options.k, max(len(experts) // sequences, 1)
         owner = torch.arange(len(experts), device=experts.device)[:, None] // each
         cells = (owner * self.num_experts + experts).reshape(-1)
-        counts = torch.bincount(cells, minlength=sequences * self.num_experts).view(sequences, -1)
+        counts = numbers_of(cells, sequences * self.num_experts).view(sequences, -1)
         means = shares.view(sequences, len(experts) // sequences, self.num_experts).sum(1) / each
         return torch.sum(means * counts) * (self.num_experts / (k * each * sequences))
 

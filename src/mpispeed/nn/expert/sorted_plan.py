@@ -36,12 +36,22 @@ def sort_choices(experts: torch.Tensor, kept: torch.Tensor | None, num_experts: 
     keys = experts.reshape(-1)
     if kept is not None:
         keys = torch.where(kept.reshape(-1), keys, num_experts)
-    counts = torch.bincount(keys, minlength=num_experts)[:num_experts].cpu()
+    counts = numbers_of(keys, num_experts + 1)[:num_experts].cpu()  # the one wait of a layer for its device
     rows = int(counts.sum())
     order = torch.argsort(keys, stable=True)[:rows]
     places = torch.full_like(keys, -1)
     places[order] = torch.arange(rows, device=keys.device)
     return SortedPlan(places.view_as(experts), counts)
+
+
+def numbers_of(values: torch.Tensor, count: int) -> torch.Tensor:
+    """How often each of 0 to count - 1 is among the values; a device is not waited for, as `bincount` would.
+
+    Shapes: values [n], the result [count], both int64.
+    """
+    if values.device.type == "cpu":
+        return torch.bincount(values, minlength=count)
+    return torch.zeros(count, dtype=torch.int64, device=values.device).scatter_add_(0, values, torch.ones_like(values))
 
 
 def capacity_of(tokens: int, num_experts: int, factor: float, minimum: int) -> int:
@@ -66,7 +76,7 @@ def within_capacity(
     takes_part = torch.ones_like(experts, dtype=torch.bool) if used is None else used[:, None].expand_as(experts)
     ranked = torch.where(takes_part, experts, num_experts).reshape(-1)[order]
     by_expert = torch.argsort(ranked, stable=True)
-    counts = torch.bincount(ranked, minlength=num_experts + 1)
+    counts = numbers_of(ranked, num_experts + 1)
     starts = counts.cumsum(0) - counts
     is_early = torch.arange(ranked.numel(), device=ranked.device) - starts[ranked[by_expert]] < capacity
     kept = torch.empty_like(is_early)
@@ -98,7 +108,7 @@ def slots(experts: torch.Tensor, kept: torch.Tensor, num_experts: int, *, first_
     order = precedence("first" if first_before_second else "position", torch.empty_like(experts, dtype=torch.float32))
     keys = torch.where(kept, experts, num_experts).reshape(-1)[order]
     by_expert = torch.argsort(keys, stable=True)
-    counts = torch.bincount(keys, minlength=num_experts + 1)
+    counts = numbers_of(keys, num_experts + 1)
     found = torch.empty_like(keys)
     found[order[by_expert]] = (
         torch.arange(keys.numel(), device=keys.device) - (counts.cumsum(0) - counts)[keys[by_expert]]

@@ -133,6 +133,43 @@ def test_numbers_that_are_none_show_in_the_output_and_in_words(options, bad, cap
     assert "logits that are not finite" in caplog.text
 
 
+def global_losses(counts, k):
+    """Losses and gradients of ranks with so many tokens each, and those of one process with all."""
+    options = {"k": k, "global_balance": True}
+    made = router(4, **options)
+    inputs = [torch.randn(count, 6, generator=torch.Generator().manual_seed(count)) for count in counts]
+
+    def work(world):
+        own = copy.deepcopy(made)
+        own.set_balance_group(world.comm)
+        loss = own(inputs[world.rank]).balance_loss
+        loss.backward()
+        with torch.no_grad():
+            alone = own.eval()(inputs[world.rank]).balance_loss  # no other rank is asked
+        assert torch.equal(alone, made(inputs[world.rank]).balance_loss)
+        return loss.detach(), own.wg.weight.grad
+
+    found = sim.run(len(counts), work)
+    whole = made(torch.cat(inputs)).balance_loss
+    whole.backward()
+    return found, whole.detach(), made.wg.weight.grad
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("counts", [(5, 5), (7, 0, 2)])
+def test_the_global_balance_loss_is_that_of_one_process(counts, k):
+    found, loss, grad = global_losses(counts, k)
+    losses, grads = zip(*found, strict=True)
+    torch.testing.assert_close(torch.stack(losses).mean(), loss)
+    torch.testing.assert_close(torch.stack(grads).mean(0), grad)
+
+
+def test_without_the_option_a_group_is_not_asked():
+    made = router(4, k=2)
+    made.set_balance_group(object())
+    assert made.balance_group is None
+
+
 # -- biases ----------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +186,7 @@ def test_biases_balance_loads():
 
 def test_the_step_of_a_bias_is_the_sign_of_what_is_missing():
     made = router(4, k=2, bias_rate=0.25, force_balance=True)
-    made._load = torch.tensor([4, 1, 1, 2])
+    made._load = torch.tensor([[4, 1, 1, 2], [0, 0, 0, 0]])
     made.update_bias()
     assert made.bias.tolist() == [-0.25, 0.25, 0.25, 0.0]
     made.update_bias()
@@ -159,7 +196,7 @@ def test_the_step_of_a_bias_is_the_sign_of_what_is_missing():
 def test_loads_of_all_ranks_count():
     def work(world):
         made = Router(6, 2, RouterOptions(bias_rate=1.0))
-        made._load = torch.tensor([[5, 0], [1, 2], [0, 3]][world.rank])
+        made._load = torch.tensor([[[5, 0], [1, 2], [0, 3]][world.rank], [0, 0]])
         made.update_bias(world.comm)
         return made.bias.tolist()
 
@@ -181,10 +218,10 @@ def test_recomputed_passes_do_not_count(how):
         else:
             y = torch_checkpoint.checkpoint(run, x, use_reentrant=how == "reentrant")
         y.sum().backward()
-    assert made._load.sum() == 2 * 8 * 2
+    assert made._load[0].sum() == 2 * 8 * 2
     with torch.no_grad():
         made.eval()(x)
-    assert made._load.sum() == 2 * 8 * 2
+    assert made._load[0].sum() == 2 * 8 * 2
 
 
 def test_a_bias_keeps_its_dtype_and_goes_into_state_dicts():

@@ -1,0 +1,122 @@
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+def are_alike(x: Tensor, *others: Tensor | None) -> bool: ...
+def are_aligned(*tensors: Tensor | None) -> bool: ...
+
+class Queue:
+    def __init__(
+        self,
+        launch: int,
+        current: int,
+        context: int,
+        stream: Callable[[int], int],
+        device: int,
+        enter: Callable[[], AbstractContextManager[object]],
+        failed: Callable[[str, int], NoReturn],
+    ) -> None: ...
+    def run(
+        self,
+        name: str,
+        function: int,
+        grid: tuple[int, int, int],
+        threads: tuple[int, int, int],
+        shared: int,
+        packed: bytes,
+    ) -> None: ...
+
+class Launch:
+    def __init__(
+        self,
+        queue: Queue,
+        name: str,
+        function: int,
+        grid: tuple[int, int, int],
+        threads: tuple[int, int, int],
+        shared: int,
+        pointers: int,
+        tail: bytes,
+        seed_at: int = -1,
+    ) -> None: ...
+    def __call__(self, *pointers: Tensor | int | None) -> None: ...
+    def seeded(self, seed: int, *pointers: Tensor | int | None) -> None: ...
+
+class NormLaunches:
+    part: int
+    def __init__(self, first: Launch, columns: Launch | None, add_up: Launch | None, part: int) -> None: ...
+
+class NormCalls:
+    apply: Any
+    refuse: Any
+    function_forward: Any
+    function_backward: Any
+    def __init__(
+        self,
+        prepare: Callable[[Any, tuple[Any, ...]], Launch],
+        prepare_backward: Callable[[Any, tuple[Any, ...]], NormLaunches],
+        launcher_of: Callable[[Tensor], Any],
+        dtypes: Iterable[torch.dtype],
+    ) -> None: ...
+    def launcher(self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Any: ...
+    def run(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        is_centered: bool,
+    ) -> Any: ...
+    def forward(
+        self,
+        runs: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        is_centered: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor]: ...
+    def launch(
+        self,
+        runs: Any,
+        y: Tensor,
+        total: Tensor | None,
+        mean: Tensor | int | None,
+        rstd: Tensor | int,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        is_centered: bool,
+    ) -> None: ...
+    def backward(
+        self,
+        runs: Any,
+        dy: Tensor,
+        add: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        stats: Tensor,
+        is_centered: bool,
+        with_weight: bool,
+        with_bias: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+    def launch_backward(
+        self,
+        runs: Any,
+        dx: Tensor,
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+        dy: Tensor,
+        add: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor | int | None,
+        rstd: Tensor | int,
+    ) -> None: ...
