@@ -7,6 +7,7 @@ python -m tests.helpers.every_face host fault    one that writes past the end of
 
 from __future__ import annotations
 
+import struct
 import sys
 from itertools import product
 
@@ -177,11 +178,12 @@ class Faces:
 
 
 def fault(device: str) -> None:
-    """Asks for three elements more than there are."""
-    x, out = (torch.zeros(4099, device=device) for _ in range(2))
-    found = launcher.for_tensor(x)
+    """Writes the second element behind the last."""
+    rows, index = torch.zeros(4099, dtype=torch.int64, device=device), torch.tensor([4100], device=device)
+    found = launcher.for_tensor(rows)
     assert found is not None
-    found.launch("dropout_f32", (4, 1, 1), (256, 1, 1), x.data_ptr(), out.data_ptr(), 4102, 5, 1, 1.0)
+    sizes = struct.pack("QQQQ", 1, 1, 4102, 1)
+    found.launch("row_sources", (1, 1, 1), (32, 1, 1), rows.data_ptr(), index.data_ptr(), sizes)
 
 
 def main() -> int:

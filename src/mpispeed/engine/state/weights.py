@@ -67,6 +67,16 @@ class Weights:
                 state = copy.deepcopy(state)  # keeps tied tensors tied
         return state
 
+    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """As `module_state_dict`; where ranks share experts out, the whole model on rank 0 and {} on the others.
+
+        Collective over: all ranks.
+        """
+        if not self._parts.plan.placing.distinct:
+            return self.module_state_dict(exclude_frozen_parameters)
+        with self._parts.optimization.exchange.common() if self._parts.optimization else nullcontext():
+            return gather_model(self._parts, exclude_frozen=exclude_frozen_parameters)
+
     def load_module_state_dict(
         self,
         checkpoint: Mapping[str, Any],
