@@ -12,6 +12,7 @@ from zlib import crc32
 import torch
 from mpi4py import MPI
 
+from mpispeed.base.errors import CommError
 from mpispeed.mesh.backends import shared_memory
 from mpispeed.mesh.collectives.host_collectives import is_own_cut
 from mpispeed.mesh.collectives.transport import EXCHANGE_TAG, Comparison, Fast, Pairs, Poll, Source, Transport
@@ -23,6 +24,11 @@ AWAKE_POLLS = 32
 
 RECV_NAP_SECONDS = 200e-6
 """Longest nap of a receive: what a message waits in vain, at worst."""
+
+_OTHER_LENGTH = (
+    "a message of an exchange is not as long as this rank waits for: the ranks are at different calls, as after an "
+    "error in a pass that the script of one rank has caught; let errors end the job, or catch them on all ranks alike"
+)
 
 _OPS = {
     "sum": MPI.SUM,
@@ -137,10 +143,21 @@ class MpiTransport(Transport):
         self._handle.Bcast(_moved(x), root)
 
     def exchange_pairs(self, sends: Pairs, recvs: Pairs) -> None:
-        """MPI_Irecv and MPI_Isend of all pairs at once."""
+        """MPI_Irecv and MPI_Isend of all pairs at once.
+
+        Raises:
+            CommError: only on the rank that gets a message of another length than it waits for.
+        """
         requests = [self._handle.Irecv(_moved(x), src, EXCHANGE_TAG) for x, src in recvs]
         requests += [self._handle.Isend(_moved(x), dst, EXCHANGE_TAG) for x, dst in sends]
-        MPI.Request.Waitall(requests)
+        statuses: list[MPI.Status] = []
+        try:
+            MPI.Request.Waitall(requests, statuses)
+        except MPI.Exception as error:
+            raise CommError(_OTHER_LENGTH) from error
+        for (x, _), status in zip(recvs, statuses[: len(recvs)], strict=True):
+            if status.Get_count(MPI.BYTE) != x.nbytes:
+                raise CommError(_OTHER_LENGTH)
 
     def library_send(self, x: torch.Tensor, dst: int, tag: int) -> None:
         """MPI_Send."""
