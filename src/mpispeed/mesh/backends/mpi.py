@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +25,12 @@ AWAKE_POLLS = 32
 
 RECV_NAP_SECONDS = 200e-6
 """Longest nap of a receive: what a message waits in vain, at worst."""
+
+EXCHANGE_NAP_SECONDS = 20e-6
+"""Nap of an exchange whose peers are late."""
+
+AWAKE_SECONDS, AWAKE_BYTES_PER_SECOND = 30e-6, 4e9
+"""How long an exchange with peers who are there takes at most; it polls for so long, and naps then."""
 
 _OPS = {
     "sum": MPI.SUM,
@@ -98,6 +106,7 @@ class MpiTransport(Transport):
     def __init__(self, handle: MPI.Comm, ranks: Sequence[int], node_ranks: frozenset[int] = frozenset()) -> None:
         super().__init__(handle.Get_rank(), len(ranks), shares_memory=all(rank in node_ranks for rank in ranks))
         self._handle, self._node_ranks = handle, node_ranks
+        self._is_crowded = len(node_ranks) > (os.cpu_count() or 1)
         self._has_fast = self.size > 1 and self.shares_memory
         self._fast: Fast | None = None
 
@@ -137,10 +146,24 @@ class MpiTransport(Transport):
         self._handle.Bcast(_moved(x), root)
 
     def exchange_pairs(self, sends: Pairs, recvs: Pairs) -> None:
-        """MPI_Irecv and MPI_Isend of all pairs at once."""
+        """MPI_Irecv and MPI_Isend of all pairs at once, waited for in naps if peers are late.
+
+        MPI_Waitall would burn a core, maybe the one that a late peer needs; where ranks outnumber cores, naps begin
+        at once.
+        """
         requests = [self._handle.Irecv(_moved(x), src, EXCHANGE_TAG) for x, src in recvs]
         requests += [self._handle.Isend(_moved(x), dst, EXCHANGE_TAG) for x, dst in sends]
-        MPI.Request.Waitall(requests)
+        poll = functools.partial(MPI.Request.Testall, requests)
+        if any(poll() for _ in range(AWAKE_POLLS)):
+            return
+        if not self._is_crowded:
+            nbytes = sum(x.nbytes for pairs in (sends, recvs) for x, _ in pairs)
+            end = time.perf_counter() + AWAKE_SECONDS + nbytes / AWAKE_BYTES_PER_SECOND
+            while time.perf_counter() < end:
+                if poll():
+                    return
+                os.sched_yield()
+        nap_until(poll, longest_seconds=EXCHANGE_NAP_SECONDS)
 
     def library_send(self, x: torch.Tensor, dst: int, tag: int) -> None:
         """MPI_Send."""
