@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpispeed.base.errors import ZeRORuntimeException
+from mpispeed.base.errors import CheckpointError, UsageError, ZeRORuntimeException
 from mpispeed.checkpoints import open_checkpoint
 from mpispeed.ckpt.tools.importing import import_checkpoint
 from mpispeed.moe import MoE
@@ -15,7 +15,7 @@ from mpispeed.nn.expert import RoutedExperts, Router, RouterOptions, SwiGLUExper
 from tests.helpers.covering import in_turn, on_ranks
 from tests.helpers.experts import HIDDEN, Block
 from tests.unit.ckpt import foreign_experts
-from tests.zoo.training import config, start, train_averaged
+from tests.zoo.training import ADAM, config, own_part, start, train_averaged, weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -142,6 +142,68 @@ def test_groups_that_are_cut_otherwise_and_have_different_numbers_are_refused(co
     with pytest.raises(ZeRORuntimeException, match="group the parameters alike"):
         again.load_checkpoint(str(mpi_tmp_path), tag="one")
     again.destroy()
+
+
+@pytest.mark.parametrize("stage", on_ranks([0, 2, 3]))
+def test_state_dicts_have_all_experts_in_and_out(comm, stage):
+    for ep_size in sizes(comm):
+        engine = start(config(stage, BATCH, 1, **ADAM), Net(ep_size))
+        train_averaged(engine, data()[:2])
+        given = engine.module_state_dict()
+        whole = Net(1)
+        # where nothing is cut, every rank has the state dict
+        assert set(given) == (set(whole.state_dict()) if comm.rank == 0 or (ep_size == 1 and stage < 3) else set())
+        given = comm.share({name: value.detach().numpy() for name, value in given.items()})
+        given = {name: torch.from_numpy(value) for name, value in given.items()}
+        whole.load_state_dict(given)
+        whole.eval()
+        with torch.no_grad():
+            wanted = [float(whole(*batch)) for batch in data()[2:]]
+        for other in sizes(comm):
+            again = start(config(stage, BATCH, 1, **ADAM), Net(other))
+            train_averaged(again, data()[:1])
+            again.load_module_state_dict(given if comm.rank == 0 else {})
+            again.eval()
+            assert [averaged(again, batch) for batch in data()[2:]] == pytest.approx(wanted, rel=1e-6)
+            twice = again.module_state_dict()
+            assert twice.keys() == given.keys() or (not twice and comm.rank)
+            assert all(torch.equal(value, given[name]) for name, value in twice.items() if name in given)
+            again.destroy()
+        engine.destroy()
+
+
+def averaged(engine, batch):
+    """The mean loss of all ranks' parts of a batch."""
+    comm = engine.mpispeed.parts.mesh["data"]
+    with torch.no_grad():
+        loss = engine(*own_part(engine, batch)).double().reshape(1) / comm.size
+    comm.all_reduce(loss)
+    return float(loss)
+
+
+@pytest.mark.ranks(2, 4)
+def test_state_dicts_that_do_not_fit_are_told(comm):
+    engine = start(config(2, BATCH, 1, **ADAM), Net(comm.size))
+    before, state = weights(engine), Net(1).state_dict()
+    first = next(name for name in state if "deepspeed_experts.3" in name)
+    lacking = {name: value for name, value in state.items() if name != first}
+    part = state["second.experts.down_proj"][:1]
+    for given, text in (
+        (lacking, f"lacks {first}"),
+        (state | {"second.experts.down_proj": part}, r"down_proj has shape \(4, "),
+        (state | {first.replace(".3.", ".4."): state[first]}, "unknown"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            engine.load_module_state_dict(given)
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+    engine.load_module_state_dict({first: state[first] + 1}, strict=False)
+    if comm.rank == comm.size - 1:
+        assert torch.equal(weights(engine)[first], state[first] + 1)
+    else:
+        weights(engine)
+    with pytest.raises(UsageError, match="without a custom_load_fn"):
+        engine.load_module_state_dict(state, custom_load_fn=lambda src, dst: None)
+    engine.destroy()
 
 
 class Theirs(nn.Module):

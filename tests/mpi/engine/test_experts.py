@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.errors import ConfigError
 from mpispeed.base.even_split import share
 from mpispeed.checkpoints import open_checkpoint
 from mpispeed.ckpt.format.logical import ALL_EXPERTS
@@ -276,14 +276,6 @@ def test_groups_and_frozen_ones_are_those_of_the_same_place_on_other_ranks(comm,
         info = opened.info(f"{prefix}{number}.up.weight")
         assert info.kind == ("frozen" if number % each == 0 else "trainable")
         assert info.param_group == (-1 if number % each == 0 else 1 if number % each < each * 2 // 3 else 2)
-    engine.destroy()
-
-
-@pytest.mark.ranks(2, 4)
-def test_state_dicts_of_the_whole_model_are_refused(comm):
-    engine = start(config(1, BATCH, 1, **ADAM), Net(comm.size))
-    with pytest.raises(UsageError, match="use save_checkpoint or save_16bit_model"):
-        engine.load_module_state_dict(engine.module_state_dict())
     engine.destroy()
 
 

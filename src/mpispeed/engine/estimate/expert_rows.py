@@ -56,7 +56,7 @@ def expert_rows(model: nn.Module, mesh: Mesh, tokens: int, dtype: torch.dtype, m
         once = len(noted)
         route = layer.dispatcher.balanced(counts.tolist())  # type: ignore[union-attr]
         if route is not None:
-            rows = torch.empty(int(counts.sum()), layer.gate.wg.in_features, dtype=dtype, device=META)
+            rows = torch.empty(int(counts.sum()), layer.gate.hidden_size, dtype=dtype, device=META)
             follow((*route.there, *route.back), rows)
         end()
         for place, record in enumerate(noted):

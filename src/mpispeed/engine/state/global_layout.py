@@ -260,13 +260,18 @@ class GlobalLayout:
             source.read(name, slot, before + self.before(name) + start, out)
 
 
-def require_common(module: nn.Module, reason: str) -> None:
-    """Require that data ranks have all parameters in common; `reason` is a clause of the message.
+def require_common(module: nn.Module, reason: str, layout: GlobalLayout | None = None) -> None:
+    """Require that data ranks have all parameters in common, with a `layout` but experts.
+
+    Args:
+        module: the model.
+        reason: a clause of the message.
+        layout: of a caller that can tell experts apart.
 
     Raises:
         UsageError: on every rank of the data axis, if they have some of their own.
     """
-    problem = _find_apart(module, reason)
+    problem = _find_apart(module, reason, None if layout is None else layout.experts)
     if problem:
         raise UsageError(problem)
 
@@ -293,8 +298,8 @@ def _find_apart(module: nn.Module, reason: str, experts: ExpertNames | None = No
         return ""
     return (
         f"parameter {apart!r} has values of its own on each of several data ranks (mark_distinct), and {reason}; "
-        "of experts that are shared out over ranks use save_checkpoint or save_16bit_model; other weights of this "
-        "kind are to be saved and loaded by your own code, rank by rank"
+        "experts that are shared out over ranks are in checkpoints and in state dicts that are loaded without a "
+        "custom_load_fn; other weights of this kind are to be saved and loaded by your own code, rank by rank"
     )
 
 

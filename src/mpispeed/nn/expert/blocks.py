@@ -57,6 +57,11 @@ class BlockRouter(Router):
     bias_name = ""
 
     @property
+    def hidden_size(self) -> int:
+        """As `Router`."""
+        return self.weight.shape[-1]
+
+    @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
         """The bias of choices, or None."""
         return getattr(self, self.bias_name) if self.bias_name else None

@@ -120,21 +120,13 @@ def inject(
         cut_vocab(model, path, comm, layers)
     retie(model, before)
     own = _sliced_by_themselves(before, comm, layers, grain)
-    if not plan.sites and not plan.vocab and not own:
-        raise _alike(ConfigError(_nothing(model, plan)))
+    _require_some(model, plan, own)
     if sequence is not None:
         cut_sequence(model, plan.blocks, comm, sequence)
-    how = _ways(plan) | own
+    how = _told(plan) | own
     cut = {path: how[path] for path in before if path in how}
-    whole = dict.fromkeys(uncut_layers(model), "")
-    return Report(cut, whole | plan.whole, comm.size, elements, _elements(model))
-
-
-def _ways(plan: _Plan) -> dict[str, str]:
-    """How layers are sliced and who said so, by path."""
-    ways = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
-    ways |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
-    return ways | dict.fromkeys(plan.vocab, "vocab")
+    whole = dict.fromkeys(uncut_layers(model), "") | plan.whole
+    return Report(cut, whole, comm.size, elements, _elements(model))
 
 
 def _sliced_by_themselves(modules: Mapping[str, nn.Module], comm: Comm, layers: Layers, grain: int) -> dict[str, str]:
@@ -205,10 +197,20 @@ def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options
     return plan
 
 
-def _nothing(model: nn.Module, plan: _Plan) -> str:
+def _told(plan: _Plan) -> dict[str, str]:
+    """How each layer of a plan is sliced, by path."""
+    how = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
+    how |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
+    return how | dict.fromkeys(plan.vocab, "vocab")
+
+
+def _require_some(model: nn.Module, plan: _Plan, own: Mapping[str, str]) -> None:
+    if plan.sites or plan.vocab or own:
+        return
     reasons = "; ".join(f"{path}: {why}" for path, why in list(plan.whole.items())[:5])
     msg = f"no layer of {type(model).__name__} can be cut{f' ({reasons})' if reasons else ''}; name layers in a "
-    return msg + 'policy, e.g. {"mlp.fc1": "column", "mlp.fc2": "row"}, or turn tensor parallelism off'
+    msg += 'policy, e.g. {"mlp.fc1": "column", "mlp.fc2": "row"}, or turn tensor parallelism off'
+    raise _alike(ConfigError(msg))
 
 
 def _leave_whole(model: nn.Module, plan: _Plan) -> None:
