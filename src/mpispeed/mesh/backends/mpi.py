@@ -174,7 +174,7 @@ class MpiTransport(Transport):
             if status.Get_count(MPI.BYTE) != x.nbytes:
                 raise CommError(_OTHER_LENGTH)
 
-    def _finish(self, poll: Callable[[], bool], nbytes: int) -> None:
+    def _finish(self, poll: Poll, nbytes: int) -> None:
         """Wait for an exchange of so many bytes."""
         if any(poll() for _ in range(AWAKE_POLLS)):
             return
