@@ -171,7 +171,7 @@ def fault(device: str) -> None:
     x, out = (torch.zeros(4099, device=device) for _ in range(2))
     found = launcher.for_tensor(x)
     assert found is not None
-    found.launch("dropout_f32", (4, 1, 1), (256, 1, 1), x.data_ptr(), out.data_ptr(), 4102, 5, 1, 1.0)
+    found.launch("dropout_f32", (4, 1, 1), (256, 1, 1), x.data_ptr(), out.data_ptr(), 4102, 5, 1, 1.0, 0)
 
 
 def main() -> int:
