@@ -8,29 +8,15 @@ from __future__ import annotations
 
 import argparse
 
-from gpt import GPT, Shape
+from gpt import Shape
+from gpt_experts import Mixture
 from text import Windows, standard_library
-from torch import Tensor, nn
 
 import mpispeed
-from mpispeed.moe import MoE
 
 SHAPE = Shape(layers=4, heads=4, width=64, block=64)
 CONFIG = {"train_batch_size": 24, "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
 DATA = Windows(standard_library(cap_bytes=1_000_000)[0], SHAPE.block)
-
-
-class Experts(nn.Module):
-    """A layer of experts in place of a perceptron; keeps the loss that balances them."""
-
-    def __init__(self, expert: nn.Module, ep_size: int) -> None:
-        super().__init__()
-        self.moe = MoE(SHAPE.width, expert, num_experts=8, ep_size=ep_size, k=2, drop_tokens=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The outputs of the layer."""
-        output, self.loss, _ = self.moe(x)
-        return output
 
 
 def main() -> None:
@@ -40,16 +26,14 @@ def main() -> None:
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--out", default="train_moe")
     given = parser.parse_args()
-    model = GPT(SHAPE)
-    for block in model.blocks[1::2]:
-        block.mlp = Experts(block.mlp, given.ep_size)
+    model = Mixture(SHAPE, given.ep_size)
     config = CONFIG | {"zero_optimization": {"stage": given.stage}}
     engine, _, loader, _ = mpispeed.initialize(model=model, training_data=DATA, config=config)
     engine.load_checkpoint(given.out)
     batches = iter(mpispeed.RepeatingLoader(loader))
     for step in range(engine.global_steps + 1, given.steps + 1):
         loss = engine(*next(batches))
-        engine.backward(loss + 0.01 * sum(block.mlp.loss for block in model.blocks[1::2]))
+        engine.backward(loss)
         engine.step()
         if step % 10 == 0 and mpispeed.comm.get_rank() == 0:
             print(f"step {step} loss {loss.item():.3f}")

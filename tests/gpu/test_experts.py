@@ -13,6 +13,7 @@ import torch
 import mpispeed
 from mpispeed.launch import plan_launch
 from mpispeed.moe import MoE
+from mpispeed.native.permute import combine_rows, dot_rows, spread_rows
 from mpispeed.nn.expert import ExpertModules, MLPExperts, RoutedExperts, Router, RouterOptions, SwiGLUExperts
 from mpispeed.nn.expert.experts import serves_grouped
 from tests.helpers.expert_nets import HIDDEN, INNER, ExpertNet, Perceptron, expert_batches
@@ -76,6 +77,54 @@ def test_layers_are_those_of_the_host(device, kind, dtype, compute, router):
         assert_near(found_grads[name], grad, BOUNDS[dtype], name)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_experts_without_rows_have_gradients_of_zeros(device, kind, dtype):
+    """All tokens choose one expert; then there are no tokens."""
+    layer = layer_of(kind, dtype, k=1).to(device)
+    with torch.no_grad():
+        layer.gate.wg.weight.zero_()
+    for count in (TOKENS, 0):
+        _, grads, choices = passed(layer, torch.randn(count, HIDDEN, device=device, dtype=dtype))
+        assert not choices.any()
+        for name, grad in grads.items():
+            if name.startswith("experts.deepspeed_experts."):
+                assert bool(grad.any()) == (count > 0 and ".0." in name), name
+            elif name.startswith("experts."):
+                assert not grad[1:].any()
+                assert bool(grad[0].any()) == (count > 0), name
+        layer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("tokens", "choices", "width"), [(1, 1, 1), (301, 2, 1024), (77, 6, 136), (50, 3, 1031)])
+def test_rows_have_the_bits_of_the_host(device, dtype, tokens, choices, width):
+    source = torch.Generator().manual_seed(0)
+    count = tokens * choices + 3
+    index = torch.randperm(count, generator=source)[: tokens * choices].view(tokens, choices)
+    index = index.masked_fill(torch.rand(index.shape, generator=source) < 0.2, -1)
+    x, rows = (torch.randn(n, width, generator=source).to(dtype) for n in (tokens, count))
+    weights = torch.randn(tokens, choices, generator=source)
+    there = [one.to(device) for one in (x, rows, index, weights)]
+    found = []
+    for x_, rows_, index_, weights_ in ((x, rows, index, weights), there):
+        outs = [
+            torch.full_like(x_, 7),
+            torch.full_like(rows_, 7),
+            torch.full_like(rows_, 7),
+            torch.full_like(weights_, 7),
+        ]
+        combine_rows(outs[0], rows_, index_, weights_)
+        spread_rows(outs[1], x_, index_, weights_)
+        spread_rows(outs[2], x_, index_)
+        dot_rows(outs[3], x_, rows_, index_)
+        found.append([out.cpu() for out in outs])
+    assert all(map(torch.equal, found[0][:3], found[1][:3]))
+    exact = found[0][3].double()  # of fp64 sums; those of the device are in fp32
+    size = (x.double().abs() @ rows.double().abs().t()).gather(1, index.clamp(min=0))
+    assert ((found[1][3].double() - exact).abs() <= width * 2**-24 * size).all()
+
+
 def test_results_repeat_to_the_bit(device):
     layer, x = layer_of("swiglu", torch.bfloat16, k=2).to(device), torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
     first = passed(layer, x)
@@ -93,6 +142,16 @@ def test_bf16_takes_grouped_products(device):
     assert not serves_grouped(rows.float(), experts.gate_up_proj.float())
 
 
+def waits_in(call):
+    """What a call gives, and where it waited for the device."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        found = call()
+        torch.cuda.set_sync_debug_mode("default")
+    return found, [f"{one.message} {one.filename}" for one in caught if "called a synchron" in str(one.message)]
+
+
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_waits_once(device, kind, used):
@@ -101,21 +160,15 @@ def test_a_layer_waits_once(device, kind, used):
     x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
     mask = (torch.arange(TOKENS, device=device) % 5 != 0) if used else None
 
-    def run():
+    def forward():
         y, routing = layer(x, mask)
-        return (y.float().square().sum() + routing.balance_loss,)
+        return y.float().square().sum() + routing.balance_loss
 
-    torch.autograd.backward(run())  # what is loaded at first use
+    forward().backward()  # what is loaded at first use
     torch.cuda.synchronize()
-    found = []
-    for body in (run, lambda: torch.autograd.backward(loss)):
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loss = body()
-        torch.cuda.set_sync_debug_mode("default")
-        found.append([str(one.message) + one.filename for one in caught if "synchroniz" in str(one.message)])
-    assert [len(each) for each in found] == [1, 0], found
+    loss, there = waits_in(forward)
+    _, back = waits_in(loss.backward)
+    assert (len(there), len(back)) == (1, 0), (there, back)
 
 
 def test_what_is_not_finite_is_said(device, caplog):
@@ -136,7 +189,7 @@ def test_deepspeeds_layer_drops_as_on_the_host(device):
     assert torch.equal(found_counts.cpu(), counts)
     assert torch.equal((found == 0).all(-1).cpu(), (y == 0).all(-1))
     assert_near(found.detach().cpu(), y.detach(), 1e-5, "output")
-    assert float(found_loss) == pytest.approx(float(loss), rel=1e-5)
+    assert float(found_loss.detach()) == pytest.approx(float(loss.detach()), rel=1e-5)
 
 
 def start(section, dtype="fp32"):

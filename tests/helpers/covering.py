@@ -21,17 +21,22 @@ def pairwise(*axes: Sequence[Any], fits: Callable[..., bool] = lambda *_: True) 
         return [row for row in itertools.product(*axes) if fits(*row)]
     rows = [row[::-1] for row in itertools.product(*(range(len(axis)) for axis in reversed(axes)))]
     rows = [row for row in rows if fits(*(axis[index] for axis, index in zip(axes, row, strict=True)))]
-    missing = set().union(*map(_pairs, rows))
-    found = []
+    numbers: dict[tuple[int, ...], int] = {}
+    sets = [_pairs(row, numbers) for row in rows]
+    missing, found = (1 << len(numbers)) - 1, []
     while missing:
-        best = max(rows, key=lambda row: len(_pairs(row) & missing))  # the first of those that bring most
-        missing -= _pairs(best)
-        found.append(best)
+        best = max(range(len(rows)), key=lambda at: (sets[at] & missing).bit_count())  # the first of those of most
+        missing &= ~sets[best]
+        found.append(rows[best])
     return [tuple(axis[index] for axis, index in zip(axes, row, strict=True)) for row in sorted(found)]
 
 
-def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    return set(itertools.combinations(enumerate(row), 2))
+def _pairs(row: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
+    """The pairs of values of a row as bits; `numbers` gets those of pairs that are new."""
+    found = 0
+    for (i, one), (j, two) in itertools.combinations(enumerate(row), 2):
+        found |= 1 << numbers.setdefault((i, one, j, two), len(numbers))
+    return found
 
 
 def on_ranks(*axes: Sequence[Any], ranks: Sequence[int] = (1, 2, 3, 4)) -> list[Any]:

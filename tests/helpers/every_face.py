@@ -7,6 +7,7 @@ python -m tests.helpers.every_face host fault    one that writes past the end of
 
 from __future__ import annotations
 
+import struct
 import sys
 from itertools import product
 
@@ -21,6 +22,7 @@ from mpispeed.native.drop_norm import bias_dropout_layer_norm
 from mpispeed.native.multi_tensor_host import STATE_NAMES, Row
 from mpispeed.native.norm import add_layer_norm, layer_norm, rms_norm
 from mpispeed.native.rotary import rotary_tables, split_qkv
+from mpispeed.native.row_ops import combine, permute
 from mpispeed.native.softmax import causal_softmax, masked_softmax, run_dropout
 from mpispeed.native.transformer import bias_dropout_residual, bias_gelu
 from mpispeed.optim.adagrad import adagrad_terms
@@ -147,6 +149,14 @@ class Faces:
         token_drop.scatter(token_drop.gather(bytes_, index), index, bytes_)
         token_drop.scatter(token_drop.gather(bytes_, index.int()), index.int(), bytes_)
 
+    def rows(self, dtype: torch.dtype) -> None:
+        """Rows of experts, whole packets and not, some choices dropped."""
+        index = torch.tensor([[4, -1, 0], [2, 5, 1]], device=self.device)
+        for width, offset in ((8, 0), (264, 0), (13, 1)):
+            x = self.odd(2, width, dtype=dtype, offset=offset)
+            weights = self.odd(2, 3).detach().requires_grad_()
+            combine(permute(x, index, 7), index, weights).sum().backward()
+
     def run(self) -> None:
         """All of them."""
         for kind in KINDS:
@@ -160,6 +170,7 @@ class Faces:
             self.layers(kind)
             self.attention(kind, (7, 64, 400, 704, 701, 8200, 9001))
             self.codes(kind)
+            self.rows(kind)
             tensors = [self.odd(count, dtype=kind).detach() for count in (1, 33, 40_001)]
             device_norm.norm_and_finite(tensors)
             exact_squares.square_partials(tensors, block=exact_squares.TILE)
@@ -167,11 +178,12 @@ class Faces:
 
 
 def fault(device: str) -> None:
-    """Asks for three elements more than there are."""
-    x, out = (torch.zeros(4099, device=device) for _ in range(2))
-    found = launcher.for_tensor(x)
+    """Writes the second element behind the last."""
+    rows, index = torch.zeros(4099, dtype=torch.int64, device=device), torch.tensor([4100], device=device)
+    found = launcher.for_tensor(rows)
     assert found is not None
-    found.launch("dropout_f32", (4, 1, 1), (256, 1, 1), x.data_ptr(), out.data_ptr(), 4102, 5, 1, 1.0, 0)
+    sizes = struct.pack("QQQQ", 1, 1, 4102, 1)
+    found.launch("row_sources", (1, 1, 1), (32, 1, 1), rows.data_ptr(), index.data_ptr(), sizes)
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ VOCABULARY = 32
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
+def environment() -> Iterator[None]:
     """Take back what accelerate sets, and let these packages use what torch calls old."""
     kept, threads = dict(os.environ), torch.get_num_threads()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,7 +35,7 @@ def _environment() -> Iterator[None]:
 
 def trainer() -> Found:
     """accelerate adopts the default group: batches dealt out, accumulation, clipping, collected results."""
-    with _environment():
+    with environment():
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
@@ -77,7 +77,7 @@ def _config(kind: str) -> Any:
 
 def hub_model(kind: str, **layout: Any) -> Found:
     """A model that transformers cuts over the ranks while it loads it, trained for some steps."""
-    with _environment(), tempfile.TemporaryDirectory() as own:
+    with environment(), tempfile.TemporaryDirectory() as own:
         import transformers
         from transformers.distributed import DistributedConfig
 

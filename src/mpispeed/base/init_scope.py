@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -13,6 +14,9 @@ class Scope(Protocol):
         """As the function below."""
 
     def building(self, module: Any, group: Any) -> AbstractContextManager[None]:
+        """As the function below."""
+
+    def copied(self, module: Any) -> Any:
         """As the function below."""
 
 
@@ -34,6 +38,14 @@ def leave() -> None:
 def paused() -> AbstractContextManager[None]:
     """Context in which modules are constructed without being sharded, whatever scope there is."""
     return nullcontext() if _scope is None else _scope.paused()
+
+
+def copied(module: Any) -> Any:
+    """A deep copy of a torch module, whose parameters are sharded as those of constructed ones.
+
+    Collective over: the ranks of the scope, if there is one.
+    """
+    return copy.deepcopy(module) if _scope is None else _scope.copied(module)
 
 
 def building(module: Any, group: Any) -> AbstractContextManager[None]:

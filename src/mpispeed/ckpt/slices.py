@@ -196,16 +196,16 @@ def gather_pieces(cut: TensorSlice, start: int, values: torch.Tensor | Deferred)
     return made
 
 
-def place_slice(cut: TensorSlice, values: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy the elements of a slice to their places in the whole tensor; padding is left out.
+def place_slice(cut: TensorSlice, values: torch.Tensor, whole: torch.Tensor, start: int = 0) -> None:
+    """Copy the elements of a slice, from `start` on, to their places in the whole tensor; padding is left out.
 
     Shapes:
-        values: [cut.numel]
+        values: at most [cut.numel - start]
         whole: cut.info.shape, contiguous
     """
     flat = whole.view(-1)
-    for block in cut.blocks(0, cut.numel):
-        part = values[block.local :][: block.count]
+    for block in cut.blocks(start, start + values.numel()):
+        part = values[block.local - start :][: block.count]
         if block.pattern is None:
             flat[block.start :][: block.count].copy_(part)
             continue

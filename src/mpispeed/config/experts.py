@@ -19,7 +19,7 @@ class ExpertParallel(Section):
 
     enabled: bool = Field(False, description="Find the model's blocks of experts and share their experts out.")
     autoep_size: Positive = Field(1, description="Neighbouring data ranks that share the experts of a block out.")
-    expert_tensor_parallel_size: Positive = Field(1, description="Ranks that slice an expert; 1 only.")
+    expert_tensor_parallel_size: Positive = Field(1, description="Ranks that slice an expert: 1, or those of a layer.")
     validate_folding_routing: bool = Field(False, description="Compare the routing of ranks that slice one model.")
     async_split_plan: bool = Field(False, description="Copy row counts to the host beside the sorting of rows.")
     preset_model: Literal["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "olmoe", "deepseek_v2", "deepseek_v3"] | (

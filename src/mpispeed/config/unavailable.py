@@ -49,7 +49,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row("amp", _is_on, "Apex amp is not available; use fp16 or bf16"),
     Row("flops_profiler", _is_on, "counting floating-point operations is not available; set enabled to false"),
     Row("autotuning", _is_on, "autotuning is not available; set enabled to false"),
-    Row("expert_parallel.expert_tensor_parallel_size", _more_than_one, "slices of experts are not available; use 1"),
     Row(
         "expert_parallel.score_apply",
         lambda value: value == "pre",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.nn.expert.block_table import Described
 from mpispeed.nn.expert.blocks import BlockExperts, find_blocks, replace_block
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.sharding.sharded_init import find_init_shard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from mpispeed.config.experts import ExpertParallel
     from mpispeed.config.root import Config
 
+_SAVES = "transformers.modeling_utils"
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
 _NAMES = {
     "router": "router_pattern",
@@ -46,6 +48,7 @@ def take_blocks(model: nn.Module, config: Config) -> None:
     section = config.expert_parallel
     if not section.enabled:
         return
+    slices = _checked_slices(config)
     known = [layer for layer in model.modules() if isinstance(layer, BlockExperts)]
     for layer in known:
         layer.ep_size = section.autoep_size
@@ -58,13 +61,56 @@ def take_blocks(model: nn.Module, config: Config) -> None:
         raise ConfigError(msg)
     for name, row in blocks:
         block = model.get_submodule(name)
-        if section.autoep_size > 1 and any(find_init_shard(param) is not None for param in block.parameters()):
+        made = replace_block(name, block, row, section.autoep_size, described(section), getattr(model, "config", None))
+        made.slices_experts = slices > 1
+    _guard_saving(model, section.autoep_size)
+
+
+def _guard_saving(model: nn.Module, ep_size: int) -> None:
+    """Let `save_pretrained` of transformers' models refuse to write part of the experts as if they were all."""
+    for module in model.modules() if ep_size > 1 else ():
+        is_one = any(each.__module__ == _SAVES and each.__name__ == "PreTrainedModel" for each in type(module).__mro__)
+        if is_one and any(isinstance(layer, BlockExperts) for layer in module.modules()):
+            vars(module)["save_pretrained"] = MethodType(_save_whole, module)
+
+
+def _save_whole(model: Any, *args: Any, **keywords: Any) -> Any:
+    """As the model's own `save_pretrained`.
+
+    Raises:
+        UsageError: what would be written has not all experts.
+    """
+    save = type(model).save_pretrained
+    given = inspect.signature(save).bind(model, *args, **keywords).arguments.get("state_dict")
+    state = model.state_dict() if given is None else given
+    for path, layer in model.named_modules():
+        start = f"{path}.{getattr(layer, 'experts_name', '')}."
+        if isinstance(layer, BlockExperts) and any(
+            name.startswith(start) and len(value) < layer.experts.num_experts for name, value in state.items()
+        ):
+            held = layer.experts.held
             msg = (
-                f"expert_parallel.autoep_size is {section.autoep_size}, and block {name} was made inside of zero.Init, "
+                f"save_pretrained: this rank has experts {held.start} to {held.stop - 1} of {path}, and the state dict "
             )
-            msg += "which cut its experts over all ranks; make the model outside of it (before TrainingArguments)"
-            raise ConfigError(msg)
-        replace_block(name, block, row, section.autoep_size, described(section), getattr(model, "config", None))
+            msg += (
+                f"has not all {layer.experts.num_experts}; call engine.save_16bit_model(folder), or on all ranks state "
+            )
+            msg += (
+                "= engine._consolidated_16bit_state_dict() and pass state_dict=state on rank 0. The Trainer does the "
+            )
+            msg += "latter at ZeRO stage 3"
+            raise UsageError(msg)
+    return save(model, *args, **keywords)
+
+
+def _checked_slices(config: Config) -> int:
+    wanted, section = config.expert_parallel.expert_tensor_parallel_size, config.tensor_parallel
+    slices = max(section.autotp_size, section.tensor_parallel.tp_size)
+    if wanted not in (1, slices):
+        msg = f"expert_parallel.expert_tensor_parallel_size is {wanted}, and tensor_parallel cuts layers over {slices} "
+        msg += f"ranks: experts are cut over as many; use 1{f' or {slices}' if slices > 1 else ''}"
+        raise ConfigError(msg)
+    return wanted
 
 
 def _checked(pattern: str | None) -> str | None:

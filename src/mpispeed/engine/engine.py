@@ -238,7 +238,9 @@ class Engine(Getters):
     reload_states = _delegated("offload", OffloadStates.reload_states)
     # Names that other libraries call.
     _backward_epilogue = _delegated("direct", DirectBackward.settle)
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = module_state_dict
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = _delegated(
+        "weights", Weights.whole_state_dict
+    )
 
     @property
     def is_saving(self) -> bool:

@@ -81,9 +81,9 @@ class SumLoads:
 
     def _report(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         """Sum the loads of all layers in one message, and keep them for `tell`; returns those of this stage."""
-        stage, layers = self._context.mesh["pipe"].rank, [layer for each in self._stages for layer in each]
+        layers, place = [layer for each in self._stages for layer in each], self._context.mesh["pipe"].rank
         loads = [torch.zeros(2, experts, dtype=torch.int64) for _, experts in layers]
-        start = sum(map(len, self._stages[:stage]))
+        start = sum(map(len, self._stages[:place]))
         loads[start : start + len(own)] = own
         loads = self._summed(loads, ("pipe", "data"))
         self._found = {name: load for (name, _), load in zip(layers, loads, strict=True)}

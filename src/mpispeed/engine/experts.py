@@ -12,6 +12,7 @@ from mpispeed.engine.hooks import Context, Setup
 from mpispeed.nn.expert import ExpertModules, FusedExperts, Levels, RoutedExperts, Router
 from mpispeed.optim.expert_groups import is_moe_param
 from mpispeed.plan.placements import NEAR, distinct_factor, far
+from mpispeed.sharding.init_experts import InitExperts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,12 +41,14 @@ def share_out(model: nn.Module, mesh: Mesh) -> None:
     """
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts) and layer.ep_size > 1:
-            group = mesh[distinct_factor(layer.ep_size).name]
+            factor = distinct_factor(layer.ep_size)
             problem = _problem(layer)
             if problem:
                 msg = f"layer {name} shares its experts out over ep_size = {layer.ep_size} ranks: {problem}"
                 raise ConfigError(msg)
-            layer.set_expert_group(group, _levels(mesh, layer.ep_size))
+            hands = InitExperts(mesh[str(factor.rest)])
+            layer.set_expert_group(mesh[factor.name], _levels(mesh, layer.ep_size), hands=hands)
+            hands.finish()
             _shared_out.add(layer)
     _refuse_own_kinds(model, mesh["data"].size)
 

@@ -68,6 +68,10 @@ class Comm:
     def __str__(self) -> str:
         return str(self.group)
 
+    def __deepcopy__(self, memo: Any) -> Comm:
+        """The same group: copies of a layer communicate as the layer does."""
+        return self
+
     @property
     def reduction(self) -> str:
         """The order of sums: "ordered" or "mpi"."""

@@ -76,7 +76,8 @@ class MoE(nn.Module):
             drop_tokens: choices that a full expert does not take are dropped; False: experts take all.
             use_rts: for k = 1, a full expert keeps a random selection instead of the first tokens.
             use_tutel: accepted; the one path here does without padding, as Tutel's.
-            enable_expert_tensor_parallelism: accepted; matters only where the model is sliced.
+            enable_expert_tensor_parallelism: where the model's layers are sliced, slice experts too; otherwise each
+                slice has whole experts, and sends them its part of the tokens.
             top2_2nd_expert_sampling: for k = 2, sample the second expert with Gumbel noise, in training.
 
         Raises:
@@ -94,7 +95,8 @@ class MoE(nn.Module):
         for param in experts.parameters():
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = self.expert_group_name  # type: ignore[attr-defined]
-        self.deepspeed_moe = RoutedExperts(Router(hidden_size, num_experts, options), experts, ep_size=ep_size)
+        router, slices_experts = Router(hidden_size, num_experts, options), enable_expert_tensor_parallelism
+        self.deepspeed_moe = RoutedExperts(router, experts, ep_size=ep_size, slices_experts=slices_experts)
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)

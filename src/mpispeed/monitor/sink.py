@@ -16,8 +16,8 @@ CODED = "Train/Samples/"
 """What the names of series of compressed exchanges begin with."""
 EXPERTS = "Train/Samples/"
 """What the names of series of layers of experts begin with; the name of the layer follows."""
-MOST_SINGLE_EXPERTS = 512
-"""With more experts in all layers, single ones have no series: each is a file of the CSV monitor."""
+MOST_SINGLE_EXPERTS = 256
+"""With more experts in all layers, single ones have no series: each is an open file of the CSV monitor."""
 
 
 class Sink(Protocol):

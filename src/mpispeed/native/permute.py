@@ -1,10 +1,11 @@
 """Rows of matrices moved and summed by index: tokens on their way to the experts that they chose, and back.
 
 A token chooses k of the rows of another matrix: `index[t, j]` is the row of its j-th choice, -1 where that was
-dropped. Every function has a reference in torch, which also serves devices. Results have the bits of the reference and
-depend neither on threads nor on the vector width: `combine_rows` adds the choices of a token in their order, from the
-first that was not dropped, and `dot_rows` sums in sixteen fp64 lanes along a row, which are joined in a fixed order.
-On devices the order within `dot_rows` is torch's. Products and sums are never fused. Of NaNs only the place is fixed.
+dropped. Every function has a reference in torch; on a GPU kernels run (`native.device_rows`). Results have the bits of
+the reference and depend neither on threads nor on the vector width: `combine_rows` adds the choices of a token in their
+order, from the first that was not dropped, and `dot_rows` sums in sixteen fp64 lanes along a row, which are joined in a
+fixed order. Products and sums are never fused, but in `dot_rows` on devices, which sums in fp32 in an order of its own.
+Of NaNs only the place is fixed.
 
 Places are checked before memory is touched; on a device only if MPISPEED_CHECK_INDICES=1 is set, because a check would
 wait for the device.
@@ -22,7 +23,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from mpispeed.native import status
+from mpispeed.native import device_rows, status
 from mpispeed.native.flat import KINDS, REFERENCE_SPAN
 from mpispeed.native.status import check_threads, overlaps
 from mpispeed.native.token_drop import CHECK_VARIABLE
@@ -71,8 +72,11 @@ def combine_rows(out: Tensor, rows: Tensor, index: Tensor, weights: Tensor | Non
     _check_floats(where, {"out": out, "rows": rows}, index, weights, threads)
     _check_same(where, {"out": (out, "T", index.shape[0])})
     _check_written(where, out, {"rows": rows, "index": index, "weights": weights})
-    module = _host_loops(rows)
+    runs, module = device_rows.runs_for(rows), _host_loops(rows)
     _check_places(where, module, index, rows, "rows", may_drop=True)
+    if runs is not None:
+        device_rows.combine(runs, out, rows, index, weights)
+        return
     if module is None:
         combine_rows_reference(out, rows, index, weights)
         return
@@ -95,8 +99,11 @@ def spread_rows(out: Tensor, x: Tensor, index: Tensor, weights: Tensor | None = 
     _check_floats(where, {"out": out, "x": x}, index, weights, threads)
     _check_same(where, {"x": (x, "T", index.shape[0])})
     _check_written(where, out, {"x": x, "index": index, "weights": weights})
-    module = _host_loops(x)
+    runs, module = device_rows.runs_for(x), _host_loops(x)
     named = _check_distinct(where, module, index, out)
+    if runs is not None:
+        device_rows.spread(runs, out, x, index, weights)
+        return
     if module is None:
         spread_rows_reference(out, x, index, weights)
         return
@@ -118,8 +125,11 @@ def dot_rows(out: Tensor, x: Tensor, rows: Tensor, index: Tensor, *, threads: in
     _check_floats(where, {"x": x, "rows": rows}, index, out, threads, name="out")
     _check_same(where, {"x": (x, "T", index.shape[0])})
     _check_written(where, out, {"x": x, "rows": rows, "index": index})
-    module = _host_loops(rows)
+    runs, module = device_rows.runs_for(rows), _host_loops(rows)
     _check_places(where, module, index, rows, "rows", may_drop=True)
+    if runs is not None:
+        device_rows.dot(runs, out, x, rows, index)
+        return
     if module is None:
         dot_rows_reference(out, x, rows, index)
         return

@@ -13,6 +13,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.mesh import Topology
 from mpispeed.nn.expert import ExpertModules, RoutedExperts
 from mpispeed.nn.tensor import cuts
+from mpispeed.nn.tensor.tensor_cut import marks_of
 from mpispeed.plan.own_slices import asks_for_slices
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _parameters(model: nn.Module) -> list[tuple[str, tuple[int, ...], Any]]:
     """Names, shapes before layers are sliced, and dtypes; of experts those that all ranks have."""
     whole, common = cuts(model), _common_experts(model)
     return [
-        (name, tuple(whole[name].shape if name in whole else common.get(name) or param.shape), param.dtype)
+        (name, tuple(common.get(name) or (whole[name].shape if name in whole else param.shape)), param.dtype)
         for name, param in model.named_parameters()
         if common.get(name, (1,)) != ()
     ]
@@ -88,13 +89,15 @@ def _common_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
     for path, layer in model.named_modules():
         if not isinstance(layer, RoutedExperts):
             continue
-        least, start = layer.experts.num_experts // layer.ep_size, f"{path}.experts." if path else "experts."
+        least = layer.experts.num_experts // layer.ep_size
+        start = f"{path}.{layer.experts_name}." if path else f"{layer.experts_name}."
         if not layer.experts.num_experts % layer.ep_size or len(layer.experts.held) != least + 1:
             continue
         for name, param in layer.experts.named_parameters():
             if not isinstance(layer.experts, ExpertModules):
-                found[start + name] = (least, *param.shape[1:])
-            elif int(name.split(".")[1]) - layer.experts.held.start == least:
+                whole = marks_of(layer.experts).cuts.get(name)
+                found[start + name] = (least, *(whole.shape if whole else param.shape)[1:])
+            elif int(name[len(layer.experts.prefix) :].partition(".")[0]) - layer.experts.held.start == least:
                 found[start + name] = ()
     return found
 

@@ -222,8 +222,7 @@ def make_plan(
     )
     optimizer, node = config.optimizer, _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node)
     _check_device(config, device)
-    own = optimizer.type if optimizer and optimizer.type else ""
-    name = own.lower() if optimizer_kind is None else optimizer_kind
+    name = ((optimizer.type if optimizer else "") or "").lower() if optimizer_kind is None else optimizer_kind
     return Plan(
         config=config,
         world_size=world_size,

@@ -89,7 +89,7 @@ def ties_of(model: nn.Module) -> dict[int, Tie]:
     for path, layer in model.named_modules():
         if not isinstance(layer, RoutedExperts) or not layer.experts.num_experts % layer.ep_size:
             continue
-        name = f"{path}.experts" if path else "experts"
+        name = f"{path}.{layer.experts_name}" if path else layer.experts_name
         own, most = len(layer.experts.held), -(-layer.experts.num_experts // layer.ep_size)
         if not isinstance(layer.experts, ExpertModules):
             for inner, param in layer.experts.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +18,9 @@ from mpispeed.base.errors import ConfigError, MpispeedError, UsageError
 from mpispeed.mesh.comm import Comm, text_of
 from mpispeed.mesh.world import start
 from mpispeed.native.block_io import Options
+from mpispeed.sharding import sharded_param
 from mpispeed.sharding.init_storage import OnDisk
-from mpispeed.sharding.sharded_init import ShardedInit
+from mpispeed.sharding.sharded_init import ShardedInit, find_init_shard
 
 _SHOWN = 8  # ranks in a message
 
@@ -221,6 +223,19 @@ class _Patches:
             _meet(group, "")
         finally:
             self._builders.pop()
+
+    def copied(self, module: nn.Module) -> nn.Module:
+        """As `init_scope.copied`."""
+        cut = [param for param in module.parameters() if find_init_shard(param) is not None]
+        with sharded_param.opened(cut, "initialize"):
+            memo: dict[int, Any] = {
+                id(param): nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad) for param in cut
+            }
+            made = copy.deepcopy(module, memo)
+        if self._is_on:
+            self._sharded_init.settle()
+            _cut_all(self._sharded_init, made)
+        return made
 
     # -- classes -------------------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class ParamStore:
         alike = [
             getattr(sharded_param.owner_of(p), "ranks", ()) if sharded_param.is_sharded(p) else () for p in unit.params
         ]
-        if unit.states.differs_over_data and any(alike):
+        if unit.states.differs_over_data and not all(set(ranks) <= set(comm.ranks) for ranks in alike):
             raise UsageError(_MADE_ALIKE.format(unit.layout.entries[0].name))
         is_init_sharded = all(set(comm.ranks) <= set(ranks) for ranks in alike)
         _refuse_taken(unit)

@@ -6,14 +6,27 @@ import pytest
 import torch
 from torch import nn
 
-from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.errors import ConfigError
 from mpispeed.base.even_split import share
 from mpispeed.checkpoints import open_checkpoint
+from mpispeed.ckpt.format.logical import ALL_EXPERTS
 from mpispeed.moe import MoE
-from mpispeed.nn.expert import ExpertModules, RoutedExperts, Router, RouterOptions, SwiGLUExperts
+from mpispeed.nn.expert import ExpertModules, RoutedExperts, Router, SwiGLUExperts
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from mpispeed.zero import GatheredParameters, unwrap_model_for_generation
 from tests.helpers.covering import in_turn, on_ranks
+from tests.helpers.expert_training import (
+    BATCH,
+    EXPERTS,
+    LENGTH,
+    SGD,
+    Net,
+    data,
+    group_sizes,
+    reference,
+    same_tensors,
+    whole_of,
+)
 from tests.helpers.experts import HIDDEN, Block
 from tests.helpers.features import SHAPE, gpt_layers, layers
 from tests.helpers.tensor import assert_near
@@ -21,62 +34,11 @@ from tests.zoo.training import ADAM, config, own_part, start, weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
-BATCH, STEPS, LENGTH = 24, 3, 2
-EXPERTS = 7  # on no number of ranks equally many
-SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "zero_allow_untested_optimizer": True}
 
-
-class Net(nn.Module):
-    """Both kinds of layers of experts, one behind the other; no two experts are alike."""
-
-    def __init__(self, ep_size=1, bias_rate=0.0, experts=EXPERTS):
-        super().__init__()
-        torch.manual_seed(5)
-        self.first = MoE(HIDDEN, Block(), num_experts=experts, k=2, drop_tokens=False, use_residual=True,
-                         top2_2nd_expert_sampling=False)  # fmt: skip
-        gate = Router(HIDDEN, experts, RouterOptions(k=2, bias_rate=bias_rate))
-        self.second = RoutedExperts(gate, SwiGLUExperts(HIDDEN, 5, experts))
-        with torch.no_grad():
-            for param in self.first.deepspeed_moe.experts.parameters():
-                param.add_(0.2 * torch.randn(param.shape))
-        if ep_size > 1:
-            self.first.ep_size = self.first.deepspeed_moe.ep_size = self.second.ep_size = ep_size
-
-    def forward(self, x, y):
-        hidden, _, _ = self.first(x)  # its balance loss would be one of each rank's tokens
-        return (self.second(hidden)[0] - y).square().mean()
-
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(2, BATCH, LENGTH, HIDDEN, generator=generator) for _ in range(STEPS)]
-
-
-def reference(clip=0.0):
-    """Weights and norms of plain torch in one process."""
-    model, norms = Net(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for x, y in data():
-        model(x, y).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters()}, norms
-
-
-def train(engine, comm, batches, accumulation=1):
-    norms = []
+def train(engine, comm, batches):
     for x, y in batches:
-        parts = list(zip(x.chunk(comm.size * accumulation), y.chunk(comm.size * accumulation), strict=True))
-        for micro in range(accumulation):
-            engine.backward(engine(*parts[micro * comm.size + comm.rank]))
-            engine.step()
-        norms.append(engine.get_global_grad_norm())
-    return norms
-
-
-def group_sizes(comm):
-    return [size for size in range(1, comm.size + 1) if comm.size % size == 0]
+        engine.backward(engine(x.chunk(comm.size)[comm.rank], y.chunk(comm.size)[comm.rank]))
+        engine.step()
 
 
 def compare(engine, expected):
@@ -85,16 +47,6 @@ def compare(engine, expected):
         wanted = expected[name]
         is_fused = name.startswith("second.experts.")
         assert_near(value, wanted[second.start : second.stop] if is_fused else wanted, 1e-5, name)
-
-
-@pytest.mark.parametrize(("stage", "accumulation", "clip"), on_ranks([0, 1, 2, 3], [1, 2], [0.0, 0.05]))
-def test_training_is_that_of_one_process(comm, stage, accumulation, clip):
-    expected, wanted = reference(clip)
-    for ep_size in group_sizes(comm):
-        engine = start(config(stage, BATCH, accumulation, gradient_clipping=clip, **SGD), Net(ep_size))
-        assert train(engine, comm, data(), accumulation) == pytest.approx(wanted, rel=1e-5)
-        compare(engine, expected)
-        engine.destroy()
 
 
 def test_names_of_experts_are_their_numbers(comm):
@@ -106,42 +58,6 @@ def test_names_of_experts_are_their_numbers(comm):
     assert engine.module.second.experts.gate_up_proj.ds_shape[0] == each
     assert len(engine.module.first.deepspeed_moe.experts.deepspeed_experts) == each
     assert engine.module.first.num_local_experts == each
-    engine.destroy()
-
-
-@pytest.mark.parametrize("stage", on_ranks([0, 1, 2, 3]))
-def test_ranks_with_other_numbers_of_tokens(comm, stage):
-    """None of them waits for another: DeepSpeed issues 6809 and 5794."""
-    for ep_size in group_sizes(comm):
-        engine = start(config(stage, BATCH, 1, **ADAM), Net(ep_size))
-        for step in range(3):
-            length = (comm.rank + step) % 3
-            x, y = torch.randn(2, 2, length, HIDDEN)
-            loss = engine(x, y) if length else engine(x, y).nan_to_num()
-            engine.backward(loss)
-            engine.step()
-        assert all(value.isfinite().all() for value in weights(engine).values())
-        engine.destroy()
-
-
-@pytest.mark.parametrize("dtype", in_turn(["bf16", "fp16"]))
-def test_sixteen_bits(comm, dtype):
-    engine = start(config(2, BATCH, 1, dtype=dtype, **ADAM), Net(comm.size))
-    train(engine, comm, [batch.to(next(engine.module.parameters()).dtype) for batch in data()])
-    assert all(value.isfinite().all() for value in weights(engine).values())
-    engine.destroy()
-
-
-def test_numbers_that_are_none_on_one_rank_skip_the_step_everywhere(comm):
-    engine = start(config(2, BATCH, 1, dtype="fp16", **ADAM), Net(comm.size))
-    before = weights(engine)
-    x, y = (part.chunk(comm.size)[comm.rank].half() for part in data()[0])
-    if comm.rank == comm.size - 1:
-        x = x.index_fill(0, torch.tensor([1]), torch.inf)
-    engine.backward(engine(x, y))
-    engine.step()
-    assert engine.skipped_steps == 1
-    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
     engine.destroy()
 
 
@@ -305,22 +221,6 @@ def test_a_checkpoint_fits_any_groups_and_stages(comm, mpi_tmp_path, stage, late
         again.destroy()
 
 
-def whole_of(engine, comm):
-    """Weights of all experts by their names in a model with all of them, on all ranks; and buffers."""
-    own = weights(engine) | dict(engine.module.named_buffers())
-    held = engine.module.second.experts.held
-    rows = comm.gather_objects((held.start, own))
-    found = {}
-    for _, values in sorted(rows, key=lambda row: row[0]):
-        for name, value in values.items():
-            if not name.startswith("second.experts."):
-                found.setdefault(name, value)
-    size = engine.module.second.comm.size if engine.module.second.comm else 1
-    for name in (name for name in own if name.startswith("second.experts.")):
-        found[name] = torch.cat([values[name] for _, values in rows[:size]])
-    return found
-
-
 def check_file(path, found):
     """The file has the tensors of the whole model."""
     opened = open_checkpoint(path.parent, path.name)
@@ -332,15 +232,7 @@ def check_file(path, found):
         assert torch.equal(out.view(param.shape), found[name]), name
     prefix = "first.deepspeed_moe.experts.deepspeed_experts."
     assert opened.info(f"{prefix}6.up.weight").expert == (6, EXPERTS)
-    assert opened.info("second.experts.down_proj").expert is None
-
-
-def same_tensors(one, two):
-    """True if all tensors, slots of the optimizer too, are equal to the bit."""
-    a, b = (open_checkpoint(path.parent, path.name) for path in (one, two))
-    rows = [(name, slot) for name in a.names() for slot in a.slots(name)]
-    assert rows == [(name, slot) for name in b.names() for slot in b.slots(name)]
-    return all(torch.equal(a.read_whole(*row), b.read_whole(*row)) for row in rows)
+    assert opened.info("second.experts.down_proj").expert == (ALL_EXPERTS, EXPERTS)
 
 
 @pytest.mark.parametrize("stage", on_ranks([0, 2, 3]))
@@ -384,18 +276,6 @@ def test_groups_and_frozen_ones_are_those_of_the_same_place_on_other_ranks(comm,
         info = opened.info(f"{prefix}{number}.up.weight")
         assert info.kind == ("frozen" if number % each == 0 else "trainable")
         assert info.param_group == (-1 if number % each == 0 else 1 if number % each < each * 2 // 3 else 2)
-    engine.destroy()
-
-
-@pytest.mark.ranks(2, 4)
-def test_what_checkpoints_do_not_have_yet_is_refused(comm, mpi_tmp_path):
-    radam = {"optimizer": {"type": "RAdam", "params": {"lr": 0.01}}, "zero_allow_untested_optimizer": True}
-    engine = start(config(1, BATCH, 1, **radam), Net(comm.size))
-    train(engine, comm, data()[:1])
-    with pytest.raises(UsageError, match="the optimizer RAdam keeps numbers of each parameter"):
-        engine.save_checkpoint(str(mpi_tmp_path))
-    with pytest.raises(UsageError, match="use save_checkpoint or save_16bit_model"):
-        engine.load_module_state_dict(engine.module_state_dict())
     engine.destroy()
 
 

@@ -9,8 +9,11 @@ from torch.testing import assert_close
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from mpispeed.base.errors import UsageError
+from mpispeed.checkpointing import checkpoint
+from mpispeed.mesh.mesh import Mesh, Topology
+from mpispeed.mesh.world import start
 from mpispeed.moe import MoE
-from mpispeed.nn.expert import RoutedExperts, Router, RouterOptions, SwiGLUExperts, split_by_node
+from mpispeed.nn.expert import Levels, RoutedExperts, Router, RouterOptions, SwiGLUExperts, split_by_node
 from tests.helpers import experts as helpers
 from tests.helpers.tensor import assert_near
 
@@ -55,6 +58,29 @@ def test_two_levels_give_the_same_bits(comm, ranks):
         found.append([y, x.grad, *(param.grad for param in layer.parameters())])
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("ranks_per_node", [0, 2])
+def test_a_shared_expert_beside_the_exchange_gives_the_same_bits(comm, ranks_per_node, recomputes):
+    """Over groups of a mesh, whose started verbs have a thread."""
+    if ranks_per_node and comm.size != 4:
+        ranks_per_node = 0
+    world, axes = start(), {"far": comm.size // max(ranks_per_node, 1), "near": max(ranks_per_node, 1)}
+    mesh, found, bytes_sent = Mesh(Topology(axes), world), [], []
+    for is_beside in (False, True):
+        layer = helpers.whole_layer("swiglu", 12, 2, shared=True)
+        layer.shared_overlap = is_beside
+        x = helpers.tokens_of(COUNTS[comm.size])[comm.rank].requires_grad_()
+        layer.set_expert_group(mesh["far", "near"], Levels(mesh["near"], mesh["far"]) if ranks_per_node else None)
+        mesh.comm_trace.reset()
+        y, routing = checkpoint(layer, x) if recomputes else layer(x)
+        helpers.loss_of(y, routing).backward()
+        bytes_sent.append(mesh.comm_trace.total_bytes())
+        found.append([y, x.grad, *(param.grad for param in layer.parameters())])
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+    assert bytes_sent[0] == bytes_sent[1]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

@@ -336,7 +336,6 @@ ASKS = {
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
     "tensor_parallel.tensor_parallel.tp_size": {"tensor_parallel": {"tp": {"tp_size": 2}}},
-    "expert_parallel.expert_tensor_parallel_size": {"expert_parallel": {"expert_tensor_parallel_size": 2}},
     "expert_parallel.score_apply": {"expert_parallel": {"score_apply": "pre"}},
     "expert_parallel.comm_backend": {"expert_parallel": {"comm_backend": "deepep"}},
     "sparse_gradients": {"sparse_gradients": True},

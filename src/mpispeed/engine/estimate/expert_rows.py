@@ -12,6 +12,7 @@ import torch
 
 from mpispeed.exchange.cost import Sent
 from mpispeed.nn.expert import RoutedExperts, Router
+from mpispeed.nn.expert.dispatch import follow
 from mpispeed.nn.expert.sorted_plan import capacity_of
 from mpispeed.store.dry import META
 
@@ -50,13 +51,13 @@ def expert_rows(model: nn.Module, mesh: Mesh, tokens: int, dtype: torch.dtype, m
     for layer in layers:
         noted: list[Record] = []
         end = mesh.comm_trace.subscribe(noted.append)
-        counts = torch.tensor(balanced_counts(layer.gate, tokens), device="cpu")
+        counts = torch.tensor(balanced_counts(layer.gate, len(layer.own_tokens(tokens))), device="cpu")
         layer.dispatcher.deal(counts)  # type: ignore[union-attr]  # what it hears on a dry mesh means nothing
         once = len(noted)
         route = layer.dispatcher.balanced(counts.tolist())  # type: ignore[union-attr]
         if route is not None:
-            rows = torch.empty(int(counts.sum()), layer.gate.wg.in_features, dtype=dtype, device=META)
-            route.back(route.there(rows))
+            rows = torch.empty(int(counts.sum()), layer.gate.hidden_size, dtype=dtype, device=META)
+            follow((*route.there, *route.back), rows)
         end()
         for place, record in enumerate(noted):
             what, ways = (COUNTS, 1) if place < once else (ROWS, 2)  # gradients of rows take both ways again

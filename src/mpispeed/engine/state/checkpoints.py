@@ -25,7 +25,7 @@ from mpispeed.engine.state.global_layout import (
     GlobalLayout,
     exchanging_run,
     names_by_group,
-    require_storable,
+    require_named,
     slice_streams,
     tensors_of,
 )
@@ -304,8 +304,8 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
     if parts.buffers is not None:
         parts.buffers.equalise(is_thorough=True)
     windows, whole = windows_of(parts), GlobalLayout.of(parts)
-    require_storable(parts, whole)
-    kept, optimization = Kept.of(parts, windows), parts.optimization
+    require_named(parts, whole)
+    kept, optimization = Kept.of(parts, whole, windows), parts.optimization
     has_numbers = optimization is not None and isinstance(optimization.rule, KeepsNumbers)
     infos = whole.infos(_param_infos(parts, settings, numbers_by_name(parts, whole) if has_numbers else {}))
     saved = {info.name for info in infos}

@@ -1,7 +1,8 @@
 """Checkpoint state of optimizers of torch, in memory or in files: slots, and scalars of each parameter.
 
 Scalars (counts, flags, tensors of one element) are written once for all parameters with equal ones. A sharded parameter
-has them for each range in which they differ, so that the same number of ranks gets its own back.
+has them for each range in which they differ, so that the same number of ranks gets its own back. Ranges are of whole
+parameters; of a tensor of all experts each rank has a part.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mpispeed.store.layout import Span
 if TYPE_CHECKING:
     from mpispeed.ckpt.read.reader import Checkpoint
     from mpispeed.engine.build.parts import Parts
+    from mpispeed.engine.state.global_layout import GlobalLayout
     from mpispeed.optim.rule import Scalar, Window
     from mpispeed.store.layout import Entry
 
@@ -61,21 +63,23 @@ class Kept:
     _known: dict[tuple[object, ...], int] = field(default_factory=dict, init=False)
 
     @classmethod
-    def of(cls, parts: Parts, windows: Sequence[Window]) -> Kept:
+    def of(cls, parts: Parts, whole: GlobalLayout, windows: Sequence[Window]) -> Kept:
         """State of the whole model, for a rule that keeps its own state or counts; else only the slots, of this stage.
 
-        Collective over: the data axis where masters are sharded, and the pipe axis; for rules that keep either.
+        Collective over: the data axis where masters are sharded or experts are on several ranks, and the pipe axis; for
+        rules that keep either.
         """
         optimization, found = parts.optimization, cls()
         if optimization is None:
             return found
         rule = optimization.rule
         if isinstance(rule, KeepsCounts):
-            found._add_counts(parts, rule)
+            found._add_counts(parts, whole, rule)
         elif isinstance(rule, KeepsState):
-            own = _read_windows(parts, rule, windows)
-            rows = parts.mesh["data"].gather_objects(own) if parts.table.shards_masters else [own]
-            found._add_rows(parts, [row for part in rows for row in part])
+            own = _read_windows(parts, whole, rule, windows)
+            is_apart = parts.table.shards_masters or bool(parts.plan.placing.distinct)
+            rows = parts.mesh["data"].gather_objects(own) if is_apart else [own]
+            found._add_rows([row for part in rows for row in part])
         else:
             found.slots = {place.entry.name: set(rule.state_names) for _, place in parts.table.places()}
             return found
@@ -87,32 +91,31 @@ class Kept:
                 found._add_tree(stage)
         return found
 
-    def _add_rows(self, parts: Parts, rows: Sequence[_Row]) -> None:
+    def _add_rows(self, rows: Sequence[_Row]) -> None:
         """Add rows of windows, sorted by parameter; the result is equal on all ranks that have the same rows."""
         counted = {name for row in rows for name in row.rest}
-        for row in sorted(rows, key=lambda row: (row.unit, row.start)):
+        for row in sorted(rows, key=lambda row: (row.place, row.name, row.start)):
             # In a window of one element, a tensor of one may be a slot or a scalar; larger windows tell by its name.
             rest = row.rest | {name: value for name, value in row.either.items() if name in counted}
             slots = row.slots | {name for name in row.either if name not in counted}
             if not rest and not slots:
                 continue
             index = self.index_of(rest)
-            span = Span(row.start, row.start + row.numel)
-            for entry, common in parts.table.units[row.unit].layout.overlaps(span):
-                self.slots.setdefault(entry.name, set()).update(slots)
-                runs = self.runs.setdefault(entry.name, [])
-                if not runs or runs[-1][1] != index:
-                    runs.append((common.start - entry.offset, index))
+            self.slots.setdefault(row.name, set()).update(slots)
+            runs = self.runs.setdefault(row.name, [])
+            # Ranks with copies have rows of the same start; those of the first count.
+            if not runs or (runs[-1][1] != index and runs[-1][0] != row.start):
+                runs.append((row.start, index))
 
-    def _add_counts(self, parts: Parts, rule: KeepsCounts) -> None:
+    def _add_counts(self, parts: Parts, whole: GlobalLayout, rule: KeepsCounts) -> None:
         """Add the scalars of groups to all their parameters. Collective over: the data axis."""
         best: dict[int, tuple[int, dict[str, Scalar]]] = {}
         for own in parts.mesh["data"].gather_objects(rule.counts()):
             for group, (step, values) in own.items():  # a rank without elements of a group has those it has loaded
                 if group not in best or step > best[group][0]:
                     best[group] = step, values
-        for _, place in parts.table.places():
-            name, group = place.entry.name, place.entry.group
+        places = ((place.entry.name, place.entry.group) for _, place in parts.table.places())
+        for name, group in whole.expanded(places, lambda _, group: group):
             if group in best:
                 self.slots[name] = set(rule.slots_of(parts.optimization.groups[group]))  # type: ignore[union-attr]
                 values = best[group][1]
@@ -148,29 +151,35 @@ class Kept:
         found._add_tree(tree)
         return found
 
-    def rest_of(self, overlaps: Iterable[tuple[Entry, Span]]) -> dict[str, Scalar] | None:
+    def rest_of(self, whole: GlobalLayout, overlaps: Iterable[tuple[Entry, Span]]) -> dict[str, Scalar] | None:
         """Scalars of a window with these parts of parameters: those of the first part that has any."""
         for entry, common in overlaps:
             runs = self.runs.get(entry.name)
             if runs:
-                at = bisect.bisect_right(runs, common.start - entry.offset, key=lambda run: run[0])
+                start = common.start - entry.offset + whole.before(entry.name)
+                at = bisect.bisect_right(runs, start, key=lambda run: run[0])
                 return self.sets[runs[max(at - 1, 0)][1]]
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """State of one window."""
+    """State of a window, as far as it is of one parameter.
 
-    unit: int
+    Attributes:
+        place: (unit, first element of the parameter in it), the same on all ranks.
+        start: first element in the whole parameter.
+    """
+
+    place: tuple[int, int]
+    name: str
     start: int
-    numel: int
     slots: set[str]
     rest: dict[str, Scalar]
     either: dict[str, Scalar]  # in a window of one element: slots or scalars
 
 
-def _read_windows(parts: Parts, rule: KeepsState, windows: Sequence[Window]) -> list[_Row]:
+def _read_windows(parts: Parts, whole: GlobalLayout, rule: KeepsState, windows: Sequence[Window]) -> list[_Row]:
     rows, lost = [], set()
     for window in windows:
         slots = rule.slots(window.key)
@@ -178,15 +187,19 @@ def _read_windows(parts: Parts, rule: KeepsState, windows: Sequence[Window]) -> 
         if window.master.numel() == 1:
             either = {name: slot.detach().cpu().view(window.shape or -1) for name, slot in slots.items()}
         rest: dict[str, Scalar] = {}
+        unit, _, first = window.key
+        overlaps = list(parts.table.units[unit].layout.overlaps(Span(first, first + window.master.numel())))
+        is_whole = window.shape is not None and parts.mesh["model"].size == 1 and not _are_cut(whole, overlaps)
         for name, value in rule.window_scalars(window.key).items():
             if not isinstance(value, torch.Tensor):
                 rest[name] = value
-            elif value.numel() == 1 or (window.shape is not None and parts.mesh["model"].size == 1):
+            elif value.numel() == 1 or is_whole:
                 rest[name] = value.cpu()
             else:
                 lost.add(name)
-        unit, _, start = window.key
-        rows.append(_Row(unit, start, window.master.numel(), slots.keys() - either.keys(), rest, either))
+        for entry, common in overlaps:
+            start = common.start - entry.offset + whole.before(entry.name)
+            rows.append(_Row((unit, entry.offset), entry.name, start, slots.keys() - either.keys(), rest, either))
     if lost:
         log.warning(
             "%s of the optimizer %s belong to cuts of parameters, as they are on this number of ranks: not saved",
@@ -194,6 +207,11 @@ def _read_windows(parts: Parts, rule: KeepsState, windows: Sequence[Window]) -> 
             rule.name,  # type: ignore[attr-defined]
         )
     return rows
+
+
+def _are_cut(whole: GlobalLayout, overlaps: Iterable[tuple[Entry, Span]]) -> bool:
+    """True for parts of a tensor of all experts, of which this rank has some."""
+    return any(entry.name in whole.experts.fused for entry, _ in overlaps)
 
 
 def _bits(value: Scalar) -> object:
@@ -208,8 +226,9 @@ def _bits(value: Scalar) -> object:
 class Restorer:
     """Restores the state of windows from a checkpoint."""
 
-    def __init__(self, parts: Parts, source: Checkpoint, saved: Mapping[str, Any]) -> None:
+    def __init__(self, parts: Parts, whole: GlobalLayout, source: Checkpoint, saved: Mapping[str, Any]) -> None:
         self._rule: Any = parts.optimization.rule if parts.optimization else None
+        self._whole = whole
         self._source, self._stored = source, set(source.names())
         self._slots = tuple(saved.get("slots", ()))
         self._kept = Kept.from_tree(saved["scalars"]["of_params"]) if saved else Kept()
@@ -239,7 +258,7 @@ class Restorer:
         known: dict[int, dict[str, Scalar]] = {}
         for unit in parts.table.units:
             for entry in unit.layout.entries:
-                rest = self._kept.rest_of([(entry, entry.span)])
+                rest = self._kept.rest_of(self._whole, [(entry, entry.span)])
                 if self._counts and entry.name in self._stored and self._source.info(entry.name).step:
                     rest = {"step": torch.tensor(float(self._source.info(entry.name).step))}
                 if rest is None:
@@ -253,7 +272,9 @@ class Restorer:
 
     def give(self, window: Window, overlaps: Sequence[tuple[Entry, Span]], slots: Mapping[str, torch.Tensor]) -> None:
         """Restore `window` if the checkpoint has state for it."""
-        rest = self._kept.rest_of(overlaps)
+        rest = self._kept.rest_of(self._whole, overlaps)
+        if rest and _are_cut(self._whole, overlaps):  # what is more than a number was of other experts too
+            rest = {name: x for name, x in rest.items() if not isinstance(x, torch.Tensor) or x.numel() == 1}
         if slots and self._counts:
             step = max(self._source.info(entry.name).step for entry, _ in overlaps if entry.name in self._stored)
             rest = {"step": torch.tensor(float(step))}

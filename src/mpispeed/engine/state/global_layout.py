@@ -22,7 +22,7 @@ from mpispeed.exchange.saved import Run
 from mpispeed.nn.expert import RoutedExperts
 from mpispeed.nn.tensor import cuts
 from mpispeed.nn.tensor.tensor_cut import OWN
-from mpispeed.optim.rule import KeepsCounts, KeepsNumbers, KeepsState
+from mpispeed.optim.rule import KeepsState
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.placements import distinct_factor
 from mpispeed.store.layout import Span
@@ -77,7 +77,7 @@ class GlobalLayout:
             if name in named:
                 info = ParamInfo(
                     name,
-                    cut.shape,
+                    experts.fused[name].shape(cut.shape) if name in experts.fused else cut.shape,
                     named[name].dtype,
                     tp_kind=cut.kind,
                     tp_dim=cut.dim,
@@ -119,8 +119,8 @@ class GlobalLayout:
 
         In a tensor with one row for each of several ranks, `before` is the number of elements in earlier rows.
         """
+        start += self.before(name)
         made = gather_pieces(self.slices[name], start, values) if name in self.slices else [Piece(start, values)]
-        before += self.before(name)
         if self.parts.sharing is not None and not self.parts.sharing.is_counted(unit):
             made = [replace(piece, is_replica=True) for piece in made]
         return tuple(replace(piece, start=piece.start + before) if before else piece for piece in made)
@@ -132,7 +132,7 @@ class GlobalLayout:
         if self.is_writer(name, tensor) and self._owns(name):
             flat = tensor.detach().contiguous().reshape(-1).cpu()
             if cut is not None:
-                pieces = gather_pieces(cut, 0, flat)
+                pieces = gather_pieces(cut, self.before(name), flat)
             elif mesh.index("model") == 0:
                 pieces = (Piece(self.before(name), flat),)
         return LogicalTensor(name, slot, self.shape(name, tensor), tensor.dtype, tuple(pieces))
@@ -143,7 +143,7 @@ class GlobalLayout:
         return self.parts.mesh.index(str(copies)) == 0
 
     def before(self, name: str) -> int:
-        """Elements of a logical parameter before those of this rank."""
+        """Elements of a logical parameter, or of this rank's slice of it, before those of this rank's experts."""
         fused = self.experts.fused.get(name)
         return 0 if fused is None else fused.held.start * fused.each
 
@@ -254,19 +254,24 @@ class GlobalLayout:
         `row` selects the row of a stored tensor that has one for each of several ranks.
         """
         if name in self.slices:
-            read_slice(source, name, slot, self.slices[name], start, out, row=row)
+            read_slice(source, name, slot, self.slices[name], self.before(name) + start, out, row=row)
         else:
             before = 0 if row is None else row * math.prod(source.stored(name, slot).shape[1:])
             source.read(name, slot, before + self.before(name) + start, out)
 
 
-def require_common(module: nn.Module, reason: str) -> None:
-    """Require that data ranks have all parameters in common; `reason` is a clause of the message.
+def require_common(module: nn.Module, reason: str, layout: GlobalLayout | None = None) -> None:
+    """Require that data ranks have all parameters in common, with a `layout` but experts.
+
+    Args:
+        module: the model.
+        reason: a clause of the message.
+        layout: of a caller that can tell experts apart.
 
     Raises:
         UsageError: on every rank of the data axis, if they have some of their own.
     """
-    problem = _find_apart(module, reason)
+    problem = _find_apart(module, reason, None if layout is None else layout.experts)
     if problem:
         raise UsageError(problem)
 
@@ -293,28 +298,9 @@ def _find_apart(module: nn.Module, reason: str, experts: ExpertNames | None = No
         return ""
     return (
         f"parameter {apart!r} has values of its own on each of several data ranks (mark_distinct), and {reason}; "
-        "of experts that are shared out over ranks use save_checkpoint or save_16bit_model; other weights of this "
-        "kind are to be saved and loaded by your own code, rank by rank"
+        "experts that are shared out over ranks are in checkpoints and in state dicts that are loaded without a "
+        "custom_load_fn; other weights of this kind are to be saved and loaded by your own code, rank by rank"
     )
-
-
-def require_storable(parts: Parts, layout: GlobalLayout) -> None:
-    """Require what `require_named` does, and optimizer state in slots alone where experts are shared out.
-
-    Collective over: all ranks.
-
-    Raises:
-        UsageError: on every rank, also if the rule has more for each parameter.
-    """
-    require_named(parts, layout)
-    rule = parts.optimization.rule if parts.optimization else None
-    has_more = bool(parts.plan.placing.distinct) and isinstance(rule, KeepsState | KeepsCounts | KeepsNumbers)
-    name = rule.name if rule is not None else ""
-    problem = (
-        f"the optimizer {name} keeps numbers of each parameter, and checkpoints do not have those of experts "
-        "on other ranks yet; use Adam, AdamW, Adagrad or Lion of the config, or ep_size 1"
-    )
-    parts.mesh.world.comm.agree(not has_more, problem, UsageError)
 
 
 def named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,10 @@ from mpispeed.engine.state.global_layout import (
     exchanging_run,
     named,
     names_by_group,
-    require_storable,
+    require_named,
     slice_streams,
 )
+from mpispeed.engine.state.group_match import matched
 from mpispeed.engine.state.rule_numbers import read_numbers
 from mpispeed.engine.state.weights import load_by
 from mpispeed.exchange.saved import NAMES_SHOWN, Loading
@@ -225,7 +226,7 @@ def _take_streams(states: Mapping[str, bytes]) -> None:
 def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: LoadSettings) -> None:
     """Load weights, masters and optimizer state; every rank reads only its own ranges."""
     comm, whole_model = parts.mesh.world.comm, GlobalLayout.of(parts)
-    require_storable(parts, whole_model)
+    require_named(parts, whole_model)
     if settings.custom_load_fn is not None:
         with comm.together(CheckpointError):
             _refuse_function(parts, whole_model)
@@ -242,7 +243,7 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
             _read_module(parts, source, whole_model)
     with comm.together(ZeRORuntimeException):
         takes_groups = saved and settings.optimizer_states and not settings.module_only
-        pairs = list(_matched(parts, source, saved["param_groups"], members)) if takes_groups else []
+        pairs = list(matched(parts, source, saved["param_groups"], members)) if takes_groups else []
     with comm.together(CheckpointError):
         if not settings.module_only:
             _forget_states(parts)
@@ -388,33 +389,6 @@ def _take_groups(
         rule.load_scalars(saved["scalars"]["of_rule"] if is_same_rule else {})
 
 
-def _matched(
-    parts: Parts, source: Checkpoint, stored: Sequence[dict[str, Any]], members: Sequence[Sequence[str]]
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Pairs of a group and the saved one: by their parameters, or by order if these do not match.
-
-    Raises:
-        ZeRORuntimeException: they do not match, nor are they as many.
-    """
-    if parts.optimization is None:
-        return
-    groups = parts.optimization.groups
-    by_names = {frozenset(group["params"]): group for group in stored}
-    found = [by_names.get(frozenset(names)) for names in members]
-    if len(by_names) == len(stored) and all(group is not None for group in found):
-        yield from ((own, group) for own, group in zip(groups, found, strict=True) if group is not None)
-        return
-    if len(stored) != len(groups):
-        msg = (
-            f"checkpoint {source.path} has {len(stored)} parameter groups and the optimizer "
-            f"{len(groups)}; group the parameters alike, or load with load_optimizer_states=False"
-        )
-        raise ZeRORuntimeException(msg)
-    if parts.mesh.rank == 0:
-        log.warning("parameter groups have other parameters than those in %s; they are matched by order", source.path)
-    yield from zip(groups, stored, strict=True)
-
-
 def _read_slots(parts: Parts, loading: Loading, saved: dict[str, Any], whole: GlobalLayout) -> None:
     """Load optimizer slots by name; parameters that have none in the file start afresh, with a warning."""
     optimization, source = parts.optimization, loading.source
@@ -424,7 +398,7 @@ def _read_slots(parts: Parts, loading: Loading, saved: dict[str, Any], whole: Gl
     rule = optimization.rule
     fresh: set[str] = set()
     if isinstance(rule, KeepsState):
-        restorer = Restorer(parts, source, saved)
+        restorer = Restorer(parts, whole, source, saved)
         for window in windows_of(parts):
             unit, span = parts.table.units[window.key[0]], Span(window.key[2], window.key[2] + window.master.numel())
             overlaps = list(unit.layout.overlaps(span))
@@ -446,7 +420,7 @@ def _fill_states(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole:
         return fresh
     rule = optimization.rule
     needed = [rule.slots_of(g) if isinstance(rule, KeepsCounts) else rule.state_names for g in optimization.groups]
-    restorer = Restorer(parts, source, saved) if isinstance(rule, KeepsCounts) else None
+    restorer = Restorer(parts, whole, source, saved) if isinstance(rule, KeepsCounts) else None
     for unit in parts.table.units:
         for slot, holder in optimization.states.tensors(unit).items():
             if restorer is not None and not restorer.has(slot):

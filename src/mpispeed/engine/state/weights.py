@@ -17,8 +17,9 @@ import torch
 from mpispeed.base.errors import CheckpointError, UsageError
 from mpispeed.base.units import format_list
 from mpispeed.ckpt.format import schema
-from mpispeed.engine.state.global_layout import require_common
-from mpispeed.engine.state.whole_model import frozen_names, gather_model, kept_state
+from mpispeed.engine.state.expert_weights import take_experts, with_all_experts
+from mpispeed.engine.state.global_layout import GlobalLayout, require_common
+from mpispeed.engine.state.whole_model import frozen_names, gather_model, gather_with_experts, kept_state
 from mpispeed.exchange.saved import NAMES_SHOWN
 from mpispeed.mesh.comm import Failures
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
@@ -45,12 +46,17 @@ class Weights:
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict in compute dtype.
 
-        For a pipeline it has this rank's stage only, for sliced layers its slices. Where parameters are sharded, data
-        rank 0 gets full copies and the others {}: units are gathered one at a time, and no other rank holds more than
-        one. With local updates it has copies of the common parameters.
+        For a pipeline it has this rank's stage only, for sliced layers its slices. Where parameters are sharded, or
+        experts shared out over ranks, data rank 0 gets full copies of all and the others {}: units are gathered one at
+        a time, and beside its experts no other rank holds more than one. With local updates it has copies of the common
+        parameters.
 
         Collective over: the data axis.
         """
+        layout = GlobalLayout.of(self._parts)
+        if layout.experts.are_shared_out:
+            require_common(self._parts.module, "the state dict of data rank 0 has one value for each name", layout)
+            return gather_with_experts(self._parts, layout, exclude_frozen=exclude_frozen_parameters)
         if not self._parts.plan.states.param.is_replicated:
             return gather_state(self._parts, exclude_frozen=exclude_frozen_parameters)
         left_out = frozen_names(self._parts) if exclude_frozen_parameters else ()
@@ -60,6 +66,16 @@ class Weights:
             with self._parts.optimization.exchange.common():
                 state = copy.deepcopy(state)  # keeps tied tensors tied
         return state
+
+    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """As `module_state_dict`; where ranks share experts out, the whole model on rank 0 and {} on the others.
+
+        Collective over: all ranks.
+        """
+        if not self._parts.plan.placing.distinct:
+            return self.module_state_dict(exclude_frozen_parameters)
+        with self._parts.optimization.exchange.common() if self._parts.optimization else nullcontext():
+            return gather_model(self._parts, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(
         self,
@@ -75,7 +91,7 @@ class Weights:
         full model. Local updates are dropped: parameters not given return to the common values.
 
         Args:
-            checkpoint: a state dict, or {"module": a state dict}.
+            checkpoint: a state dict, or {"module": a state dict}; with the experts of all ranks.
             strict: all names have to be there, and no others.
             custom_load_fn: writes the values into the module.
             fetch_z3_params: no effect: sharded parameters are always written.
@@ -84,9 +100,11 @@ class Weights:
 
         Raises:
             CheckpointError: (a RuntimeError) on every rank, if names or shapes do not fit.
-            UsageError: on every rank, if data ranks have parameters of their own.
+            UsageError: on every rank, if data ranks have parameters of their own other than experts, or experts and a
+                `custom_load_fn`, which would need a model with all of them.
         """
-        require_common(self._parts.module, "a state dict that is loaded has one value for each name")
+        layout = GlobalLayout.of(self._parts) if custom_load_fn is None else None
+        require_common(self._parts.module, "a state dict that is loaded has one value for each name", layout)
         state_dict = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         if custom_load_fn is None:
             take_state(self._parts, state_dict, strict=strict)
@@ -269,16 +287,18 @@ def take_state(parts: Parts, state: Mapping[str, Any], *, strict: bool) -> None:
     """
     parts.params.require((Kind.lp_params, Kind.hp_params), "engine.load_module_state_dict()")
     comm = parts.mesh["data"]
-    own = dict(parts.module.state_dict(keep_vars=True))
+    own, layout = dict(parts.module.state_dict(keep_vars=True)), GlobalLayout.of(parts)
+    whole_model = with_all_experts(layout, own)
     with comm.together(CheckpointError):
         if comm.rank == 0:
-            _refuse_misfit(own, state, strict=strict)
+            _refuse_misfit(whole_model, state, strict=strict)
     given = {id(own[name]): state[name] for name in state.keys() & own.keys() if isinstance(own[name], torch.Tensor)}
-    names = comm.share(sorted(state.keys() & own.keys()))
-    taken = {id(own[name]) for name in names}
+    names = comm.share(sorted(state.keys() & whole_model.keys()))
+    taken = {id(own[name]) for name in names if name in own and not layout.experts.differ(name)}
     failures = Failures()  # kept until all broadcasts are done: the others take part in them
     for unit in parts.table.all_units:
         _take_unit(parts, unit, given, taken, failures)
+    take_experts(parts, layout, own, {name: state.get(name) for name in names if layout.experts.differ(name)}, failures)
     with comm.together(CheckpointError):
         failures.raise_first()
     for tensor in {id(v): v for v in own.values() if isinstance(v, torch.Tensor)}.values():
@@ -288,8 +308,10 @@ def take_state(parts: Parts, state: Mapping[str, Any], *, strict: bool) -> None:
                 whole.copy_(given[id(tensor)])
             comm.broadcast(whole)
             tensor.data.copy_(whole)
-    extra = {name: value for name, value in state.items() if name in names and not isinstance(own[name], torch.Tensor)}
+    extra = {name: state[name] for name in names if name in state and not isinstance(whole_model[name], torch.Tensor)}
     for name, value in comm.share(extra).items():
+        if name not in own:  # of an expert on another rank
+            continue
         parts.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 

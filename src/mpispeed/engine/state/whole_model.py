@@ -1,4 +1,4 @@
-"""The whole model's weights on rank 0: of all stages, slices and experts."""
+"""The whole model's weights on rank 0, of all stages, slices and experts; or of one stage and slice."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class _Part:
         names: names of the tensor in this rank's state dict; several if it is tied.
         numel: elements that are passed, with padding.
         shape: shape of the whole tensor.
-        cut: the slice that the elements are; None: they are a flat range of the whole tensor.
-        before: where that range begins; above 0 for experts in a fused tensor.
+        cut: the slice that the elements are in; None: they are a flat range of the whole tensor.
+        before: where they begin in the slice or tensor; above 0 for experts in a fused tensor.
     """
 
     names: tuple[str, ...]
@@ -70,23 +70,62 @@ def gather_model(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
             experts.
     """
     parts.params.require((Kind.lp_params,), "engine.save_16bit_model()")
-    mesh, layout, failures = parts.mesh, GlobalLayout.of(parts), Failures()
+    mesh, layout = parts.mesh, GlobalLayout.of(parts)
     require_named(parts, layout)
-    kinds, doing = (RuntimeError, MemoryError), "the weights cannot be gathered on rank 0"
-    with mesh.world.comm.together(CheckpointError, doing=doing, plain=kinds):  # hooks of modules may run
-        state = kept_state(parts, exclude_frozen=exclude_frozen)
-        own = _own_parts(parts, layout, state)
-    # Ranks with experts take part in gathers that rank 0 is in: they send when all of these are over. Asked of the
-    # plan: only some stages may have experts.
+    # Asked of the plan: only some stages may have experts.
     sends_late = bool(parts.plan.placing.distinct)
-    comm, passed = mesh.world.comm if sends_late else mesh["pipe", "model"], [part for part, _ in own]
+    comm = mesh.world.comm if sends_late else mesh["pipe", "model"]
+    return _gather(parts, layout, _Scope(comm, mesh.world.comm, mesh.rank == 0, sends_late, True), exclude_frozen)
+
+
+def gather_with_experts(parts: Parts, layout: GlobalLayout, *, exclude_frozen: bool) -> dict[str, Any]:
+    """The state dict of this rank's stage and slice with the experts of all data ranks, on data rank 0; else {}.
+
+    Memory, order and ties as `gather_model`.
+
+    Collective over: the data axis.
+
+    Raises:
+        CheckpointError: on every rank of the axis, if data rank 0 has no memory for it, or parameters cannot be read.
+    """
+    comm = parts.mesh["data"]
+    return _gather(parts, layout, _Scope(comm, comm, comm.rank == 0, True, False), exclude_frozen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """Ranks between which weights are passed.
+
+    Attributes:
+        comm: the ranks that pass, to its rank 0.
+        all: the ranks that fail together.
+        is_root: this rank gets the weights.
+        sends_late: ranks hold what they pass until all units are gathered: rank 0 is in these gathers too.
+        is_whole: layers of all stages, unsliced; else those of one stage and slice.
+    """
+
+    comm: Comm
+    all: Comm
+    is_root: bool
+    sends_late: bool
+    is_whole: bool
+
+
+def _gather(parts: Parts, layout: GlobalLayout, scope: _Scope, exclude_frozen: bool) -> dict[str, Any]:
+    failures, comm, sends_late = Failures(), scope.comm, scope.sends_late
+    kinds, doing = (RuntimeError, MemoryError), "the weights cannot be gathered on rank 0"
+    with scope.all.together(CheckpointError, doing=doing, plain=kinds):  # hooks of modules may run
+        state = kept_state(parts, exclude_frozen=exclude_frozen)
+        own = _own_parts(parts, layout, state, is_whole=scope.is_whole)
+    passed = [part for part, _ in own]
     others = {name: None if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-    firsts = ((name, other) for name, other in others.items() if layout.is_first(name))
-    names = layout.over_stages(layout.expanded(firsts, lambda _, other: other))
+    firsts = ((name, other) for name, other in others.items() if not scope.is_whole or layout.is_first(name))
+    rows = layout.expanded(firsts, lambda _, other: other)
+    names = layout.over_stages(rows) if scope.is_whole else list(rows)
     everyone = comm.gather_objects(passed)
     whole: dict[str, torch.Tensor] = {}
-    with mesh.world.comm.together(CheckpointError, doing=doing, plain=kinds):
-        if mesh.rank == 0:  # all memory at once: nothing is on its way if there is too little
+    with scope.all.together(CheckpointError, doing=doing, plain=kinds):
+        if scope.is_root:  # all memory at once: nothing is on its way if there is too little
             whole = _empty_model(row for rows in everyone for row in rows)
             longest = max((row.numel * row.dtype.itemsize for rows in everyone[1:] for row in rows), default=0)
             received = torch.empty(longest, dtype=torch.uint8)
@@ -94,7 +133,7 @@ def gather_model(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
     held: list[torch.Tensor] = []
 
     def take(part: _Part, values: torch.Tensor) -> None:
-        if mesh.rank == 0:
+        if scope.is_root:
             _put(part, values, whole[part.names[0]])
         elif part.numel and sends_late:
             held.append(values.cpu().clone())
@@ -102,15 +141,15 @@ def gather_model(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any]:
             comm.send(values.cpu().view(torch.uint8), 0)
 
     done = _visit(parts, own, take, failures)
-    for part in passed[done:] if mesh.rank else ():  # after a failure: rank 0 waits for them
+    for part in () if scope.is_root else passed[done:]:  # after a failure: rank 0 waits for them
         take(part, torch.zeros(part.numel, dtype=part.dtype))
     for values in held:
         comm.send(values.view(torch.uint8), 0)
-    if mesh.rank == 0:
+    if scope.is_root:
         _receive(comm, everyone, received, whole, failures)
-    with mesh.world.comm.together(CheckpointError, doing=doing, plain=kinds):
+    with scope.all.together(CheckpointError, doing=doing, plain=kinds):
         failures.raise_first()
-    return {name: whole.get(name, value) for name, value in names} if mesh.rank == 0 else {}
+    return {name: whole.get(name, value) for name, value in names} if scope.is_root else {}
 
 
 def _receive(
@@ -130,7 +169,9 @@ def _receive(
                     _put(part, letter.view(part.dtype), whole[part.names[0]])
 
 
-def _own_parts(parts: Parts, layout: GlobalLayout, state: Mapping[str, Any]) -> list[tuple[_Part, torch.Tensor]]:
+def _own_parts(
+    parts: Parts, layout: GlobalLayout, state: Mapping[str, Any], *, is_whole: bool
+) -> list[tuple[_Part, torch.Tensor]]:
     """What this rank passes, in the order of `_visit`, each with the parameter or buffer of the module."""
     names: dict[int, list[str]] = {}
     for name, value in state.items():
@@ -144,9 +185,9 @@ def _own_parts(parts: Parts, layout: GlobalLayout, state: Mapping[str, Any]) -> 
         place, own = parts.table.locate(tensor), tuple(names[id(tensor)])
         shape = tuple(tensor.shape if place is None else place.entry.shape)
         dtype = tensor.dtype if place is None else place.unit.states.compute
-        cut = next((layout.slices[name] for name in own if name in layout.slices), None)
+        cut = next((layout.slices[name] for name in own if name in layout.slices), None) if is_whole else None
         name = own[0] if cut is None else cut.info.name
-        if layout.is_first(name) and layout.is_writer(name, tensor):
+        if (not is_whole or layout.is_first(name)) and layout.is_writer(name, tensor):
             whole = layout.whole_shape(name, shape) if cut is None else cut.info.shape
             found.append((_Part(own, math.prod(shape), whole, dtype, cut, layout.before(name)), tensor))
     return found
@@ -196,4 +237,4 @@ def _put(part: _Part, values: torch.Tensor, whole: torch.Tensor) -> None:
     if part.cut is None:
         whole.view(-1)[part.before :][: part.numel].copy_(values)
     else:
-        place_slice(part.cut, values, whole)
+        place_slice(part.cut, values, whole, part.before)

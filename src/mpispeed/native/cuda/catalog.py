@@ -114,6 +114,8 @@ KERNELS: dict[str, Kernel] = dict([
            for width in (16, 8, 4, 2, 1) for index in ("i32", "i64")), is_hot=True),
     *_each("token_drop/token_drop.cu", "PPPP48s", (f"token_merge_{width}" for width in (16, 8, 4, 2, 1)), is_hot=True),
     *_each("token_drop/token_drop.cu", "PP48s", ["token_sources_i32", "token_sources_i64"]),
+    *_each("rows/rows.cu", "PPPP32s", _typed("row_combine", "row_spread", "row_dot"), is_hot=True),
+    *_each("rows/rows.cu", "PP32s", ["row_sources"]),
     *_each("transformer/split_qkv.cu", "PPPPPPP40s", _typed("split_qkv", "merge_qkv"), is_hot=True),
 ])
 # fmt: on

@@ -29,7 +29,17 @@ from mpispeed.nn.expert.block_table import (
     has_experts,
     row_of,
 )
-from mpispeed.nn.expert.experts import ACTIVATIONS, ExpertModules, Experts, FusedExperts, NumberedModules
+from mpispeed.nn.expert.experts import (
+    ACTIVATIONS,
+    AT_HAND,
+    ExpertModules,
+    Experts,
+    FusedExperts,
+    Hands,
+    NumberedModules,
+    Slicing,
+    share_hands,
+)
 from mpispeed.nn.expert.layer import RoutedExperts
 from mpispeed.nn.expert.router import Router, RouterOptions, Routing
 
@@ -45,6 +55,11 @@ class BlockRouter(Router):
 
     weight: torch.Tensor
     bias_name = ""
+
+    @property
+    def hidden_size(self) -> int:
+        """As `Router`."""
+        return self.weight.shape[-1]
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -80,6 +95,8 @@ class BlockFused(FusedExperts):
         Experts.__init__(self, down.shape[0], range(down.shape[0]))
         self.hidden_size, self.intermediate_size, self.compute = down.shape[1], down.shape[2], "auto"
         self.names, self.act_fn = tuple(params), act_fn
+        first, *others = [Slicing("column", 1) if len(params) > 2 else Slicing("sub", 1, 2), Slicing("row", 2)]
+        self.slicing = dict(zip(params, (first, *others, first), strict=False))
         for name, param in params.items():
             self.register_parameter(name, param)
 
@@ -87,10 +104,11 @@ class BlockFused(FusedExperts):
         """As `Experts`."""
         if not counts:
             return rows
+        rows = self._entered(rows)
         first, down, *up = (self._parameters[name] for name in self.names)
         gates = self._products(rows, cast("torch.Tensor", first), counts)
         gates, ups = (gates, self._products(rows, up[0], counts)) if up else gates.chunk(2, -1)  # type: ignore[arg-type]
-        return self._products(self.act_fn(gates) * ups, cast("torch.Tensor", down), counts)
+        return self._left(self._products(self.act_fn(gates) * ups, cast("torch.Tensor", down), counts))
 
 
 class BlockModules(ExpertModules):
@@ -109,21 +127,19 @@ class BlockModules(ExpertModules):
         """The modules of this rank."""
         return NumberedModules(self._modules.values(), self.held.start)  # type: ignore[arg-type]
 
-    def keep(self, held: range) -> None:
+    def keep(self, held: range, hands: Hands = AT_HAND) -> None:
         """As `Experts`."""
-        Experts.keep(self, held)
+        Experts.keep(self, held, hands)
         self._put(list(self.children()), held.start)
 
     def _put(self, modules: Iterable[nn.Module], first: int) -> None:
         self._modules.clear()
         self._modules.update({str(number): module for number, module in enumerate(modules, first)})
 
-    def _narrow(self, held: range) -> None:
+    def _narrow(self, places: range, hands: Hands) -> None:
         modules = list(self.children())
-        for number, expert in enumerate(modules):
-            if number not in held:
-                expert.requires_grad_(False)  # groups of an optimizer may have its parameters: nobody trains them here
-        self._put(modules[held.start : held.stop], held.start)
+        share_hands(modules, places, hands)
+        self._put(modules[places.start : places.stop], places.start)
 
 
 class BlockExperts(RoutedExperts):
@@ -147,9 +163,9 @@ class BlockExperts(RoutedExperts):
         tokens = x.reshape(-1, x.shape[-1])
         logits, weights, experts, counts = self.gate(tokens)
         none = logits.new_zeros(())
-        y = self._experts_of(tokens, Routing(experts, weights, None, counts, none, none, none)).view(x.shape)
-        if self.row.shared:
-            y = y + self._shared_output(x)
+        routing = Routing(experts, weights, None, counts, none, none, none)
+        shared = (lambda: self._shared_output(x)) if self.row.shared else None
+        y = self._experts_of(tokens, routing, shared).view(x.shape)
         return (y, logits) if self.returns_logits else y
 
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
@@ -259,6 +275,7 @@ def replace_block(
     made = cast("BlockExperts", block)
     block._modules[row.experts] = experts
     made.experts_name, made.row, made.dispatcher, made.ep_size = row.experts, row, None, ep_size
+    made.shared_overlap = False
     made.jitter = float(getattr(block, row.jitter, 0.0) or 0.0) if row.jitter else 0.0
     made.returns_logits = returns_logits
     if ep_size > 1:

@@ -12,32 +12,89 @@ same order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from mpispeed.base.errors import TopologyError
 from mpispeed.base.even_split import share
+from mpispeed.mesh.collectives.work import Work
 from mpispeed.mesh.comm import Comm
+
+T = TypeVar("T")
 
 TOKENS_TRAIN, EXPERTS_TRAIN = 1, 2
 """Bits by which ranks tell each other who needs gradients; they travel with the counts."""
 
 
-Way = Callable[[torch.Tensor], torch.Tensor]
+Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Route(Protocol):
-    """The way of the rows of one pass."""
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A step of rows on their way: an exchange over a group. Units: rows to and from each rank."""
 
-    def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows from this rank's order (by target rank) to that of targets (by source rank). Collective over: group."""
+    comm: Comm
+    sent: Sequence[int]
+    received: Sequence[int]
 
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """The opposite. Collective over: group."""
+    def _buffers(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+        out = rows.new_empty((sum(self.received), *rows.shape[1:]))
+        width = math.prod(rows.shape[1:])
+        received, sent = ([count * width for count in counts] for counts in (self.received, self.sent))
+        return out, rows.contiguous(), received, sent
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Exchange rows; no autograd. Collective over: the group."""
+        buffers = self._buffers(rows)
+        self.comm.all_to_all(*buffers)
+        return buffers[0]
+
+    def start(self, rows: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        """Begin to exchange rows; the result has them when the work has ended. Collective over: the group."""
+        buffers = self._buffers(rows)
+        return buffers[0], self.comm.start_all_to_all(*buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A step of rows on their way: `transposed`, on this rank."""
+
+    counts: list[list[int]]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Reorder rows."""
+        return transposed(rows, self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of the rows of one pass, from this rank's order (by target) to that of targets (by source), and back.
+
+    Attributes:
+        near: first steps there.
+        far: the last one, between all ranks or between nodes.
+        far_back: first step back.
+        near_back: the others.
+    """
+
+    near: tuple[Step, ...]
+    far: Swap
+    far_back: Swap
+    near_back: tuple[Step, ...]
+
+    @property
+    def there(self) -> tuple[Step, ...]:
+        """All steps to the targets."""
+        return (*self.near, self.far)
+
+    @property
+    def back(self) -> tuple[Step, ...]:
+        """All steps back."""
+        return (self.far_back, *self.near_back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +150,26 @@ class Deal:
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
         """Send what experts made of the rows back to their sources. Collective over: group."""
-        rows = transposed(rows, [list(column) for column in zip(*self.counts, strict=True)])
+        rows = transposed(rows, _turned(self.counts))
         if self._route is None:
             return rows
         anchor = _anchor(rows, self._needs != 0)
         returned: torch.Tensor = _Sent.apply(rows, anchor, self._route.back, self._route.there)
         return returned
+
+    def back_beside(self, rows: torch.Tensor, work: Callable[[], T]) -> tuple[torch.Tensor, T]:
+        """As `back`, with `work` done while rows travel; its backward while their gradients do.
+
+        Collective over: the group.
+        """
+        rows = transposed(rows, _turned(self.counts))
+        if self._route is None:
+            return rows, work()
+        crossing = _Crossing(self._route)
+        under_way = _Left.apply(rows, _anchor(rows, self._needs != 0), crossing)
+        done = work()
+        returned: torch.Tensor = _Arrived.apply(under_way, crossing)
+        return returned, done
 
 
 class Dispatcher:
@@ -126,14 +197,13 @@ class Dispatcher:
         told = torch.cat([part for each in counts.split(self._lengths) for part in (each, note)])
         sent = [int(each.sum()) for each in counts.split(self._lengths)]
         lengths = [length + 1 for length in self._lengths]
-        route: Route
         if self._levels is None:
             heard = told.new_zeros((self.comm.size, own + 1))
             self.comm.all_to_all(heard, told, [own + 1] * self.comm.size, lengths)
-            route = OneLevel(self.comm, sent, heard[:, :own].sum(1).tolist())
+            route = one_level(self.comm, sent, heard[:, :own].sum(1).tolist())
         else:
             heard, passing = _tell(self._levels, told, lengths)
-            route = TwoLevels(self._levels, sent, passing, heard[:, :own].sum(1).tolist())
+            route = two_levels(self._levels, sent, passing, heard[:, :own].sum(1).tolist())
         everyone = 0
         for note_of_rank in heard[:, own].tolist():
             everyone |= note_of_rank
@@ -146,59 +216,40 @@ class Dispatcher:
         sent = [int(each.sum()) for each in torch.tensor(counts, device="cpu").split(self._lengths)]
         received = [sent[self.comm.rank]] * self.comm.size
         if self._levels is None:
-            return OneLevel(self.comm, sent, received)
+            return one_level(self.comm, sent, received)
         places = self._levels.inside.size
         passing = [sent[self._levels.inside.rank :: places]] * places
-        return TwoLevels(self._levels, sent, passing, received)
+        return two_levels(self._levels, sent, passing, received)
 
 
-class OneLevel:
-    """Rows straight to their targets."""
-
-    def __init__(self, comm: Comm, sent: Sequence[int], received: Sequence[int]) -> None:
-        self._comm, self._sent, self._received = comm, sent, received
-
-    def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `Route`. Collective over: the group."""
-        return swapped(self._comm, rows, self._sent, self._received)
-
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `Route`. Collective over: the group."""
-        return swapped(self._comm, rows, self._received, self._sent)
+def one_level(comm: Comm, sent: Sequence[int], received: Sequence[int]) -> Route:
+    """Rows straight to their targets; `sent` and `received` by rank."""
+    return Route((), Swap(comm, sent, received), Swap(comm, received, sent), ())
 
 
-class TwoLevels:
-    """Rows inside of the node, then between nodes."""
+def two_levels(levels: Levels, sent: list[int], passing: list[list[int]], received: list[int]) -> Route:
+    """Rows inside of the node, then between nodes.
 
-    def __init__(self, levels: Levels, sent: list[int], passing: list[list[int]], received: list[int]) -> None:
-        """`sent` and `received` by rank; `passing`: rows through this rank, by place they come from and node."""
-        places = levels.inside.size
-        self._levels = levels
-        self._sent = [sent[start : start + places] for start in range(0, len(sent), places)]
-        self._passing = passing
-        self._received = [sum(received[start : start + places]) for start in range(0, len(received), places)]
-
-    def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `Route`. Collective over: both levels."""
-        rows = transposed(rows, self._sent)
-        rows = swapped(self._levels.inside, rows, _columns(self._sent), [sum(row) for row in self._passing])
-        rows = transposed(rows, self._passing)
-        return swapped(self._levels.between, rows, _columns(self._passing), self._received)
-
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `Route`. Collective over: both levels."""
-        rows = swapped(self._levels.between, rows, self._received, _columns(self._passing))
-        rows = transposed(rows, _turned(self._passing))
-        rows = swapped(self._levels.inside, rows, [sum(row) for row in self._passing], _columns(self._sent))
-        return transposed(rows, _turned(self._sent))
+    `sent` and `received` by rank; `passing`: rows through this rank, by the place that they come from and node.
+    """
+    places = levels.inside.size
+    by_node = [sent[start : start + places] for start in range(0, len(sent), places)]
+    arriving = [sum(received[start : start + places]) for start in range(0, len(received), places)]
+    near, through = _columns(by_node), [sum(row) for row in passing]
+    leaving = _columns(passing)
+    return Route(
+        (Turn(by_node), Swap(levels.inside, near, through), Turn(passing)),
+        Swap(levels.between, leaving, arriving),
+        Swap(levels.between, arriving, leaving),
+        (Turn(_turned(passing)), Swap(levels.inside, through, near), Turn(_turned(by_node))),
+    )
 
 
-def swapped(comm: Comm, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-    """Exchange rows; no autograd. Collective over: `comm`. Units: rows."""
-    out = rows.new_empty((sum(received), *rows.shape[1:]))
-    width = math.prod(rows.shape[1:])
-    comm.all_to_all(out, rows.contiguous(), [count * width for count in received], [count * width for count in sent])
-    return out
+def follow(steps: Iterable[Step], rows: torch.Tensor) -> torch.Tensor:
+    """Rows after these steps; no autograd. Collective over: the groups of the steps."""
+    for step in steps:
+        rows = step(rows)
+    return rows
 
 
 def transposed(rows: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
@@ -245,14 +296,75 @@ def _anchor(rows: torch.Tensor, needs_gradients: bool) -> torch.Tensor:
 
 
 class _Sent(torch.autograd.Function):
-    """Rows that travel by `way`, and gradients by `reverse`."""
+    """Rows that take the steps of `way`; their gradients take those of `reverse`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, _: torch.Tensor, way: Way, reverse: Way) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, _: torch.Tensor, way: tuple[Step, ...], reverse: tuple[Step, ...]
+    ) -> torch.Tensor:
         ctx.reverse = reverse
-        return way(rows)
+        return follow(way, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.reverse(grad.contiguous()), None, None, None
+        return follow(ctx.reverse, grad.contiguous()), None, None, None
+
+
+class _Crossing:
+    """Rows that are under way: back, and their gradients there."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._started: list[tuple[torch.Tensor, Work]] = []
+
+    def leave_back(self, rows: torch.Tensor) -> None:
+        """Start the way back. Collective over: the group."""
+        self._started.append(self._route.far_back.start(rows))
+
+    def arrive_back(self) -> torch.Tensor:
+        """The rows, at the end of the way back. Collective over: the group."""
+        return follow(self._route.near_back, self._ended())
+
+    def leave_there(self, grad: torch.Tensor) -> None:
+        """Start the last step of the way there. Collective over: the group."""
+        self._started.append(self._route.far.start(follow(self._route.near, grad)))
+
+    def arrive_there(self) -> torch.Tensor:
+        """Gradients at the end of the way there. Collective over: the group."""
+        return self._ended()
+
+    def _ended(self) -> torch.Tensor:
+        rows, work = self._started.pop()
+        work.wait()
+        return rows
+
+
+class _Left(torch.autograd.Function):
+    """Rows leave; the result, without elements, stands for them until `_Arrived`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, anchor: torch.Tensor, crossing: _Crossing) -> torch.Tensor:
+        ctx.crossing = crossing
+        crossing.leave_back(rows)
+        return anchor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.crossing.arrive_there(), None, None
+
+
+class _Arrived(torch.autograd.Function):
+    """Rows at the end of their way back; their gradients leave."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, crossing: _Crossing) -> torch.Tensor:
+        ctx.crossing = crossing
+        return crossing.arrive_back()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.crossing.leave_there(grad.contiguous())
+        return grad.new_zeros(0), None

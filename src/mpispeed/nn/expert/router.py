@@ -150,6 +150,11 @@ class Router(nn.Module):
 
     bias: torch.Tensor | None
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of tokens."""
+        return self.wg.in_features
+
     def __init__(self, hidden_size: int, num_experts: int, options: RouterOptions | None = None) -> None:
         """Draw the weights from torch's default generator.
 

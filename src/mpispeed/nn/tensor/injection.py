@@ -19,9 +19,10 @@ from mpispeed.nn.tensor.apply import AT_HAND, Layers, apply_site
 from mpispeed.nn.tensor.auto_policy import ruled_sites
 from mpispeed.nn.tensor.entry import SequenceCut
 from mpispeed.nn.tensor.linear import CutLayer
+from mpispeed.nn.tensor.own_slicing import SlicesItself
 from mpispeed.nn.tensor.policy import chosen_sites, known_sites
 from mpispeed.nn.tensor.sequence import blocks_of, cut_sequence, uncut_layers
-from mpispeed.nn.tensor.shard_plan import Site, child
+from mpispeed.nn.tensor.shard_plan import Site, child, join
 from mpispeed.nn.tensor.vocabulary import cut_vocab, retie, together, vocab_paths
 
 
@@ -30,7 +31,7 @@ class Report:
     """Result of the injection into a model.
 
     Attributes:
-        cut: path of each sliced layer -> "column", "row" or "vocab", and how it was found.
+        cut: path of each sliced layer -> "column", "row" or "vocab", and how it was found; "own" for layers of experts.
         whole: path of each linear layer and embedding that is not sliced -> the reason, if there is one.
         ranks: of the slicing group.
         elements: of all parameters before.
@@ -118,14 +119,23 @@ def inject(
     for path in plan.vocab:
         cut_vocab(model, path, comm, layers)
     retie(model, before)
+    own = _sliced_by_themselves(before, comm, layers, grain)
+    _require_some(model, plan, own)
     if sequence is not None:
         cut_sequence(model, plan.blocks, comm, sequence)
-    how = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
-    how |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
-    how |= dict.fromkeys(plan.vocab, "vocab")
+    how = _told(plan) | own
     cut = {path: how[path] for path in before if path in how}
-    whole = dict.fromkeys(uncut_layers(model), "")
-    return Report(cut, whole | plan.whole, comm.size, elements, _elements(model))
+    whole = dict.fromkeys(uncut_layers(model), "") | plan.whole
+    return Report(cut, whole, comm.size, elements, _elements(model))
+
+
+def _sliced_by_themselves(modules: Mapping[str, nn.Module], comm: Comm, layers: Layers, grain: int) -> dict[str, str]:
+    """Let modules that know how slice themselves; how their inner ones are sliced, by path. Collective over: `comm`."""
+    own: dict[str, str] = {}
+    for path, module in modules.items():
+        if isinstance(module, SlicesItself):
+            own.update(dict.fromkeys((join(path, inner) for inner in module.slice_over(comm, layers, grain)), "own"))
+    return own
 
 
 def _check_equal(model: nn.Module, comm: Comm, *, without_values: bool) -> None:
@@ -180,15 +190,37 @@ def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options
     if vocab:
         plan.vocab += [path for path in vocab_paths(model) if path not in plan.vocab]
     _leave_shared(model, plan)
+    _leave_whole(model, plan)
     plan.vocab, odd = together(model, plan.vocab)
     plan.whole |= odd
-    if not plan.sites and not plan.vocab:
-        reasons = "; ".join(f"{path}: {why}" for path, why in list(plan.whole.items())[:5])
-        msg = f"no layer of {type(model).__name__} can be cut{f' ({reasons})' if reasons else ''}; name layers in a "
-        msg += 'policy, e.g. {"mlp.fc1": "column", "mlp.fc2": "row"}, or turn tensor parallelism off'
-        raise ConfigError(msg)
     plan.blocks = blocks_of(model, plan.sites) if is_sequence_cut else ""
     return plan
+
+
+def _told(plan: _Plan) -> dict[str, str]:
+    """How each layer of a plan is sliced, by path."""
+    how = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
+    how |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
+    return how | dict.fromkeys(plan.vocab, "vocab")
+
+
+def _require_some(model: nn.Module, plan: _Plan, own: Mapping[str, str]) -> None:
+    if plan.sites or plan.vocab or own:
+        return
+    reasons = "; ".join(f"{path}: {why}" for path, why in list(plan.whole.items())[:5])
+    msg = f"no layer of {type(model).__name__} can be cut{f' ({reasons})' if reasons else ''}; name layers in a "
+    msg += 'policy, e.g. {"mlp.fc1": "column", "mlp.fc2": "row"}, or turn tensor parallelism off'
+    raise _alike(ConfigError(msg))
+
+
+def _leave_whole(model: nn.Module, plan: _Plan) -> None:
+    """Drop sites inside of what a layer wants whole."""
+    for path, module in model.named_modules():
+        inner, reason = module.whole_part() if isinstance(module, SlicesItself) else ("", "")
+        start = f"{join(path, inner)}."
+        for site in [site for site in plan.sites if reason and site.scope.startswith(start)]:
+            plan.whole[site.scope] = reason
+            plan.sites.remove(site)
 
 
 def _leave_shared(model: nn.Module, plan: _Plan) -> None:
