@@ -128,10 +128,12 @@ struct Share {
 
     // Dropped elements become 0, others are multiplied; `first` is the number of the row's first element.
     __device__ __forceinline__ void drop(float (&x)[S], u64 first, u32 limit, const SoftmaxTerms& t) const {
-        const u64 seed = seed_word(t.seed, t.is_place);
+        // Where either is read has been tried: the other place costs each kernel a spilled register.
+        const u64 once = W == 1 ? 0 : seed_word(t.seed, t.is_place);
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
             if (column(c) >= limit) continue;
+            const u64 seed = W == 1 ? seed_word(t.seed, t.is_place) : once;
             const u64 element = first + column(c);
             if constexpr (W == 1) {
                 x[c] = is_kept(seed, element, t.threshold) ? __fmul_rn(x[c], t.keep_scale) : 0.0f;

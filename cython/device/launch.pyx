@@ -78,7 +78,9 @@ cdef class Queue:
         self.launch, self.current, self.context = <launch_entry>launch, <current_entry>current, <void *>context
         self.stream, self.device, self.enter, self.failed = stream, device, enter, failed
 
-    cdef send(self, str name, void *function, unsigned *grid, unsigned *block, unsigned shared, char *bytes_, size_t size):
+    cdef send(
+        self, str name, void *function, unsigned *grid, unsigned *block, unsigned shared, char *bytes_, size_t size,
+    ):
         cdef void *now = NULL
         if self.current is not NULL:
             self.current(&now)
@@ -88,7 +90,9 @@ cdef class Queue:
                 return
         self.put(name, function, grid, block, shared, bytes_, size)
 
-    cdef put(self, str name, void *function, unsigned *grid, unsigned *block, unsigned shared, char *bytes_, size_t size):
+    cdef put(
+        self, str name, void *function, unsigned *grid, unsigned *block, unsigned shared, char *bytes_, size_t size,
+    ):
         cdef uintptr_t stream = self.stream(self.device)
         cdef void *extra[5]
         cdef int code

@@ -4,10 +4,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from typing_extensions import disjoint_base
 
 def are_alike(x: Tensor, *others: Tensor | None) -> bool: ...
 def are_aligned(*tensors: Tensor | None) -> bool: ...
 
+@disjoint_base
 class Queue:
     def __init__(
         self,
@@ -29,6 +31,7 @@ class Queue:
         packed: bytes,
     ) -> None: ...
 
+@disjoint_base
 class Launch:
     def __init__(
         self,
@@ -45,10 +48,12 @@ class Launch:
     def __call__(self, *pointers: Tensor | int | None) -> None: ...
     def seeded(self, seed: int, *pointers: Tensor | int | None) -> None: ...
 
+@disjoint_base
 class NormLaunches:
     part: int
     def __init__(self, first: Launch, columns: Launch | None, add_up: Launch | None, part: int) -> None: ...
 
+@disjoint_base
 class NormCalls:
     apply: Any
     refuse: Any

@@ -200,13 +200,13 @@ class After(torch.autograd.Function):
         dnorm_w = dnorm_b = None
         if last:
             dy, dnorm_w, dnorm_b = calls.backward(passes.runs, dy, None, last[0], last[2], last[1], True, *needs[10:12])
-        dout, doutput_b = _drop_back(passes, dy, ctx.seeds[1])
+        dproduct, doutput_b = _drop_back(passes, dy, ctx.seeds[1])
         if g is None:
             g = torch.empty_like(inner)
             passes.gelu(g, inner, inter_b)
-        doutput_w = torch.mm(dout.t(), g) if needs[8] else None
+        doutput_w = torch.mm(dproduct.t(), g) if needs[8] else None
         del g
-        dg = torch.mm(dout, output_w)
+        dg = torch.mm(dproduct, output_w)
         dinner, dinter_b = torch.empty_like(inner), torch.empty_like(inter_b)
         passes.gelu_back.run(dinner, dinter_b, dg, inner, inter_b)
         dinter_w = torch.mm(dinner.t(), f) if needs[6] else None
