@@ -1,7 +1,7 @@
 """A training step of a mixture of experts: ours, torch's DDP, transformers' expert parallelism and DeepSpeed's.
 
     python benchmarks/moe/compare.py --json benchmarks/results/moe.json
-    python benchmarks/moe/compare.py --deepspeed FOLDER      # with DeepSpeed, installed there: pip install --target
+    python benchmarks/moe/compare.py --deepspeed FOLDER ...  # with DeepSpeed, too; install it with pip install --target
 
 The model is transformers' Qwen3-MoE with 59 million active parameters of 144 million: every other layer has 8 experts,
 2 for a token. It trains on 1024 tokens a step, in fp32, one thread for each rank. Contenders:
@@ -59,6 +59,7 @@ import peers
 
 SAMPLES = 8  # of 128 tokens, on all ranks together
 CHECKED_STEPS = 2
+OTHERS = ("all_to_all", "ddp", "deepspeed")
 Figures = dict[str, dict[str, Any]]
 
 
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--parts", nargs="+", choices=MEASURES, default=list(MEASURES))
+    parser.add_argument("--others", nargs="+", choices=OTHERS, default=OTHERS, help="whom to compare steps with")
     parser.add_argument("--deepspeed", help="folder with an installed DeepSpeed")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--measure", choices=MEASURES, help="used for the jobs")
@@ -190,7 +192,7 @@ def main() -> None:
 def report(options: argparse.Namespace) -> None:
     """All jobs, one after the other."""
     results: dict[str, Any] = {"parameters": parameters(options.size)}
-    others = ["all_to_all", "ddp", *(["deepspeed"] if options.deepspeed else [])]
+    others = [name for name in options.others if name != "deepspeed" or options.deepspeed]
     for ranks in options.ranks:
         if "rows" in options.parts:
             found = run_job(options, ranks, "rows", [])

@@ -2,6 +2,7 @@
 
 save FOLDER: trains each layout, saves, and goes on unbroken; another engine of the same layout goes on from the file.
 load FOLDER LOADS SOURCE...: loads what these layouts saved, each into LOADS others, compares tensors, and goes on.
+break HOW: an expert of one rank fails, in "forward" or "backward"; "caught": the script goes on with the next batch.
 """
 
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from mpispeed.mesh import start
+from mpispeed.nn.expert import ExpertModules
 from tests.helpers.expert_cases import Case, Steps, make
 from tests.helpers.expert_model import HIDDEN, mean_loss
 from tests.helpers.saved import difference
@@ -92,8 +94,36 @@ def load(folder, loads, sources):
         (folder / f"loads-{comm.size}.json").write_text(json.dumps(rows))
 
 
+def failing(*_):
+    """A hook that fails."""
+    msg = "planted in an expert"
+    raise ZeroDivisionError(msg)
+
+
+def break_expert(how):
+    engine = built((start().size, "plain", 2), Path())
+    train(engine, DATA[:1])
+    layer = next(module for module in engine.module.modules() if isinstance(module, ExpertModules))
+    expert = layer.deepspeed_experts[0]
+    if start().rank == 1:
+        if how == "backward":
+            next(expert.parameters()).register_hook(failing)
+        else:
+            hook = expert.register_forward_hook(failing)
+    try:
+        train(engine, DATA[1:2])
+    except ZeroDivisionError:
+        if how != "caught":
+            raise
+        hook.remove()
+        train(engine, DATA[2:3])
+    sys.stderr.write("the batch came to its end\n")
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "save":
+    if sys.argv[1] == "break":
+        break_expert(sys.argv[2])
+    elif sys.argv[1] == "save":
         save(Path(sys.argv[2]), sys.argv[3:])
     else:
         load(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -31,3 +31,19 @@ def test_any_layout_of_experts_into_any_other(job, tmp_path):
             assert not different, f"{which}: {different} is not what was saved"
             # fp32: only the order of sums differs
             assert losses == pytest.approx(saved[source][0], rel=1e-5), which
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("forward", 1, "ZeroDivisionError: planted in an expert"),
+        ("backward", 1, "ZeroDivisionError: planted in an expert"),
+        ("caught", 2, "the ranks are at different calls"),
+    ],
+)
+def test_an_expert_that_fails_on_one_rank_ends_the_job(how, code, words, job, tmp_path):
+    watch = {"MPISPEED_RUN_DIR": str(tmp_path), "MPISPEED_WATCH_SECONDS": "3"}
+    done = job(2, WORKER, "break", how, limit_seconds=120, **watch)
+    assert done.returncode == code, done.stderr
+    assert 1 <= done.stderr.count(words) <= (2 if how == "caught" else 1), done.stderr  # both ranks may notice it
+    assert "came to its end" not in done.stderr

@@ -47,7 +47,7 @@ def test_what_is_not_finite_is_said_on_a_device(device, caplog):
     x[4, 0] = torch.nan
     expected, _ = layer(x)
     caplog.clear()
-    there = moved(layer, device)
+    there = moved(copy.deepcopy(layer), device)
     there.gate(x.to(device))
     copy.deepcopy(there.gate)
     y, _ = there(x.to(device))

@@ -37,6 +37,18 @@ def test_a_rank_has_its_experts(tmp_path, make, ep_size):
     assert told is (ep_size > 1)
 
 
+def uneven():
+    return RoutedExperts(Router(WIDTH, 6), SwiGLUExperts(WIDTH, WIDTH, 6), ep_size=4)
+
+
+def test_experts_that_do_not_divide_are_counted_for_the_rank_with_most(tmp_path):
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}))
+    done = CliRunner().invoke(cli, ["plan", str(config), "-n", "4", "--model", f"{__name__}:uneven", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["params"] == 2 * 3 * WIDTH * WIDTH + WIDTH * 6
+
+
 def late():
     return [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), fused(2), fused(2)]
 

@@ -88,6 +88,7 @@ def gather_with_experts(parts: Parts, layout: GlobalLayout, *, exclude_frozen: b
     Raises:
         CheckpointError: on every rank of the axis, if data rank 0 has no memory for it, or parameters cannot be read.
     """
+    parts.params.require((Kind.lp_params,), "engine.module_state_dict()")
     comm = parts.mesh["data"]
     return _gather(parts, layout, _Scope(comm, comm, comm.rank == 0, True, False), exclude_frozen)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,7 @@ from zlib import crc32
 import torch
 from mpi4py import MPI
 
+from mpispeed.base.errors import CommError
 from mpispeed.mesh.backends import shared_memory
 from mpispeed.mesh.collectives.host_collectives import is_own_cut
 from mpispeed.mesh.collectives.transport import EXCHANGE_TAG, Comparison, Fast, Pairs, Poll, Source, Transport
@@ -23,6 +26,17 @@ AWAKE_POLLS = 32
 
 RECV_NAP_SECONDS = 200e-6
 """Longest nap of a receive: what a message waits in vain, at worst."""
+
+_OTHER_LENGTH = (
+    "a message of an exchange is not as long as this rank waits for: the ranks are at different calls, as after an "
+    "error in a pass that the script of one rank has caught; let errors end the job, or catch them on all ranks alike"
+)
+
+EXCHANGE_NAP_SECONDS = 20e-6
+"""Nap of an exchange whose peers are late."""
+
+AWAKE_SECONDS, AWAKE_BYTES_PER_SECOND = 30e-6, 4e9
+"""How long an exchange with peers who are there takes at most; it polls for so long, and naps then."""
 
 _OPS = {
     "sum": MPI.SUM,
@@ -98,6 +112,7 @@ class MpiTransport(Transport):
     def __init__(self, handle: MPI.Comm, ranks: Sequence[int], node_ranks: frozenset[int] = frozenset()) -> None:
         super().__init__(handle.Get_rank(), len(ranks), shares_memory=all(rank in node_ranks for rank in ranks))
         self._handle, self._node_ranks = handle, node_ranks
+        self._is_crowded = len(node_ranks) > (os.cpu_count() or 1)
         self._has_fast = self.size > 1 and self.shares_memory
         self._fast: Fast | None = None
 
@@ -137,10 +152,39 @@ class MpiTransport(Transport):
         self._handle.Bcast(_moved(x), root)
 
     def exchange_pairs(self, sends: Pairs, recvs: Pairs) -> None:
-        """MPI_Irecv and MPI_Isend of all pairs at once."""
+        """MPI_Irecv and MPI_Isend of all pairs at once, waited for in naps if peers are late.
+
+        MPI_Waitall would burn a core, maybe the one that a late peer needs; where ranks outnumber cores, naps begin
+        at once.
+
+        Raises:
+            CommError: only on the rank that gets a message of another length than it waits for.
+        """
         requests = [self._handle.Irecv(_moved(x), src, EXCHANGE_TAG) for x, src in recvs]
         requests += [self._handle.Isend(_moved(x), dst, EXCHANGE_TAG) for x, dst in sends]
-        MPI.Request.Waitall(requests)
+        statuses: list[MPI.Status] = []
+        try:
+            self._finish(
+                functools.partial(MPI.Request.Testall, requests, statuses),
+                sum(x.nbytes for pairs in (sends, recvs) for x, _ in pairs),
+            )
+        except MPI.Exception as error:
+            raise CommError(_OTHER_LENGTH) from error
+        for (x, _), status in zip(recvs, statuses[: len(recvs)], strict=True):
+            if status.Get_count(MPI.BYTE) != x.nbytes:
+                raise CommError(_OTHER_LENGTH)
+
+    def _finish(self, poll: Poll, nbytes: int) -> None:
+        """Wait for an exchange of so many bytes."""
+        if any(poll() for _ in range(AWAKE_POLLS)):
+            return
+        if not self._is_crowded:
+            end = time.perf_counter() + AWAKE_SECONDS + nbytes / AWAKE_BYTES_PER_SECOND
+            while time.perf_counter() < end:
+                if poll():
+                    return
+                os.sched_yield()
+        nap_until(poll, longest_seconds=EXCHANGE_NAP_SECONDS)
 
     def library_send(self, x: torch.Tensor, dst: int, tag: int) -> None:
         """MPI_Send."""
