@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mpispeed._native.launch import are_aligned
 from mpispeed.native.columns import inner_dtype, vector
 from mpispeed.native.cuda import ops, philox
+from mpispeed.native.cuda.compiled import launch as compiled
 from mpispeed.native.norm import check, launcher_for_rows, norm_backward, norm_reference
 from mpispeed.native.pass_kernels import Rows, drop_norm_pass
 from mpispeed.native.transformer import drop_backward, drop_reference
@@ -75,7 +75,7 @@ def _run(
     y, total, mean, rstd = _fake(x, x_bias, residual, weight, bias, ratio, seed, eps)
     if x.numel():
         cols = x.shape[-1]
-        is_whole = cols % vector(x.dtype) == 0 and are_aligned(x, x_bias, residual, weight, bias)
+        is_whole = cols % vector(x.dtype) == 0 and compiled.are_aligned(x, x_bias, residual, weight, bias)
         rows = Rows(runs, x.numel() // cols, cols, x.dtype)
         by_place = philox.is_place(seed)
         launch = drop_norm_pass(rows, 0.0 if seed is None else ratio, eps, by_place, is_whole=is_whole)

@@ -16,6 +16,7 @@ from torch import Tensor
 from mpispeed.native.columns import inner_dtype
 from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.compiled import is_built
 from mpispeed.native.cuda.launcher import Launcher
 from mpispeed.native.norm_kernels import calls
 
@@ -94,7 +95,7 @@ def _normed(
     is_centered: bool,
 ) -> Any:  # fmt: skip
     """y, or y and the sum if there is a residual: by kernels at once where they take the tensors as they are."""
-    if not torch.compiler.is_compiling():
+    if is_built and not torch.compiler.is_compiling():
         got = calls.run(x, residual, weight, bias, eps, is_centered)
         if got is not None:
             return got
@@ -103,15 +104,16 @@ def _normed(
     return y if residual is None else (y, total)
 
 
-class _AtOnce(torch.autograd.Function):
-    """Kernels without torch's dispatcher between; the passes are compiled."""
+if is_built:
 
-    forward = staticmethod(calls.function_forward)
-    backward = staticmethod(calls.function_backward)
+    class _AtOnce(torch.autograd.Function):
+        """Kernels without torch's dispatcher between; the passes are compiled."""
 
+        forward = staticmethod(calls.function_forward)
+        backward = staticmethod(calls.function_backward)
 
-calls.refuse = partial(ops.refuse_second_derivative, "a norm")
-calls.apply = ops.apply_of(_AtOnce)
+    calls.refuse = partial(ops.refuse_second_derivative, "a norm")
+    calls.apply = ops.apply_of(_AtOnce)
 
 
 def norm_reference(

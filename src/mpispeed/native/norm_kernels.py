@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from mpispeed._native.launch import NormCalls, NormLaunches
 from mpispeed.native.columns import tile, vector
 from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.compiled import is_built
+from mpispeed.native.cuda.compiled import launch as compiled
 from mpispeed.native.cuda.launcher import Launcher, Prepared, Size, for_tensor, keep
 
 _KEPT = 4  # vectors of a thread that keeps a row in registers
@@ -32,7 +33,7 @@ def prepare_forward(runs: Launcher, key: Key) -> Prepared:
     return made
 
 
-def prepare_backward(runs: Launcher, key: Key) -> NormLaunches:
+def prepare_backward(runs: Launcher, key: Key) -> compiled.NormLaunches:
     """The launches of a backward pass."""
     _, is_centered, count, cols, dtype, is_aligned, with_weight, with_bias = key
     rows = count // cols
@@ -45,13 +46,20 @@ def prepare_backward(runs: Launcher, key: Key) -> NormLaunches:
     else:
         launch, columns, parts = _any(runs, norm, dtype, rows, cols, is_wide)
     add_up = prepare_add_up(runs, dtype, parts, cols, wanted) if wanted else None
-    made = NormLaunches(launch, columns if wanted else None, add_up, parts * cols)
+    made = compiled.NormLaunches(launch, columns if wanted else None, add_up, parts * cols)
     keep(runs, key, made)
     return made
 
 
-calls = NormCalls(prepare_forward, prepare_backward, for_tensor, TAGS)
-"""Norms by kernels. `norm` sets the function of autograd that it applies."""
+def _calls() -> compiled.NormCalls:
+    return compiled.NormCalls(prepare_forward, prepare_backward, for_tensor, TAGS)
+
+
+calls: compiled.NormCalls = _calls() if is_built else None  # type: ignore[assignment]
+"""Norms by kernels; `norm` sets the function of autograd that it applies.
+
+None where the launcher was not built, and then no tensor has a launcher.
+"""
 
 
 def forward_shape(

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mpispeed._native.launch import are_aligned
 from mpispeed.native.columns import inner_dtype, tile, vector
 from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.compiled import launch as compiled
 from mpispeed.native.cuda.launcher import keep
 from mpispeed.native.flat import divisor
 from mpispeed.native.norm_kernels import prepare_add_up
@@ -179,7 +179,7 @@ def _run(
     q, k, v = _fake(qkv, bias, cosine, sine, heads, key_heads, is_halved)
     if rows:
         size, rotated = q.shape[-1], 0 if cosine is None else 2 * cosine.shape[1]
-        aligned = are_aligned(qkv, bias, cosine, sine)
+        aligned = compiled.are_aligned(qkv, bias, cosine, sine)
         key = ("split", qkv.dtype, rows, qkv.shape[1], heads, key_heads, size, rotated, is_halved, aligned)
         launch = runs.kept.get(key)
         if launch is None:
@@ -216,7 +216,7 @@ def _run_merge(
     if not rows:
         return whole, dbias.zero_()
     rotated = 0 if cosine is None else 2 * cosine.shape[1]
-    aligned = are_aligned(dq, dk, dv, cosine, sine)
+    aligned = compiled.are_aligned(dq, dk, dv, cosine, sine)
     key = ("merge", dq.dtype, rows, sequence, heads, key_heads, size, rotated, is_halved, aligned, with_bias)
     found = runs.kept.get(key)
     if found is None:

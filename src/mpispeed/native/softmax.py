@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpispeed._native.launch import are_aligned
 from mpispeed.native.cuda import launcher, ops, philox
 from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.compiled import launch as compiled
 
 _THREADS = 128  # of a block that has several rows
 _LONG_THREADS = 512
@@ -251,7 +251,7 @@ def _prepared_launch(
     mask, kind, strides = masking
     wide = 16 // x.element_size()
     is_fitting = mask is not None and mask.data_ptr() % (wide * mask.element_size()) == 0
-    is_aligned = are_aligned(x, *others)
+    is_aligned = compiled.are_aligned(x, *others)
     key = (stem, x.shape, x.dtype, kind, strides, is_fitting, is_aligned, how)
     found: launcher.Prepared | None = running.kept.get(key)
     if found is None:

@@ -32,6 +32,7 @@ MODULES = {
     "one_bit": "signs of compressed sums over ranks",
     "permute": "rows of tokens on their way to experts and back",
     "block_io": "asynchronous reads and writes of files",
+    "launch": "launches of kernels on a GPU",
 }
 
 
@@ -71,6 +72,11 @@ def compiled(name: str) -> ModuleType | None:
         what = MODULES.get(name, name)
         once(_logger, logging.WARNING, f"no compiled {name} ({what}): {reason}; a slower implementation runs instead")
     return module
+
+
+def found(name: str) -> ModuleType | None:
+    """The compiled module `name`, or None; nothing is logged."""
+    return _load(name)[0]
 
 
 def require(name: str) -> ModuleType:

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mpispeed._native.launch import are_aligned
 from mpispeed.native.columns import add_up, is_wide, pointer, tile, vector
 from mpispeed.native.cuda import launcher, ops, philox
 from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.compiled import launch as compiled
 from mpispeed.native.cuda.launcher import Launcher
 from mpispeed.native.pass_kernels import Rows, drop_backward_pass, drop_pass, drop_terms, gelu_backward_pass, gelu_pass
 
@@ -168,7 +168,7 @@ def _at(x: Tensor | None, first: int) -> int:
 
 def _are_whole(x: Tensor, *others: Tensor) -> bool:
     """True if rows of all these are whole, aligned 16 bytes."""
-    return x.shape[-1] % vector(x.dtype) == 0 and are_aligned(x, *others)
+    return x.shape[-1] % vector(x.dtype) == 0 and compiled.are_aligned(x, *others)
 
 
 def _rows(runs: Launcher, x: Tensor) -> Rows:

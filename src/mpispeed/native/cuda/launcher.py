@@ -14,21 +14,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mpispeed._native.launch import Launch, Queue
 from mpispeed.base.errors import NativeMissing, UsageError
 from mpispeed.base.log import once
+from mpispeed.native import status
 from mpispeed.native.cuda import store
 from mpispeed.native.cuda.catalog import KERNELS, of_source, sources
+from mpispeed.native.cuda.compiled import launch as compiled
 
 _logger = logging.getLogger(__name__)
 
 Size = tuple[int, int, int]
-Prepared = Launch
+Prepared: TypeAlias = "compiled.Launch"
 """A kernel to be launched on the pointers that it is called with: tensors, integers, or None for 0."""
 
 _MOST_KEPT = 4096  # launches; models with ever new shapes make ever new ones
@@ -134,7 +135,8 @@ class DeviceLauncher:
     """
 
     def __init__(self, index: int) -> None:
-        """Raises NativeMissing: pycuda cannot be used, or there is no machine code for the device."""
+        """Raises NativeMissing: pycuda or the compiled launcher cannot be used, or there is no machine code for it."""
+        status.require("launch")
         self._pycuda = _pycuda()
         self._driver = Driver()
         self._lock = threading.Lock()
@@ -154,7 +156,7 @@ class DeviceLauncher:
         store.check_available(sources(), self.arch)
         with self._current():
             context = self._driver.current_context()
-        self._queue = Queue(
+        self._queue = compiled.Queue(
             self._driver.address("cuLaunchKernel"),
             self._driver.address("cuCtxGetCurrent"),
             context,
@@ -213,7 +215,7 @@ class DeviceLauncher:
         """A launch of `kernel` that goes to the stream which is torch's current one when it is called."""
         pointers = leading_pointers(kernel, tail)
         function = self._function(kernel)
-        return Launch(self._queue, kernel, function, grid, threads, shared_bytes, pointers, tail, seed_at)
+        return compiled.Launch(self._queue, kernel, function, grid, threads, shared_bytes, pointers, tail, seed_at)
 
 
 class Driver:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpispeed._native.launch import are_aligned, are_alike
 from mpispeed.native.columns import vector
 from mpispeed.native.cuda import launcher, ops, philox
 from mpispeed.native.cuda.catalog import TAGS
+from mpispeed.native.cuda.compiled import is_built
+from mpispeed.native.cuda.compiled import launch as compiled
 from mpispeed.native.cuda.launcher import Launcher, Prepared, keep
 from mpispeed.native.norm_kernels import calls
 from mpispeed.native.pass_kernels import (
@@ -77,10 +78,15 @@ def passes_for(
     That is where no kernels run, where something traces the call or autocast chooses dtypes, and for tensors of several
     dtypes, of gaps, or of rows that are no whole, aligned 16 bytes.
     """
-    if not ops.is_eager(x, *parameters) or torch._C._is_any_autocast_enabled():
+    if not is_built or not ops.is_eager(x, *parameters) or torch._C._is_any_autocast_enabled():
         return None
     dtype, hidden, count = x.dtype, x.shape[2], x.numel()
-    if dtype not in TAGS or not count or not are_alike(x, *parameters) or not are_aligned(x, *parameters):
+    if (
+        dtype not in TAGS
+        or not count
+        or not compiled.are_alike(x, *parameters)
+        or not compiled.are_aligned(x, *parameters)
+    ):
         return None
     rows, width = count // hidden, vector(dtype)
     runs = launcher.for_tensor(x)
