@@ -11,6 +11,7 @@ which were chosen for the model without experts; one rank, one thread. Losses of
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -80,6 +81,13 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measured(path: Path | None, kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The runs that a record of the same options holds already."""
+    record = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {}
+    runs = {name: found["runs"] for name, found in record["results"].items()} if record.get("options") == kept else {}
+    return {name: {**count(made(SHAPE)), "runs": runs.get(name, [])} for name, made in MODELS.items()}
+
+
 def compare(results: Mapping[str, dict[str, Any]]) -> None:
     """Add the final losses and the change against the dense model, and print them."""
     for name, found in results.items():
@@ -113,7 +121,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--eval_every", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures here; runs that it holds already stay")
     parser.add_argument("--picture", type=Path, help="draw the curves here")
     parser.add_argument("--model", choices=MODELS, help="used for the jobs")
     parser.add_argument("--seed", type=int, help="used for the jobs")
@@ -122,12 +130,15 @@ def main() -> None:
     if options.model:
         train(options)
         return
-    kept = {key: getattr(options, key) for key in ("steps", "eval_every", "seeds")}
-    results: dict[str, dict[str, Any]] = {name: {**count(made(SHAPE)), "runs": []} for name, made in MODELS.items()}
+    kept = {key: getattr(options, key) for key in ("steps", "eval_every")}
+    results = measured(options.json, kept)
     for seed in options.seeds:
         for name, found in results.items():
+            if any(each["seed"] == seed for each in found["runs"]):
+                continue
             found["runs"].append(run(name, seed, options))
             print(f"{name:8s} seed {seed} validation loss {found['runs'][-1]['validation_loss'][-1]:.4f}", flush=True)
+            peers.write_record(options.json, "moe/loss", kept, results)
     compare(results)
     peers.write_record(options.json, "moe/loss", kept, results)
     if options.picture:
