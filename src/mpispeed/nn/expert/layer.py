@@ -113,7 +113,8 @@ class RoutedExperts(nn.Module):
 
     def leave_expert_group(self) -> None:
         """Forget the group; the experts of this rank stay, counted from 0 until a group of as many ranks is set."""
-        self.experts.keep(range(len(self.experts.held)))
+        if self.experts.held.start:  # layers that are made for the rank with most experts may have one to spare yet
+            self.experts.keep(range(len(self.experts.held)))
         self.dispatcher = None
 
     def forward(self, x: torch.Tensor, used_token: torch.Tensor | None = None) -> tuple[torch.Tensor, Routing]:
