@@ -26,7 +26,7 @@ def measure(dtype: torch.dtype, keys: int, kind: str, bandwidth: float, rounds: 
     mask = torch.zeros(x.shape[0], 1, 1, keys, device="cuda", dtype=dtype)
     upper = torch.full((x.shape[-2], keys), float("-inf"), device="cuda", dtype=dtype).triu(1 + keys - x.shape[-2])
     mask = None if is_causal else mask
-    seed = philox.draw_seed()
+    seed = philox.draw_seed(x)
     left, probs = softmax.run_softmax(x, mask, seed, 0.125, is_causal, ratio)
     probs = probs if ratio else left
     calls = {

@@ -37,7 +37,7 @@ def bias_dropout_layer_norm(
         bias: of the norm.
         ratio: part of the elements that become 0; the others are scaled by 1 / (1 - ratio).
         eps: added to the variance.
-        seed: chooses them; None: a new `philox.draw_seed()`.
+        seed: chooses them; None: a new `philox.draw_seed`.
         training: False: as if ratio were 0.
 
     Raises:

@@ -64,7 +64,7 @@ def bias_dropout_residual(
         bias: added to x before.
         residual: added without dropout.
         ratio: part of the elements that become 0; the others are scaled by 1 / (1 - ratio).
-        seed: chooses them; None: a new `philox.draw_seed()`.
+        seed: chooses them; None: a new `philox.draw_seed`.
         training: False: as if ratio were 0.
 
     Raises:
