@@ -1,6 +1,7 @@
 """Optimizer state of experts in checkpoints: of torch's optimizers, and parameter groups that set experts apart."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -105,6 +106,29 @@ def test_optimizers_of_torch_go_on_with_any_groups(comm, mpi_tmp_path, name, sta
         check_same(mpi_tmp_path / "again", mpi_tmp_path / f"ep{ep_size}")
         assert train_averaged(again, data()[2:]) == pytest.approx(losses[0], rel=1e-5)
         again.destroy()
+
+
+@pytest.mark.ranks(2, 3)
+def test_factors_of_parts_of_fused_experts_start_afresh(comm, mpi_tmp_path):
+    """Those of whole tensors go on; of the others nothing is taken, as Adafactor cannot go on from its count alone."""
+    for number, (ep_size, other) in enumerate(((comm.size, comm.size), (comm.size, 1), (1, comm.size))):
+        models = Net(ep_size), Net(other)
+        tags = [f"{number}{end}" for end in "ab"]
+        for place, model in enumerate(models):
+            engine = start(config(0, BATCH, 1, **UNTESTED), model, optimizer=CLIENTS["Adafactor"](model.parameters()))
+            if place:
+                engine.load_checkpoint(str(mpi_tmp_path), tag=tags[0])
+            else:
+                train_averaged(engine, data()[:2])
+            engine.save_checkpoint(str(mpi_tmp_path), tag=tags[place])
+            assert all(map(math.isfinite, train_averaged(engine, data()[2:])))
+            engine.destroy()
+        (first, counts), (second, others) = (content(mpi_tmp_path / tag) for tag in tags)
+        assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())
+        fused = {name for name in counts.keys() | others.keys() if name.startswith("second.experts")}
+        assert not fused if ep_size > 1 else len(fused) == 2
+        assert not any(name in others for name in fused)
+        assert {name: rows for name, rows in counts.items() if name not in fused} == others
 
 
 def uneven(model):

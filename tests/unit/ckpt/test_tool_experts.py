@@ -124,6 +124,35 @@ def test_diff_tells_experts_of_one_side(folder, tmp_path):
     assert [(row["layer"], row["differ"]) for row in found] == wanted
 
 
+def write_fused(folder, tensor, slots):
+    """A checkpoint of one tensor of all experts, with other slots beside the weight."""
+    info = ParamInfo(FUSED, tuple(tensor.shape), expert=(ALL_EXPERTS, len(tensor)))
+    rows = {"master": tensor, **slots}.items()
+    tensors = [LogicalTensor(FUSED, slot, tuple(x.shape), x.dtype, [Piece(0, x.reshape(-1))]) for slot, x in rows]
+    save(solo_comm(), folder, "t", params=[info], tensors=tensors, layout={})
+
+
+def test_slots_of_other_shapes_may_be_of_any_expert(tmp_path):
+    for number in range(2):
+        write_fused(tmp_path / str(number), torch.ones(4, 3), {"row": torch.full((3,), float(number))})
+    found = json.loads(call("diff", tmp_path / "0", tmp_path / "1", "--json", code=1))
+    assert found["experts"] == [{"layer": "layers.2.mlp.experts", "experts": 4, "differ": [0, 1, 2, 3]}]
+    assert {row["slot"]: row.get("experts") for row in found["tensors"]} == {"master": None, "row": [0, 1, 2, 3]}
+
+
+def test_tensors_of_very_many_experts_have_no_row_for_each(tmp_path):
+    for number in range(2):
+        write_fused(tmp_path / str(number), torch.full((experts.MOST_SPLIT + 1, 1), float(number)), {})
+    assert json.loads(call("stats", tmp_path / "0", "--json"))["experts"] == []
+    found = json.loads(call("diff", tmp_path / "0", tmp_path / "1", "--json", code=1))
+    (row,) = found["tensors"]
+    assert (row["change"], row["numel"], found["experts"]) == ("values", experts.MOST_SPLIT + 1, [])
+    write_fused(tmp_path / "none", torch.ones(1, 0), {})
+    assert json.loads(call("diff", tmp_path / "none", tmp_path / "none", "--json"))["experts"] == []
+    write(tmp_path / "empty", {"layers.1.weight": (None, torch.ones(0, 2))})
+    assert json.loads(call("diff", tmp_path / "empty", tmp_path / "empty", "--json"))["equal"]
+
+
 def replaced(content, name, **parts):
     """The content with another expert, shape or name of a parameter."""
     expert, tensor = content.pop(name)

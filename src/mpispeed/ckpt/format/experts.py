@@ -12,6 +12,8 @@ from itertools import pairwise
 
 from mpispeed.ckpt.format.logical import ALL_EXPERTS, ParamInfo
 
+MOST_SPLIT = 1 << 13
+"""Tensors of more experts are not looked at expert by expert, which takes a step or row for each."""
 _WORD = "expert"
 
 

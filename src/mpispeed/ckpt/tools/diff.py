@@ -21,8 +21,6 @@ from mpispeed.ckpt.read.reader import Reader
 _STEP = 128 << 10
 #: differences of the state that are listed; more are counted
 MOST_STATE = 1000
-#: of a tensor of more experts it is not told which differ
-_MOST_EXPERTS = 1 << 16
 
 
 @dataclass(slots=True)
@@ -185,7 +183,7 @@ def _expert_layers(
 def _numbers(expert: tuple[int, int]) -> range:
     if expert[0] != ALL_EXPERTS:
         return range(expert[0], expert[0] + 1)
-    return range(expert[1] if expert[1] <= _MOST_EXPERTS else 0)
+    return range(expert[1] if expert[1] <= experts.MOST_SPLIT else 0)
 
 
 def _row(first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry, rtol: float, atol: float) -> Row:
@@ -196,8 +194,8 @@ def _row(first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry, 
         return Row(mine.name, mine.slot, "shape", shapes, dtypes, experts=tuple(held))
     tally = Tally(max_ulp=0 if mine.dtype == theirs.dtype and _has_steps(mine.dtype) else None)
     # The parts of experts in a tensor of all are compared one after the other.
-    parts = held if len(held) > 1 and mine.shape[:1] == (len(held),) else range(1)
-    each, apart = mine.numel // len(parts), []
+    parts = range(len(held) if held and mine.shape[:1] == (len(held),) else 1)
+    each, apart = mine.numel // len(parts), list[int]()
     for part in parts:
         before = tally.numel - tally.equal
         for ours, others in _pairs(first, mine, second, theirs, (part * each, (part + 1) * each)):
@@ -206,8 +204,8 @@ def _row(first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry, 
                 tally.equal += len(ours)
             else:
                 _add(tally, ours, others, dtypes, rtol, atol)
-        if tally.numel - tally.equal > before and held:
-            apart.append(held[part])
+        if tally.numel - tally.equal > before:  # of a slot of another shape it is not known which
+            apart += held[part : part + 1] if len(parts) == len(held) else held
     change = "equal" if tally.equal == tally.numel else "values"
     return Row(mine.name, mine.slot, change, shapes, dtypes, tally, tuple(apart))
 

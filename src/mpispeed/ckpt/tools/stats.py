@@ -16,6 +16,7 @@ import numpy as np
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.registry import did_you_mean
 from mpispeed.ckpt.format import numbers, schema
+from mpispeed.ckpt.format.experts import MOST_SPLIT
 from mpispeed.ckpt.format.experts import layers as of_layers
 from mpispeed.ckpt.format.index import Index, TensorEntry
 from mpispeed.ckpt.format.logical import ALL_EXPERTS
@@ -183,8 +184,8 @@ class _Experts:
             self._tallies.setdefault((layer.name, number, tensor.slot), []).append(part)
 
     def _split(self, tensor: TensorEntry, total: int) -> dict[int, Tally]:
-        """Number -> tally of its part of a tensor; nothing where the first dim is not that of experts."""
-        if tensor.shape[:1] != (total,) or not tensor.numel:
+        """Number -> tally of its part of a tensor; nothing where the first dim is not that of experts, or too long."""
+        if tensor.shape[:1] != (total,) or not tensor.numel or total > MOST_SPLIT:
             return {}
         each, made, at = tensor.numel // total, dict[int, Tally](), 0
         for piece in pieces(self._reader, tensor, verify=False):

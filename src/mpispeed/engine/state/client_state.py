@@ -186,23 +186,21 @@ def _read_windows(parts: Parts, whole: GlobalLayout, rule: KeepsState, windows: 
         either: dict[str, Scalar] = {}
         if window.master.numel() == 1:
             either = {name: slot.detach().cpu().view(window.shape or -1) for name, slot in slots.items()}
-        rest: dict[str, Scalar] = {}
         unit, _, first = window.key
         overlaps = list(parts.table.units[unit].layout.overlaps(Span(first, first + window.master.numel())))
         is_whole = window.shape is not None and parts.mesh["model"].size == 1 and not _are_cut(whole, overlaps)
-        for name, value in rule.window_scalars(window.key).items():
-            if not isinstance(value, torch.Tensor):
-                rest[name] = value
-            elif value.numel() == 1 or is_whole:
-                rest[name] = value.cpu()
-            else:
-                lost.add(name)
+        scalars = rule.window_scalars(window.key)
+        if not is_whole and (larger := _larger(scalars)):
+            lost |= larger  # and with it all of the window: an optimizer does not go on from a part of its state
+            continue
+        rest = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in scalars.items()}
         for entry, common in overlaps:
             start = common.start - entry.offset + whole.before(entry.name)
             rows.append(_Row((unit, entry.offset), entry.name, start, slots.keys() - either.keys(), rest, either))
     if lost:
         log.warning(
-            "%s of the optimizer %s belong to cuts of parameters, as they are on this number of ranks: not saved",
+            "%s of the optimizer %s belong to cuts of parameters, as they are on this number of ranks: the state of these "
+            "parameters is not saved",
             ", ".join(sorted(lost)),
             rule.name,  # type: ignore[attr-defined]
         )
@@ -210,8 +208,13 @@ def _read_windows(parts: Parts, whole: GlobalLayout, rule: KeepsState, windows: 
 
 
 def _are_cut(whole: GlobalLayout, overlaps: Iterable[tuple[Entry, Span]]) -> bool:
-    """True for parts of a tensor of all experts, of which this rank has some."""
-    return any(entry.name in whole.experts.fused for entry, _ in overlaps)
+    """True for slices, and for parts of a tensor of all experts, of which this rank has some."""
+    return any(entry.name in whole.experts.fused or entry.name in whole.slices for entry, _ in overlaps)
+
+
+def _larger(scalars: Mapping[str, Scalar]) -> set[str]:
+    """Names of what is more than a number, as factors of Adafactor are."""
+    return {name for name, value in scalars.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
 
 
 def _bits(value: Scalar) -> object:
@@ -270,13 +273,14 @@ class Restorer:
                     text = "parameter %s has not as many updates in %s as others of its group; it goes on with theirs"
                     log.warning(text, entry.name, self._source.path)
 
-    def give(self, window: Window, overlaps: Sequence[tuple[Entry, Span]], slots: Mapping[str, torch.Tensor]) -> None:
-        """Restore `window` if the checkpoint has state for it."""
+    def give(self, window: Window, overlaps: Sequence[tuple[Entry, Span]], slots: Mapping[str, torch.Tensor]) -> bool:
+        """Restore `window` if the checkpoint has state for it; False if it has it for the whole of a cut parameter."""
         rest = self._kept.rest_of(self._whole, overlaps)
-        if rest and _are_cut(self._whole, overlaps):  # what is more than a number was of other experts too
-            rest = {name: x for name, x in rest.items() if not isinstance(x, torch.Tensor) or x.numel() == 1}
+        if rest and _are_cut(self._whole, overlaps) and _larger(rest):
+            return False
         if slots and self._counts:
             step = max(self._source.info(entry.name).step for entry, _ in overlaps if entry.name in self._stored)
             rest = {"step": torch.tensor(float(step))}
         if slots or rest:
             self._rule.restore(window, slots, rest or {})
+        return True

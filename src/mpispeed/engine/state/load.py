@@ -404,12 +404,14 @@ def _read_slots(parts: Parts, loading: Loading, saved: dict[str, Any], whole: Gl
             overlaps = list(unit.layout.overlaps(span))
             slots = {slot: torch.zeros_like(window.master) for slot in restorer.slots_of(overlaps)}
             fresh |= _fill_slots(source, whole, unit, span, slots, stored)
-            restorer.give(window, overlaps, slots)
+            if not restorer.give(window, overlaps, slots):
+                fresh |= {entry.name for entry, _ in overlaps}
     else:
         fresh = _fill_states(parts, source, saved, whole)
     optimization.exchange.check_fresh(loading, fresh)
     if fresh:
-        log.warning("optimizer state of %d parameters is not in %s; they start afresh", len(fresh), source.path)
+        text = "optimizer state of %d parameters is not in %s, or not of the parts on this rank; they start afresh"
+        log.warning(text, len(fresh), source.path)
 
 
 def _fill_states(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: GlobalLayout) -> set[str]:
