@@ -199,8 +199,8 @@ def _read_windows(parts: Parts, whole: GlobalLayout, rule: KeepsState, windows: 
             rows.append(_Row((unit, entry.offset), entry.name, start, slots.keys() - either.keys(), rest, either))
     if lost:
         log.warning(
-            "%s of the optimizer %s belong to cuts of parameters, as they are on this number of ranks: the state of these "
-            "parameters is not saved",
+            "%s of the optimizer %s belong to cuts of parameters, as they are on this number of ranks: the state of "
+            "these parameters is not saved",
             ", ".join(sorted(lost)),
             rule.name,  # type: ignore[attr-defined]
         )
