@@ -46,7 +46,9 @@ def _load(source: str, as_json: bool = False, ranks: int | None = None) -> Any:
 
 @config.command()
 @click.argument("file")
-@click.option("-n", "--ranks", type=click.IntRange(min=1), help="Check the batch sizes for this many ranks too.")
+@click.option(
+    "-n", "--ranks", type=click.IntRange(min=1), help="Check batch sizes and groups of experts for this many ranks too."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 def check(file: str, ranks: int | None, as_json: bool) -> None:
     """Say ok, or list all mistakes of FILE and exit with 2."""

@@ -400,6 +400,8 @@ def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict
     whose = f"{format_count(count)} parameters"
     if resolved.axes["pipe"] * resolved.axes["model"] > 1:
         whose += f" on a rank of pipeline stage {most.number}, slice 0" + ", the largest" * (len(stages) > 1)
+    if resolved.placing.distinct:
+        whose += ", of experts those of one rank"
     held = [(row.what, row.tier.value, format_bytes(row.bytes)) for row in budget.held]
     in_memory = sum(budget.memory_bytes().values())
     held.append(("sum in memory" if budget.file_bytes else "sum", "", format_bytes(in_memory)))

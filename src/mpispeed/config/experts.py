@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mpispeed.config.section import Natural, Positive, Real, Section
+from mpispeed.config.section import AutoPositive, AutoReal, Natural, Positive, Real, Section
 
 Name = str | None
 
@@ -43,16 +43,14 @@ class ExpertParallel(Section):
     shared_experts_gate_pattern: Name = Field(None, description="Name of the linear gate of their output.")
     num_experts_attr: Name = Field(None, description="Attribute of model.config that is the number of experts.")
     top_k_attr: Name = Field(None, description="Attribute of model.config that is the experts of a token.")
-    top_k: Positive | Literal["auto"] = Field("auto", description="Experts of a token; auto: as the block says.")
+    top_k: AutoPositive = Field("auto", description="Experts of a token; auto: as the block says.")
     score_func: Literal["auto", "softmax", "sigmoid"] = Field("auto", description="What logits become.")
     score_apply: Literal["auto", "pre", "post"] = Field("auto", description="Weight outputs of experts; pre: inputs.")
     route_norm: bool | None = Field(
         None, description="Divide weights of a token by their sum; null: as the block says."
     )
     route_scale: Real = Field(1.0, description="Factor of weights, beside routed_scaling_factor.")
-    routed_scaling_factor: Real | Literal["auto"] = Field(
-        "auto", description="Factor of weights; auto: as the block says."
-    )
+    routed_scaling_factor: AutoReal = Field("auto", description="Factor of weights; auto: as the block says.")
     num_expert_groups: Positive | None = Field(None, description="Groups of experts; null: as the block says.")
     num_limited_groups: Positive | None = Field(None, description="Groups that a token's experts are in.")
     load_balance_coeff: Real | None = Field(

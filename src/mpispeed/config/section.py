@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -13,7 +13,10 @@ from pydantic import (
     Field,
     PlainSerializer,
     SecretStr,
+    ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -89,6 +92,22 @@ Real = Annotated[float, Field(ge=-LARGEST, le=LARGEST), BeforeValidator(require_
 NonNegative = Annotated[float, Field(ge=0, le=LARGEST), BeforeValidator(require_number)]
 PositiveReal = Annotated[float, Field(gt=0, le=LARGEST), BeforeValidator(require_number)]
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(require_number)]
+
+
+def _or_auto(words: str) -> WrapValidator:
+    """One problem of a value that is neither "auto" nor what else it may be, instead of one for each."""
+
+    def read(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("auto_type", "Input should be auto or a number", {"wanted": words}) from None
+
+    return WrapValidator(read)
+
+
+AutoPositive = Annotated[Positive | Literal["auto"], _or_auto('"auto" or a whole number from 1 on')]
+AutoReal = Annotated[Real | Literal["auto"], _or_auto('"auto" or a number')]
 
 Secret = Annotated[SecretStr, PlainSerializer(lambda _: SET, return_type=str)]
 """A key or a password. Only `get_secret_value` gives it; every text and dump of the settings has `SET` instead."""

@@ -268,7 +268,8 @@ def _divisor_chain(axis: str, size: int, factors: Sequence[Factor]) -> list[int]
         if factor.size < 1 or factor.size % inner.size:
             msg = (
                 f"{factor.setting} = {factor.size} is not a multiple of {inner.setting} = {inner.size}; groups inside "
-                f"axis {axis!r} (size {size}) must nest, so each size has to divide the next larger one"
+                f"axis {axis!r} (size {size}) must nest, so each size has to divide the next larger one; {size} is "
+                f"divided by {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
             )
             raise TopologyError(msg)
         if factor.size > inner.size:

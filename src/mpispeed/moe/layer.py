@@ -14,7 +14,7 @@ from mpispeed.mesh.world import start
 from mpispeed.nn.expert.dispatch import Levels
 from mpispeed.nn.expert.experts import ExpertModules
 from mpispeed.nn.expert.layer import RoutedExperts
-from mpispeed.nn.expert.router import Router, RouterOptions
+from mpispeed.nn.expert.router import Router, RouterOptions, require_whole
 
 __all__ = ["MoE"]
 
@@ -195,6 +195,11 @@ def _options(
 def _check(num_experts: int, ep_size: int, noisy_gate_policy: str | None, use_tutel: bool) -> None:
     if use_tutel:
         log.once(logger, logging.INFO, "use_tutel has no effect: rows go to experts without padding in any case")
+    require_whole("num_experts", num_experts)
+    require_whole("ep_size", ep_size)
+    if num_experts < 1:
+        msg = f"num_experts = {num_experts}: a layer of experts needs at least one"
+        raise ConfigError(msg)
     if not 1 <= ep_size <= num_experts:
         msg = (
             f"ep_size = {ep_size} ranks cannot share {num_experts} experts out; choose a number from 1 to {num_experts}"

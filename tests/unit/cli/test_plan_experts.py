@@ -35,6 +35,8 @@ def test_a_rank_has_its_experts(tmp_path, make, ep_size):
     assert answer["params"] == experts + WIDTH * EXPERTS
     told = any("rows of tokens to experts" in text for text in answer["not_exact"])
     assert told is (ep_size > 1)
+    text = CliRunner().invoke(cli, words[:-1]).stdout
+    assert ("parameters, of experts those of one rank" in text) is (ep_size > 1)
 
 
 def uneven():

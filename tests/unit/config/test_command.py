@@ -65,6 +65,16 @@ def test_check_as_json_carries_warnings(run):
         ({"zero_optimization": {"stage": 1, "legacy_stage1": True}}, (), ["zero_optimization.legacy_stage1: "]),
         ({"amp": True}, (), ["amp: "]),
         ({"train_batch_size": 8}, ("-n", "3"), ["train_batch_size 8: "]),
+        (
+            {"train_batch_size": 6, "expert_parallel": {"enabled": True, "autoep_size": 4}},
+            ("-n", "6"),
+            ["expert_parallel.autoep_size: 4 ranks cannot share experts out, as this does not divide the 6 data ranks"],
+        ),
+        (
+            {"expert_parallel": {"top_k": "x", "routed_scaling_factor": [1]}},
+            (),
+            ['top_k: expected "auto" or a whole number from 1 on, found "x"', 'factor: expected "auto" or a number'],
+        ),
         (None, (), ["there is no such configuration file"]),
         ("{", (), ["line 1, column 2: this is no JSON"]),
     ],

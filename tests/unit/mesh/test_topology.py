@@ -81,8 +81,11 @@ def test_refused_questions():
 
 
 def test_sizes_that_do_not_divide_name_both_settings():
-    with pytest.raises(ConfigError, match=r"size of axis 'data' = 16 is not a multiple of mics_shard_size = 6"):
+    with pytest.raises(
+        ConfigError, match=r"size of axis 'data' = 16 is not a multiple of mics_shard_size = 6"
+    ) as error:
         Topology.factored({"data": 16}, {"data": [Factor("data.inner", 6, "mics_shard_size")]})
+    assert str(error.value).endswith("16 is divided by 1, 2, 4, 8, 16")
 
 
 def test_factor_of_the_whole_axis_or_of_one():

@@ -97,6 +97,12 @@ def test_unused_tokens():
         ({"ep_size": 5}, r"ep_size = 5 ranks cannot share 4 experts out; choose a number from 1 to 4"),
         ({"noisy_gate_policy": "Normal"}, "noisy_gate_policy = 'Normal' is unknown"),
         ({"k": 5}, "k = 5"),
+        ({"k": "2"}, "k of a router of experts = '2' is a str; give a whole number"),
+        ({"num_experts": 0}, "num_experts = 0: a layer of experts needs at least one"),
+        ({"num_experts": [4]}, r"num_experts = \[4\] is a list; give a whole number"),
+        ({"ep_size": "2"}, "ep_size = '2' is a str"),
+        ({"ep_size": 2.0}, "ep_size = 2.0 is a float"),
+        ({"capacity_factor": "1"}, "capacity_factor = '1' of a router of experts: give a positive number"),
     ],
 )
 def test_arguments_that_cannot_hold(options, text):

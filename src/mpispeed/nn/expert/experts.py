@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mpispeed.base import init_scope
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.expert import host_products
@@ -179,7 +179,12 @@ class ExpertModules(Experts):
         outputs = []
         for expert, part in zip(self.deepspeed_experts, rows.split(list(counts)), strict=True):
             output = expert(part)
-            outputs.append(output[0] if isinstance(output, tuple) else output)
+            output = output[0] if isinstance(output, tuple) else output
+            if output.shape != part.shape:
+                msg = f"an expert ({type(expert).__name__}) made {tuple(output.shape)} of rows {tuple(part.shape)}; "
+                msg += "experts of a layer keep the width of its tokens"
+                raise UsageError(msg)
+            outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from mpispeed.base.distinct import mark_distinct
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
 from mpispeed.native.row_ops import combine, permute
 from mpispeed.nn.expert.dispatch import EXPERTS_TRAIN, TOKENS_TRAIN, Dispatcher, Levels
 from mpispeed.nn.expert.experts import AT_HAND, Experts, FusedExperts, Hands, ranged
-from mpispeed.nn.expert.router import Router, Routing
+from mpispeed.nn.expert.router import Router, Routing, require_whole
 from mpispeed.nn.expert.sorted_plan import sort_choices
 from mpispeed.nn.tensor import regions
 from mpispeed.nn.tensor.apply import Layers
@@ -56,8 +56,19 @@ class RoutedExperts(nn.Module):
         slices_experts: bool = False,
         shared_overlap: bool = False,
     ) -> None:
-        """Put the parts together. `shared_overlap`, `slices_experts`: as the attributes."""
+        """Put the parts together. `shared_overlap`, `slices_experts`: as the attributes.
+
+        Raises:
+            ConfigError: router and experts do not fit to each other, or `ep_size` is not from 1 on.
+        """
         super().__init__()
+        if gate.num_experts != experts.num_experts:
+            msg = f"a router of {gate.num_experts} experts for a layer of {experts.num_experts}; make both for as many"
+            raise ConfigError(msg)
+        require_whole("ep_size", ep_size)
+        if ep_size < 1:
+            msg = f"ep_size = {ep_size} ranks cannot share experts out; choose a number from 1 on"
+            raise ConfigError(msg)
         self.slices_experts = slices_experts
         self.gate, self.experts, self.shared, self.ep_size = gate, experts, shared, ep_size
         self.shared_overlap = shared_overlap

@@ -11,6 +11,7 @@ scores, groups, loss of sequences); the rules of capacities are DeepSpeed's.
 from __future__ import annotations
 
 import logging
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 from mpispeed.base import log
 from mpispeed.base.device import Readback, is_on_device
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn import recompute
 from mpispeed.nn.expert.sorted_plan import PRIORITIES, capacity_of, numbers_of, precedence, within_capacity
@@ -91,8 +92,13 @@ class RouterOptions:
         Raises:
             ConfigError: names the value.
         """
+        require_whole("num_experts", num_experts)
+        self._check_kinds()
+        if num_experts < 1:
+            msg = f"num_experts = {num_experts}: a router of experts needs at least one"
+            raise ConfigError(msg)
         if not 1 <= self.k <= num_experts:
-            _refuse("k", self.k, f"there are {num_experts} experts to choose from")
+            _refuse("k", self.k, f"a token goes to 1 to {num_experts} of {num_experts} experts")
         for name, known in (("score", SCORES), ("priority", PRIORITIES), ("noise", NOISES)):
             if getattr(self, name) not in known:
                 _refuse(name, getattr(self, name), f"known are {', '.join(map(repr, known))}")
@@ -102,10 +108,33 @@ class RouterOptions:
             _refuse("kept_groups", self.kept_groups, f"there are {self.groups} groups")
         if self.kept_groups * (num_experts // self.groups) < self.k:
             _refuse("kept_groups", self.kept_groups, f"their experts are fewer than k = {self.k}")
+
+    def _check_kinds(self) -> None:
+        """Refuse what is no number of the kind that it should be."""
+        for name in ("k", "groups", "kept_groups", "group_best", "min_capacity"):
+            require_whole(f"{name} of a router of experts", getattr(self, name))
         for name in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(self, name)
-            if factor is not None and not factor > 0:
+            if factor is not None and not (_is_number(factor) and factor > 0):
                 _refuse(name, factor, "give a positive number, or None to drop nothing")
+        for name in ("weight_scale", "bias_rate"):
+            if not _is_number(getattr(self, name)):
+                _refuse(name, getattr(self, name), "give a number")
+
+
+def require_whole(name: str, value: object) -> None:
+    """Refuse what is no whole number, such as "2" or 2.0 of a configuration.
+
+    Raises:
+        ConfigError: names the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        msg = f"{name} = {value!r} is a {type(value).__name__}; give a whole number"
+        raise ConfigError(msg)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _refuse(name: str, value: object, reason: str) -> None:
@@ -205,6 +234,9 @@ class Router(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The logits in fp32, with jitter if there is any. Shapes: x [tokens, hidden], result [tokens, experts]."""
         with torch.autocast(x.device.type, enabled=False):
+            if x.shape[-1] != self.wg.in_features:
+                msg = f"tokens of width {x.shape[-1]} for a layer of experts with hidden_size = {self.wg.in_features}"
+                raise UsageError(msg)
             x = x.float()
             if self.options.noise == "Jitter" and self.training:
                 x = x * torch.empty_like(x).uniform_(1.0 - JITTER, 1.0 + JITTER)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from mpispeed.base.errors import ConfigError, TopologyError, UsageError
 from mpispeed.mesh import sim
-from mpispeed.nn.expert import ExpertModules, SwiGLUExperts, split_by_node
+from mpispeed.nn.expert import ExpertModules, RoutedExperts, Router, SwiGLUExperts, split_by_node
 from tests.helpers import experts as helpers
 from tests.helpers.tensor import assert_near
 
@@ -207,6 +207,20 @@ def test_a_part_of_the_experts_needs_a_group():
     layer.experts = ExpertModules(helpers.Block(), 4, 2)
     with pytest.raises(UsageError, match="2 of 4 experts are on this rank"):
         layer(torch.randn(3, helpers.HIDDEN))
+
+
+def test_parts_that_do_not_fit_to_each_other_are_refused():
+    with pytest.raises(ConfigError, match="a router of 4 experts for a layer of 6"):
+        RoutedExperts(Router(8, 4), SwiGLUExperts(8, 16, 6))
+    with pytest.raises(ConfigError, match="ep_size = 0 ranks cannot share experts out"):
+        RoutedExperts(Router(8, 4), SwiGLUExperts(8, 16, 4), ep_size=0)
+    with pytest.raises(ConfigError, match="num_experts = 0: a router of experts needs at least one"):
+        Router(8, 0)
+    with pytest.raises(UsageError, match="tokens of width 9 for a layer of experts with hidden_size = 8"):
+        RoutedExperts(Router(8, 4), SwiGLUExperts(8, 16, 4))(torch.randn(3, 9))
+    narrow = RoutedExperts(Router(8, 4), ExpertModules(nn.Linear(8, 2), 4))
+    with pytest.raises(UsageError, match=r"an expert \(Linear\) made \(\d, 2\) of rows \(\d, 8\)"):
+        narrow(torch.randn(3, 8))
 
 
 def test_experts_that_do_not_fit_a_group_are_refused():

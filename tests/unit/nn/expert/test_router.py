@@ -240,7 +240,9 @@ def test_a_bias_keeps_its_dtype_and_goes_into_state_dicts():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"k": 5}, "k = 5 of a router of experts: there are 4 experts"),
+        ({"k": 5}, "k = 5 of a router of experts: a token goes to 1 to 4 of 4 experts"),
+        ({"k": 1.5}, "k of a router of experts = 1.5 is a float"),
+        ({"bias_rate": "0.1"}, "bias_rate = '0.1' of a router of experts: give a number"),
         ({"k": 0}, "k = 0"),
         ({"score": "relu"}, "score = 'relu'"),
         ({"noise": "None"}, "noise = 'None'"),
