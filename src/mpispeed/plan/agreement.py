@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.mesh import Topology
-from mpispeed.nn.expert import ExpertModules, RoutedExperts
+from mpispeed.nn.expert import ExpertModules, RoutedExperts, Router
 from mpispeed.nn.tensor import cuts
 from mpispeed.nn.tensor.tensor_cut import marks_of
 from mpispeed.plan.own_slices import asks_for_slices
@@ -42,7 +42,7 @@ def fingerprint(plan: Plan, rank: int, model: nn.Module) -> Fingerprint:
     """
     coords = Topology(plan.axes).coords(rank)
     place = coords["pipe"], 0 if cuts(model) or asks_for_slices(plan.config) else coords["model"]
-    text = repr((plan.policy, _parameters(model)))
+    text = repr((plan.policy, _parameters(model), list(_router_options(model))))
     return Fingerprint(plan.digest(), place, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
@@ -80,6 +80,14 @@ def _parameters(model: nn.Module) -> list[tuple[str, tuple[int, ...], Any]]:
     ]
 
 
+def _router_options(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names and values of the options of routers: ranks with others would train another model."""
+    for path, module in model.named_modules():
+        if isinstance(module, Router):
+            for field in dataclasses.fields(module.options):
+                yield f"{field.name} of the router {path}", repr(getattr(module.options, field.name))
+
+
 def _common_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes without the expert that ranks have more than others, where they do not divide; () for its parameters.
 
@@ -107,6 +115,7 @@ def _facts(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str]]:
     yield from _leaves("", json.loads(plan.config.model_dump_json()))
     for name, shape, dtype in _parameters(model):
         yield f"the parameter {name}", f"{shape} {str(dtype).removeprefix('torch.')}"
+    yield from _router_options(model)
     for name in ("axes", "batch", "placing", "policy"):
         yield f"the plan's {name}", repr(getattr(plan, name))
 

@@ -9,6 +9,7 @@ from torch import nn
 import mpispeed
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.mesh import Mesh, Topology
+from mpispeed.moe import MoE
 from mpispeed.plan.own_slices import find_own_cuts
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3)]
@@ -57,6 +58,16 @@ def test_a_key_that_differs_is_named(world, config, said):
 )
 def test_a_parameter_that_differs_is_named(world, model, said):
     assert re.search(said, refused(world, model=model))
+
+
+def test_options_of_routers_that_differ_are_named(world):
+    def made(k):
+        return nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, k=k))
+
+    is_last = world.rank == world.size - 1
+    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    with pytest.raises(ConfigError, match=f"k of the router 0.deepspeed_moe.gate is 2 on rank {world.size - 1} and 1 "):
+        mpispeed.initialize(model=made(2 if is_last else 1), config=settings)
 
 
 def test_a_key_of_a_service_is_not_shown(world):

@@ -113,6 +113,8 @@ class RouterOptions:
         """Refuse what is no number of the kind that it should be."""
         for name in ("k", "groups", "kept_groups", "group_best", "min_capacity"):
             require_whole(f"{name} of a router of experts", getattr(self, name))
+        if self.min_capacity < 0:
+            _refuse("min_capacity", self.min_capacity, "give 0 or more")
         for name in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(self, name)
             if factor is not None and not (_is_number(factor) and factor > 0):

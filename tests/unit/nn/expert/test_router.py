@@ -249,6 +249,7 @@ def test_a_bias_keeps_its_dtype_and_goes_into_state_dicts():
         ({"priority": "last"}, "priority = 'last'"),
         ({"groups": 3}, "groups = 3"),
         ({"groups": 2, "kept_groups": 3}, "kept_groups = 3"),
+        ({"min_capacity": -3}, "min_capacity = -3"),
         ({"k": 3, "groups": 2}, "kept_groups = 1 of a router of experts: their experts are fewer than k = 3"),
         ({"capacity_factor": 0.0}, "capacity_factor = 0.0"),
         ({"eval_capacity_factor": float("nan")}, "eval_capacity_factor = nan"),
