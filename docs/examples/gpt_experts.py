@@ -20,7 +20,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The outputs of the layer."""
         output, self.loss, _ = self.moe(x)
-        return output
+        return 2 * output  # a weighted mean of two halves, where the perceptron is their sum
 
 
 class Mixture(GPT):
@@ -31,6 +31,9 @@ class Mixture(GPT):
         for block in self.blocks[1::2]:
             block.mlp = Experts(shape.width, ep_size)
         initialise(self, shape)
+        for name, weight in self.named_parameters():
+            if ".deepspeed_experts." in name and name.endswith(".2.weight"):
+                nn.init.normal_(weight, std=0.02 / (2 * shape.layers) ** 0.5)  # as in every perceptron
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """As the GPT's."""
