@@ -89,16 +89,10 @@ def _save_whole(model: Any, *args: Any, **keywords: Any) -> Any:
             name.startswith(start) and len(value) < layer.experts.num_experts for name, value in state.items()
         ):
             held = layer.experts.held
-            msg = (
-                f"save_pretrained: this rank has experts {held.start} to {held.stop - 1} of {path}, and the state dict "
-            )
-            msg += (
-                f"has not all {layer.experts.num_experts}; call engine.save_16bit_model(folder), or on all ranks state "
-            )
-            msg += (
-                "= engine._consolidated_16bit_state_dict() and pass state_dict=state on rank 0. The Trainer does the "
-            )
-            msg += "latter at ZeRO stage 3"
+            msg = f"save_pretrained: this rank has experts {held.start} to {held.stop - 1} of {path}, and the state "
+            msg += f"dict has not all {layer.experts.num_experts}; call engine.save_16bit_model(folder), or on all "
+            msg += "ranks state = engine._consolidated_16bit_state_dict() and pass state_dict=state on rank 0. The "
+            msg += "Trainer does the latter at ZeRO stage 3"
             raise UsageError(msg)
     return save(model, *args, **keywords)
 
