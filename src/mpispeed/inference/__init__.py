@@ -1,0 +1,1 @@
+"""Models that answer: sliced, loaded, quantized and run by `init_inference`."""

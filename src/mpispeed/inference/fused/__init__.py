@@ -1,0 +1,1 @@
+"""Layers of known models replaced by fused ones that share their parameters."""

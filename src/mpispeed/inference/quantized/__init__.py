@@ -1,0 +1,1 @@
+"""Layers whose weights are kept as 8-bit or 4-bit codes."""
