@@ -36,7 +36,9 @@ def streams(zero: Mapping[str, Any]) -> bool:
     """
     stage = zero.get("stage", 0)
     if stage in (1, 2):
-        msg = f'"zero": {{"stage": {stage}}} shards states of an optimizer, and inference has none; use stage 3 or leave '
+        msg = (
+            f'"zero": {{"stage": {stage}}} shards states of an optimizer, and inference has none; use stage 3 or leave '
+        )
         msg += '"zero" out'
         raise ConfigError(msg)
     return bool(stage == _STAGE)
@@ -50,7 +52,7 @@ def stream_model(model: nn.Module, zero: Mapping[str, Any], *, tensor: int = 1, 
     Args:
         model: with values, the same on all ranks; or on torch's meta device, with `load`. Changed in place.
         zero: a section `zero_optimization` of stage 3.
-        tensor: neighbouring ranks that share each large layer as well; the rest of the model is sharded over all others.
+        tensor: neighbouring ranks among which large layers are sliced as well; slices are sharded over the others.
         load: reads the values; a rank then holds its shards and one module in full.
 
     Collective over: all ranks.
