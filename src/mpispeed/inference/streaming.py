@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mpispeed.base.errors import AgreementError, ConfigError, UsageError
+from mpispeed.base.errors import AgreementError, UsageError
 from mpispeed.engine.api import initialize
 from mpispeed.mesh.comm import text_of
 from mpispeed.mesh.world import start
@@ -24,24 +24,7 @@ if TYPE_CHECKING:
 #: loads weights into a model; calls its argument with the path of each module that is complete
 Load = Callable[[Callable[[str], None]], Any]
 
-_STAGE = 3
 _DONE, _RUNS, _FAILED = 0, 1, 2
-
-
-def streams(zero: Mapping[str, Any]) -> bool:
-    """True if a ZeRO section asks for sharded parameters.
-
-    Raises:
-        ConfigError: it has a stage that keeps all parameters whole: without an optimizer that shards nothing.
-    """
-    stage = zero.get("stage", 0)
-    if stage in (1, 2):
-        msg = (
-            f'"zero": {{"stage": {stage}}} shards states of an optimizer, and inference has none; use stage 3 or leave '
-        )
-        msg += '"zero" out'
-        raise ConfigError(msg)
-    return bool(stage == _STAGE)
 
 
 def stream_model(model: nn.Module, zero: Mapping[str, Any], *, tensor: int = 1, load: Load | None = None) -> Streamed:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mpispeed.base.errors import AgreementError, ConfigError
-from mpispeed.inference.streaming import stream_model, streams
+from mpispeed.base.errors import AgreementError
+from mpispeed.inference.streaming import stream_model
 from mpispeed.mesh.world import start
 
 transformers = pytest.importorskip("transformers")
@@ -129,10 +129,3 @@ def test_a_failure_of_one_rank_reaches_the_others():
     if rank != 1:
         assert "ranks [1]" in str(caught.value)
     streamed.close()
-
-
-def test_stages_without_effect_are_refused():
-    assert streams({"stage": 3})
-    assert not streams({})
-    with pytest.raises(ConfigError, match="use stage 3"):
-        streams({"stage": 1})
