@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,13 +23,21 @@ def vocab_paths(model: Any) -> list[str]:
     Raises:
         ConfigError: the model does not name them.
     """
-    tables = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
-    paths = [path for path, module in model.named_modules() if any(module is table for table in tables)]
+    paths = told_paths(model)
     if not paths:
         msg = f"vocab: {type(model).__name__} does not tell its embedding of tokens (get_input_embeddings); name the "
         msg += 'layers in a policy, e.g. {"embed": "vocab", "head": "vocab"}'
         raise ConfigError(msg)
     return paths
+
+
+def told_paths(model: Any) -> list[str]:
+    """As `vocab_paths`; empty if the model does not name them."""
+    tables = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        with contextlib.suppress(NotImplementedError):  # as models of transformers without one answer
+            tables.append(getattr(model, name, lambda: None)())
+    return [path for path, module in model.named_modules() if any(module is table for table in tables)]
 
 
 def together(model: nn.Module, paths: list[str]) -> tuple[list[str], dict[str, str]]:
