@@ -47,6 +47,7 @@ def builders():
             attention_types=[[["global", "local"], 1]], resid_dropout=0.0, embed_dropout=0.0, attention_dropout=0.0,
         ),
         "gptj": make("GPTJForCausalLM", "GPTJConfig", rotary_dim=4, **gpt2),
+        "phi3": make("Phi3ForCausalLM", "Phi3Config", **grouped),
         "gpt_neox": make("GPTNeoXForCausalLM", "GPTNeoXConfig", **rotary),
         "t5": make(
             "T5ForConditionalGeneration", "T5Config", vocab_size=VOCAB, d_model=24, d_kv=6, d_ff=44, num_layers=2,

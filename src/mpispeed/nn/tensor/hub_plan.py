@@ -75,7 +75,7 @@ def planned_sites(model: nn.Module, division: Division, taken: Collection[str]) 
 
 
 def _pattern(path: str) -> str:
-    return re.sub(r"\d+", "*", path)
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _kind(path: str, style: str) -> str:

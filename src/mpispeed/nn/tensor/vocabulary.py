@@ -61,9 +61,19 @@ def together(model: nn.Module, paths: list[str]) -> tuple[list[str], dict[str, s
 
 def _can_be_cut(module: nn.Module) -> bool:
     """True for an embedding or a linear layer that can be sliced by vocabulary."""
-    if type(module) is nn.Embedding:
+    if isinstance(module, nn.Embedding) and _scale_of(module) is not None:
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     return type(module) is nn.Linear and shape_of(module) is not None
+
+
+def _scale_of(table: nn.Embedding) -> float | None:
+    """What a plain embedding, or one of transformers with a factor, multiplies its rows with; None: another kind."""
+    if type(table) is nn.Embedding:
+        return 1.0
+    if not type(table).__name__.endswith("ScaledWordEmbedding"):
+        return None
+    found = getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", None))
+    return float(found) if isinstance(found, (int, float)) else None
 
 
 def cut_vocab(model: nn.Module, path: str, comm: Comm, layers: Layers = AT_HAND) -> None:
@@ -78,7 +88,8 @@ def cut_vocab(model: nn.Module, path: str, comm: Comm, layers: Layers = AT_HAND)
 
 def _sliced(old: Any, comm: Comm) -> nn.Module:
     if isinstance(old, nn.Embedding):
-        return VocabEmbedding(old.num_embeddings, old.embedding_dim, comm, whole=old)
+        options: dict[str, Any] = {"scale": _scale_of(old), "rounds_scale": hasattr(old, "scalar_embed_scale")}
+        return VocabEmbedding(old.num_embeddings, old.embedding_dim, comm, whole=old, **options)
     return VocabLinear(old.in_features, old.out_features, comm, bias=old.bias is not None, whole=old)
 
 
