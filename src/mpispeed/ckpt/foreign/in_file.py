@@ -87,7 +87,9 @@ class InFile(Values):
             files.read(self.path, whole, self.offset + block * schema.BLOCK_BYTES)
             if crc32c(whole) != int(self.blocks.table[block]):
                 at = self.offset + block * schema.BLOCK_BYTES
-                msg = f"{self.path} is damaged: the {size} bytes of {self.blocks.label} at byte {at} do not match their "
+                msg = (
+                    f"{self.path} is damaged: the {size} bytes of {self.blocks.label} at byte {at} do not match their "
+                )
                 msg += "checksum; load another tag"
                 raise CorruptCheckpoint(msg)
             if whole is not part:
@@ -204,7 +206,9 @@ def located(values: Values, notes: Notes, name: str) -> Values:
         place = notes.place(tensor) if tensor.numel() else None
         if place is None:
             if tensor.nbytes > _MEMORY_BYTES:
-                msg = f"{name!r}: its elements are not aligned in their file; load the file and save it again with torch"
+                msg = (
+                    f"{name!r}: its elements are not aligned in their file; load the file and save it again with torch"
+                )
                 raise ForeignMismatch(msg)
             return Plain(tensor.clone())
         path, first = place

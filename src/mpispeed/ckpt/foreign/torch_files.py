@@ -81,9 +81,7 @@ def _read_zip(path: Path, content: torch.Tensor) -> Any:
     return made
 
 
-def _elements(
-    path: Path, content: torch.Tensor, found: Mapping[str, torch_zips.Entry], name: str
-) -> torch.Tensor:
+def _elements(path: Path, content: torch.Tensor, found: Mapping[str, torch_zips.Entry], name: str) -> torch.Tensor:
     """The bytes of an entry with elements, compared with their checksum now or, where places are noted, later."""
     notes, entry = current_notes(), found.get(name)
     if notes is None or entry is None:

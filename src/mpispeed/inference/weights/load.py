@@ -89,7 +89,16 @@ def load_weights(
         CheckpointError: files are missing, damaged or of another model, or there is too little memory; on all ranks.
     """
     started = time.monotonic()
-    arguments = (Path(os.fspath(source)), node, tensor, tag, dtype, budget, finish, options or ReadOptions(weights_only=True))
+    arguments = (
+        Path(os.fspath(source)),
+        node,
+        tensor,
+        tag,
+        dtype,
+        budget,
+        finish,
+        options or ReadOptions(weights_only=True),
+    )
     if everyone is None or everyone.size == node.size:
         return _load(model, started, *arguments)
     made: list[Loaded] = []
@@ -112,7 +121,9 @@ def _load(
 ) -> Loaded:
     sources, matched, targets = _agreed(model, node, tensor, (path, tag, dtype, options))
     pairs, rounds = _planned(node, tensor, matched, sources)
-    budgets.check(node, sum(target.new_bytes for target, _ in pairs) + 4 * schedule.PIECE_BYTES, budget, str(sources.path))
+    budgets.check(
+        node, sum(target.new_bytes for target, _ in pairs) + 4 * schedule.PIECE_BYTES, budget, str(sources.path)
+    )
     if matched.unexpected and node.rank == 0:
         log.warning("%s has tensors that the model has no place for: %s", sources.path, first_names(matched.unexpected))
     finisher = _Finisher(targets, [target for target, _ in pairs], finish)
@@ -165,7 +176,7 @@ def _planned(node: Comm, tensor: Comm, matched: Matched, sources: Sources) -> tu
         ]
         users = _Users(places, ways)
         pieces = make_pieces([source for _, source in matched.pairs], sources.sums)
-        rounds = make_rounds(pieces, users, node.size)
+        rounds = make_rounds(pieces, users, node.size, len(ways))
         own = places[node.rank]
         made.append(([(target, way[own]) for (target, _), way in zip(matched.pairs, ways, strict=True)], rounds))
     return made[0]
@@ -174,18 +185,14 @@ def _planned(node: Comm, tensor: Comm, matched: Matched, sources: Sources) -> tu
 class _Users:
     """The ranks of the node that need some of a piece."""
 
-    def __init__(
-        self, places: Sequence[tuple[int, int]], ways: Sequence[dict[tuple[int, int], list[Route]]]
-    ) -> None:
+    def __init__(self, places: Sequence[tuple[int, int]], ways: Sequence[dict[tuple[int, int], list[Route]]]) -> None:
         self._places, self._ways = places, ways
 
     def __call__(self, piece: Piece) -> list[int]:
         if piece.pair < 0:
             return []
         last = piece.at + piece.last - piece.first
-        used = {
-            place: found[piece.shard].is_used(piece.at, last) for place, found in self._ways[piece.pair].items()
-        }
+        used = {place: found[piece.shard].is_used(piece.at, last) for place, found in self._ways[piece.pair].items()}
         return [rank for rank, place in enumerate(self._places) if used[place]]
 
 

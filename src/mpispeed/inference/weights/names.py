@@ -104,7 +104,9 @@ class Names:
                 found = self._known(f"{prefix}.{number}.{part}.weight")
                 if found is None or found.shape != (rows or [found])[0].shape or len(found.shape) != 2:
                     what = "missing" if found is None else f"of shape {found.shape}"
-                    msg = f"{self._sources.path}: {prefix}.{number}.{part}.weight is {what}; experts of a layer are alike"
+                    msg = (
+                        f"{self._sources.path}: {prefix}.{number}.{part}.weight is {what}; experts of a layer are alike"
+                    )
                     raise CheckpointError(msg)
                 rows.append(found)
         experts, (outputs, inputs) = len(rows) // len(parts), rows[0].shape

@@ -77,6 +77,7 @@ class Rounds:
                 with failures.kept():
                     self._place(current, turn, buffers)
                     for pair in current.done:
+                        self._pairs[pair][0].storage(self._rank)  # also where this rank has no element of it
                         done(self._pairs[pair][0])
                 self._spare += [buffer for _, buffer in buffers]
             self._agree(failures)
@@ -201,7 +202,9 @@ def check_sums(node: Comm, sums: Sequence[Sum], expected: dict[Extent, int]) -> 
         for part in sorted(found[extent], key=lambda part: part.first):
             crc = crc32.combine(crc, part.crc, part.nbytes)
         if crc != expected[extent]:
-            msg = f"{extent[0]} is damaged: bytes {extent[1]} to {extent[2]} do not match their checksum; fetch it again"
+            msg = (
+                f"{extent[0]} is damaged: bytes {extent[1]} to {extent[2]} do not match their checksum; fetch it again"
+            )
             error = CheckpointError(msg)
             error.is_collective = True
             raise error

@@ -89,9 +89,7 @@ class Round:
 
 def make_pieces(sources: Sequence[Source], sums: Mapping[Extent, int]) -> list[Piece]:
     """All that is to be read, in the order of files; ranges with a checksum that are not read as a whole once more."""
-    pieces = [
-        piece for pair, source in enumerate(sources) for piece in _of_source(pair, source)
-    ]
+    pieces = [piece for pair, source in enumerate(sources) for piece in _of_source(pair, source)]
     covered: dict[Extent, list[tuple[int, int]]] = {}
     for piece in pieces:
         extent = _extent(piece.leaf)
@@ -99,9 +97,7 @@ def make_pieces(sources: Sequence[Source], sums: Mapping[Extent, int]) -> list[P
             first = piece.first * piece.leaf.dtype.itemsize
             covered.setdefault(extent, []).append((first, first + piece.nbytes))
     exact = {extent for extent, parts in covered.items() if _is_whole(sorted(parts), extent[2] - extent[1])}
-    made = [
-        replace(piece, extent=extent) if (extent := _extent(piece.leaf)) in exact else piece for piece in pieces
-    ]
+    made = [replace(piece, extent=extent) if (extent := _extent(piece.leaf)) in exact else piece for piece in pieces]
     for extent in sorted(sums.keys() - exact):
         leaf = InFile(extent[0], extent[1], extent[2] - extent[1], torch.uint8)
         made += [Piece(leaf, first, last, extent=extent) for first, last in _cut(leaf, 0, leaf.numel)]
@@ -155,13 +151,14 @@ def _cut(leaf: Values, first: int, last: int) -> Iterator[tuple[int, int]]:
         first = stop
 
 
-def make_rounds(pieces: Sequence[Piece], users: Callable[[Piece], Sequence[int]], size: int) -> list[Round]:
+def make_rounds(pieces: Sequence[Piece], users: Callable[[Piece], Sequence[int]], size: int, pairs: int) -> list[Round]:
     """Deal pieces to the ranks of a node.
 
     Args:
         pieces: in order.
         users: ranks of the node that need some of a piece.
         size: ranks of the node.
+        pairs: number of pairs; those without elements are complete at the end.
     """
     rounds, turn, alone = [Round()], 0, 0
     held = dict[int, int]()
@@ -182,8 +179,8 @@ def make_rounds(pieces: Sequence[Piece], users: Callable[[Piece], Sequence[int]]
             turn += 1
         current.slots[-1].add(piece)
     last = {pair: number for number, each in enumerate(rounds) for pair in each.pairs()}
-    for pair, number in last.items():
-        rounds[number].done.append(pair)
+    for pair in range(pairs):
+        rounds[last.get(pair, len(rounds) - 1)].done.append(pair)
     return rounds
 
 

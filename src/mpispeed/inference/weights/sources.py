@@ -108,9 +108,7 @@ class Sources:
             CheckpointError: one of that name is there.
         """
         length = shape[0] if shape else 1
-        self.add_source(
-            Source(name, tuple(shape), values.dtype, (Shard(values, ((0, length),), length),), 0, where)
-        )
+        self.add_source(Source(name, tuple(shape), values.dtype, (Shard(values, ((0, length),), length),), 0, where))
 
     def add_source(self, source: Source) -> None:
         """Add a tensor.
@@ -157,7 +155,9 @@ def is_ours(path: Path, tag: str | None) -> bool:
     if not path.is_dir():
         return False
     folders = [path / tag] if tag else [path, *_latest(path)]
-    return any((folder / schema.MANIFEST_FILE).is_file() and (folder / schema.MODEL_FILE).is_file() for folder in folders)
+    return any(
+        (folder / schema.MANIFEST_FILE).is_file() and (folder / schema.MODEL_FILE).is_file() for folder in folders
+    )
 
 
 def _latest(path: Path) -> list[Path]:

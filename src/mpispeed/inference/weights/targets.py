@@ -219,7 +219,9 @@ def _unset(like: torch.Tensor | None) -> torch.Tensor:
 
 
 def _without_values(name: str) -> CheckpointError:
-    msg = f"the buffer {name} is in no file (it is not persistent) and was built without values; build the model so that "
+    msg = (
+        f"the buffer {name} is in no file (it is not persistent) and was built without values; build the model so that "
+    )
     msg += "its buffers get values, such as by deepspeed.OnDevice(device='meta')"
     return CheckpointError(msg)
 
