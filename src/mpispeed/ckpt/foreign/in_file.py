@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -183,7 +184,7 @@ def states_of(paths: Sequence[str]) -> dict[str, State]:
         CheckpointError: one has gone.
     """
     try:
-        return {path: _state(os.stat(path)) for path in paths}
+        return {path: _state(Path(path).stat()) for path in paths}
     except OSError as failure:
         msg = f"{failure.filename} cannot be read: {failure.strerror}"
         raise CheckpointError(msg) from failure

@@ -154,7 +154,7 @@ def match(targets: Targets, sources: Sources, model: Any) -> Matched:
                 made.missing.append(target.name)
             continue
         if found.shape != target.shape:
-            msg = f"{found.where} has {found.name!r} of shape {found.shape}, and {target.name} of the model has the shape "
+            msg = f"{found.where} has {found.name!r} of shape {found.shape}, and {target.name} of the model has "
             msg += f"{target.shape}; the weights are of another model, or its config was changed"
             raise CheckpointError(msg)
         made.pairs.append((target, found))

@@ -1,4 +1,4 @@
-"""Carrying out a schedule: ranks read pieces, hand them to others of the node through shared memory, and take theirs."""
+"""Carrying out a schedule: ranks read pieces, hand them to their node through shared memory, and take theirs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpispeed.ckpt.foreign import crc32
 from mpispeed.ckpt.foreign.in_file import Files, InFile
 from mpispeed.ckpt.foreign.mapping import Extent
 from mpispeed.ckpt.format import schema
-from mpispeed.inference.weights.routes import Route
 from mpispeed.inference.weights import schedule
+from mpispeed.inference.weights.routes import Route
 from mpispeed.inference.weights.schedule import READERS, Piece, Round
 from mpispeed.inference.weights.targets import Target
 from mpispeed.mesh.backends.shared_memory import map_together
@@ -100,9 +100,10 @@ class Rounds:
         started: list[tuple[Piece, torch.Tensor | None, Future[None]]] = []
         with failures.kept():
             for piece in current.private.get(self._node.rank, ()):
-                straight = self._straight(piece)
-                buffer = self._buffer() if straight is None else None
-                data = straight if buffer is None else buffer[: piece.nbytes].view(piece.leaf.dtype)
+                data, buffer = self._straight(piece), None
+                if data is None:
+                    buffer = self._buffer()
+                    data = buffer[: piece.nbytes].view(piece.leaf.dtype)
                 started.append((piece, buffer, pool.submit(self._read, piece, data)))
             for number, slot in enumerate(current.slots):
                 if slot.reader != self._node.rank:

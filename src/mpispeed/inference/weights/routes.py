@@ -15,7 +15,7 @@ from mpispeed.nn.tensor import TensorCut
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the elements of a part go. Both are seen as `rows` of so many elements.
+    """The way of the elements of a part. Both sides are seen as `rows` of so many elements.
 
     Attributes:
         rows: as many in the part as in the slice.
@@ -88,16 +88,15 @@ def routes(source: Source, cut: TensorCut | None, rank: int, size: int) -> list[
     Raises:
         CheckpointError: the files have the tensor in parts along another dim than the ranks.
     """
-    is_whole = cut is None or cut.dim < 0
-    dim = source.dim if is_whole else cut.dim
-    if not is_whole and len(source.shards) > 1 and source.dim != cut.dim:
+    dim = source.dim if cut is None else cut.dim
+    if len(source.shards) > 1 and source.dim != dim:
         msg = f"{source.where} has {source.name!r} of shape {source.shape} in parts along dim {source.dim}, and ranks "
-        msg += f"hold it in parts along dim {cut.dim}; load it with the model whole, and save it again"
+        msg += f"hold it in parts along dim {dim}; load it with the model whole, and save it again"
         raise CheckpointError(msg)
     shape = source.shape or (1,)
     length = shape[dim]
-    wanted = [(0, length)] if is_whole else cut.ranges(rank, size)
-    held = length if is_whole else cut.local_shape(rank, size)[dim]
+    wanted = [(0, length)] if cut is None else cut.ranges(rank, size)
+    held = length if cut is None else cut.local_shape(rank, size)[dim]
     rows, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     made = []
     for shard in source.shards:

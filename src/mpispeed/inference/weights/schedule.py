@@ -1,4 +1,4 @@
-"""Which rank of a node reads which piece of which file, and in which order: plain data, equal on all ranks of a node."""
+"""Division of files into pieces, and of pieces among the ranks of a node and in time: plain data, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Round:
-    """What is read between two meetings of a node's ranks.
+    """Reads between two meetings of a node's ranks.
 
     Attributes:
         slots: shared pieces.
@@ -93,7 +93,7 @@ def make_pieces(sources: Sequence[Source], sums: Mapping[Extent, int]) -> list[P
     covered: dict[Extent, list[tuple[int, int]]] = {}
     for piece in pieces:
         extent = _extent(piece.leaf)
-        if extent in sums:
+        if extent is not None and extent in sums:
             first = piece.first * piece.leaf.dtype.itemsize
             covered.setdefault(extent, []).append((first, first + piece.nbytes))
     exact = {extent for extent, parts in covered.items() if _is_whole(sorted(parts), extent[2] - extent[1])}

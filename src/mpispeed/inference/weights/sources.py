@@ -84,7 +84,7 @@ class Source:
 
 @dataclass(slots=True)
 class Sources:
-    """What a source of weights has.
+    """Content of a source of weights.
 
     Attributes:
         path: file or folder.
@@ -92,7 +92,6 @@ class Sources:
         aliases: other name -> name of tied ones.
         sums: range of a file -> CRC-32, where the format has such.
         states: sizes and times of the files.
-        config: that of the model, where it is beside the weights.
     """
 
     path: Path

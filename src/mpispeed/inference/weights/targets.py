@@ -198,24 +198,17 @@ def fill_unsaved(model: nn.Module) -> None:
         owner = _owner(model, path)
         if owner is None:
             raise _without_values(f"{path}.{names[0]}")
-        own = [tensor for tensor in [*module._parameters.values(), *module._buffers.values()] if tensor is not None]
-        for tensor in own:
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-        made = {name: _unset(module._buffers[name]) for name in names}
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensor._is_hf_initialized = True
+        made = {name: torch.zeros_like(module._buffers[name], device="cpu") for name in names}
         module._buffers.update(made)
+        before = {name: tensor._version for name, tensor in made.items()}
         with torch.no_grad():
             owner._init_weights(module)  # type: ignore[operator]
-        for name, before in made.items():
-            if torch.equal(module._buffers[name].nan_to_num(), _unset(before).nan_to_num()):  # type: ignore[union-attr]
+        for name, tensor in made.items():
+            if module._buffers[name] is tensor and tensor._version == before[name] and tensor.numel():
                 raise _without_values(f"{path}.{name}")
-
-
-def _unset(like: torch.Tensor | None) -> torch.Tensor:
-    """Memory for a buffer, of a value that none has."""
-    if like is None or like.dtype == torch.bool or not like.numel():
-        return torch.zeros(0 if like is None else like.shape, dtype=torch.bool)
-    value = float("nan") if like.is_floating_point() else torch.iinfo(like.dtype).max
-    return torch.full(like.shape, value, dtype=like.dtype)
 
 
 def _without_values(name: str) -> CheckpointError:
