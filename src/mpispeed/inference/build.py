@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.config.problems import Problem, refuse
-from mpispeed.inference.casting import cast_model
+from mpispeed.inference.buffers import remake_buffers
+from mpispeed.inference.casting import cast_model, empty_model, is_empty
 from mpispeed.inference.engine import InferenceEngine, Limits
 from mpispeed.inference.experts import ExpertShares
 from mpispeed.inference.groups import make_mesh
 from mpispeed.inference.in_step import InStep
 from mpispeed.inference.slicing import share_generators, slice_model
 from mpispeed.inference.streaming import stream_model
+from mpispeed.inference.weights import load_weights
 from mpispeed.plan.device import choose_device
 
 if TYPE_CHECKING:
@@ -38,10 +42,19 @@ class Missing(NamedTuple):
     sentence: str
 
 
+def _is_policy(config: InferenceConfig) -> bool:
+    source = config.checkpoint
+    return isinstance(source, dict) or str(source).endswith(".json")
+
+
 # Delete a row when its step is there.
 MISSING: tuple[Missing, ...] = (
-    Missing("checkpoint", lambda c: c.checkpoint is not None, "weights are not read yet; load them into the model"),
-    Missing("set_empty_params", lambda c: c.set_empty_params, "weights are not read yet; load them into the model"),
+    Missing("checkpoint", _is_policy, "load policies are not read yet; give a folder or a file of weights"),
+    Missing(
+        "set_empty_params",
+        lambda c: c.set_empty_params and c.checkpoint is None,
+        "values have to come from a checkpoint, and none is given; set checkpoint",
+    ),
     Missing("save_mp_checkpoint_path", lambda c: c.save_mp_checkpoint_path, "slices are not written yet; remove it"),
     Missing("replace_with_kernel_inject", lambda c: c.replace_with_kernel_inject, "no layer is fused yet; use false"),
     Missing("dtype", lambda c: c.dtype == torch.int8, "integer weights are not available yet; use fp16, bf16 or fp32"),
@@ -90,7 +103,7 @@ def build(model: nn.Module, config: InferenceConfig, world: World) -> InferenceE
             parts.stream(model)
         else:
             parts.place(model)
-    except (ConfigError, UsageError):  # on all ranks
+    except (CheckpointError, ConfigError, UsageError):  # on all ranks
         parts.close()
         raise
     limits = Limits(config.max_out_tokens, config.min_out_tokens)
@@ -109,27 +122,37 @@ class Parts:
 
     def stream(self, model: nn.Module) -> None:
         """Shard the model over all ranks; its layers come when they run. Collective over: all ranks."""
-        _require_values(self._mesh.world.comm, model)
-        given = self._config.zero
-        tensor = self._mesh["model"]
-        streamed = stream_model(model, given.model_dump(include=given.model_fields_set), tensor=tensor.size)
+        given, tensor = self._config.zero, self._mesh["model"]
+        load = None
+        if self._config.checkpoint is None:
+            _require_values(self._mesh.world.comm, model)
+        else:
+            empty_model(model)
+            load = partial(self._load, model, self._mesh[()])
+        section = given.model_dump(include=given.model_fields_set)
+        streamed = stream_model(model, section, tensor=tensor.size, load=load)
         self._closing.insert(0, streamed.close)
         self.in_step = streamed.in_step
         share_generators(tensor)
 
     def place(self, model: nn.Module) -> None:
-        """Slice the model, share its experts out, and put it on the device. Collective over: all ranks."""
+        """Slice the model, fill it, share its experts out, put it on the device. Collective over: all ranks."""
         config, world, tensor = self._config, self._mesh.world, self._tensor_group()
         shares = self._find_experts(model)
+        if config.set_empty_params:
+            empty_model(model)
         report = slice_model(
             model,
             tensor,
             policy=config.injection_policy or config.injection_policy_tuple,
             grain=config.tensor_parallel.tp_grain_size,
-            without_values=any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())),
+            without_values=is_empty(model),
         )
         if report is not None:
             log.info("%s", report) if world.rank == 0 else log.debug("%s", report)
+        if config.checkpoint is not None:
+            finish = None if shares is None else lambda path: shares.finish(path, model.get_submodule(path))
+            self._load(model, tensor, finish)
         _require_values(world.comm, model)
         if shares is not None:
             shares.share_out()
@@ -137,6 +160,15 @@ class Parts:
         if not config.keep_module_on_host:
             model.to(self._device)
         share_generators(tensor)
+
+    def _load(self, model: nn.Module, tensor: Comm, finish: Callable[[str], None] | None) -> None:
+        """Fill the model from the checkpoint. Collective over: all ranks."""
+        world = self._mesh.world
+        source = Path(self._config.base_dir) / str(self._config.checkpoint)
+        loaded = load_weights(model, source, world.node, tensor, finish=finish, everyone=world.comm)
+        remake_buffers(model)
+        if world.rank == 0:
+            log.info("%d tensors of %s in %.1f s", loaded.tensors, loaded.path, loaded.seconds)
 
     def close(self) -> None:
         """Give back what the steps have made. Collective over: all ranks."""

@@ -1,8 +1,8 @@
-"""The format of a model that answers."""
+"""The format of a model that answers, and models whose values are yet to come."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,3 +48,21 @@ def _require_format(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     if found != dtype:
         msg = f"{name} was built in zero.Init as {found}, and dtype is {dtype}; build the model in that format"
         raise ConfigError(msg)
+
+
+def is_empty(model: nn.Module) -> bool:
+    """True if a parameter or a saved buffer is on torch's meta device."""
+    return any(tensor.is_meta for tensor in model.state_dict(keep_vars=True).values())
+
+
+def empty_model(model: nn.Module) -> None:
+    """Drop the values of parameters and saved buffers: they are on torch's meta device then, and tied as before."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and not param.is_meta:
+                new = made.setdefault(id(param), torch.nn.Parameter(param.detach().to("meta"), param.requires_grad))
+                module._parameters[name] = new
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))
