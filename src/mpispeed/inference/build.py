@@ -141,6 +141,8 @@ class Parts:
         shares = self._find_experts(model)
         if config.set_empty_params:
             empty_model(model)
+        if tensor.size > 1 and not is_empty(model):
+            model.to("cpu")  # slices are made in host memory
         report = slice_model(
             model,
             tensor,
