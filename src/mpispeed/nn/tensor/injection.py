@@ -244,9 +244,12 @@ def _require_some(model: nn.Module, plan: _Plan, own: Mapping[str, str]) -> None
 
 
 def _leave_whole(model: nn.Module, plan: _Plan) -> None:
-    """Drop sites inside of what a layer wants whole."""
+    """Drop sites inside of what a layer wants whole, and experts that it slices itself."""
     for path, module in model.named_modules():
-        inner, reason = module.whole_part() if isinstance(module, SlicesItself) else ("", "")
+        if not isinstance(module, SlicesItself):
+            continue
+        plan.experts = [site for site in plan.experts if not site.path.startswith(f"{path}.")]
+        inner, reason = module.whole_part()
         start = f"{join(path, inner)}."
         for site in [site for site in plan.sites if reason and site.scope.startswith(start)]:
             plan.whole[site.scope] = reason
