@@ -74,13 +74,7 @@ def hub(name, count):
         "Gemma3Text": {"head_dim": 6},
         "Qwen3Moe": {"head_dim": 6, "num_experts": 4, **experts},
         "Llama4Text": {"head_dim": 6, "num_local_experts": 4, "intermediate_size_mlp": 48, **experts},
-        "DeepseekV2": {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "first_k_dense_replace": 1,
-            **latent,
-            **experts,
-        },
+        "DeepseekV2": {**latent, **experts},
         "Olmo2": {},
     }[name]
     kind = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}.get(name, f"{name}ForCausalLM")
