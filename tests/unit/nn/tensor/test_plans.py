@@ -17,6 +17,7 @@ from mpispeed.nn.tensor.trial_copies import RandomCopies
 from tests.helpers.hub_models import VOCAB, build, builders
 
 BOUND = 1e-5
+WIDE = {"intermediate_size": 14336, "vocab_size": 32000}
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))
@@ -187,3 +188,21 @@ def test_grains_only_where_each_rank_gets_one():
     assert {site.grain for site in sites} == {1, 6}  # 44 units, and heads of 6
     assert Division(2, grain=64).grain_of(128) == 64
     assert Division(3, grain=64).grain_of(128) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "size"),
+    [
+        ("gpt2", {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257, "n_positions": 1024}, 3),
+        ("qwen2", {"hidden_size": 896, "num_attention_heads": 14, "intermediate_size": 4864, "vocab_size": 151936}, 4),
+        ("bloom", {"hidden_size": 1024, "n_head": 16, "n_layer": 8, "vocab_size": 250880}, 4),
+        ("mixtral", {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8} | WIDE, 3),
+    ],
+)
+def test_share_of_each_rank(name, change, size):
+    """Models of real widths, of which everything that is large is sliced."""
+    with torch.device("meta"):
+        cut = [builders()[name](**change) for _ in range(size)]
+    options = {"vocab": True, "grain": 64, "forward_only": True, "without_values": True}
+    reports = sim.run(size, lambda world: inject(cut[world.comm.rank], world.comm, **options))
+    assert max(report.local_elements for report in reports) <= 1.05 * reports[0].elements / size
