@@ -16,6 +16,7 @@ from torch import nn
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.foreign.found import ReadOptions
 from mpispeed.ckpt.foreign.in_file import Files
+from mpispeed.inference.buffers import remake_buffers
 from mpispeed.inference.weights import budget as budgets
 from mpispeed.inference.weights import schedule
 from mpispeed.inference.weights.names import Matched, first_names, match, missing_message
@@ -23,7 +24,7 @@ from mpispeed.inference.weights.rounds import Pair, Rounds, check_sums
 from mpispeed.inference.weights.routes import Route, routes
 from mpispeed.inference.weights.schedule import Piece, make_pieces, make_rounds
 from mpispeed.inference.weights.sources import Source, Sources, find_sources
-from mpispeed.inference.weights.targets import Target, Targets, fill_unsaved, find_targets
+from mpispeed.inference.weights.targets import Target, Targets, find_targets
 from mpispeed.mesh.comm import Comm
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def _load(
         check_sums(node, sums, sources.sums)
         count = files.bytes_read
     with node.together(CheckpointError), torch.no_grad():
-        fill_unsaved(model)
+        remake_buffers(model)
     size_bytes = sum(_bytes(source) for _, source in matched.pairs)
     seconds = time.monotonic() - started
     return Loaded(sources.path, len(pairs), size_bytes, count, seconds, tuple(matched.unexpected))
