@@ -28,7 +28,7 @@ class OtherJob(UsageError):
 
 @dataclass(frozen=True)
 class Identity:
-    """What a job is; everything that has an influence on its results.
+    """Everything that has an influence on the results of a job.
 
     Attributes:
         prompts: digest of the file of prompts.

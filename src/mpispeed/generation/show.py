@@ -1,4 +1,4 @@
-"""What is in a file of results, or in the work folder of a job that is not finished."""
+"""The state of a job as its file of results or its work folder shows it."""
 
 from __future__ import annotations
 
