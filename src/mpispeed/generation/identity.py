@@ -18,6 +18,9 @@ from mpispeed.base.plain import printable, read_plain
 JOB_FILE = "job.json"
 """In the work folder of a job."""
 
+ANSWERED_FILE = "answered.json"
+"""In the work folder of a job whose results are written: their paths, {"results": [...]}; finished batches are gone."""
+
 FORMAT = "mpispeed-generate-1"
 _MOST_BYTES = 4 << 20
 
