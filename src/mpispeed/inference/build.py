@@ -14,6 +14,7 @@ from mpispeed.config.problems import Problem, refuse
 from mpispeed.inference.casting import cast_model
 from mpispeed.inference.engine import InferenceEngine, Limits
 from mpispeed.inference.groups import make_mesh
+from mpispeed.inference.quantized import options_of, quantize_model
 from mpispeed.inference.slicing import slice_model
 from mpispeed.plan.device import choose_device
 
@@ -41,12 +42,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("set_empty_params", lambda c: c.set_empty_params, "weights are not read yet; load them into the model"),
     Missing("save_mp_checkpoint_path", lambda c: c.save_mp_checkpoint_path, "slices are not written yet; remove it"),
     Missing("replace_with_kernel_inject", lambda c: c.replace_with_kernel_inject, "no layer is fused yet; use false"),
-    Missing("dtype", lambda c: c.dtype == torch.int8, "integer weights are not available yet; use fp16, bf16 or fp32"),
-    Missing(
-        "quant.weight",
-        lambda c: c.quant.weight.post_init_quant or c.quant.weight.quantized_initialization,
-        "integer weights are not available yet; remove the section",
-    ),
     Missing("zero", lambda c: c.streams_parameters, "parameters are not streamed yet; use tensor_parallel"),
     Missing("moe.ep_size", lambda c: c.moe.enabled and c.moe.ep_size > 1, "experts are not spread yet; use 1"),
 )
@@ -84,6 +79,7 @@ def build(model: nn.Module, config: InferenceConfig, world: World) -> InferenceE
         if report is not None:
             log.info("%s", report) if world.rank == 0 else log.debug("%s", report)
         _require_values(world.comm, model)
+        _quantize(model, config, tensor, world.rank)
         if not config.keep_module_on_host:
             model.to(device)
         share_generators(tensor, device)
@@ -94,6 +90,17 @@ def build(model: nn.Module, config: InferenceConfig, world: World) -> InferenceE
         raise
     limits = Limits(config.max_out_tokens, config.min_out_tokens)
     return InferenceEngine(model.eval(), mesh, limits=limits, config=config.config)
+
+
+def _quantize(model: nn.Module, config: InferenceConfig, tensor: Comm, rank: int) -> None:
+    """Code weights, if the settings ask for it. Collective over: `tensor`."""
+    given = config.quant.model_dump(exclude_unset=True)
+    options, notes = options_of(given, is_int8=config.dtype == torch.int8)
+    for note in notes if rank == 0 else ():
+        log.warning("%s", note)
+    if options is not None:
+        report = quantize_model(model, options, tensor=tensor)
+        log.info("%s", report) if rank == 0 else log.debug("%s", report)
 
 
 def _refuse_missing(config: InferenceConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.inference.quantized.layers import Format, is_table, quantized_class, reason_to_keep
 from mpispeed.inference.quantized.options import QuantOptions, Rule
 from mpispeed.nn.tensor import RowLinear
+from mpispeed.nn.tensor.tensor_cut import marks_of
 
 # names of layers, as models have them
 _QKV = frozenset(
@@ -93,7 +95,6 @@ def _named(path: str, options: QuantOptions, unused: set[str]) -> Rule | None:
 def _why_not(path: str, module: nn.Module, options: QuantOptions, blocks: tuple[str, ...]) -> str:
     """Why a layer without a rule is left out; "" if it is not."""
     name = path.rpartition(".")[2]
-    weight: Any = module._parameters["weight"]
     skipped = next((text for text in options.skip if text in path), "")
     reasons = {
         "no rule names it": options.only_named,
@@ -102,7 +103,7 @@ def _why_not(path: str, module: nn.Module, options: QuantOptions, blocks: tuple[
         "outside of the blocks": not is_table(module) and not options.heads and not _is_inside(path, blocks),
         "a router of experts": name in _ROUTERS,
         "queries, keys and values are left out": not options.qkv and name in _QKV,
-        f"fewer than {options.least} elements": weight.numel() < options.least,
+        f"fewer than {options.least} elements": _elements(module) < options.least,
     }
     return next((why for why, is_true in reasons.items() if is_true), "")
 
@@ -137,6 +138,13 @@ def _inputs(module: nn.Module) -> int:
     weight: Any = module._parameters["weight"]
     is_transposed = type(module).__name__ == "Conv1D" or bool(getattr(module, "transposed", False))
     return int(weight.shape[0 if is_transposed else 1])
+
+
+def _elements(module: nn.Module) -> int:
+    """Of the weight; of the full one where it is sliced, so that all ranks choose the same."""
+    weight: Any = module._parameters["weight"]
+    cut = marks_of(module).cuts.get("weight")
+    return math.prod(cut.shape) if cut is not None else int(weight.numel())
 
 
 def is_in_mlp(path: str) -> bool:
