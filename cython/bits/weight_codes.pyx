@@ -57,7 +57,8 @@ cdef mps_weight weight_of(tuple addresses, tuple sizes, int bits):
 
 
 def multiply(
-    uintptr_t out, uintptr_t x, uintptr_t bias, size_t count, int kind, tuple weight, tuple sizes, int bits, int threads,
+    uintptr_t out, uintptr_t x, uintptr_t bias, size_t count, int kind, tuple weight, tuple sizes, int bits,
+    int threads,
 ):
     """Write `count` rows at `x` times the transposed weight, plus the bias (0: none), to `out`.
 

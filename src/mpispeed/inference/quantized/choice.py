@@ -1,4 +1,4 @@
-"""Which layers of a model are quantized, by their kind, their place and their names."""
+"""Choice of the layers of a model to be quantized, by their kind, their place and their names."""
 
 from __future__ import annotations
 

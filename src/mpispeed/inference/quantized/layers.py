@@ -26,7 +26,7 @@ _STATE = "_coded_weight"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the weight of a layer is coded.
+    """The form of a coded weight.
 
     Attributes:
         bits: 8 or 4.
@@ -50,7 +50,7 @@ class Format:
 
 @dataclass(slots=True)
 class _State:
-    """What the buffers do not say: sizes, and the dtype of the weight, which the model may be cast from."""
+    """Facts beside the buffers: sizes, and the dtype of the weight, which casts of the model change."""
 
     width: int
     group: int

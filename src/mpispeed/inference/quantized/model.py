@@ -15,7 +15,7 @@ from mpispeed.mesh.comm import Comm
 
 @dataclass(slots=True)
 class Report:
-    """What was quantized.
+    """Result of the quantization of a model.
 
     Attributes:
         quantized: path of each layer -> how.

@@ -1,4 +1,4 @@
-"""What is quantized and how, from plain values of the settings."""
+"""Options of the quantization of a model, from plain values of the settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LANE = 16
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How layers with a given text in their path are quantized.
+    """Form of the weights of layers with a given text in their path.
 
     Attributes:
         bits: 8 or 4.
@@ -33,7 +33,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class QuantOptions:
-    """Which layers of a model are quantized, and how.
+    """Choice of layers of a model and form of their weights.
 
     Attributes:
         bits: 8 or 4.
