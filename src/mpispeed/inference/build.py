@@ -18,6 +18,7 @@ from mpispeed.inference.engine import InferenceEngine, Limits
 from mpispeed.inference.experts import ExpertShares
 from mpispeed.inference.groups import make_mesh
 from mpispeed.inference.in_step import InStep
+from mpispeed.inference.quantized import options_of, quantize_model
 from mpispeed.inference.slicing import share_generators, slice_model
 from mpispeed.inference.streaming import stream_model
 from mpispeed.inference.weights import load_weights
@@ -47,6 +48,13 @@ def _is_policy(config: InferenceConfig) -> bool:
     return isinstance(source, dict) or str(source).endswith(".json")
 
 
+def _codes_by_name(config: InferenceConfig) -> bool:
+    weight = config.quant.weight
+    return bool(weight.post_init_quant or weight.quantized_initialization)
+
+
+_STREAMED_CODES = "parameters are streamed, and codes are not; use fp16, bf16 or fp32"
+
 # Delete a row when its step is there.
 MISSING: tuple[Missing, ...] = (
     Missing("checkpoint", _is_policy, "load policies are not read yet; give a folder or a file of weights"),
@@ -57,12 +65,8 @@ MISSING: tuple[Missing, ...] = (
     ),
     Missing("save_mp_checkpoint_path", lambda c: c.save_mp_checkpoint_path, "slices are not written yet; remove it"),
     Missing("replace_with_kernel_inject", lambda c: c.replace_with_kernel_inject, "no layer is fused yet; use false"),
-    Missing("dtype", lambda c: c.dtype == torch.int8, "integer weights are not available yet; use fp16, bf16 or fp32"),
-    Missing(
-        "quant.weight",
-        lambda c: c.quant.weight.post_init_quant or c.quant.weight.quantized_initialization,
-        "integer weights are not available yet; remove the section",
-    ),
+    Missing("dtype", lambda c: c.streams_parameters and c.dtype == torch.int8, _STREAMED_CODES),
+    Missing("quant.weight", lambda c: c.streams_parameters and _codes_by_name(c), _STREAMED_CODES),
     Missing(
         "moe.ep_size",
         lambda c: c.streams_parameters and c.moe.enabled and c.moe.ep_size > 1,
@@ -159,6 +163,7 @@ class Parts:
         if shares is not None:
             shares.share_out()
             self.in_step = InStep(model, shares.comm, self._device)
+        _quantize(model, config, tensor, world.rank)
         if not config.keep_module_on_host:
             model.to(self._device)
         share_generators(tensor)
@@ -189,6 +194,17 @@ class Parts:
         shares = ExpertShares(model, section.ep_size, self._mesh["data"])
         self._closing.insert(0, shares.close)
         return shares
+
+
+def _quantize(model: nn.Module, config: InferenceConfig, tensor: Comm, rank: int) -> None:
+    """Code weights, if the settings ask for it. Collective over: `tensor`."""
+    given = config.quant.model_dump(exclude_unset=True)
+    options, notes = options_of(given, is_int8=config.dtype == torch.int8)
+    for note in notes if rank == 0 else ():
+        log.warning("%s", note)
+    if options is not None:
+        report = quantize_model(model, options, tensor=tensor)
+        log.info("%s", report) if rank == 0 else log.debug("%s", report)
 
 
 def _refuse_missing(config: InferenceConfig) -> None:

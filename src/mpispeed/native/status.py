@@ -29,6 +29,7 @@ MODULES = {
     "fp_sum": "tree sums and exact norms on host memory",
     "crc32c": "checksums",
     "block_quant": "block quantizers of compressed communication",
+    "weight_codes": "products with quantized weights",
     "one_bit": "signs of compressed sums over ranks",
     "permute": "rows of tokens on their way to experts and back",
     "meeting": "small sums and gathers of ranks on one node",
