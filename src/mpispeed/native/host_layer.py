@@ -25,7 +25,7 @@ _HEADS_DIM = 4
 def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, *, is_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """`x + residual`, rounded, and its layer norm, or its RMS norm if not `is_centered`.
+    """Give `x + residual`, rounded, and its layer norm, or its RMS norm if not `is_centered`.
 
     Shapes: x and residual [..., n], weight and bias [n]. Without a residual the sum is x itself.
 
@@ -52,7 +52,7 @@ def add_norm(
 
 
 def gated(x: Tensor, activation: str, other: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """f(x) * other, or f(x); the activation is not rounded in between.
+    """Give f(x) * other, or f(x); the activation is not rounded in between.
 
     Args:
         x: of any shape.
@@ -144,18 +144,19 @@ def rotate_reference(x: Tensor, cosine: Tensor, sine: Tensor, size: int, *, is_h
     return torch.cat((both.flatten(-2), rest), dim=-1).flatten(1).to(x.dtype)
 
 
-def takes_mask(mask: Tensor | None, dtype: torch.dtype) -> bool:
-    """True if `attend` can take a mask: none, booleans or addends of one query, the same for all heads."""
+def takes_mask(mask: Tensor | None, k: Tensor) -> bool:
+    """True if `attend` can take a mask with keys `k`: booleans or addends of one query, the same for all heads."""
     if mask is None:
         return True
-    is_one = mask.dim() == _HEADS_DIM and mask.shape[1] == 1 and mask.shape[2] == 1
-    return is_one and mask.is_cpu and mask.stride(3) == 1 and mask.dtype in (torch.bool, dtype)
+    is_one = mask.dim() == _HEADS_DIM and mask.shape[0] in (1, k.shape[0]) and mask.shape[1:3] == (1, 1)
+    fits = is_one and mask.shape[3] >= k.shape[2] and mask.stride(3) == 1
+    return fits and mask.is_cpu and mask.dtype in (torch.bool, k.dtype)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, slopes: Tensor | None = None
 ) -> Tensor:
-    """softmax(scale * q k^T + slope * place + mask) v of one query for each sequence.
+    """Attention softmax(scale * q k^T + slope * place + mask) v of one query for each sequence.
 
     Args:
         q: queries.
@@ -231,12 +232,10 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: T
     if k.stride(3) != 1 or v.stride(3) != 1:
         msg = f"attend: strides of k are {k.stride()}, of v {v.stride()}; the last has to be 1"
         raise ValueError(msg)
-    if mask is not None:
-        fits = takes_mask(mask, q.dtype) and mask.shape[0] in (1, q.shape[0]) and mask.shape[3] >= k.shape[2]
-        if not fits:
-            msg = f"attend: mask is {mask.dtype} {tuple(mask.shape)}; expected booleans or {q.dtype} "
-            msg += f"[{q.shape[0]} or 1, 1, 1, at least {k.shape[2]}] on the host"
-            raise ValueError(msg)
+    if mask is not None and not takes_mask(mask, k):
+        msg = f"attend: mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; expected booleans or {q.dtype} "
+        msg += f"[{q.shape[0]} or 1, 1, 1, at least {k.shape[2]}] on the host"
+        raise ValueError(msg)
     if slopes is not None and (slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32 or not slopes.is_cpu):
         msg = f"attend: slopes are {slopes.dtype} {tuple(slopes.shape)}; expected fp32 [{q.shape[1]}] on the host"
         raise ValueError(msg)
