@@ -23,6 +23,7 @@ SOURCES = {
     "one_bit": "bits/one_bit.pyx",
     "permute": "rows/permute.pyx",
     "meeting": "node/meeting.pyx",
+    "layer_loops": "layer/layer_loops.pyx",
     "block_io": "io/block_io.pyx",
     "launch": "device/launch.pyx",
 }

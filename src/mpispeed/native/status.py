@@ -33,6 +33,7 @@ MODULES = {
     "one_bit": "signs of compressed sums over ranks",
     "permute": "rows of tokens on their way to experts and back",
     "meeting": "small sums and gathers of ranks on one node",
+    "layer_loops": "transformer layers of inference on host memory",
     "block_io": "asynchronous reads and writes of files",
     "launch": "launches of kernels on a GPU",
 }
