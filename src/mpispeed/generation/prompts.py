@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpispeed.base.plain import printable
-from mpispeed.generation import prompt_lines, prompt_tables
+from mpispeed.generation import hdf5_tables, prompt_lines, prompt_tables
 from mpispeed.generation.prompt_index import JSON_LINES, TEXT, Index, Spans
 from mpispeed.generation.prompt_lines import Record
 from mpispeed.generation.requests import MOST_ANSWERS, Prompt, PromptError, options_of
@@ -88,7 +88,7 @@ def _open(path: Path) -> int:
 def _scan(path: Path, field: str, id_field: str | None, most_bytes: int) -> Index:
     try:
         with path.open("rb") as file:
-            if file.read(len(prompt_tables.MAGIC)) == prompt_tables.MAGIC:
+            if file.read(len(hdf5_tables.MAGIC)) == hdf5_tables.MAGIC:
                 return prompt_tables.scan(path, file, field, id_field, most_bytes)
             file.seek(0)
             return prompt_lines.scan(path, file, field, id_field, most_bytes)
