@@ -8,6 +8,7 @@ the network cannot carry them out by itself they wait for the owner to enter the
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,10 @@ NONE = -1
 
 OWNER_NAP_SECONDS = 5e-3
 """Longest nap of the thread that answers: what a request waits in vain, at worst. A waking costs some 50 us."""
+
+SWITCH_SECONDS = 0.5e-3
+"""Python's interval of switching threads on rank 0. Each call of MPI gives the interpreter away, and a main thread that
+is busy in Python keeps it so long: at the usual 5 ms an answer took 60 ms."""
 
 LAST_NAP_SECONDS = 20e-3
 """Longest nap of a rank that has nothing left to do but to wait for the others."""
@@ -190,6 +195,7 @@ class Counter:
         Collective over: all ranks.
         """
         self.waited_seconds = 0.0
+        self._switch_seconds = sys.getswitchinterval()
         self._comm = world.comm.duplicate()
         self._transport, self._rank = self._comm.transport, world.rank
         self._owner = Owner(self._transport, count, note) if world.rank == 0 else None
@@ -197,6 +203,7 @@ class Counter:
         channel = world.new_channel("counter")
         if self._owner is not None and world.size > 1 and (world.has_threads if is_threaded is None else is_threaded):
             channel.longest_nap_seconds = OWNER_NAP_SECONDS
+            sys.setswitchinterval(SWITCH_SECONDS)
             self._serving = channel.watch(self._owner.poll, "counter")
         self._is_own_server = self._owner is not None and self._serving is None and world.size > 1
         self._answer, self._number, self._arrival = _room(1), NONE, _always
@@ -258,6 +265,7 @@ class Counter:
             self._owner.close()
             if self._serving is not None:
                 self._serving.wait()
+                sys.setswitchinterval(self._switch_seconds)
             else:
                 nap_until(self._owner.poll)
         else:

@@ -132,11 +132,12 @@ class Sampler:
     Args:
         rows: one for each row of the batch.
         lengths: tokens of each row's prompt, without padding.
+        width: tokens of the padded prompts; by default those of the longest of `lengths`.
     """
 
-    def __init__(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[Row], lengths: Sequence[int], width: int = 0) -> None:
         self._rows = list(rows)
-        self._width, self._lengths = max(lengths), list(lengths)
+        self._width, self._lengths = width or max(lengths), list(lengths)
         self._drawn = [place for place, row in enumerate(rows) if row.temperature > 0]
         self._punished = [place for place, row in enumerate(rows) if row.repetition_penalty != 1]
         self._tables: dict[str, Tensor] = {}
