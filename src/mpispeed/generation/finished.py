@@ -261,8 +261,11 @@ def _scan_file(path: Path, identity: Identity, batches: Batches | None, found: F
     try:
         if _read(handle, 0, len(MAGIC)) != MAGIC:
             return "it is no file of finished batches"
-        records = _records(path, handle, os.fstat(handle).st_size, found.notes)
+        notes: list[str] = []
+        records = _records(path, handle, os.fstat(handle).st_size, notes)
         _, head = next(records, (0, b""))
+        if not head:
+            return "its first record is not whole, as a kill leaves it"
         try:
             other = Identity.from_json(head)
         except ValueError as failure:
@@ -273,7 +276,8 @@ def _scan_file(path: Path, identity: Identity, batches: Batches | None, found: F
         for start, payload in records:
             problem = found._take(len(found._files) - 1, start, payload, batches)
             if problem:
-                found.notes.append(f"a record at byte {start} of {path} is left out: {printable(problem, 200)}")
+                notes.append(f"a record at byte {start} of {path} is left out: {printable(problem, 200)}")
+        found.notes += notes
     finally:
         os.close(handle)
     return ""

@@ -175,17 +175,25 @@ class Prompts:
     def __iter__(self) -> Iterator[Prompt]:
         return (self[number] for number in range(len(self)))
 
+    def name_of(self, source: int) -> str:
+        """The id of the prompt at this position in the file. Raises as `__getitem__`."""
+        index = self.index
+        if index.kind == JSON_LINES:
+            return self._record(source).id or str(source)
+        if index.ids is not None:
+            return self._read(index.ids, source).decode()
+        column = index.columns.get(index.id_field or "")
+        return str(source if column is None else column[source])
+
     def _record(self, source: int) -> Record:
         index = self.index
         raw = self._read(index.contents, source)
         if index.kind == JSON_LINES:
             return prompt_lines.parse(raw, index.field, index.id_field)
         content: Any = raw.decode() if index.kind == TEXT else tuple(np.frombuffer(raw, index.dtype).tolist())
-        name = None if index.ids is None else self._read(index.ids, source).decode()
-        said = {key: column[source].item() for key, column in index.columns.items()}
-        number = said.pop(index.id_field, None) if index.id_field else None
-        given = {key: value for key, value in said.items() if value == value and (type(value) is float or value >= 0)}
-        return Record(name if number is None else str(number), content, options_of(given))
+        said = {key: column[source].item() for key, column in index.columns.items() if key != index.id_field}
+        given = {key: value for key, value in said.items() if value >= 0}  # not NaN either
+        return Record(self.name_of(source), content, options_of(given))
 
     def _read(self, spans: Spans, source: int) -> bytes:
         start, left = int(spans.starts[source]), int(spans.sizes[source])

@@ -28,6 +28,8 @@ _ROUNDS = 10
 _TOP_TOKENS = (1024, 8192)
 """As many of the likeliest tokens are sorted for top-p; more, then all where these have not enough probability."""
 
+_WORDS_AT_ONCE = 1 << 14
+
 _LARGEST = 1 - 2.0**-24
 """Largest uniform number: the next float of 32 bits is 1, whose logarithm would be infinite."""
 
@@ -99,8 +101,8 @@ def noise(keys: Tensor, position: int, tokens: int) -> Tensor:
     """
     blocks = torch.arange((tokens + 3) // 4, device=keys.device)
     found = torch.empty(len(keys), 4 * len(blocks), device=keys.device)
-    # one row at a time stays in the cache of a core; a device does better with all of them
-    step = 1 if keys.device.type == "cpu" else len(keys)
+    # few words at a time stay in the cache of a core; a device does better with all of them
+    step = max(1, _WORDS_AT_ONCE // len(blocks)) if keys.device.type == "cpu" else len(keys)
     for first in range(0, len(keys), step):
         rows = keys[first : first + step, :, None]
         words = philox((blocks, torch.full_like(blocks, position), rows[:, 2], rows[:, 3]), (rows[:, 0], rows[:, 1]))
