@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         data as data,
         elasticity as elasticity,
         features as features,
+        inference as inference,
         kernels as kernels,
         moe as moe,
         monitor as monitor,
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
         init_distributed as init_distributed,
         initialize as initialize,
     )
+    from mpispeed.inference import (
+        InferenceEngine as InferenceEngine,
+        init_inference as init_inference,
+    )
     from mpispeed.walltime.last_safe_step import RunEnded as RunEnded
     from mpispeed.nn.block import (
         DeepSpeedTransformerConfig as DeepSpeedTransformerConfig,
@@ -58,6 +63,7 @@ if TYPE_CHECKING:
 # Module -> its names that are public here. `tools/api_reference.py` builds the reference from this and PUBLIC_MODULES.
 PUBLIC_NAMES = {
     "mpispeed.engine": ("Engine", "add_config_arguments", "init_distributed", "initialize"),
+    "mpispeed.inference": ("InferenceEngine", "init_inference"),
     "mpispeed.walltime.last_safe_step": ("RunEnded",),
     "mpispeed.data.loader": ("RepeatingLoader",),
     "mpispeed.optim": ("CPUAdam", "FusedAdam", "FusedLamb"),
@@ -79,6 +85,7 @@ PUBLIC_MODULES = (
     "data",
     "elasticity",
     "features",
+    "inference",
     "kernels",
     "lightning",
     "moe",

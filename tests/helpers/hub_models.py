@@ -35,6 +35,20 @@ def builders():
         "gemma": make("GemmaForCausalLM", "GemmaConfig", head_dim=6, **grouped),
         "qwen3": make("Qwen3ForCausalLM", "Qwen3Config", head_dim=6, **grouped),
         "roberta": make("RobertaForMaskedLM", "RobertaConfig", **rotary, **still),
+        "bloom": make(
+            "BloomForCausalLM", "BloomConfig", vocab_size=VOCAB, hidden_size=24, n_layer=2, n_head=4,
+            hidden_dropout=0.0, attention_dropout=0.0,
+        ),
+        "mixtral": make(
+            "MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, **grouped
+        ),
+        "gpt_neo": make(
+            "GPTNeoForCausalLM", "GPTNeoConfig", hidden_size=24, num_layers=2, num_heads=4, window_size=4, **small,
+            attention_types=[[["global", "local"], 1]], resid_dropout=0.0, embed_dropout=0.0, attention_dropout=0.0,
+        ),
+        "gptj": make("GPTJForCausalLM", "GPTJConfig", rotary_dim=4, **gpt2),
+        "phi3": make("Phi3ForCausalLM", "Phi3Config", **grouped),
+        "gpt_neox": make("GPTNeoXForCausalLM", "GPTNeoXConfig", **rotary),
         "t5": make(
             "T5ForConditionalGeneration", "T5Config", vocab_size=VOCAB, d_model=24, d_kv=6, d_ff=44, num_layers=2,
             num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,

@@ -83,9 +83,11 @@ def explain(file: str, ranks: int, set_only: bool, as_json: bool) -> None:
 
 @config.command()
 @click.option("--markdown", is_flag=True, help="Print the reference page instead.")
-def schema(markdown: bool) -> None:
+@click.option("--inference", is_flag=True, help="The settings of init_inference, not those of training.")
+def schema(markdown: bool, inference: bool) -> None:
     """Print the file format as JSON Schema."""
-    from mpispeed.config.schema import reference_page
-    from mpispeed.config.schema import schema as json_schema
+    from mpispeed.config.schema import inference_page, inference_schema, reference_page
+    from mpispeed.config.schema import schema as training_schema
 
-    click.echo(reference_page() if markdown else json.dumps(json_schema(), indent=1), nl=not markdown)
+    page, table = (inference_page, inference_schema) if inference else (reference_page, training_schema)
+    click.echo(page() if markdown else json.dumps(table(), indent=1), nl=not markdown)

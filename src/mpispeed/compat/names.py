@@ -31,6 +31,11 @@ _LAYER = {"mpispeed.nn.block": "DeepSpeedTransformerConfig DeepSpeedTransformerL
 _ENGINE = {"mpispeed.engine": "Engine=DeepSpeedEngine"}
 _LOGGER = {"mpispeed.compat.logger": "logger log_dist LoggerFactory"}
 _COMM = {"mpispeed.compat.accelerate_state": "init_distributed is_initialized", "mpispeed.comm": "*"}
+_SETTINGS = {
+    "mpispeed.config.inference": "InferenceConfig=DeepSpeedInferenceConfig TPConfig=DeepSpeedTPConfig "
+    "MoEConfig=DeepSpeedMoEConfig QuantizationConfig WeightQuantConfig ActivationQuantConfig QKVQuantConfig "
+    "InferenceCheckpointConfig DtypeEnum MoETypeEnum",
+}
 _INIT = {
     "mpispeed.zero": "Init GatheredParameters register_external_parameter unregister_external_parameter",
     "mpispeed.compat.constructors": "ZeroParamStatus ZeroParamType zero_wrapper_for_fp_tensor_constructor "
@@ -48,6 +53,8 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.comm": "=dist",
         **_LOGGER,
         "mpispeed.compat.accelerator": "get_accelerator",
+        "mpispeed.config.inference": "InferenceConfig=DeepSpeedInferenceConfig",
+        "mpispeed.inference": "default_inference_config",
         "mpispeed.compat.names": "VERSION=__version__ GIT=__git_hash__ GIT=__git_branch__",
     },
     "accelerator": {"mpispeed.compat.accelerator": "get_accelerator set_accelerator DeepSpeedAccelerator"},
@@ -64,6 +71,9 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.elasticity": "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
     },
     "git_version_info": {"mpispeed.compat.names": "VERSION=version GIT=git_hash GIT=git_branch"},
+    "inference": {"mpispeed.inference": "*"},
+    "inference.config": _SETTINGS,
+    "inference.engine": {"mpispeed.inference": "InferenceEngine"},
     "launcher.runner": {"mpispeed.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
     "moe": {"mpispeed.moe": "*"},
     "moe.experts": {"mpispeed.nn.expert": "ExpertModules=Experts"},
@@ -175,17 +185,12 @@ GIT = "[none]"
 
 #: feature that is not there yet -> module -> its names
 LATER: dict[str, dict[str, str]] = {
-    "inference": {
-        "": "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config "
-        "DeepSpeedHybridEngine replace_transformer_layer revert_transformer_layer",
-        "inference": "",
-        "inference.config": "DeepSpeedInferenceConfig DeepSpeedMoEConfig DeepSpeedTPConfig InferenceCheckpointConfig "
-        "QuantizationConfig WeightQuantConfig ActivationQuantConfig QKVQuantConfig DtypeEnum",
-        "inference.engine": "InferenceEngine",
+    "the hybrid engine": {"": "DeepSpeedHybridEngine", "runtime.hybrid_engine": "DeepSpeedHybridEngine"},
+    "replacing single layers": {
+        "": "replace_transformer_layer revert_transformer_layer",
         "module_inject": "replace_transformer_layer revert_transformer_layer",
         "module_inject.containers": "",
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
-        "runtime.hybrid_engine": "DeepSpeedHybridEngine",
     },
     "the flops profiler": {
         "profiling": "",

@@ -172,7 +172,7 @@ class Answerer:
         if self.leaves_behind:
             from transformers import DynamicCache
 
-            group.cache = DynamicCache(config=self.opened.engine.config)
+            group.cache = DynamicCache(config=self.job.described.config)
         return group
 
     def _step(

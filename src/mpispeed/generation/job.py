@@ -51,7 +51,7 @@ ANSWERED = "answered.json"
 WAIT_SECONDS = 3600.0
 """Longest wait in a collective: ranks wait for the first one to look at all prompts, and for weights."""
 
-Open = Callable[["World", Described, "Settings"], Opened]
+Open = Callable[[Described, "Settings"], Opened]
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class Outcome:
     longest_wait_seconds: float = 0.0
 
 
-def _open(world: World, described: Described, settings: Settings) -> Opened:
-    return open_model(world, described, dtype=settings.dtype, tensor=settings.tensor, settings=settings.inference)
+def _open(described: Described, settings: Settings) -> Opened:
+    return open_model(described, dtype=settings.dtype, tensor=settings.tensor, settings=settings.inference)
 
 
 def run(settings: Settings, *, open_with: Open = _open) -> Outcome:
@@ -261,7 +261,7 @@ class Start:
         world, signals = self._world, SignalWatch(SIGNALS)
         signals.install()
         try:
-            opened = open_with(world, self._job.described, self._settings)
+            opened = open_with(self._job.described, self._settings)
             tally = self._tally(found)
             counter = Counter(world, len(todo), tally.note)
             heed = Heed(counter, world.rank, signals)

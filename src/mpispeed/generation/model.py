@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from mpispeed.base.errors import UsageError
 from mpispeed.base.plain import printable
+from mpispeed.engine.distributed import join_world
 
 if TYPE_CHECKING:
-    from mpispeed.mesh import Comm, World
+    from mpispeed.mesh import Comm
 
 T = TypeVar("T")
+
+MOST_POSITIONS = 1 << 20
+"""Of models whose config names no limit."""
 
 _PIECES, _PIECE_BYTES = 16, 4096
 """Of each large file of a model the digest takes so many pieces."""
@@ -168,11 +169,10 @@ def digest_of(folder: Path) -> str:
     return f"blake2b:{hashed.hexdigest()}"
 
 
-def open_model(world: World, described: Described, *, dtype: str | None, tensor: int, settings: Mapping[str, Any]) -> Opened:
+def open_model(described: Described, *, dtype: str | None, tensor: int, settings: Mapping[str, Any]) -> Opened:
     """Load the weights and make the engine.
 
     Args:
-        world: all ranks.
         described: the model.
         dtype: of the weights; None: as they are in their files.
         tensor: ranks that share each layer.
@@ -183,19 +183,26 @@ def open_model(world: World, described: Described, *, dtype: str | None, tensor:
     Raises:
         MpispeedError: on every rank, if a setting or the model does not fit.
     """
-    del settings, tensor
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from mpispeed.mesh import Mesh, Topology
+    from mpispeed.inference.api import init_inference
 
-    with world.comm.together(UsageError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    asked = {
+        "dtype": dtype or str(getattr(described.config, "dtype", None) or "float32").removeprefix("torch."),
+        "tensor_parallel": {"tp_size": tensor},
+        "max_out_tokens": described.most_positions or MOST_POSITIONS,
+    }
+    given = {"tensor_parallel": {"tp", "mp_size"}, "max_out_tokens": {"max_tokens"}}
+    asked = {name: value for name, value in asked.items() if not {name, *given.get(name, ())} & settings.keys()}
+    world = join_world()
+    with world.comm.together(UsageError):
         module = _read(
             lambda: AutoModelForCausalLM.from_pretrained(
-                described.folder, config=described.config, dtype=getattr(torch, dtype) if dtype else "auto",
-                local_files_only=True, trust_remote_code=False,
+                described.folder, config=described.config, dtype="auto", local_files_only=True, trust_remote_code=False
             ),
             described.folder,
-        )  # fmt: skip
-    mesh = Mesh(Topology({"data": world.size, "model": 1}), world)
-    return Opened(module.eval(), mesh["model"])
+        )
+        # Options of generation are those of the job, and nothing comes out of the model's folder besides.
+        module.generation_config = GenerationConfig()
+    engine = init_inference(module, dict(settings), **asked)
+    return Opened(engine, engine.mesh["model"])

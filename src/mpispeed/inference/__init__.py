@@ -1,1 +1,37 @@
-"""Models that answer: sliced, loaded, quantized and run by `init_inference`."""
+"""Models that answer: sliced, loaded, quantized and run by `init_inference`.
+
+Knows the config, meshes, slicing, checkpoints and native code. Must not know batches of prompts, files of answers, or
+job schedulers. Only `api`, `build` and what they read see the settings; parts take plain values.
+
+The public names are imported when they are first used, as the parts lie below this package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpispeed.inference.api import default_inference_config, init_inference
+    from mpispeed.inference.engine import InferenceEngine
+
+__all__ = [
+    "InferenceEngine",
+    "default_inference_config",
+    "init_inference",
+]
+
+_HOME = {
+    "InferenceEngine": "engine",
+    "default_inference_config": "api",
+    "init_inference": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        msg = f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(__all__)}"
+        raise AttributeError(msg)
+    found = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found

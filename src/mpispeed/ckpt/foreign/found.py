@@ -191,6 +191,8 @@ def _check_tensor(name: str, shape: tuple[int, ...], *parts: Values) -> None:
 
 def same_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     """A key that is equal for tensors of the same memory and shape."""
+    if tensor.is_meta:  # stands for bytes of a file that no other tensor has
+        return (id(tensor),)
     place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
     return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 

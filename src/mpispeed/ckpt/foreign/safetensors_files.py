@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignMissing
-from mpispeed.ckpt.foreign.mapping import map_file, typed
+from mpispeed.ckpt.foreign.mapping import current_notes, is_aligned, map_file, typed
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -55,10 +55,17 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         data = map_file(path)[8 + length :]
         tensors = {}
         for name, (dtype, shape, first, last) in rows.items():
-            tensors[name] = typed(data[first:last], dtype).reshape(shape)
+            tensors[name] = _tensor(data[first:last], dtype, shape)
     except (ValueError, RecursionError) as failure:
         raise _damaged(path, str(failure)) from failure
     return tensors, notes
+
+
+def _tensor(part: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    notes = current_notes()
+    if notes is not None and part.numel() and not is_aligned(part, dtype):
+        return notes.stand_in(part, dtype, shape)
+    return typed(part, dtype).reshape(shape)
 
 
 def strict_json(raw: bytes) -> dict[str, Any]:

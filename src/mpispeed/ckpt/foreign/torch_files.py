@@ -11,7 +11,7 @@ import torch
 
 from mpispeed.ckpt.foreign import torch_zips
 from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignMismatch, ForeignMissing, RefusedPickle
-from mpispeed.ckpt.foreign.mapping import map_file
+from mpispeed.ckpt.foreign.mapping import current_notes, map_file
 from mpispeed.ckpt.foreign.pickles import Damaged, Machine, Tidier
 from mpispeed.ckpt.foreign.torch_tensors import Storage, Tensors
 
@@ -61,7 +61,7 @@ def _read_zip(path: Path, content: torch.Tensor) -> Any:
 
     def part(key: str) -> torch.Tensor:
         if key not in parts:
-            parts[key] = _checked(content, found, f"data/{key}")
+            parts[key] = _elements(path, content, found, f"data/{key}")
         return parts[key]
 
     if _DESCRIPTION in found and found[_DESCRIPTION].size > _PICKLE_BYTES:
@@ -79,6 +79,16 @@ def _read_zip(path: Path, content: torch.Tensor) -> Any:
         msg = f"{_DESCRIPTION} goes on behind its end"
         raise Damaged(msg)
     return made
+
+
+def _elements(path: Path, content: torch.Tensor, found: Mapping[str, torch_zips.Entry], name: str) -> torch.Tensor:
+    """The bytes of an entry with elements, compared with their checksum now or, where places are noted, later."""
+    notes, entry = current_notes(), found.get(name)
+    if notes is None or entry is None:
+        return _checked(content, found, name)
+    if entry.crc:
+        notes.sums[str(path), entry.first, entry.last] = entry.crc
+    return content[entry.first : entry.last]
 
 
 def _checked(content: torch.Tensor, found: Mapping[str, torch_zips.Entry], name: str) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -35,6 +35,11 @@ class Values(ABC):
         for start in range(first, last, WINDOW):
             yield self.read(start, min(start + WINDOW, last))
 
+    def replaced(self, other: Callable[[Plain], Values]) -> Values:
+        """The same with `other(values)` in place of every tensor that it is made of."""
+        del other
+        return self
+
     def whole(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """All of it as a tensor with memory of its own."""
         out = torch.empty(self.numel, dtype=dtype or self.dtype)
@@ -50,7 +55,16 @@ class Plain(Values):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.numel(), tensor.dtype)
-        self._tensor = tensor.detach()
+        self._tensor = tensor.detach() if not tensor.is_meta else tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor."""
+        return self._tensor
+
+    def replaced(self, other: Callable[[Plain], Values]) -> Values:
+        """As `Values.replaced`."""
+        return other(self)
 
     def read(self, first: int, last: int) -> torch.Tensor:
         """As `Values.read`."""
@@ -75,6 +89,15 @@ class Chain(Values):
             self._starts.append(self._starts[-1] + last - first)
         super().__init__(self._starts[-1], dtype)
 
+    @property
+    def links(self) -> list[tuple[Values, int, int]]:
+        """As of the constructor."""
+        return list(self._links)
+
+    def replaced(self, other: Callable[[Plain], Values]) -> Values:
+        """As `Values.replaced`."""
+        return Chain([(values.replaced(other), first, last) for values, first, last in self._links], self.dtype)
+
     def read(self, first: int, last: int) -> torch.Tensor:
         """As `Values.read`."""
         parts = []
@@ -95,8 +118,13 @@ class SideBySide(Values):
 
     def __init__(self, slices: Sequence[Values], rows: int) -> None:
         super().__init__(sum(values.numel for values in slices), slices[0].dtype)
+        self._rows = rows
         self._slices = [(values, values.numel // rows if rows else 0) for values in slices]
         self._width = self.numel // rows if rows else 0
+
+    def replaced(self, other: Callable[[Plain], Values]) -> Values:
+        """As `Values.replaced`."""
+        return SideBySide([values.replaced(other) for values, _ in self._slices], self._rows)
 
     def read(self, first: int, last: int) -> torch.Tensor:
         """As `Values.read`."""
@@ -114,6 +142,10 @@ class Mean(Values):
     def __init__(self, copies: Sequence[Values]) -> None:
         super().__init__(copies[0].numel, copies[0].dtype)
         self._copies = list(copies)
+
+    def replaced(self, other: Callable[[Plain], Values]) -> Values:
+        """As `Values.replaced`."""
+        return Mean([values.replaced(other) for values in self._copies])
 
     def read(self, first: int, last: int) -> torch.Tensor:
         """As `Values.read`."""
@@ -151,6 +183,10 @@ class Rounded(Values):
     def __init__(self, values: Values, dtype: torch.dtype) -> None:
         super().__init__(values.numel, dtype)
         self._values = values
+
+    def replaced(self, other: Callable[[Plain], Values]) -> Values:
+        """As `Values.replaced`."""
+        return Rounded(self._values.replaced(other), self.dtype)
 
     def read(self, first: int, last: int) -> torch.Tensor:
         """As `Values.read`."""

@@ -1,1 +1,5 @@
-"""Weights of a model that answers: files read once per node and scattered into shards."""
+"""Loading of weights of any kind of file into models sliced over ranks, and saving of sharded copies."""
+
+from mpispeed.inference.weights.load import Loaded, load_weights
+
+__all__ = ["Loaded", "load_weights"]

@@ -32,7 +32,18 @@ def open_scratch(group: Transport) -> SharedScratch | None:
     Collective over: `group`, whose ranks are on one node.
     """
     piece_bytes = min(PIECE_BYTES, TOTAL_BYTES // (2 * (group.size + 1))) // 4096 * 4096
-    total_bytes = 2 * (group.size + 1) * piece_bytes
+    memory = map_together(group, 2 * (group.size + 1) * piece_bytes)
+    return None if memory is None else SharedScratch(group, memory, piece_bytes)
+
+
+def map_together(group: Transport, total_bytes: int) -> torch.Tensor | None:
+    """Memory that all ranks have in common, zero at first; None on every rank if any of them cannot map it.
+
+    Collective over: `group`, whose ranks are on one node.
+
+    Shapes:
+        result: uint8 [total_bytes]
+    """
     path, memory = "", None
     if group.rank == 0:
         path = _create(total_bytes)
@@ -42,7 +53,7 @@ def open_scratch(group: Transport) -> SharedScratch | None:
     is_mapped = all(group.library_gather_objects(memory is not None))
     if path and group.rank == 0:
         Path(path).unlink(missing_ok=True)
-    return SharedScratch(group, memory, piece_bytes) if is_mapped and memory is not None else None
+    return memory if is_mapped else None
 
 
 def _create(total_bytes: int) -> str:

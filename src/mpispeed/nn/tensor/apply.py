@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from mpispeed.base.even_split import share
 from mpispeed.mesh.comm import Comm
+from mpispeed.nn.tensor import regions
 from mpispeed.nn.tensor.dropout import Region, SplitDropout, give_own_stream, has_dropout
 from mpispeed.nn.tensor.entry import Entry, SequenceCut
 from mpispeed.nn.tensor.linear import ColumnLinear, RowLinear
-from mpispeed.nn.tensor.shard_plan import Column, Site, join, known_shape
+from mpispeed.nn.tensor.shard_plan import Column, Narrowed, Site, join, known_shape
 from mpispeed.nn.tensor.tensor_cut import marks_of
 
 
@@ -63,7 +63,7 @@ def apply_site(
         layers: gives full parameters.
     """
     region = Region()
-    is_attention = site.groups > 0
+    is_attention = bool(site.heads)
     # With a sliced sequence, attention itself has to see full sequences, not only its layers.
     entry = Entry(comm, sequence, len(site.columns))
     is_entered_whole = is_attention and sequence is not None
@@ -77,13 +77,14 @@ def apply_site(
     if site.row:
         old = model.get_submodule(site.row)
         _replace(model, site.row, layers.replaced(old, partial(_row, model, site, comm, sequence)))
-    groups = share(site.groups, comm.rank, comm.size)
-    for name, value in site.attributes:
-        setattr(holder, name, (groups[1] - groups[0]) * value)
+    for name, values in site.attributes:
+        setattr(holder, name, values[comm.rank])
+    for narrowed in site.narrowed:
+        _narrow(holder, narrowed, site, comm)
     for name in site.partial:
         owner, _, own = join(site.scope, name).rpartition(".")
         marks_of(model.get_submodule(owner)).partial.add(own)
-    if sequence is None and site.row:
+    if sequence is None and site.row and site.columns:
         _streams(model, site, comm, holder, region)
 
 
@@ -101,6 +102,7 @@ def _column(model: nn.Module, column: Column, site: Site, comm: Comm, entry: Ent
         transposed=widths.is_transposed,
         whole=old,
         entry=entry,
+        ranges=column.ranges,
     )
 
 
@@ -108,14 +110,15 @@ def _row(model: nn.Module, site: Site, comm: Comm, sequence: SequenceCut | None)
     old: Any = model.get_submodule(site.row)
     widths = known_shape(model, site.row)
     bias = getattr(old, "bias", None) is not None
-    options = {"grain": site.grain, "whole": old, "sequence": sequence, "bias": bias}
+    options = {"grain": site.grain, "whole": old, "sequence": sequence, "bias": bias, "ranges": site.ranges}
+    options |= {"input_is_whole": site.takes_whole}
     return RowLinear(widths.inputs, widths.outputs, comm, transposed=widths.is_transposed, **options)
 
 
 def _streams(model: nn.Module, site: Site, comm: Comm, holder: nn.Module, region: Region) -> None:
     """Give dropouts between column- and row-parallel layers different masks on every rank."""
     is_own = site.row.rpartition(".")[0] != site.holder or bool(site.after) or not _dropouts(holder)
-    if site.groups and is_own:
+    if site.heads and is_own:
         if has_dropout(holder, site.after):
             give_own_stream(holder, comm.rank, site.after)
         return
@@ -153,3 +156,42 @@ class WholeSequence:
         if args:
             return (self.entry(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self.entry(kwargs["hidden_states"])}
+
+
+def _narrow(holder: nn.Module, narrowed: Narrowed, site: Site, comm: Comm) -> None:
+    module: nn.Module = holder.get_submodule(narrowed.module)
+    start, stop = site.heads[comm.rank]
+    if narrowed.argument:
+        hook = OwnHeads(narrowed.argument, start, stop, site.heads[-1][1])
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    else:
+        module.register_forward_hook(OwnBiases(start, stop, comm))
+
+
+class OwnHeads:
+    """A hook before a module that narrows a keyword argument [batch * heads, ...] to this rank's heads."""
+
+    def __init__(self, argument: str, start: int, stop: int, heads: int) -> None:
+        self.argument, self.start, self.stop, self.heads = argument, start, stop, heads
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Arguments with this rank's heads."""
+        whole = kwargs.get(self.argument)
+        if whole is None:
+            return args, kwargs
+        own = whole.unflatten(0, (-1, self.heads))[:, self.start : self.stop].flatten(0, 1)
+        return args, {**kwargs, self.argument: own}
+
+
+class OwnBiases:
+    """A hook behind a module that narrows its output [..., heads] to this rank's heads."""
+
+    def __init__(self, start: int, stop: int, comm: Comm) -> None:
+        self.start, self.stop, self.comm = start, stop, comm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnBiases:
+        return OwnBiases(self.start, self.stop, self.comm)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        """The numbers of this rank's heads. Collective over: the slices, in backward."""
+        return regions.copy_to(output, self.comm)[..., self.start : self.stop]

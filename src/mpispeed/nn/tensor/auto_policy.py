@@ -16,11 +16,12 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.nn.tensor.apply import AT_HAND, Layers
+from mpispeed.nn.tensor.attention_plan import TooFewHeadsError, attention_site
 from mpispeed.nn.tensor.dropout import functional_dropouts
 from mpispeed.nn.tensor.equivalence import UNPROVED, prove
-from mpispeed.nn.tensor.shard_plan import Site, attention_site, child, join, mlp_site, shape_of
+from mpispeed.nn.tensor.shard_plan import FUSED, INTERLEAVED, Division, Site, child, join, mlp_site, shape_of
 
-# Names of layers, separate and fused, and of the layers behind them
+# Names of separate layers, and of the layers behind them
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -30,8 +31,6 @@ _SEPARATE = (
     ("wq", "wk", "wv"),
     ("q", "k", "v"),
 )
-_FUSED = ("qkv_proj", "qkv", "c_attn", "Wqkv", "wqkv", "in_proj", "to_qkv")
-_INTERLEAVED = ("query_key_value",)
 _OUTPUTS = (
     "o_proj", "out_proj", "out_lin", "to_out", "to_out.0", "wo", "o", "dense", "c_proj", "proj", "out", "output",
 )  # fmt: skip
@@ -79,13 +78,12 @@ class _Candidate:
 _Prover = Callable[[nn.Module, Site], tuple[tuple[str, ...], str]]
 
 
-def ruled_sites(model: nn.Module, size: int, grain: int, taken: set[str], layers: Layers = AT_HAND) -> Found:
+def ruled_sites(model: nn.Module, division: Division, taken: set[str], layers: Layers = AT_HAND) -> Found:
     """The sites in modules that no table knows.
 
     Args:
         model: the whole model.
-        size: ranks to slice for.
-        grain: widths without heads are sliced at multiples of it.
+        division: how to slice.
         taken: paths of layers that other sites have.
         layers: makes copies of modules to be tried.
 
@@ -105,7 +103,9 @@ def ruled_sites(model: nn.Module, size: int, grain: int, taken: set[str], layers
             paths = {join(path, layer) for layer in (*candidate.columns, candidate.row)}
             if paths & taken:
                 continue
-            result = _settle(model, path, candidate, partial(prove, size=size, layers=layers), (size, grain), proved)
+            result = _settle(
+                model, path, candidate, partial(prove, size=division.size, layers=layers), division, proved
+            )
             if isinstance(result, str):
                 found.whole[path] = result
             else:
@@ -119,7 +119,7 @@ def _alike(model: nn.Module, found: Found) -> Found:
     odd = {type(model.get_submodule(path)): path for path in found.whole}
     for site in list(found.sites):
         path = odd.get(type(model.get_submodule(site.scope)))
-        if site.groups and path is not None:
+        if site.heads and path is not None:
             found.sites.remove(site)
             found.whole[site.scope] = f"is of one class with {path}"
     return found
@@ -137,8 +137,8 @@ def _candidates(module: nn.Module) -> Iterator[_Candidate]:
             continue
         rows = _OUTPUTS if not below else ("output.dense", "output", "out_proj")
         forms = [(dict.fromkeys((join(below, n) for n in names), "column"), True) for names in _SEPARATE]
-        forms += [({join(below, name): "qkv"}, False) for name in _FUSED]
-        forms += [({join(below, name): "column"}, False) for name in _INTERLEAVED]
+        forms += [({join(below, name): "qkv"}, False) for name in FUSED]
+        forms += [({join(below, name): "interleaved"}, False) for name in INTERLEAVED]
         for columns, is_trusted in forms:
             row = next((row for row in rows if row not in columns and has(row)), "")
             if row and has(*columns):
@@ -160,15 +160,14 @@ def _settle(
     path: str,
     candidate: _Candidate,
     prover: _Prover,
-    cut: tuple[int, int],
+    division: Division,
     proved: dict[object, Site | str],
 ) -> Site | str:
     """The site, or the reason against it; modules that are alike are proved once."""
-    size, grain = cut
     module = model.get_submodule(path)
     key = (type(module), repr(module), tuple(candidate.columns.items()), candidate.row)
     if key not in proved:
-        proved[key] = _examine(module, candidate, prover, size, grain)
+        proved[key] = _examine(module, candidate, prover, division)
     known = proved[key]
     if isinstance(known, str):
         return known
@@ -176,22 +175,18 @@ def _settle(
     return replace(known, scope=path, holder=join(path, known.holder), columns=columns, row=join(path, known.row))
 
 
-def _examine(module: nn.Module, candidate: _Candidate, prover: _Prover, size: int, grain: int) -> Site | str:
+def _examine(module: nn.Module, candidate: _Candidate, prover: _Prover, division: Division) -> Site | str:
     """A candidate within its own module: paths are relative to it."""
     holder = child(module, next(iter(candidate.columns)).rpartition(".")[0]) or module
     drops = [name for name in functional_dropouts(holder) if name not in _ATTENTION_DROPOUT]
     if drops:
         return f"drops activations by the number {drops[0]}, in a place that is not known"
-    make: Callable[[], Site]
-    if candidate.has_heads:
-        make = lambda: attention_site(module, "", candidate.columns, candidate.row, size, source="rule")  # noqa: E731
-    else:
-        make = lambda: mlp_site(module, "", candidate.columns, candidate.row, grain=grain, source="rule")  # noqa: E731
+    make = attention_site if candidate.has_heads else mlp_site
     try:
-        site = make()
+        site = make(module, "", candidate.columns, candidate.row, division, source="rule")
+    except TooFewHeadsError:
+        raise
     except ConfigError as problem:
-        if "fewer than the" in str(problem):
-            raise
         return str(problem)
     reasons = []
     for attempt in (site, replace(site, attributes=_counts_only(site))):
@@ -221,6 +216,6 @@ def _trusted(module: nn.Module, candidate: _Candidate, site: Site, reason: str) 
     return replace(site, partial=norms, source="rule, by names")
 
 
-def _counts_only(site: Site) -> tuple[tuple[str, int], ...]:
+def _counts_only(site: Site) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The attributes that are numbers of heads, without widths."""
     return tuple((name, value) for name, value in site.attributes if "head" in name or name in ("nhead", "num_kv"))

@@ -30,6 +30,8 @@ class VocabEmbedding(CutLayer):
         comm: the slicing group.
         padding_idx: the row that gets no gradient.
         whole: an `nn.Embedding` whose table is sliced instead of a new one.
+        scale: multiplies the result.
+        rounds_scale: it has the dtype of the result.
         kwargs: `dtype` and `device` of a new table.
 
     Shapes:
@@ -50,6 +52,8 @@ class VocabEmbedding(CutLayer):
         *,
         padding_idx: int | None = None,
         whole: nn.Embedding | None = None,
+        scale: float = 1.0,
+        rounds_scale: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(comm)
@@ -58,19 +62,26 @@ class VocabEmbedding(CutLayer):
             msg = "an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut; leave it whole"
             raise UsageError(msg)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, table.padding_idx
+        self.scale, self.rounds_scale = scale, rounds_scale
         self._adopt("weight", table.weight, TensorCut("vocab", 0, tuple(table.weight.shape)))
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         """The rows; those of other ranks are zero before the sum."""
         if self.comm.size == 1:
-            return functional.embedding(index, self.weight, self.padding_idx)
+            return self._scaled(functional.embedding(index, self.weight, self.padding_idx))
         rows = vocab_rows(self.num_embeddings, self.comm.size)
         local = index - self.comm.rank * rows
         is_other = (local < 0) | (local >= rows) | (index >= self.num_embeddings)
         padding = None if self.padding_idx is None else self.padding_idx - self.comm.rank * rows
         padding = padding if padding is not None and 0 <= padding < rows else None
         found = functional.embedding(local.masked_fill(is_other, 0), self.weight, padding)
-        return regions.reduce_from(found.masked_fill(is_other.unsqueeze(-1), 0.0), self.comm, is_own=True)
+        found = found.masked_fill(is_other.unsqueeze(-1), 0.0)
+        return self._scaled(regions.reduce_from(found, self.comm, is_own=True))
+
+    def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.scale == 1.0:
+            return rows
+        return rows * (torch.tensor(self.scale, dtype=rows.dtype).item() if self.rounds_scale else self.scale)
 
     def extra_repr(self) -> str:
         """Full sizes and the rank."""

@@ -11,7 +11,7 @@ from torch import nn
 from mpispeed.mesh import sim
 from mpispeed.nn.tensor.apply import AT_HAND, Layers, apply_site
 from mpispeed.nn.tensor.shard_plan import Site, child, shape_of
-from mpispeed.nn.tensor.tensor_cut import cuts
+from mpispeed.nn.tensor.tensor_cut import COPIED, Ranges, cuts
 
 #: how a reason begins that is no proof of a difference
 UNPROVED = "cannot be tried"
@@ -67,7 +67,8 @@ def _compare(out: torch.Tensor, grads: dict[str, torch.Tensor], ranks: list[Any]
         parts = [found.get(name, torch.zeros(())) for _, _, found in ranks]
         cut = known.get(name)
         if cut is not None and cut.kind != "replicated":
-            is_right = _is_near(cut.join(parts), expected)
+            joined = cut.join(parts) if cut.kind != COPIED else _added(cut.ranges_of_ranks, cut.dim, parts, expected)
+            is_right = _is_near(joined, expected)
         elif all(_is_near(part, expected) for part in parts):
             is_right = True
         else:
@@ -78,6 +79,17 @@ def _compare(out: torch.Tensor, grads: dict[str, torch.Tensor], ranks: list[Any]
     if "" in partial:
         return (), "has another gradient of its input when it is cut"
     return tuple(partial), ""
+
+
+def _added(ranges: Ranges, dim: int, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter of which ranks have copies: partial sums."""
+    whole = torch.zeros_like(like)
+    for own, part in zip(ranges, parts, strict=True):
+        begin = 0
+        for start, stop in own:
+            whole.narrow(dim, start, stop - start).add_(part.narrow(dim, begin, stop - start))
+            begin += stop - start
+    return whole
 
 
 def _run(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -18,12 +18,15 @@ from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor.apply import AT_HAND, Layers, apply_site
 from mpispeed.nn.tensor.auto_policy import ruled_sites
 from mpispeed.nn.tensor.entry import SequenceCut
+from mpispeed.nn.tensor.expert_tensors import ExpertSite, expert_sites, slice_experts
+from mpispeed.nn.tensor.hub_plan import planned_sites
 from mpispeed.nn.tensor.linear import CutLayer
 from mpispeed.nn.tensor.own_slicing import SlicesItself
 from mpispeed.nn.tensor.policy import chosen_sites, known_sites
+from mpispeed.nn.tensor.row_policy import is_row_policy, row_sites
 from mpispeed.nn.tensor.sequence import blocks_of, cut_sequence, uncut_layers
-from mpispeed.nn.tensor.shard_plan import Site, child, join
-from mpispeed.nn.tensor.vocabulary import cut_vocab, retie, together, vocab_paths
+from mpispeed.nn.tensor.shard_plan import Division, Site, child, join
+from mpispeed.nn.tensor.vocabulary import cut_vocab, retie, together, told_paths, vocab_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +60,32 @@ class _Plan:
     sites: list[Site] = field(default_factory=list)
     vocab: list[str] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
+    experts: list[ExpertSite] = field(default_factory=list)
     blocks: str = ""
+
+    def taken(self) -> set[str]:
+        """Paths of all layers that are sliced."""
+        layers = {path for site in self.sites for path in (site.row, *(column.path for column in site.columns))}
+        return {*layers, *self.vocab, *(site.path for site in self.experts)} - {""}
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
     vocab: bool
     is_sequence_cut: bool
-    grain: int
-    has_values: bool
+    division: Division
+    tries: bool
 
 
 def inject(
     model: nn.Module,
     comm: Comm,
-    policy: Mapping[str, str] | None = None,
+    policy: Any = None,
     *,
     vocab: bool = False,
     sequence_parallel: bool = False,
     grain: int = 1,
+    forward_only: bool = False,
     without_values: bool = False,
     layers: Layers = AT_HAND,
 ) -> Report:
@@ -91,14 +101,17 @@ def inject(
         model: with full parameters in host memory, the same on all ranks; changed in place. Those that `layers` has
             not here are left to it.
         comm: the slicing group.
-        policy: a table for layers, see `chosen_sites`; nothing else is sliced then. None: GPT-2, LLaMA, Mistral, Qwen2,
-            BERT and OPT by a table of this package, other modules by a rule.
+        policy: a table for layers, see `chosen_sites`, or classes of blocks with the names of their row-parallel
+            layers, see `row_sites`; nothing else is sliced then. None: by the table of this package, other modules by
+            the model's own `tp_plan`, or by a rule.
         vocab: slice the embedding of tokens and the layer to logits by vocabulary. Logits are still returned in full.
         sequence_parallel: slice the sequence between attention and MLP, in training. Its length has to be a multiple of
             the number of ranks, and every linear layer of a block has to be sliced.
-        grain: widths that are no heads are sliced at multiples of it, as kernels may prefer.
-        without_values: for predictions, the model may be on torch's meta device and stays without values. The rule for
-            other modules is left out, as it runs them.
+        grain: widths that are no heads are sliced at multiples of it, as kernels may prefer; smaller ones as if it were
+            1.
+        forward_only: nobody wants gradients, so ranks may have copies of keys where there are fewer than ranks.
+        without_values: the model may be on torch's meta device and stays without values. The rule for other modules is
+            left out, as it runs them, but where `layers` gives it copies.
         layers: gives full parameters, one layer at a time.
 
     Collective over: `comm`.
@@ -108,16 +121,15 @@ def inject(
         UsageError: the model was injected before, or is not the same on all ranks. All errors are raised on all ranks.
     """
     _check_equal(model, comm, without_values=without_values)
-    plan = _planned(model, comm, policy, _Options(vocab, sequence_parallel, grain, not without_values), layers)
+    tries = not without_values or layers is not AT_HAND
+    options = _Options(vocab, sequence_parallel, Division(comm.size, grain, forward_only), tries)
+    plan = _planned(model, comm, policy, options, layers)
     if not without_values:
         _share_values(model, comm, layers)
     elements = _elements(model)
     sequence = SequenceCut(is_on=False) if sequence_parallel else None
     before = {path: module for path, module in model.named_modules()}
-    for site in plan.sites:
-        apply_site(model, site, comm, sequence, layers)
-    for path in plan.vocab:
-        cut_vocab(model, path, comm, layers)
+    _apply(model, plan, comm, sequence, layers)
     retie(model, before)
     own = _sliced_by_themselves(before, comm, layers, grain)
     _require_some(model, plan, own)
@@ -127,6 +139,16 @@ def inject(
     cut = {path: how[path] for path in before if path in how}
     whole = dict.fromkeys(uncut_layers(model), "") | plan.whole
     return Report(cut, whole, comm.size, elements, _elements(model))
+
+
+def _apply(model: nn.Module, plan: _Plan, comm: Comm, sequence: SequenceCut | None, layers: Layers) -> None:
+    """Replace the layers of a plan."""
+    for site in plan.sites:
+        apply_site(model, site, comm, sequence, layers)
+    for path in plan.vocab:
+        cut_vocab(model, path, comm, layers)
+    for experts in plan.experts:
+        slice_experts(model, experts, comm, layers)
 
 
 def _sliced_by_themselves(modules: Mapping[str, nn.Module], comm: Comm, layers: Layers, grain: int) -> dict[str, str]:
@@ -152,14 +174,12 @@ def _check_equal(model: nn.Module, comm: Comm, *, without_values: bool) -> None:
         raise _alike(UsageError(msg))
 
 
-def _planned(
-    model: nn.Module, comm: Comm, policy: Mapping[str, str] | None, options: _Options, layers: Layers
-) -> _Plan:
+def _planned(model: nn.Module, comm: Comm, policy: Any, options: _Options, layers: Layers) -> _Plan:
     """Rank 0's plan or its error, on all ranks."""
     found: Any = None
     if comm.rank == 0:
         try:
-            found = _plan(model, comm.size, policy, options, layers)
+            found = _plan(model, policy, options, layers)
         except ConfigError as problem:
             found = str(problem)
         except Exception as problem:
@@ -170,42 +190,52 @@ def _planned(
     return found
 
 
-def _plan(model: nn.Module, size: int, policy: Mapping[str, str] | None, options: _Options, layers: Layers) -> _Plan:
-    vocab, is_sequence_cut, grain = options.vocab, options.is_sequence_cut, options.grain
-    if grain < 1:
-        msg = f"grain={grain}; slices are multiples of at least one element"
+def _plan(model: nn.Module, policy: Any, options: _Options, layers: Layers) -> _Plan:
+    division = options.division
+    if division.grain < 1:
+        msg = f"grain={division.grain}; slices are multiples of at least one element"
         raise ConfigError(msg)
-    plan = _Plan()
-    if policy is not None:
-        chosen = chosen_sites(model, policy, size, grain)
-        plan.sites, plan.vocab = chosen.sites, chosen.vocab
-        plan.whole = dict.fromkeys(chosen.whole, "policy")
+    plan = _Plan(vocab=vocab_paths(model) if options.vocab else [])
+    if policy is None:
+        _find_all(model, plan, options, layers)
     else:
-        plan.sites = list(known_sites(model, size, grain))
-        taken = {path for site in plan.sites for path in (site.row, *(column.path for column in site.columns))}
-        if options.has_values:
-            ruled = ruled_sites(model, size, grain, taken, layers)
-            plan.sites += ruled.sites
-            plan.whole = ruled.whole
-    if vocab:
-        plan.vocab += [path for path in vocab_paths(model) if path not in plan.vocab]
+        find = row_sites if is_row_policy(model, policy) else chosen_sites
+        chosen = find(model, policy, division)
+        plan.sites, plan.whole = [site for site in chosen.sites if site.scope not in plan.vocab], chosen.whole
+        plan.vocab += [path for path in chosen.vocab if path not in plan.vocab]
     _leave_shared(model, plan)
     _leave_whole(model, plan)
     plan.vocab, odd = together(model, plan.vocab)
     plan.whole |= odd
-    plan.blocks = blocks_of(model, plan.sites) if is_sequence_cut else ""
+    plan.blocks = blocks_of(model, plan.sites) if options.is_sequence_cut else ""
     return plan
+
+
+def _find_all(model: nn.Module, plan: _Plan, options: _Options, layers: Layers) -> None:
+    """Look for layers by the table, then the model's own plan, then the rule."""
+    plan.sites = list(known_sites(model, options.division))
+    plan.experts = list(expert_sites(model, options.division))
+    planned, experts = planned_sites(model, options.division, plan.taken() | set(told_paths(model)))
+    plan.sites += planned.sites
+    plan.experts += experts
+    if options.tries:
+        ruled = ruled_sites(model, options.division, plan.taken(), layers)
+        plan.sites += ruled.sites
+        planned.whole |= ruled.whole
+    cut = plan.taken()
+    plan.whole = {path: why for path, why in planned.whole.items() if not any(p.startswith(f"{path}.") for p in cut)}
 
 
 def _told(plan: _Plan) -> dict[str, str]:
     """How each layer of a plan is sliced, by path."""
     how = {column.path: f"column, {site.source}" for site in plan.sites for column in site.columns}
     how |= {site.row: f"row, {site.source}" for site in plan.sites if site.row}
+    how |= {site.path: f"experts, {site.source}" for site in plan.experts}
     return how | dict.fromkeys(plan.vocab, "vocab")
 
 
 def _require_some(model: nn.Module, plan: _Plan, own: Mapping[str, str]) -> None:
-    if plan.sites or plan.vocab or own:
+    if plan.taken() or own:
         return
     reasons = "; ".join(f"{path}: {why}" for path, why in list(plan.whole.items())[:5])
     msg = f"no layer of {type(model).__name__} can be cut{f' ({reasons})' if reasons else ''}; name layers in a "

@@ -20,7 +20,7 @@ from mpispeed.base.split_grads import Splits
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor import regions
 from mpispeed.nn.tensor.entry import Entry, SequenceCut
-from mpispeed.nn.tensor.tensor_cut import TensorCut, marks_of
+from mpispeed.nn.tensor.tensor_cut import COPIED, Ranges, TensorCut, marks_of
 
 Layer = TypeVar("Layer", bound="CutLayer")
 
@@ -78,6 +78,7 @@ class ColumnLinear(CutLayer):
         transposed: the weight is [in_features, out_features], as of GPT-2's `Conv1D`.
         whole: a layer whose `weight` and `bias` are sliced instead of new ones; they are not changed.
         entry: entry of the input into the sliced region; layers that take the same input share one.
+        ranges: of the output on each rank, instead of shares; they may overlap, and gradients are then partial sums.
         kwargs: `dtype` and `device` of new weights.
 
     Shapes:
@@ -106,18 +107,19 @@ class ColumnLinear(CutLayer):
         transposed: bool = False,
         whole: nn.Module | None = None,
         entry: Entry | None = None,
+        ranges: Ranges = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(comm)
-        if gather_output and (sub_sizes or set(grains) - {1}):
+        if gather_output and (ranges or sub_sizes or set(grains) - {1}):
             msg = f"gather_output joins one part in grains of 1, not parts {tuple(sub_sizes)} in grains {tuple(grains)}"
             raise UsageError(msg)
         self.in_features, self.out_features = in_features, out_features
         self.gather_output, self.transposed = gather_output, transposed
         self.entry = entry or Entry(comm, SequenceCut(sequence_dim) if sequence_parallel else None)
-        kind = "sub" if sub_sizes else "column"
+        kind = COPIED if ranges else "sub" if sub_sizes else "column"
         weight, offset = _tensors(whole or whole_linear(in_features, out_features, bias, transposed, **kwargs))
-        parts = (tuple(sub_sizes), tuple(grains))
+        parts = (tuple(sub_sizes), tuple(grains), tuple(ranges))
         self._adopt("weight", weight, TensorCut(kind, 1 if transposed else 0, tuple(weight.shape), *parts))
         self._adopt("bias", offset, TensorCut(kind, 0, (out_features,), *parts))
 
@@ -148,6 +150,7 @@ class RowLinear(CutLayer):
         transposed: the weight is [in_features, out_features], as of GPT-2's `Conv1D`.
         whole: a layer whose `weight` and `bias` are taken instead of new ones; they are not changed.
         sequence: shared by the layers of a model whose sequence is not always sliced.
+        ranges: of the input on each rank, instead of shares.
         kwargs: `dtype` and `device` of new weights.
 
     Shapes:
@@ -174,17 +177,19 @@ class RowLinear(CutLayer):
         transposed: bool = False,
         whole: nn.Module | None = None,
         sequence: SequenceCut | None = None,
+        ranges: Ranges = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(comm)
-        if input_is_whole and grain > 1:
-            msg = f"input_is_whole takes parts in grains of 1, not {grain}"
+        if input_is_whole and (grain > 1 or ranges):
+            msg = f"input_is_whole takes parts in grains of 1, not {ranges or grain}"
             raise UsageError(msg)
         self.in_features, self.out_features = in_features, out_features
         self.input_is_whole, self.transposed = input_is_whole, transposed
         self.sequence = sequence or (SequenceCut(sequence_dim) if sequence_parallel else None)
         weight, offset = _tensors(whole or whole_linear(in_features, out_features, bias, transposed, **kwargs))
-        self._adopt("weight", weight, TensorCut("row", 0 if transposed else 1, tuple(weight.shape), (), (grain,)))
+        how = (COPIED if ranges else "row", 0 if transposed else 1, tuple(weight.shape))
+        self._adopt("weight", weight, TensorCut(*how, (), (grain,), tuple(ranges)))
         self._adopt("bias", offset, TensorCut("replicated", -1, (out_features,)))
         if self.sequence is not None and self.bias is not None:
             marks_of(self).partial.add("bias")

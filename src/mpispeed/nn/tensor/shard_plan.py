@@ -9,24 +9,41 @@ from typing import Any
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.nn.tensor.tensor_cut import Ranges
 
 #: layout of the outputs of a column-parallel layer
-FORMS = ("column", "qkv", "kv", "gate_up")
+FORMS = ("column", "qkv", "kv", "interleaved", "gate_up")
 
-# names under which attention modules, or their configs, keep these numbers
-_QUERIES = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "n_head",
-    "num_attn_heads",
-    "attention_heads",
-    "nhead",
-    "heads",
-)
-_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_kv")
-_GROUPS = ("num_key_value_groups", "n_rep")
-_WIDTHS = ("embed_dim", "hidden_size", "all_head_size", "split_size", "inner_dim", "d_model", "dim", "n_embd")
+# names of layers with query, key and value, one behind the other, or those of each head together
+FUSED = ("qkv_proj", "qkv", "c_attn", "Wqkv", "wqkv", "W_pack", "in_proj", "to_qkv")
+INTERLEAVED = ("query_key_value",)
+
+
+def form_of(path: str) -> str:
+    """The form that the outputs of a layer of this name have."""
+    name = path.rpartition(".")[2]
+    if name in FUSED:
+        return "qkv"
+    return {"gate_up_proj": "gate_up"}.get(name, "interleaved" if name in INTERLEAVED else "column")
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Division of a model over ranks.
+
+    Attributes:
+        size: ranks to slice for.
+        grain: widths that are no heads are sliced at multiples of it, if every rank gets one.
+        forward_only: nobody wants gradients. Then with fewer keys than ranks several ranks get the same one.
+    """
+
+    size: int
+    grain: int = 1
+    forward_only: bool = False
+
+    def grain_of(self, width: int) -> int:
+        """The grain at which `width` is sliced."""
+        return self.grain if width >= self.grain * self.size else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +54,26 @@ class Column:
         path: of the layer in the model.
         sub_sizes: as of `ColumnLinear`.
         grains: likewise.
+        ranges: likewise.
     """
 
     path: str
     sub_sizes: tuple[int, ...] = ()
     grains: tuple[int, ...] = ()
+    ranges: Ranges = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """A tensor of all heads that meets this rank's heads.
+
+    Attributes:
+        module: path below the holder; "" for itself.
+        argument: of this name, [batch * heads, ...]; "" for the module's output, [..., heads].
+    """
+
+    module: str = ""
+    argument: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +86,14 @@ class Site:
         columns: layers that are sliced by their outputs.
         row: path of the layer that is sliced by its inputs and sums; "" for none, then outputs are gathered.
         grain: its share of the inputs is a multiple of it.
-        groups: heads of keys, each with its queries, divided between the ranks; 0 for no attention.
-        attributes: (name, value for one group) of numbers that the holder keeps.
+        ranges: of its inputs, where they are no such shares; empty else.
+        heads: range [start, stop) of query heads on each rank; empty for no attention.
+        attributes: (name, value on each rank) of numbers that the holder keeps.
+        narrowed: tensors of all heads.
         after: dropouts of the holder that come behind the row-parallel layer.
         partial: names in the scope of replicated parameters that every head uses.
         source: how it was found.
+        takes_whole: the row-parallel layer gets all inputs on every rank, and takes its part.
     """
 
     scope: str
@@ -66,11 +101,14 @@ class Site:
     columns: tuple[Column, ...]
     row: str
     grain: int = 1
-    groups: int = 0
-    attributes: tuple[tuple[str, int], ...] = ()
+    ranges: Ranges = ()
+    heads: tuple[tuple[int, int], ...] = ()
+    attributes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    narrowed: tuple[Narrowed, ...] = ()
     after: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     source: str = ""
+    takes_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +164,7 @@ def common(paths: Iterable[str]) -> str:
 
 
 def mlp_site(
-    model: nn.Module, scope: str, columns: Mapping[str, str], row: str, *, grain: int = 1, source: str = ""
+    model: nn.Module, scope: str, columns: Mapping[str, str], row: str, division: Division, *, source: str = ""
 ) -> Site:
     """A site without heads.
 
@@ -135,100 +173,22 @@ def mlp_site(
         scope: path of the module that contains the layers.
         columns: path of each -> its form.
         row: path of the row-parallel layer.
-        grain: widths are sliced at multiples of it.
+        division: how.
         source: for the report.
 
     Raises:
         ConfigError: widths do not fit.
     """
     inner = known_shape(model, row).inputs
-    made = []
+    grain, made = division.grain_of(inner), []
     for path, form in columns.items():
         outputs, parts = known_shape(model, path).outputs, 2 if form == "gate_up" else 1
-        if outputs != parts * inner or form in ("qkv", "kv"):
+        if outputs != parts * inner or form not in ("column", "gate_up"):
             msg = f"{path} ({form}) has {outputs} outputs, and {row} behind it {inner} inputs: they cannot be cut alike"
             raise ConfigError(msg)
         made.append(Column(path, (inner,) * parts if parts > 1 else (), (grain,) * parts))
     holder = next(iter(columns)).rpartition(".")[0]
     return Site(scope, holder, tuple(made), row, grain, source=source)
-
-
-def attention_site(
-    model: nn.Module,
-    scope: str,
-    columns: Mapping[str, str],
-    row: str,
-    size: int,
-    *,
-    after: tuple[str, ...] = (),
-    partial: tuple[str, ...] = (),
-    source: str = "",
-) -> Site:
-    """A site that is sliced by groups of heads.
-
-    Args:
-        model: the whole model.
-        scope: path of the module that contains the layers.
-        columns: path of each -> its form.
-        row: path of the row-parallel layer, whose inputs are the heads.
-        size: ranks to slice for.
-        after: as of `Site`.
-        partial: likewise.
-        source: for the report.
-
-    Raises:
-        ConfigError: there is no number of heads, it does not fit to the widths, or there are fewer than ranks.
-    """
-    holder_path = next(iter(columns)).rpartition(".")[0]
-    holder = child(model, holder_path)
-    inner = known_shape(model, row).inputs
-    queries, keys = _heads(holder, holder_path, inner)
-    if queries < size:
-        msg = f"{holder_path} has {queries} heads, fewer than the {size} ranks that shall share them; "
-        msg += f"use at most {queries} ranks for tensor parallelism, or leave it whole in a policy"
-        raise ConfigError(msg)
-    made = tuple(_column(model, path, form, inner, (queries, keys)) for path, form in columns.items())
-    attributes = [(name, queries // keys) for name in _QUERIES if holder.__dict__.get(name) == queries]
-    attributes += [(name, 1) for name in _KEYS if holder.__dict__.get(name) == keys]
-    attributes += [(name, inner // keys) for name in _WIDTHS if holder.__dict__.get(name) == inner]
-    cut = (made, row, inner // keys, keys, tuple(attributes))
-    return Site(scope, holder_path, *cut, after=after, partial=partial, source=source)
-
-
-def _column(model: nn.Module, path: str, form: str, inner: int, heads: tuple[int, int]) -> Column:
-    outputs, (queries, keys) = known_shape(model, path).outputs, heads
-    width = inner // queries
-    sizes = {"qkv": (inner, keys * width, keys * width), "kv": (keys * width, keys * width)}.get(form, (outputs,))
-    if sum(sizes) != outputs or any(part % keys for part in sizes) or form == "gate_up":
-        msg = f"{path} ({form}) has {outputs} outputs, which are not those of {queries} heads of width {width} with "
-        msg += f"{keys} keys; name its form in a policy ({', '.join(FORMS)}), or leave it whole"
-        raise ConfigError(msg)
-    return Column(path, sizes if len(sizes) > 1 else (), tuple(part // keys for part in sizes))
-
-
-def _heads(holder: Any, path: str, inner: int) -> tuple[int, int]:
-    """(heads of queries, heads of keys)."""
-    queries = number(holder, _QUERIES)
-    groups = number(holder, _GROUPS)
-    keys = number(holder, _KEYS) or (queries // groups if queries and groups else queries)
-    if not queries or not keys:
-        msg = f"{path} ({type(holder).__name__}) has no number of heads ({', '.join(_QUERIES[:4])}, ...)"
-        raise ConfigError(msg)
-    if inner % queries or queries % keys:
-        msg = f"{path} has {queries} heads, {keys} of keys, for a width of {inner}: these do not divide"
-        raise ConfigError(msg)
-    return queries, keys
-
-
-def number(holder: Any, names: Iterable[str]) -> int:
-    """The first of these attributes that is a whole number, of the module or else of its config; 0 for none."""
-    names = tuple(names)
-    for owner in (holder, getattr(holder, "config", None)):
-        for name in names:
-            found = getattr(owner, name, None)
-            if isinstance(found, int) and not isinstance(found, bool):
-                return found
-    return 0
 
 
 def known_shape(model: nn.Module, path: str) -> Shape:

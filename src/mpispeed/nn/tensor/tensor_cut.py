@@ -16,8 +16,13 @@ from mpispeed.base.even_split import share
 WHOLE_KINDS = ("replicated",)
 #: sliced by the code of the model itself
 OWN = "own"
+#: sliced for predictions, with elements that several ranks have
+COPIED = "copied"
 
 _MARKS = "_tensor_marks"
+
+Ranges = tuple[tuple[tuple[int, int], ...], ...]
+"""For each rank the ranges [start, stop) that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,13 @@ class TensorCut:
         kind: "column" or "row" (one part along `dim`), "sub" (several parts along `dim`, each sliced by itself, the
             shares one behind the other: fused query, key and value), "vocab" (equally many rows on all ranks, those
             behind `shape[0]` are padding), "own" (by the model's own code; `sub_sizes` are the lengths on the ranks),
-            or "replicated" (full on all ranks).
+            "copied" (`ranges_of_ranks` along `dim`, which may overlap), or "replicated" (full on all ranks).
         dim: the dim that is sliced, -1 for none.
         shape: of the full parameter, without padding.
         sub_sizes: lengths of the parts along `dim` of kind "sub", of the ranks' pieces of kind "own".
         grains: one for each part (one for "column" and "row"): its share is a multiple of so many elements, but for
             the last; empty for 1 everywhere.
+        ranges_of_ranks: of kind "copied": for each rank the ranges [start, stop) that it has, one behind the other.
 
     Raises:
         ConfigError: these do not fit to each other.
@@ -44,6 +50,7 @@ class TensorCut:
     shape: tuple[int, ...]
     sub_sizes: tuple[int, ...] = ()
     grains: tuple[int, ...] = ()
+    ranges_of_ranks: Ranges = ()
 
     def __post_init__(self) -> None:
         if self.kind in WHOLE_KINDS:
@@ -67,16 +74,23 @@ class TensorCut:
             rows, full = vocab_rows(self.shape[0], size), self.shape[0]
             return [(min(rank * rows, full), min((rank + 1) * rows, full))]
         if self.kind == OWN:
-            if size != len(self.sub_sizes):
-                msg = f"{len(self.sub_sizes)} ranks have pieces of {self.sub_sizes}; they cannot be those of {size}"
-                raise ConfigError(msg)
+            self._require(size, len(self.sub_sizes))
             return [(sum(self.sub_sizes[:rank]), sum(self.sub_sizes[: rank + 1]))]
+        if self.kind == COPIED:
+            self._require(size, len(self.ranges_of_ranks))
+            return list(self.ranges_of_ranks[rank])
         begin, found = 0, []
         for length, grain in self.parts:
             start, stop = share(length, rank, size, grain)
             found.append((begin + start, begin + stop))
             begin += length
         return found
+
+    def _require(self, size: int, ranks: int) -> None:
+        if size != ranks:
+            pieces = self.sub_sizes or self.ranges_of_ranks
+            msg = f"{ranks} ranks have pieces of {pieces}; they cannot be those of {size}"
+            raise ConfigError(msg)
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
         """Shape of the slice of rank `rank` of `size`, with padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,13 +23,21 @@ def vocab_paths(model: Any) -> list[str]:
     Raises:
         ConfigError: the model does not name them.
     """
-    tables = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
-    paths = [path for path, module in model.named_modules() if any(module is table for table in tables)]
+    paths = told_paths(model)
     if not paths:
         msg = f"vocab: {type(model).__name__} does not tell its embedding of tokens (get_input_embeddings); name the "
         msg += 'layers in a policy, e.g. {"embed": "vocab", "head": "vocab"}'
         raise ConfigError(msg)
     return paths
+
+
+def told_paths(model: Any) -> list[str]:
+    """As `vocab_paths`; empty if the model does not name them."""
+    tables = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        with contextlib.suppress(NotImplementedError):  # as models of transformers without one answer
+            tables.append(getattr(model, name, lambda: None)())
+    return [path for path, module in model.named_modules() if any(module is table for table in tables)]
 
 
 def together(model: nn.Module, paths: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -52,9 +61,19 @@ def together(model: nn.Module, paths: list[str]) -> tuple[list[str], dict[str, s
 
 def _can_be_cut(module: nn.Module) -> bool:
     """True for an embedding or a linear layer that can be sliced by vocabulary."""
-    if type(module) is nn.Embedding:
+    if isinstance(module, nn.Embedding) and _scale_of(module) is not None:
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     return type(module) is nn.Linear and shape_of(module) is not None
+
+
+def _scale_of(table: nn.Embedding) -> float | None:
+    """What a plain embedding, or one of transformers with a factor, multiplies its rows with; None: another kind."""
+    if type(table) is nn.Embedding:
+        return 1.0
+    if not type(table).__name__.endswith("ScaledWordEmbedding"):
+        return None
+    found = getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", None))
+    return float(found) if isinstance(found, (int, float)) else None
 
 
 def cut_vocab(model: nn.Module, path: str, comm: Comm, layers: Layers = AT_HAND) -> None:
@@ -69,7 +88,8 @@ def cut_vocab(model: nn.Module, path: str, comm: Comm, layers: Layers = AT_HAND)
 
 def _sliced(old: Any, comm: Comm) -> nn.Module:
     if isinstance(old, nn.Embedding):
-        return VocabEmbedding(old.num_embeddings, old.embedding_dim, comm, whole=old)
+        options: dict[str, Any] = {"scale": _scale_of(old), "rounds_scale": hasattr(old, "scalar_embed_scale")}
+        return VocabEmbedding(old.num_embeddings, old.embedding_dim, comm, whole=old, **options)
     return VocabLinear(old.in_features, old.out_features, comm, bias=old.bias is not None, whole=old)
 
 

@@ -1,0 +1,219 @@
+"""Loading of weights into a model that is sliced already: each file is read once per node, straight into the slices."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt.foreign.found import ReadOptions
+from mpispeed.ckpt.foreign.in_file import Files
+from mpispeed.inference.weights import budget as budgets
+from mpispeed.inference.weights import schedule
+from mpispeed.inference.weights.names import Matched, first_names, match, missing_message
+from mpispeed.inference.weights.rounds import Pair, Rounds, check_sums
+from mpispeed.inference.weights.routes import Route, routes
+from mpispeed.inference.weights.schedule import Piece, make_pieces, make_rounds
+from mpispeed.inference.weights.sources import Source, Sources, find_sources
+from mpispeed.inference.weights.targets import Target, Targets, fill_unsaved, find_targets
+from mpispeed.mesh.comm import Comm
+
+log = logging.getLogger(__name__)
+
+#: of one rank: more of them only wait for the same memory
+_MOST_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Result of a load.
+
+    Attributes:
+        path: file or folder.
+        tensors: of the model that have values from it.
+        unexpected: names in the files that the model has no place for.
+
+    Units:
+        size_bytes: of the tensors in the files; bytes_read: by this rank; seconds: wall time.
+    """
+
+    path: Path
+    tensors: int
+    size_bytes: int
+    bytes_read: int
+    seconds: float
+    unexpected: tuple[str, ...]
+
+
+def load_weights(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    node: Comm,
+    tensor: Comm,
+    *,
+    tag: str | None = None,
+    dtype: torch.dtype | None = None,
+    budget: int | None = None,
+    finish: Callable[[str], None] | None = None,
+    everyone: Comm | None = None,
+    options: ReadOptions | None = None,
+) -> Loaded:
+    """Fill the parameters and buffers of a model from files.
+
+    Ranks of a node read different pieces of the files, at most 4 MiB at a time, and hand the others what they need
+    through shared memory, so that no rank has more than its slice and some pieces.
+
+    Args:
+        model: sliced over `tensor` or not (`nn.tensor.cuts`); tensors on the meta device get memory as they are read.
+        source: a file or folder of safetensors or torch files, our checkpoints, DeepSpeed's, a copy by `save_sharded`.
+        node: the ranks of this node that load the model.
+        tensor: the slicing group.
+        tag: of a folder of checkpoints; None for the one that `latest` names.
+        dtype: of parameters and buffers with a fraction; None for those that they have.
+        budget: bytes that a rank may allocate; None for what the node has left.
+        finish: called with the path of each module when its own tensors are there, in the same order on all ranks.
+        everyone: all ranks that load at the same time, which raise the same error; None for those of the node.
+        options: for reading other programs' files.
+
+    Collective over: `node`, and `everyone`.
+
+    Raises:
+        CheckpointError: files are missing, damaged or of another model, or there is too little memory; on all ranks.
+    """
+    started = time.monotonic()
+    arguments = (
+        Path(os.fspath(source)),
+        node,
+        tensor,
+        tag,
+        dtype,
+        budget,
+        finish,
+        options or ReadOptions(weights_only=True),
+    )
+    if everyone is None or everyone.size == node.size:
+        return _load(model, started, *arguments)
+    made: list[Loaded] = []
+    with everyone.together(CheckpointError):
+        made.append(_load(model, started, *arguments))
+    return made[0]
+
+
+def _load(
+    model: nn.Module,
+    started: float,
+    path: Path,
+    node: Comm,
+    tensor: Comm,
+    tag: str | None,
+    dtype: torch.dtype | None,
+    budget: int | None,
+    finish: Callable[[str], None] | None,
+    options: ReadOptions,
+) -> Loaded:
+    sources, matched, targets = _agreed(model, node, tensor, (path, tag, dtype, options))
+    pairs, rounds = _planned(node, tensor, matched, sources)
+    budgets.check(
+        node, sum(target.new_bytes for target, _ in pairs) + 4 * schedule.PIECE_BYTES, budget, str(sources.path)
+    )
+    if matched.unexpected and node.rank == 0:
+        log.warning("%s has tensors that the model has no place for: %s", sources.path, first_names(matched.unexpected))
+    finisher = _Finisher(targets, [target for target, _ in pairs], finish)
+    with Files(sources.states) as files:
+        mover = Rounds(node, tensor.rank, files, pairs, max(1, min(torch.get_num_threads(), _MOST_THREADS)))
+        with torch.no_grad():
+            sums = mover.carry_out(rounds, finisher.done)
+        check_sums(node, sums, sources.sums)
+        count = files.bytes_read
+    with node.together(CheckpointError), torch.no_grad():
+        fill_unsaved(model)
+    size_bytes = sum(_bytes(source) for _, source in matched.pairs)
+    seconds = time.monotonic() - started
+    return Loaded(sources.path, len(pairs), size_bytes, count, seconds, tuple(matched.unexpected))
+
+
+def _bytes(source: Source) -> int:
+    return sum(shard.values.numel for shard in source.shards) * source.dtype.itemsize
+
+
+def _agreed(model: nn.Module, node: Comm, tensor: Comm, how: tuple[Any, ...]) -> tuple[Sources, Matched, Targets]:
+    """What files have, which one rank of the node has looked at, and what the model takes of it. Collective: node."""
+    found: Sources | None = None
+    with node.together(CheckpointError):
+        if node.rank == 0:
+            found = find_sources(*how)
+    sources: Sources = node.share(found)
+    made: list[tuple[Matched, Targets]] = []
+    with node.together(CheckpointError):
+        targets = find_targets(model, tensor.rank, tensor.size, how[2])
+        matched = match(targets, sources, model)
+        if matched.missing:
+            raise CheckpointError(missing_message(matched, sources, targets))
+        made.append((matched, targets))
+    matched, targets = made[0]
+    return sources, matched, targets
+
+
+def _planned(node: Comm, tensor: Comm, matched: Matched, sources: Sources) -> tuple[list[Pair], list[Any]]:
+    """The pairs in order, and who reads what. Collective over: `node`."""
+    places = node.gather_objects((tensor.rank, tensor.size))
+    made: list[tuple[list[Pair], list[Any]]] = []
+    with node.together(CheckpointError):
+        if len({size for _, size in places}) > 1:
+            msg = f"the ranks of a node have slicing groups of different sizes: {[size for _, size in places]}"
+            raise CheckpointError(msg)
+        ways = [
+            {place: routes(source, target.cut, *place) for place in dict.fromkeys(places)}
+            for target, source in matched.pairs
+        ]
+        users = _Users(places, ways)
+        pieces = make_pieces([source for _, source in matched.pairs], sources.sums)
+        rounds = make_rounds(pieces, users, node.size, len(ways))
+        own = places[node.rank]
+        made.append(([(target, way[own]) for (target, _), way in zip(matched.pairs, ways, strict=True)], rounds))
+    return made[0]
+
+
+class _Users:
+    """The ranks of the node that need some of a piece."""
+
+    def __init__(self, places: Sequence[tuple[int, int]], ways: Sequence[dict[tuple[int, int], list[Route]]]) -> None:
+        self._places, self._ways = places, ways
+
+    def __call__(self, piece: Piece) -> list[int]:
+        if piece.pair < 0:
+            return []
+        last = piece.at + piece.last - piece.first
+        used = {place: found[piece.shard].is_used(piece.at, last) for place, found in self._ways[piece.pair].items()}
+        return [rank for rank, place in enumerate(self._places) if used[place]]
+
+
+class _Finisher:
+    """Tells which modules have all of their own tensors."""
+
+    def __init__(self, targets: Targets, expected: Sequence[Target], finish: Callable[[str], None] | None) -> None:
+        waited = {id(target) for target in expected}
+        self._finish = finish
+        self._left: dict[str, set[int]] = {}
+        self._modules: dict[int, list[str]] = {}
+        for path, rows in targets.leaves.items():
+            keys = {id(targets.rows[row]) for row in rows} & waited
+            self._left[path] = keys
+            for key in keys:
+                self._modules.setdefault(key, []).append(path)
+
+    def done(self, target: Target) -> None:
+        """Note that a tensor is there."""
+        for path in self._modules.get(id(target), ()):
+            self._left[path].discard(id(target))
+            if not self._left[path] and self._finish is not None:
+                target.values = None
+                self._finish(path)
