@@ -58,7 +58,9 @@ class RankCommand(click.Command):
 @click.option("--seed", type=int, help="Of the random numbers; default: 0.")
 @click.option("--stop", multiple=True, help="Text that ends an answer; repeatable.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Answers to each prompt.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Most prompts of a batch.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Most prompts of a batch."
+)
 @click.option("--max-batch-tokens", type=click.IntRange(min=2), help="Most tokens of a batch, answers included.")
 @click.option("--too-long", type=click.Choice(["skip", "error", "truncate"]), default="skip", show_default=True,
               help="What becomes of prompts that leave no room for an answer.")  # fmt: skip
@@ -108,9 +110,7 @@ def _settings(asked: dict[str, Any]) -> Settings:
 
     template = asked["chat_template"]
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
-    options = Options(
-        **{name: asked[name] for name in names}, stop=asked["stop"] or None, n=asked["samples"]
-    )
+    options = Options(**{name: asked[name] for name in names}, stop=asked["stop"] or None, n=asked["samples"])
     return Settings(
         asked["model"], asked["prompts"], asked["outputs"], asked["work"], asked["tensor"],
         None if asked["dtype"] == "auto" else asked["dtype"], _read_config(asked["config"]), options,

@@ -130,8 +130,7 @@ class Answerer:
         ids = [job.encoder(prompt)[-length:] for prompt, length in zip(prompts, lengths, strict=True)]
         new = self._generate(prompts, ids, job.batches.limits[requests].tolist())
         answers = [
-            self._trimmed(prompt, length, tokens)
-            for prompt, length, tokens in zip(prompts, lengths, new, strict=True)
+            self._trimmed(prompt, length, tokens) for prompt, length, tokens in zip(prompts, lengths, new, strict=True)
         ]
         return Answers(number, tuple(answers), time.monotonic() - began)
 

@@ -31,15 +31,16 @@ from mpispeed.generation.decoding import Answerer, Dropped, Job
 from mpispeed.generation.finished import Finished, Writer, scan
 from mpispeed.generation.identity import Identity, OtherJob, claim, put_text
 from mpispeed.generation.model import Described, Opened, describe_model, open_model
+from mpispeed.generation.prompt_index import Index
 from mpispeed.generation.prompts import Prompts, open_prompts
 from mpispeed.generation.report import Tally
 from mpispeed.generation.requests import Options
-from mpispeed.generation.stopping import Heed, Plan, Shift, SIGNALS, Steward
+from mpispeed.generation.stopping import SIGNALS, Heed, Plan, Shift, Steward
 from mpispeed.generation.texts import Encoder
 from mpispeed.walltime.requests import SignalWatch
 
 if TYPE_CHECKING:
-    from mpispeed.mesh import Comm, World
+    from mpispeed.mesh import World
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Settings:
         batch_size: most prompts of a batch.
         max_batch_tokens: most tokens of a batch.
         too_long: what becomes of prompts that are too long: "skip", "error" or "truncate".
-        field: the entry of prompts in their file.
+        prompt_field: the entry of prompts in their file.
         id_field: that of ids.
         adds_special_tokens: whether the tokenizer adds its own.
         chat_template: a template in place of the tokenizer's.
@@ -85,11 +86,11 @@ class Settings:
     tensor: int = 1
     dtype: str | None = None
     inference: Mapping[str, Any] = field(default_factory=dict)
-    options: Options = field(default_factory=lambda: Options(max_new_tokens=64))
+    options: Options = field(default_factory=lambda: Options(max_new_tokens=64, n=1))
     batch_size: int = 32
     max_batch_tokens: int | None = None
     too_long: str = "skip"
-    field: str = "prompt"
+    prompt_field: str = "prompt"
     id_field: str | None = "id"
     adds_special_tokens: bool = True
     chat_template: str | None = None
@@ -107,7 +108,7 @@ class Settings:
         own = {name: value for name, value in asdict(self.options).items() if value is not None}
         return {
             **own, "tensor": self.tensor, "dtype": self.dtype or "as saved", "batch_size": self.batch_size,
-            "max_batch_tokens": self.max_batch_tokens, "too_long": self.too_long, "field": self.field,
+            "max_batch_tokens": self.max_batch_tokens, "too_long": self.too_long, "field": self.prompt_field,
             "id_field": self.id_field, "adds_special_tokens": self.adds_special_tokens,
             "chat_template": self.chat_template, "inference": json.loads(json.dumps(dict(self.inference), default=str)),
         }  # fmt: skip
@@ -385,9 +386,10 @@ def _prompts(world: World, settings: Settings) -> Iterator[Prompts]:
     """Context with the prompts; rank 0 scans the file. Collective over: all ranks."""
     own: Prompts | None = None
 
-    def opened(**more: Any) -> Prompts:
+    def opened(index: Index | None = None) -> Prompts:
+        samples = settings.options.n or 1
         return open_prompts(
-            settings.prompts, field=settings.field, id_field=settings.id_field, samples=settings.options.n or 1, **more
+            settings.prompts, field=settings.prompt_field, id_field=settings.id_field, samples=samples, index=index
         )
 
     with world.comm.together(UsageError, plain=MpispeedError):
@@ -395,7 +397,7 @@ def _prompts(world: World, settings: Settings) -> Iterator[Prompts]:
             own = opened()
     index = world.comm.share(own.index if own is not None else None)
     with world.comm.together(UsageError, plain=MpispeedError):
-        found = own or opened(index=index)
+        found = own or opened(index)
     with found:
         yield found
 

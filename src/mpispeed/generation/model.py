@@ -184,6 +184,7 @@ def open_model(described: Described, *, dtype: str | None, tensor: int, settings
         MpispeedError: on every rank, if a setting or the model does not fit.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
     from mpispeed.inference.api import init_inference
 
@@ -195,6 +196,7 @@ def open_model(described: Described, *, dtype: str | None, tensor: int, settings
     given = {"tensor_parallel": {"tp", "mp_size"}, "max_out_tokens": {"max_tokens"}}
     asked = {name: value for name, value in asked.items() if not {name, *given.get(name, ())} & settings.keys()}
     world = join_world()
+    disable_progress_bar()
     with world.comm.together(UsageError):
         module = _read(
             lambda: AutoModelForCausalLM.from_pretrained(

@@ -76,7 +76,9 @@ class Tally:
             shares = f"{min(self.by_rank.values())} to {max(self.by_rank.values())} batches each" if groups else ""
             waits = ""
             if self.longest_wait_seconds:
-                waits = f"; longest wait for a batch {self.longest_wait_seconds * 1e3:.1f} ms (rank {self.waiting_rank})"
+                waits = (
+                    f"; longest wait for a batch {self.longest_wait_seconds * 1e3:.1f} ms (rank {self.waiting_rank})"
+                )
             return (
                 f"{self.done_batches} batches, {self.done_prompts} prompts, {self.tokens} tokens in "
                 f"{format_duration(seconds)} ({self.tokens / max(seconds, 1e-9):.1f} tokens/s) by {groups} groups"

@@ -169,5 +169,3 @@ class Shift:
     def fail(self, error: BaseException) -> None:
         """Mark the run as failed."""
         self._leaving.mark(FAILED, self._finished, f"{type(error).__name__}: {error}")
-
-

@@ -71,7 +71,7 @@ class Encoder:
     def _ids(self, prompt: Prompt) -> list[int]:
         content = prompt.content
         if isinstance(content, tuple) and not (content and isinstance(content[0], dict)):
-            return [int(each) for each in content]  # type: ignore[call-overload]
+            return [int(each) for each in content]  # type: ignore[arg-type]
         if self._tokenizer is None:
             msg = (
                 f"{prompt.where} is a text, and the model's folder has no tokenizer; save one there, or give token ids"
