@@ -21,6 +21,7 @@ SOURCES = {
     "block_quant": "bits/block_quant.pyx",
     "one_bit": "bits/one_bit.pyx",
     "permute": "rows/permute.pyx",
+    "meeting": "node/meeting.pyx",
     "block_io": "io/block_io.pyx",
     "launch": "device/launch.pyx",
 }

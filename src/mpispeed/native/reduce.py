@@ -31,7 +31,11 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "prod": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
+_BITWISE = ("band", "bor", "bxor")
 
 
 def tree_sum(out: Tensor, parts: Sequence[Tensor], *, scale: float = 1.0, threads: int = 1) -> None:
@@ -76,16 +80,17 @@ def tree_sum_reference(out: Tensor, parts: Sequence[Tensor], *, scale: float = 1
 
 
 def tree_reduce(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
-    """Write the `op` ("sum", "prod", "min" or "max") of the parts to `out`, in the tree of `tree_sum`.
+    """Write the `op` of the parts to `out`, in the tree of `tree_sum`.
 
-    16-bit floats are worked on in fp32 and rounded once. NaN wins in "min" and "max".
+    `op` is "sum", "prod", "min" or "max", or for integers "band", "bor" or "bxor". 16-bit floats are worked on in fp32
+    and rounded once. NaN wins in "min" and "max".
 
     Shapes:
         All tensors are contiguous, on the host and of equal length; `out` may be one of the parts.
 
     Raises:
         ValueError: `op` is unknown, there are no parts, or lengths, layouts or overlaps do not fit.
-        TypeError: dtypes differ, or complex numbers are to be ordered.
+        TypeError: dtypes differ, complex numbers are to be ordered, or bits of floats combined.
     """
     if op not in _PAIRWISE:
         msg = f"tree_reduce: unknown op {op!r}; use one of {', '.join(_PAIRWISE)}"
@@ -96,6 +101,9 @@ def tree_reduce(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
     _check_parts("tree_reduce", out, parts)
     if op in ("min", "max") and out.dtype.is_complex:
         msg = f"tree_reduce: {op} of {out.dtype}; complex numbers have no order"
+        raise TypeError(msg)
+    if op in _BITWISE and (out.dtype.is_floating_point or out.dtype.is_complex):
+        msg = f"tree_reduce: {op} of {out.dtype}; only integers have bits to combine"
         raise TypeError(msg)
     _run_reference(out, parts, op, 1.0)
 

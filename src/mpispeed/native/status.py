@@ -31,6 +31,7 @@ MODULES = {
     "block_quant": "block quantizers of compressed communication",
     "one_bit": "signs of compressed sums over ranks",
     "permute": "rows of tokens on their way to experts and back",
+    "meeting": "small sums and gathers of ranks on one node",
     "block_io": "asynchronous reads and writes of files",
     "launch": "launches of kernels on a GPU",
 }

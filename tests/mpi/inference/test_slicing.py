@@ -54,8 +54,7 @@ def test_model_without_values(comm, name):
         assert (model(**data).logits - plain(**data).logits).abs().max() <= BOUND
 
 
-@pytest.mark.parametrize("name",
-    ["llama", "mistral", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "bloom"])
 def test_static_cache(comm, name):
     plain, model = build(name).eval(), build(name).eval()
     slice_model(model, comm)

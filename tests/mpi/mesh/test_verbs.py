@@ -13,10 +13,12 @@ CHUNKED = (torch.float32, torch.bfloat16, torch.int64, torch.complex128, torch.b
 
 @pytest.fixture(params=["ordered", "mpi"])
 def reducing(comm, request):
-    """All ranks, under either order of reduction."""
-    kept, comm.group.reduction = comm.reduction, request.param
+    """All ranks, under either order of reduction, without slots in shared memory (test_one_shot.py has them)."""
+    limits = comm.group.limits
+    kept = comm.reduction, limits.one_shot_bytes
+    comm.group.reduction, limits.one_shot_bytes = request.param, 0
     yield comm
-    comm.group.reduction = kept
+    comm.group.reduction, limits.one_shot_bytes = kept
 
 
 @pytest.mark.parametrize("dtype", verbs.REDUCIBLE, ids=str)
@@ -51,7 +53,7 @@ def test_half_floats_are_summed_wide(reducing, dtype):
 def plain(comm):
     """All ranks in rank order, without the shortcut through shared memory."""
     made = comm.duplicate()
-    made.group.reduction, made.transport.fast = "ordered", lambda: None
+    made.group.reduction, made.transport.fast, made.group.limits.one_shot_bytes = "ordered", lambda: None, 0
     yield made
     made.close()
 
@@ -64,7 +66,8 @@ def test_ordered_is_the_tree_by_messages(plain, dtype):
 @pytest.mark.parametrize("dtype", verbs.REALS, ids=str)
 def test_ordered_is_the_tree_in_shared_memory(comm, dtype):
     made = comm.duplicate()
-    made.group.reduction, made.group.limits.fast_bytes = "ordered", 1
+    limits = made.group.limits
+    made.group.reduction, limits.fast_bytes, limits.one_shot_bytes = "ordered", 1, 0
     verbs.check_ordered_bits(made, dtype, (16384 * 4 + 5, 100_003))
     assert (made.transport.fast() is not None) == (comm.size > 1)
     made.close()
@@ -74,7 +77,8 @@ def test_ordered_is_the_tree_in_shared_memory(comm, dtype):
 def test_small_pieces_of_shared_memory(comm, dtype, monkeypatch):
     monkeypatch.setattr(shared_memory, "PIECE_BYTES", 8192)
     made = comm.duplicate()
-    made.group.reduction, made.group.limits.fast_bytes = "ordered", 1
+    limits = made.group.limits
+    made.group.reduction, limits.fast_bytes, limits.one_shot_bytes = "ordered", 1, 0
     verbs.check_ordered_bits(made, dtype, (100_003,))
     made.close()
 
@@ -85,7 +89,7 @@ def test_gathers_in_shared_memory(comm, dtype, piece_bytes, monkeypatch):
     monkeypatch.setattr(shared_memory, "PIECE_BYTES", piece_bytes)
     count = 40_001
     made = comm.duplicate()
-    made.group.limits.fast_bytes = 1
+    made.group.limits.fast_bytes, made.group.limits.one_shot_bytes = 1, 0
     out, part = torch.zeros(comm.size * count, dtype=dtype), verbs.values(comm.rank, count, dtype)
     made.all_gather(out, part)
     assert verbs.same(out, torch.cat([verbs.values(r, count, dtype) for r in range(comm.size)]))
@@ -100,7 +104,7 @@ def test_memory_that_is_refused_falls_back_on_all_ranks(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(shared_memory, "_map", lambda path, total_bytes: None)
     made = comm.duplicate()
-    made.group.limits.fast_bytes = 1
+    made.group.limits.fast_bytes, made.group.limits.one_shot_bytes = 1, 0
     x = torch.ones(100_000)
     made.all_reduce(x)
     assert made.transport.fast() is None

@@ -174,6 +174,15 @@ def test_other_reductions(dtype, number):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8])
+def test_bits_are_combined(dtype):
+    parts = [torch.tensor(values, dtype=torch.int64).to(dtype) for values in ([12, 3, -1], [10, 3, 5], [6, 0, 7])]
+    out = torch.empty(3, dtype=dtype)
+    for op, wanted in (("band", [0, 0, 5]), ("bor", [14, 3, -1]), ("bxor", [12 ^ 10 ^ 6, 0, -1 ^ 5 ^ 7])):
+        tree_reduce(out, parts, op)
+        assert torch.equal(out, torch.tensor(wanted).to(dtype)), op
+
+
 def test_wrong_arguments_are_refused():
     parts = make_parts(2, 10)
     out = torch.empty(10)
@@ -194,6 +203,8 @@ def test_wrong_arguments_are_refused():
         tree_sum(out, parts, threads=0)
     with pytest.raises(ValueError, match="unknown op 'mean'"):
         tree_reduce(out, parts, "mean")
+    with pytest.raises(TypeError, match="only integers have bits"):
+        tree_reduce(out, parts, "bxor")
     with pytest.raises(TypeError, match="no order"):
         tree_reduce(torch.zeros(1, dtype=torch.complex64), [torch.zeros(1, dtype=torch.complex64)], "max")
     with pytest.raises(TypeError, match=r"x has dtype torch\.int64"):

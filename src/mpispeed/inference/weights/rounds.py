@@ -18,7 +18,7 @@ from mpispeed.inference.weights import schedule
 from mpispeed.inference.weights.routes import Route
 from mpispeed.inference.weights.schedule import READERS, Piece, Round
 from mpispeed.inference.weights.targets import Target
-from mpispeed.mesh.backends.shared_memory import map_together
+from mpispeed.mesh.backends.shared_memory import share_memory
 from mpispeed.mesh.comm import Comm, Failures
 
 Pair = tuple[Target, list[Route]]
@@ -87,7 +87,7 @@ class Rounds:
         """Map two buffers in turn for each rank that reads at the same time. Collective over: the node."""
         count = 2 * min(self._node.size, READERS)
         if self._node.transport.shares_memory:
-            self._memory = map_together(self._node.transport, count * schedule.PIECE_BYTES)
+            self._memory = share_memory(self._node.transport, count * schedule.PIECE_BYTES)
         self._is_shared = self._memory is not None
         if self._memory is None:
             self._memory = torch.empty(count * schedule.PIECE_BYTES, dtype=torch.uint8)

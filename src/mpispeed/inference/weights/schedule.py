@@ -1,4 +1,4 @@
-"""Division of files into pieces, and of pieces among the ranks of a node and in time: plain data, equal on all ranks."""
+"""Division of files into pieces, and of pieces among the ranks of a node and in time: plain data, alike everywhere."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.backends import shared_memory
+from mpispeed.mesh.backends import shared_memory, shared_slots
 from mpispeed.mesh.collectives.host_collectives import is_own_cut
 from mpispeed.mesh.collectives.transport import EXCHANGE_TAG, Comparison, Fast, Pairs, Poll, Source, Transport
 from mpispeed.mesh.collectives.work import nap_until
@@ -113,15 +113,23 @@ class MpiTransport(Transport):
         super().__init__(handle.Get_rank(), len(ranks), shares_memory=all(rank in node_ranks for rank in ranks))
         self._handle, self._node_ranks = handle, node_ranks
         self._is_crowded = len(node_ranks) > (os.cpu_count() or 1)
-        self._has_fast = self.size > 1 and self.shares_memory
-        self._fast: Fast | None = None
+        self._ranks = ranks
+        self._open: dict[bool, Fast | None] = {} if self.size > 1 and self.shares_memory else {True: None, False: None}
 
-    def fast(self) -> Fast | None:
-        """Scratch in shared memory, opened at first use. Collective over: this group, at the first call."""
-        if self._has_fast and self._fast is None:
-            self._fast = shared_memory.open_scratch(self)
-            self._has_fast = self._fast is not None
-        return self._fast
+    def fast(self, *, is_small: bool = False) -> Fast | None:
+        """Scratch or slots in shared memory, opened at first use. Collective over: this group, at the first call."""
+        if is_small not in self._open:
+            self._open[is_small] = self._slots() if is_small else shared_memory.open_scratch(self)
+        return self._open[is_small]
+
+    def _slots(self) -> Fast | None:
+        # Where ranks outnumber cores, a rank that polls would keep the one it waits for from its core.
+        spin_ns = 0 if self._is_crowded else shared_slots.SPIN_NS
+        return shared_slots.open_slots(self, self._ranks, spin_ns, self._progress)
+
+    def _progress(self) -> None:
+        """Let the library carry messages on while this rank waits for something else."""
+        self._handle.Iprobe(MPI.ANY_SOURCE, EXCHANGE_TAG)
 
     def alltoall(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """MPI_Alltoall."""
@@ -253,8 +261,9 @@ class MpiTransport(Transport):
 
     def close(self) -> None:
         """MPI_Comm_free. Collective over: this group."""
-        if self._fast is not None:
-            self._fast.close()
-            self._fast = None
+        for shared in self._open.values():
+            if shared is not None:
+                shared.close()
+        self._open = {True: None, False: None}
         if self._handle not in (MPI.COMM_NULL, MPI.COMM_WORLD):
             self._handle.Free()

@@ -32,17 +32,15 @@ def open_scratch(group: Transport) -> SharedScratch | None:
     Collective over: `group`, whose ranks are on one node.
     """
     piece_bytes = min(PIECE_BYTES, TOTAL_BYTES // (2 * (group.size + 1))) // 4096 * 4096
-    memory = map_together(group, 2 * (group.size + 1) * piece_bytes)
+    memory = share_memory(group, 2 * (group.size + 1) * piece_bytes)
     return None if memory is None else SharedScratch(group, memory, piece_bytes)
 
 
-def map_together(group: Transport, total_bytes: int) -> torch.Tensor | None:
-    """Memory that all ranks have in common, zero at first; None on every rank if any of them cannot map it.
+def share_memory(group: Transport, total_bytes: int) -> torch.Tensor | None:
+    """Memory that all ranks have mapped, all zero; None on every rank if any of them cannot map it.
 
     Collective over: `group`, whose ranks are on one node.
-
-    Shapes:
-        result: uint8 [total_bytes]
+    Shapes: [total_bytes], of bytes.
     """
     path, memory = "", None
     if group.rank == 0:
@@ -104,8 +102,8 @@ class SharedScratch(Fast):
         """Wait for all ranks, asleep: a spinning rank would take the core from torch or from the rank it waits for."""
         nap_until(arrival(self._group))
 
-    def all_reduce(self, x: torch.Tensor, scale: float, threads: int) -> None:
-        """Sum in place. Collective over: the group."""
+    def all_reduce(self, x: torch.Tensor, op: str, scale: float, threads: int) -> None:
+        """Combine in place. Collective over: the group."""
         size, rank, window = self._group.size, self._group.rank, self._width(x.dtype) * self._group.size
         for start in range(0, x.numel(), window):
             piece = x[start : start + window]
@@ -121,12 +119,12 @@ class SharedScratch(Fast):
                 slot.view(-1)[: piece.numel()].copy_(piece)
             self._meet()
             parts = [own if r == rank else buffer[r, rank] for r in range(size)]
-            combine(result[rank], parts, "sum", scale=scale, threads=threads)
+            combine(result[rank], parts, op, scale=scale, threads=threads)
             self._meet()
             piece.copy_(result.view(-1)[: piece.numel()])
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, scale: float, threads: int) -> None:
-        """Sum and keep this rank's shard. Collective over: the group."""
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: str, scale: float, threads: int) -> None:
+        """Combine and keep this rank's shard. Collective over: the group."""
         size, rank, width = self._group.size, self._group.rank, self._width(full.dtype)
         columns = full.view(size, -1)
         for start in range(0, shard.numel(), width):
@@ -136,7 +134,7 @@ class SharedScratch(Fast):
             buffer[rank, rank + 1 :].copy_(piece[rank + 1 :])
             self._meet()
             parts = [piece[rank] if r == rank else buffer[r, rank] for r in range(size)]
-            combine(shard[start : start + width], parts, "sum", scale=scale, threads=threads)
+            combine(shard[start : start + width], parts, op, scale=scale, threads=threads)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Shards of all ranks in rank order. Collective over: the group."""

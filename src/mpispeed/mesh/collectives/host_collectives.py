@@ -38,6 +38,9 @@ INTEGERS = frozenset(
     }
 )  # fmt: skip
 
+WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})
+"""Torch neither adds nor compares them, so a transport has to."""
+
 BITWISE = ("band", "bor", "bxor")
 OPS = ("sum", "avg", "prod", "min", "max", *BITWISE)
 
@@ -55,7 +58,7 @@ def all_reduce(group: Group, x: torch.Tensor, op: str, scale: float) -> None:
     x, op, scale = _normal(group, x, op, scale)
     fast = _shortcut(group, x, op)
     if fast is not None:
-        fast.all_reduce(x, scale, group.threads)
+        fast.all_reduce(x, op, scale, group.threads)
     elif _is_ordered(group, x.dtype, op):
         ordered_all_reduce(group, x, op, scale)
     else:
@@ -89,7 +92,7 @@ def broadcast(group: Group, x: torch.Tensor, root: int) -> None:
 
 def all_gather(group: Group, out: torch.Tensor, shard: torch.Tensor) -> None:
     """Equal shards in rank order; `shard` may be the own slice of `out`. Collective over: `group`."""
-    fast = _shortcut(group, out, None)
+    fast = _one_shot(group, shard, None) or _large(group, out, FAST_FACTOR)
     if fast is not None:
         fast.all_gather(out, shard)
     else:
@@ -102,7 +105,7 @@ def reduce_scatter(group: Group, shard: torch.Tensor, full: torch.Tensor, op: st
     full, op, scale = _normal(group, full, op, scale)
     fast = _shortcut(group, full, op)
     if fast is not None:
-        fast.reduce_scatter(shard, full, scale, group.threads)
+        fast.reduce_scatter(shard, full, op, scale, group.threads)
     elif _is_ordered(group, full.dtype, op):
         ordered_reduce_scatter(group, shard, full, op, scale)
     else:
@@ -170,12 +173,25 @@ def post_recv(group: Group, x: torch.Tensor, src: int, tag: int) -> Posted:
     return Posted([group.transport.post_recv(piece, src, tag) for piece in pieces(x, group.limits.chunk_bytes)], x)
 
 
-def _shortcut(group: Group, x: torch.Tensor, op: str | None) -> Fast | None:
-    """The path through shared memory if it takes this tensor; `op` is None for verbs without reduction."""
-    if group.size == 1 or (op is not None and (op != "sum" or x.dtype not in SUMMED_HERE)):
+def _shortcut(group: Group, x: torch.Tensor, op: str) -> Fast | None:
+    """The path through shared memory if it takes this tensor."""
+    small = _one_shot(group, x, op)
+    if small is not None or op != "sum" or x.dtype not in SUMMED_HERE:
+        return small
+    return _large(group, x, 1 if _is_ordered(group, x.dtype, op) else FAST_FACTOR)
+
+
+def _large(group: Group, x: torch.Tensor, factor: int) -> Fast | None:
+    """That of large tensors, `factor` times as large as where nothing else is good."""
+    return group.transport.fast() if group.size > 1 and x.nbytes >= group.limits.fast_bytes * factor else None
+
+
+def _one_shot(group: Group, x: torch.Tensor, op: str | None) -> Fast | None:
+    """That of small tensors; `op` is None for verbs without reduction."""
+    if group.size == 1 or x.nbytes > group.limits.one_shot_bytes or (op is not None and x.dtype in WIDE_UNSIGNED):
         return None
-    is_ours = op is not None and _is_ordered(group, x.dtype, op)
-    return group.transport.fast() if x.nbytes >= group.limits.fast_bytes * (1 if is_ours else FAST_FACTOR) else None
+    small = group.transport.fast(is_small=True)
+    return None if small is None or x.nbytes > small.limit_bytes else small
 
 
 def _is_ordered(group: Group, dtype: torch.dtype, op: str) -> bool:
@@ -258,7 +274,7 @@ def ordered_reduce_scatter(group: Group, shard: torch.Tensor, full: torch.Tensor
 def combine(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str, *, scale: float = 1.0, threads: int = 1) -> None:
     """Reduce `parts` in list order by neighbouring pairs and round once into `out`.
 
-    `op` is "sum" (times `scale`), "prod", "min" or "max"; an average is a sum with a scale.
+    `op` is "sum" (times `scale`), "prod", "min", "max" or bitwise; an average is a sum with a scale.
     """
     if op == "sum":
         tree_sum(out, parts, scale=scale, threads=threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,15 +26,23 @@ Pairs = Sequence[tuple[torch.Tensor, int]]
 
 
 class Fast(abc.ABC):
-    """A shortcut for ranks that share memory, with the same bits as the ordered path; `threads` add up."""
+    """A shortcut for ranks that share memory, with the bits of the ordered path.
+
+    `op` is any but "avg", for dtypes as in `host_collectives`; `threads` add up.
+
+    Attributes:
+        limit_bytes: most that one rank brings: `x`, `full`, or `shard` of an all-gather.
+    """
+
+    limit_bytes = sys.maxsize
 
     @abc.abstractmethod
-    def all_reduce(self, x: torch.Tensor, scale: float, threads: int) -> None:
-        """Sum in place."""
+    def all_reduce(self, x: torch.Tensor, op: str, scale: float, threads: int) -> None:
+        """Combine in place."""
 
     @abc.abstractmethod
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, scale: float, threads: int) -> None:
-        """Sum and keep this rank's shard."""
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: str, scale: float, threads: int) -> None:
+        """Combine and keep this rank's shard."""
 
     @abc.abstractmethod
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
@@ -141,11 +150,12 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Release resources. Collective over: this group."""
 
-    def fast(self) -> Fast | None:
-        """The shared-memory shortcut, if all ranks of the group share memory; the same answer on all of them.
+    def fast(self, *, is_small: bool = False) -> Fast | None:
+        """The shortcut of large tensors through shared memory, or that of small ones; None where ranks share none.
 
-        Collective over: this group, at the first call.
+        The same answer on all ranks. Collective over: this group, at the first call for each.
         """
+        del is_small
         return None
 
 
