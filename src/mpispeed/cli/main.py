@@ -14,6 +14,7 @@ from mpispeed.cli.lazy import LazyGroup
 
 COMMANDS = {
     "run": ("mpispeed.cli.run", "run", "Start a training script on N ranks."),
+    "generate": ("mpispeed.cli.generate", "generate", "Answer the prompts of a file with a model, on all ranks."),
     "env": ("mpispeed.cli.env", "env", "Variables of torch.distributed for a rank of srun or mpirun."),
     "sbatch": ("mpispeed.cli.sbatch", "sbatch", "Fill a batch script from a config and a plan, check it, submit it."),
     "scale": ("mpispeed.cli.scale", "scale", "Measure strong or weak scaling: table, CSV and picture."),
@@ -66,6 +67,9 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         return cli.main(args=arguments, prog_name="mpispeed")
     except MpispeedError as error:
+        world = sys.modules.get("mpispeed.mesh.world")
+        if world is not None and world.is_started():
+            raise  # a rank of a job: its hooks show one error for all, and end the others
         click.echo(f"mpispeed: {error}", err=True)
         sys.exit(2)
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mpispeed.base import rng
 from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.config.problems import Problem, refuse
-from mpispeed.inference.buffers import remake_buffers
 from mpispeed.inference.casting import cast_model, empty_model, is_empty
 from mpispeed.inference.engine import InferenceEngine, Limits
 from mpispeed.inference.experts import ExpertShares
 from mpispeed.inference.groups import make_mesh
 from mpispeed.inference.in_step import InStep
 from mpispeed.inference.quantized import options_of, quantize_model
-from mpispeed.inference.slicing import share_generators, slice_model
+from mpispeed.inference.slicing import slice_model
 from mpispeed.inference.streaming import stream_model
 from mpispeed.inference.weights import load_weights
 from mpispeed.plan.device import choose_device
@@ -173,7 +173,6 @@ class Parts:
         world = self._mesh.world
         source = Path(self._config.base_dir) / str(self._config.checkpoint)
         loaded = load_weights(model, source, world.node, tensor, finish=finish, everyone=world.comm)
-        remake_buffers(model)
         if world.rank == 0:
             log.info("%d tensors of %s in %.1f s", loaded.tensors, loaded.path, loaded.seconds)
 
@@ -238,3 +237,11 @@ def _require_values(comm: Comm, model: nn.Module) -> None:
     empty = next((name for name, tensor in model.named_parameters() if tensor.is_meta), "")
     text = f"init_inference: {empty} of the model is on torch's meta device and has no values; give a checkpoint"
     comm.agree(not empty, text, ConfigError)
+
+
+def share_generators(comm: Comm) -> None:
+    """Give torch's default generators of all ranks the state of the first one's, so that they sample the same tokens.
+
+    Collective over: `comm`.
+    """
+    rng.restore_torch(comm.share(rng.capture_torch()))

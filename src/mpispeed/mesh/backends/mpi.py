@@ -213,9 +213,20 @@ class MpiTransport(Transport):
         return self._handle.Irecv(_moved(x), src, tag).Test
 
     def post_recv_any(self, x: torch.Tensor, tag: int) -> Source:
-        """MPI_Irecv of MPI_ANY_SOURCE."""
-        request, status = self._handle.Irecv(_moved(x), MPI.ANY_SOURCE, tag), MPI.Status()
-        return lambda: status.Get_source() if request.Test(status) else None
+        """MPI_Improbe of MPI_ANY_SOURCE, then MPI_Mrecv.
+
+        Not MPI_Irecv of any source: between nodes, MPICH 5.0.2 over UCX was seen to lose messages for such receives.
+        """
+        status = MPI.Status()
+
+        def poll() -> int | None:
+            message = self._handle.Improbe(MPI.ANY_SOURCE, tag, status)
+            if message is None:
+                return None
+            message.Recv(_moved(x))
+            return status.Get_source()
+
+        return poll
 
     def library_barrier(self) -> None:
         """MPI_Barrier."""
