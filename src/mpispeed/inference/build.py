@@ -13,7 +13,7 @@ import torch
 from mpispeed.base import rng
 from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.config.problems import Problem, refuse
-from mpispeed.inference.casting import cast_model, empty_model, is_empty
+from mpispeed.inference.casting import cast_model, empty_model, is_empty, sharded_name
 from mpispeed.inference.engine import InferenceEngine, Limits
 from mpispeed.inference.experts import ExpertShares
 from mpispeed.inference.groups import make_mesh
@@ -100,8 +100,9 @@ def build(model: nn.Module, config: InferenceConfig, world: World) -> InferenceE
     mesh = make_mesh(world, _tensor_size(section), **_given_groups(section))
     parts = Parts(mesh, config, device)
     try:
-        if config.dtype != torch.int8:
-            with world.comm.together(ConfigError):
+        with world.comm.together(ConfigError):
+            _check_shards(model, config)
+            if config.dtype != torch.int8:
                 cast_model(model, config.dtype)
         if config.streams_parameters:
             parts.stream(model)
@@ -210,6 +211,17 @@ def _refuse_missing(config: InferenceConfig) -> None:
     problems = [Problem(row.path, row.sentence) for row in MISSING if row.asks(config)]
     if problems:
         raise refuse("init_inference", problems)
+
+
+def _check_shards(model: nn.Module, config: InferenceConfig) -> None:
+    """Refuse a model in shards where it has to be whole. Local."""
+    name = "" if config.streams_parameters else sharded_name(model)
+    if name:
+        msg = (
+            f"init_inference: {name} was built in zero.Init and is in shards; let parameters be streamed (the section "
+            "zero), or build the model outside of it"
+        )
+        raise ConfigError(msg)
 
 
 def _advise(config: InferenceConfig, device: torch.device, *, is_first: bool) -> None:
