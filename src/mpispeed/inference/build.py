@@ -186,7 +186,7 @@ class Parts:
     def _fuse(self, model: nn.Module, tensor: Comm, policies: dict[Any, Any] | None) -> None:
         """Put fused layers into the model. Collective over: `tensor`."""
         config, is_first = self._config, self._mesh.world.rank == 0
-        limits = {"max_out_tokens": config.max_out_tokens, "min_out_tokens": config.min_out_tokens}
+        limits: dict[str, Any] = {"max_out_tokens": config.max_out_tokens, "min_out_tokens": config.min_out_tokens}
         causal = config.triangular_masking
         report = inject_kernels(model, tensor=tensor, triangular_masking=causal, policy=policies, **limits)
         log.info("%s", report) if is_first else log.debug("%s", report)
