@@ -14,8 +14,9 @@ from mpispeed.base import rng
 from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.config.problems import Problem, refuse
 from mpispeed.inference.casting import cast_model, empty_model, is_empty, sharded_name
-from mpispeed.inference.engine import InferenceEngine, Limits
+from mpispeed.inference.engine import InferenceEngine, Limits, MakeCache
 from mpispeed.inference.experts import ExpertShares
+from mpispeed.inference.fused import inject_kernels, split_policies
 from mpispeed.inference.groups import make_mesh
 from mpispeed.inference.in_step import InStep
 from mpispeed.inference.quantized import options_of, quantize_model
@@ -64,7 +65,11 @@ MISSING: tuple[Missing, ...] = (
         "values have to come from a checkpoint, and none is given; set checkpoint",
     ),
     Missing("save_mp_checkpoint_path", lambda c: c.save_mp_checkpoint_path, "slices are not written yet; remove it"),
-    Missing("replace_with_kernel_inject", lambda c: c.replace_with_kernel_inject, "no layer is fused yet; use false"),
+    Missing(
+        "replace_with_kernel_inject",
+        lambda c: c.streams_parameters and c.replace_with_kernel_inject,
+        "parameters are streamed for one module after the other, and fused layers read several at once; use false",
+    ),
     Missing("dtype", lambda c: c.streams_parameters and c.dtype == torch.int8, _STREAMED_CODES),
     Missing("quant.weight", lambda c: c.streams_parameters and _codes_by_name(c), _STREAMED_CODES),
     Missing(
@@ -113,7 +118,13 @@ def build(model: nn.Module, config: InferenceConfig, world: World) -> InferenceE
         raise
     limits = Limits(config.max_out_tokens, config.min_out_tokens)
     return InferenceEngine(
-        model.eval(), mesh, limits=limits, config=config.config, in_step=parts.in_step, close=parts.close
+        model.eval(),
+        mesh,
+        limits=limits,
+        config=config.config,
+        in_step=parts.in_step,
+        make_cache=parts.make_cache,
+        close=parts.close,
     )
 
 
@@ -124,6 +135,7 @@ class Parts:
         self._mesh, self._config, self._device = mesh, config, device
         self._closing: list[Callable[[], object]] = [mesh.close]
         self.in_step: InStep | None = None
+        self.make_cache: MakeCache | None = None
 
     def stream(self, model: nn.Module) -> None:
         """Shard the model over all ranks; its layers come when they run. Collective over: all ranks."""
@@ -144,6 +156,7 @@ class Parts:
         """Slice the model, fill it, share its experts out, put it on the device. Collective over: all ranks."""
         config, world, tensor = self._config, self._mesh.world, self._tensor_group()
         shares = self._find_experts(model)
+        names, policies = split_policies(config.injection_policy)
         if config.set_empty_params:
             empty_model(model)
         if tensor.size > 1 and not is_empty(model):
@@ -151,7 +164,7 @@ class Parts:
         report = slice_model(
             model,
             tensor,
-            policy=config.injection_policy or config.injection_policy_tuple,
+            policy=names or config.injection_policy_tuple,
             grain=config.tensor_parallel.tp_grain_size,
             without_values=is_empty(model),
         )
@@ -167,7 +180,18 @@ class Parts:
         _quantize(model, config, tensor, world.rank)
         if not config.keep_module_on_host:
             model.to(self._device)
+        if config.replace_with_kernel_inject or policies:
+            self._fuse(model, tensor, policies)
         share_generators(tensor)
+
+    def _fuse(self, model: nn.Module, tensor: Comm, policies: dict[Any, Any] | None) -> None:
+        """Put fused layers into the model. Collective over: `tensor`."""
+        config, is_first = self._config, self._mesh.world.rank == 0
+        limits: dict[str, Any] = {"max_out_tokens": config.max_out_tokens, "min_out_tokens": config.min_out_tokens}
+        causal = config.triangular_masking
+        report = inject_kernels(model, tensor=tensor, triangular_masking=causal, policy=policies, **limits)
+        log.info("%s", report) if is_first else log.debug("%s", report)
+        self.make_cache = report.cache
 
     def _load(self, model: nn.Module, tensor: Comm, finish: Callable[[str], None] | None) -> None:
         """Fill the model from the checkpoint. Collective over: all ranks."""

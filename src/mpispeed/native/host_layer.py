@@ -1,4 +1,4 @@
-"""What a transformer layer does between its products, on the host and without gradients: one call and one pass each.
+"""Passes of a transformer layer between its products, on the host and without gradients, one call each.
 
 Norms with the residual sum before them, activations with the product behind them, rotary embedding in place, and the
 attention of one query per sequence to cached keys. Arithmetic is fp32, and each stored value is rounded once. Sums run

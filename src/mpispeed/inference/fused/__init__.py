@@ -1,6 +1,6 @@
 """Layers of known models run by fused forwards that share their parameters."""
 
-from mpispeed.inference.fused.cache import GrowingLayer, growing_cache
+from mpispeed.inference.fused.cache import GrowingLayer, growing_cache, wants_growing_cache
 from mpispeed.inference.fused.injection import Report, inject_kernels
 from mpispeed.inference.fused.policies import (
     HFBertLayerPolicy,
@@ -10,6 +10,7 @@ from mpispeed.inference.fused.policies import (
     HFOPTLayerPolicy,
     LLAMALayerPolicy,
     TransformerPolicy,
+    split_policies,
 )
 
 __all__ = [
@@ -24,4 +25,6 @@ __all__ = [
     "TransformerPolicy",
     "growing_cache",
     "inject_kernels",
+    "split_policies",
+    "wants_growing_cache",
 ]

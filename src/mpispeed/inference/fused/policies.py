@@ -7,7 +7,7 @@ from the policy whose layer it resembles, and give it as `injection_policy={MyLa
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -262,3 +262,17 @@ POLICIES: tuple[type[TransformerPolicy], ...] = (
     LLAMALayerPolicy,
 )
 """Policies that injection tries."""
+
+
+Policies = Mapping[Any, type[TransformerPolicy]]
+"""Layer class, or its name -> policy."""
+
+
+def split_policies(given: Mapping[Any, Any] | None) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:
+    """An `injection_policy` as what tells how layers are sliced, and what tells how they are fused; None for nothing.
+
+    Values of the second are classes.
+    """
+    fused = {key: value for key, value in (given or {}).items() if isinstance(value, type)}
+    sliced = {key: value for key, value in (given or {}).items() if key not in fused}
+    return sliced or None, fused or None
