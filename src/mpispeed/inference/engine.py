@@ -159,7 +159,10 @@ class InferenceEngine(nn.Module):
         self.is_compiled = True
 
     def destroy(self) -> None:
-        """Give the groups of ranks back; the engine answers no more. Collective over: all ranks."""
+        """Give the groups of ranks back; the engine answers no more. Streamed parameters become whole on every rank.
+
+        Collective over: all ranks.
+        """
         if self._is_open:
             self._is_open = False
             if self._times is not None:
