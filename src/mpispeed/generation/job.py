@@ -236,6 +236,9 @@ class Start:
         return found, ""
 
     def _tell(self, found: Finished, *, is_resumed: bool) -> None:
+        if self._job.prompts.index.ignored:
+            # a misspelt option would be among them
+            log.info("prompts    entries that are not used: %s", ", ".join(self._job.prompts.index.ignored))
         done, identity = int(found.done.sum()), self._identity
         what = f"{identity.requests} prompts in {identity.count} batches"
         if identity.left_out:
