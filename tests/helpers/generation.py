@@ -52,6 +52,6 @@ def write_prompts(path, count, seed=1, longest=30):
         options = {"max_new_tokens": draw.randint(1, longest)}
         if number % 3 == 0:
             options |= {"temperature": 0.9, "top_p": 0.95}
-        lines.append({"id": f"p{number}", "prompt": text, **options})
+        lines.append({"id": f"p{number}", "prompt": text, "topic": "letters", **options})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
