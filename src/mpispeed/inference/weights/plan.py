@@ -21,8 +21,9 @@ from mpispeed.store.mounts import mount_of
 Place = tuple[int, int]
 """Rank in a slicing group, and its size."""
 
-#: smaller tensors are copied
-_LEAST_MAPPED_BYTES = 64 << 10
+
+LEAST_MAPPED_BYTES = 64 << 10
+"""Smaller tensors are copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _mapped(target: Target, source: Source, ways: Sequence[Route]) -> Mapped | N
     if not isinstance(leaf, InFile) or found is None or leaf.dtype != target.dtype or leaf.dtype == torch.bool:
         return None
     first, last = found
-    if (leaf.offset + first * size) % size or (last - first) * size < _LEAST_MAPPED_BYTES:
+    if (leaf.offset + first * size) % size or (last - first) * size < LEAST_MAPPED_BYTES:
         return None
     return Mapped(leaf, first, last)
 
