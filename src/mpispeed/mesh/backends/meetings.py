@@ -35,7 +35,7 @@ _CALLS = {code: key for key, code in CODES.items()}
 
 
 class Waiting(NamedTuple):
-    """How ranks of a group wait for each other.
+    """The way in which ranks of a group wait for each other.
 
     Attributes:
         ranks: world ranks of the members, for messages.
