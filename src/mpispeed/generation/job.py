@@ -57,7 +57,7 @@ Open = Callable[[Described, "Settings"], Opened]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a job is asked for.
+    """Everything that a job is asked for.
 
     Attributes:
         model: folder of the model.
@@ -126,7 +126,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended.
+    """The end of a start.
 
     Attributes:
         is_finished: all prompts are answered and the results are written.

@@ -31,7 +31,7 @@ _WHOLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Described:
-    """What is known of a model without its weights.
+    """Everything that is known of a model without its weights.
 
     Attributes:
         folder: of the model.
