@@ -19,9 +19,11 @@ SOURCES = {
     "fp_sum": "reduce/fp_sum.pyx",
     "crc32c": "bits/crc32c.pyx",
     "block_quant": "bits/block_quant.pyx",
+    "weight_codes": "bits/weight_codes.pyx",
     "one_bit": "bits/one_bit.pyx",
     "permute": "rows/permute.pyx",
     "meeting": "node/meeting.pyx",
+    "layer_loops": "layer/layer_loops.pyx",
     "block_io": "io/block_io.pyx",
     "launch": "device/launch.pyx",
 }

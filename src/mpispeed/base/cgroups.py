@@ -100,6 +100,32 @@ class MemoryGroups:
         return "/" + str(folder.relative_to(top)) if folder != top else "/"
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Remainder of one memory limit of this machine. Units: bytes."""
+
+    source: str
+    bytes: int
+
+
+def machine_limits(proc: Path = Path("/proc")) -> list[Limit]:
+    """Remaining memory of this machine: MemAvailable, and the rest of every memory cgroup (v1, v2) of this process.
+
+    File cache that a cgroup can drop counts as free, as it does in MemAvailable.
+    """
+    found = []
+    available = kib_to_bytes(dict(read_fields(proc / "meminfo")).get("MemAvailable"))
+    if available is not None:
+        found.append(Limit("MemAvailable of /proc/meminfo", available))
+    groups = MemoryGroups.of("self", proc=proc)
+    for folder in groups.folders:
+        most = groups.limit(folder)
+        if most is not None:
+            used = max(0, (groups.usage(folder) or 0) - groups.inactive_cache(folder))
+            found.append(Limit(str(groups.limit_file(folder)), max(0, most - used)))
+    return found
+
+
 def _is_memory(kinds: str, is_version_1: bool) -> bool:
     return "memory" in kinds.split(",") if is_version_1 else not kinds
 

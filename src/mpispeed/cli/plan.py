@@ -110,7 +110,7 @@ def plan(
 
 
 def _answer(setup: Setup, model: Source, memory: int | None, *, as_json: bool) -> tuple[str, bool]:
-    from mpispeed.engine.estimate.feasibility import Limit, machine_limits
+    from mpispeed.base.cgroups import Limit, machine_limits
 
     limits = machine_limits() if memory is None else [Limit("--memory", memory)]
     resolved, stages, verdict = forecast(setup, model, limits)

@@ -138,7 +138,7 @@ def _record(payload: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Finished:
-    """What is finished of a job.
+    """The finished batches of a job.
 
     Attributes:
         folder: the work folder.

@@ -18,6 +18,9 @@ from mpispeed.base.plain import printable, read_plain
 JOB_FILE = "job.json"
 """In the work folder of a job."""
 
+ANSWERED_FILE = "answered.json"
+"""In the work folder of a job whose results are written: their paths, {"results": [...]}; finished batches are gone."""
+
 FORMAT = "mpispeed-generate-1"
 _MOST_BYTES = 4 << 20
 
@@ -28,7 +31,7 @@ class OtherJob(UsageError):
 
 @dataclass(frozen=True)
 class Identity:
-    """What a job is; everything that has an influence on its results.
+    """Everything that has an influence on the results of a job.
 
     Attributes:
         prompts: digest of the file of prompts.

@@ -35,7 +35,7 @@ _OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a line has.
+    """The content of a line.
 
     Attributes:
         id: of the prompt; None where there is none.

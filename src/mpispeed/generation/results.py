@@ -37,7 +37,7 @@ _SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What is known of all answers before their texts are read. Shapes: (requests,)."""
+    """Sizes and batches of all answers, known before their texts are read. Shapes: (requests,)."""
 
     tokens: np.ndarray
     text_bytes: np.ndarray

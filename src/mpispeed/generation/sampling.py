@@ -144,9 +144,19 @@ class Sampler:
         self._punished = [place for place, row in enumerate(rows) if row.repetition_penalty != 1]
         self._tables: dict[str, Tensor] = {}
         self._had: Tensor | None = None
+        self._first_nan: Tensor | None = None
+
+    @property
+    def first_nan(self) -> list[int]:
+        """The first position of each row's answer at which a logit was NaN, as it is after an overflow; -1: none was.
+
+        The tokens of the row from there on mean nothing.
+        """
+        return [-1] * len(self._rows) if self._first_nan is None else self._first_nan.tolist()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores of which the largest is drawn. Shapes: input_ids (rows, tokens), scores (rows, vocabulary)."""
+        self._look_for_nan(input_ids.shape[1] - self._width, scores)
         if self._punished:
             scores = self._punish(input_ids, scores)
         if not self._drawn:
@@ -161,6 +171,11 @@ class Sampler:
         scores = scores.float().clone()
         scores[table["drawn"]] = chosen
         return scores
+
+    def _look_for_nan(self, position: int, scores: Tensor) -> None:
+        """Nothing waits for a device here."""
+        first = scores.new_full((len(scores),), -1, dtype=torch.int64) if self._first_nan is None else self._first_nan
+        self._first_nan = torch.where(scores.isnan().any(1) & (first < 0), position, first)
 
     def _table(self, device: torch.device) -> dict[str, Tensor]:
         """What rows have, as tensors on the device of the logits."""

@@ -1,4 +1,4 @@
-"""What is in a file of results, or in the work folder of a job that is not finished."""
+"""The state of a job as its file of results or its work folder shows it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from mpispeed.base.plain import printable
+from mpispeed.base.plain import printable, read_plain
 from mpispeed.ckpt.format import hdf5
 from mpispeed.generation.answers import ERROR, PENDING, REASONS, TOO_LONG
 from mpispeed.generation.finished import scan
 from mpispeed.generation.hdf5_tables import Table, Tables
-from mpispeed.generation.identity import OtherJob, read
+from mpispeed.generation.identity import ANSWERED_FILE, OtherJob, read
 from mpispeed.generation.result_files import read_identity
 
+_MOST_ANSWERED_BYTES = 1 << 20
 _MOST_LINE_BYTES = 1 << 30
 
 
@@ -87,6 +88,8 @@ class Shown:
 def show(path: Path) -> Shown:
     """Look at a file of results (HDF5 or lines of JSON) or a work folder; nothing is changed.
 
+    For the work folder of a job that has written its results, these are looked at.
+
     Raises:
         OtherJob: it is none of these.
         WorkError: a work folder cannot be read.
@@ -111,6 +114,8 @@ def show(path: Path) -> Shown:
 
 def _folder(path: Path) -> Shown:
     identity = read(path)
+    if (path / ANSWERED_FILE).exists():
+        return show(_results_of(path / ANSWERED_FILE))
     found = scan(path, identity)
     reasons = found.reasons.copy()
     reasons[TOO_LONG] += identity.left_out
@@ -127,6 +132,21 @@ def _folder(path: Path) -> Shown:
         identity.settings,
         tuple(found.notes),
     )
+
+
+def _results_of(path: Path) -> Path:
+    """The first file of results of a job that has written them, or the first that is still there."""
+    try:
+        value = json.loads(read_plain(path, _MOST_ANSWERED_BYTES))
+        results = [Path(each) for each in value["results"]]
+        there = [each for each in results if each.is_file()]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as failure:
+        msg = f"{path} does not name the results of this job ({printable(repr(failure), 100)})"
+        raise OtherJob(msg) from failure
+    if not there:
+        msg = f"all requests of {path.parent} were answered, and {', '.join(map(str, results))} is not there any more"
+        raise OtherJob(msg)
+    return there[0]
 
 
 def _tables(path: Path, handle: int) -> Shown:

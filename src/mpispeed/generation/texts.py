@@ -70,8 +70,10 @@ class Encoder:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         content = prompt.content
-        if isinstance(content, tuple) and not (content and isinstance(content[0], dict)):
-            return [int(each) for each in content]  # type: ignore[arg-type]
+        if not isinstance(content, str):
+            given: list[Any] = list(content)
+            if not given or not isinstance(given[0], dict):
+                return given
         if self._tokenizer is None:
             msg = (
                 f"{prompt.where} is a text, and the model's folder has no tokenizer; save one there, or give token ids"

@@ -53,8 +53,8 @@ def _maker(model: nn.Module, path: str) -> Any:
 
 def _remake(maker: Any, module: nn.Module, path: str, own: list[str], device: torch.device) -> None:
     twins = [_twin(module, own, fill) for fill in (0, 1)]
-    for twin in twins:
-        if maker is not None:
+    with torch.no_grad():
+        for twin in twins if maker is not None else ():
             maker._init_weights(twin)
     for name in own:
         first, second = (twin.get_buffer(name) for twin in twins)

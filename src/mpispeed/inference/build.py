@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpispeed.base import device as devices
-from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base import rng
+from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.config.problems import Problem, refuse
-from mpispeed.inference.casting import cast_model
+from mpispeed.inference.casting import cast_model, empty_model, is_empty
 from mpispeed.inference.engine import InferenceEngine, Limits
+from mpispeed.inference.experts import ExpertShares
 from mpispeed.inference.groups import make_mesh
+from mpispeed.inference.in_step import InStep
+from mpispeed.inference.quantized import options_of, quantize_model
 from mpispeed.inference.slicing import slice_model
+from mpispeed.inference.streaming import stream_model
+from mpispeed.inference.weights import load_weights
 from mpispeed.plan.device import choose_device
 
 if TYPE_CHECKING:
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
 
     from mpispeed.config.inference import InferenceConfig, TPConfig
     from mpispeed.mesh.comm import Comm
+    from mpispeed.mesh.mesh import Mesh
     from mpispeed.mesh.world import World
 
 log = logging.getLogger(__name__)
@@ -35,20 +43,40 @@ class Missing(NamedTuple):
     sentence: str
 
 
-# Delete a row when its step is connected in `build`.
+def _is_policy(config: InferenceConfig) -> bool:
+    source = config.checkpoint
+    return isinstance(source, dict) or str(source).endswith(".json")
+
+
+def _codes_by_name(config: InferenceConfig) -> bool:
+    weight = config.quant.weight
+    return bool(weight.post_init_quant or weight.quantized_initialization)
+
+
+_STREAMED_CODES = "parameters are streamed, and codes are not; use fp16, bf16 or fp32"
+
+# Delete a row when its step is there.
 MISSING: tuple[Missing, ...] = (
-    Missing("checkpoint", lambda c: c.checkpoint is not None, "weights are not read yet; load them into the model"),
-    Missing("set_empty_params", lambda c: c.set_empty_params, "weights are not read yet; load them into the model"),
+    Missing("checkpoint", _is_policy, "load policies are not read yet; give a folder or a file of weights"),
+    Missing(
+        "set_empty_params",
+        lambda c: c.set_empty_params and c.checkpoint is None,
+        "values have to come from a checkpoint, and none is given; set checkpoint",
+    ),
     Missing("save_mp_checkpoint_path", lambda c: c.save_mp_checkpoint_path, "slices are not written yet; remove it"),
     Missing("replace_with_kernel_inject", lambda c: c.replace_with_kernel_inject, "no layer is fused yet; use false"),
-    Missing("dtype", lambda c: c.dtype == torch.int8, "integer weights are not available yet; use fp16, bf16 or fp32"),
+    Missing("dtype", lambda c: c.streams_parameters and c.dtype == torch.int8, _STREAMED_CODES),
+    Missing("quant.weight", lambda c: c.streams_parameters and _codes_by_name(c), _STREAMED_CODES),
     Missing(
-        "quant.weight",
-        lambda c: c.quant.weight.post_init_quant or c.quant.weight.quantized_initialization,
-        "integer weights are not available yet; remove the section",
+        "moe.ep_size",
+        lambda c: c.streams_parameters and c.moe.enabled and c.moe.ep_size > 1,
+        "parameters are streamed, those of experts too; use 1",
     ),
-    Missing("zero", lambda c: c.streams_parameters, "parameters are not streamed yet; use tensor_parallel"),
-    Missing("moe.ep_size", lambda c: c.moe.enabled and c.moe.ep_size > 1, "experts are not spread yet; use 1"),
+    Missing(
+        "tensor_parallel",
+        lambda c: c.streams_parameters and any(_given_groups(c.tensor_parallel).values()),
+        "parameters are streamed, and then ranks that share layers are neighbours; give tp_size instead of groups",
+    ),
 )
 
 
@@ -67,39 +95,129 @@ def build(model: nn.Module, config: InferenceConfig, world: World) -> InferenceE
     """
     _refuse_missing(config)
     device = choose_device(world, model)
+    _advise(config, device, is_first=world.rank == 0)
     section = config.tensor_parallel
     mesh = make_mesh(world, _tensor_size(section), **_given_groups(section))
-    tensor = mesh["model"].duplicate() if mesh["model"].size > 1 else mesh["model"]  # layers outlive the engine
+    parts = Parts(mesh, config, device)
     try:
-        is_empty = _is_empty(model)
         if config.dtype != torch.int8:
-            cast_model(model, config.dtype)
+            with world.comm.together(ConfigError):
+                cast_model(model, config.dtype)
+        if config.streams_parameters:
+            parts.stream(model)
+        else:
+            parts.place(model)
+    except (CheckpointError, ConfigError, UsageError):  # on all ranks
+        parts.close()
+        raise
+    limits = Limits(config.max_out_tokens, config.min_out_tokens)
+    return InferenceEngine(
+        model.eval(), mesh, limits=limits, config=config.config, in_step=parts.in_step, close=parts.close
+    )
+
+
+class Parts:
+    """The steps from a cast model to one that answers, and what they leave to be closed."""
+
+    def __init__(self, mesh: Mesh, config: InferenceConfig, device: torch.device) -> None:
+        self._mesh, self._config, self._device = mesh, config, device
+        self._closing: list[Callable[[], object]] = [mesh.close]
+        self.in_step: InStep | None = None
+
+    def stream(self, model: nn.Module) -> None:
+        """Shard the model over all ranks; its layers come when they run. Collective over: all ranks."""
+        given, tensor = self._config.zero, self._mesh["model"]
+        load = None
+        if self._config.checkpoint is None:
+            _require_values(self._mesh.world.comm, model)
+        else:
+            empty_model(model)
+            load = partial(self._load, model, self._mesh[()])
+        section = given.model_dump(include=given.model_fields_set)
+        streamed = stream_model(model, section, tensor=tensor.size, load=load)
+        self._closing.insert(0, streamed.close)
+        self.in_step = streamed.in_step
+        share_generators(tensor)
+
+    def place(self, model: nn.Module) -> None:
+        """Slice the model, fill it, share its experts out, put it on the device. Collective over: all ranks."""
+        config, world, tensor = self._config, self._mesh.world, self._tensor_group()
+        shares = self._find_experts(model)
+        if config.set_empty_params:
+            empty_model(model)
+        if tensor.size > 1 and not is_empty(model):
+            model.to("cpu")  # slices are made in host memory
         report = slice_model(
             model,
             tensor,
             policy=config.injection_policy or config.injection_policy_tuple,
-            grain=section.tp_grain_size,
-            without_values=is_empty,
+            grain=config.tensor_parallel.tp_grain_size,
+            without_values=is_empty(model),
         )
         if report is not None:
             log.info("%s", report) if world.rank == 0 else log.debug("%s", report)
+        if config.checkpoint is not None:
+            finish = None if shares is None else lambda path: shares.finish(path, model.get_submodule(path))
+            self._load(model, tensor, finish)
         _require_values(world.comm, model)
+        if shares is not None:
+            shares.share_out()
+            self.in_step = InStep(model, shares.comm, self._device)
+        _quantize(model, config, tensor, world.rank)
         if not config.keep_module_on_host:
-            model.to(device)
-        share_generators(tensor, device)
-    except (ConfigError, UsageError):  # on all ranks
-        if tensor.size > 1:
-            tensor.close()
-        mesh.close()
-        raise
-    limits = Limits(config.max_out_tokens, config.min_out_tokens)
-    return InferenceEngine(model.eval(), mesh, limits=limits, config=config.config)
+            model.to(self._device)
+        share_generators(tensor)
+
+    def _load(self, model: nn.Module, tensor: Comm, finish: Callable[[str], None] | None) -> None:
+        """Fill the model from the checkpoint. Collective over: all ranks."""
+        world = self._mesh.world
+        source = Path(self._config.base_dir) / str(self._config.checkpoint)
+        loaded = load_weights(model, source, world.node, tensor, finish=finish, everyone=world.comm)
+        if world.rank == 0:
+            log.info("%d tensors of %s in %.1f s", loaded.tensors, loaded.path, loaded.seconds)
+
+    def close(self) -> None:
+        """Give back what the steps have made. Collective over: all ranks."""
+        while self._closing:
+            self._closing.pop(0)()
+
+    def _tensor_group(self) -> Comm:
+        """The ranks that share layers, with messages of their own: layers outlive the engine."""
+        tensor = self._mesh["model"]
+        return tensor.duplicate() if tensor.size > 1 else tensor
+
+    def _find_experts(self, model: nn.Module) -> ExpertShares | None:
+        section = self._config.moe
+        if not section.enabled or section.ep_size == 1:
+            return None
+        shares = ExpertShares(model, section.ep_size, self._mesh["data"])
+        self._closing.insert(0, shares.close)
+        return shares
+
+
+def _quantize(model: nn.Module, config: InferenceConfig, tensor: Comm, rank: int) -> None:
+    """Code weights, if the settings ask for it. Collective over: `tensor`."""
+    given = config.quant.model_dump(exclude_unset=True)
+    options, notes = options_of(given, is_int8=config.dtype == torch.int8)
+    for note in notes if rank == 0 else ():
+        log.warning("%s", note)
+    if options is not None:
+        report = quantize_model(model, options, tensor=tensor)
+        log.info("%s", report) if rank == 0 else log.debug("%s", report)
 
 
 def _refuse_missing(config: InferenceConfig) -> None:
     problems = [Problem(row.path, row.sentence) for row in MISSING if row.asks(config)]
     if problems:
         raise refuse("init_inference", problems)
+
+
+def _advise(config: InferenceConfig, device: torch.device, *, is_first: bool) -> None:
+    if is_first and device.type == "cpu" and config.dtype == torch.float16:
+        log.warning(
+            "the model answers in fp16, in which most CPUs take many times as long over prompts as in bf16: set dtype "
+            "to bf16, or to fp32"
+        )
 
 
 def _tensor_size(section: TPConfig) -> int | None:
@@ -114,10 +232,6 @@ def _given_groups(section: TPConfig) -> dict[str, Any]:
     return {"mpu": section.mpu, "tp_group": section.tp_group} if section.enabled else {}
 
 
-def _is_empty(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
 def _require_values(comm: Comm, model: nn.Module) -> None:
     """Refuse a model with parameters that have no values. Collective over: `comm`."""
     empty = next((name for name, tensor in model.named_parameters() if tensor.is_meta), "")
@@ -125,14 +239,9 @@ def _require_values(comm: Comm, model: nn.Module) -> None:
     comm.agree(not empty, text, ConfigError)
 
 
-def share_generators(comm: Comm, device: torch.device) -> None:
-    """Give all ranks of a tensor group the state of its first rank's generators, so that they draw the same tokens.
+def share_generators(comm: Comm) -> None:
+    """Give torch's default generators of all ranks the state of the first one's, so that they sample the same tokens.
 
     Collective over: `comm`.
     """
-    if comm.size == 1:
-        return
-    torch.set_rng_state(comm.share(torch.get_rng_state()))
-    if device.type != "cpu":
-        module = devices.module_of(device)
-        module.set_rng_state(comm.share(module.get_rng_state(device)), device)
+    rng.restore_torch(comm.share(rng.capture_torch()))

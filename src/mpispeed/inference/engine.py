@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import UnimplementedUse, UsageError
 
 if TYPE_CHECKING:
+    from mpispeed.inference.in_step import InStep
     from mpispeed.mesh.mesh import Mesh
 
 
@@ -35,20 +37,32 @@ class InferenceEngine(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, mesh: Mesh, *, limits: Limits, config: Any = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        limits: Limits,
+        config: Any = None,
+        in_step: InStep | None = None,
+        close: Callable[[], None],
+    ) -> None:
         """Made by `init_inference`.
 
         Args:
             module: the model, ready to answer.
-            mesh: with the axes "data" and "model"; closed by `destroy`.
+            mesh: with the axes "data" and "model".
             limits: of sequences.
             config: what `config` returns instead of the model's.
+            in_step: keeps ranks in step that run the model together, each with inputs of its own.
+            close: gives groups of ranks back; called once, on all ranks.
         """
         super().__init__()
         self.module = module
         self.mesh = mesh
         self.is_compiled = False
         self._limits, self._config, self._is_open = limits, config, True
+        self._in_step, self._close = in_step, close
         self._times: Times | None = None
         self.training = module.training
 
@@ -81,7 +95,7 @@ class InferenceEngine(nn.Module):
     def generate(self) -> Callable[..., Any]:
         """`generate(*inputs, **kwargs)` of a model that has it: tokens, as the model's own `generate` returns them.
 
-        Collective over: the ranks that share layers.
+        Collective over: the ranks that share layers; where parameters or experts are spread, all ranks that have them.
 
         Raises:
             NotImplementedError: several beams are asked for.
@@ -94,10 +108,11 @@ class InferenceEngine(nn.Module):
 
     def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
         self._require_open("generate")
-        self._check_search(kwargs)
-        self._check_length(inputs, kwargs)
         generate: Callable[..., Any] = getattr(self.module, "generate")  # noqa: B009
-        return generate(*inputs, **kwargs)
+        with nullcontext() if self._in_step is None else self._in_step.entered():
+            self._check_search(kwargs)
+            self._check_length(inputs, kwargs)
+            return generate(*inputs, **kwargs)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Take the time of every forward pass of the model from now on, for `model_times`.
@@ -139,7 +154,7 @@ class InferenceEngine(nn.Module):
             self._is_open = False
             if self._times is not None:
                 self._times.remove()
-            self.mesh.close()
+            self._close()
 
     def _require_open(self, verb: str) -> None:
         if not self._is_open:

@@ -1,4 +1,4 @@
-"""Slicing of a model for predictions: layers over the ranks of a tensor group, and random numbers that agree in it."""
+"""Slicing of a model for predictions: layers over the ranks of a tensor group, caches for their heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from mpispeed.base import rng
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor import Report, inject
 from mpispeed.nn.tensor.apply import AT_HAND
@@ -59,17 +58,8 @@ def slice_model(
         without_values=without_values,
         layers=RandomCopies() if without_values else AT_HAND,
     )
-    share_generators(comm)
     _let_caches_grow(model)
     return report
-
-
-def share_generators(comm: Comm) -> None:
-    """Give torch's default generators of all ranks the state of the first one's, so that they sample the same tokens.
-
-    Collective over: `comm`.
-    """
-    rng.restore_torch(comm.share(rng.capture_torch()))
 
 
 def _let_caches_grow(model: Any) -> None:

@@ -278,8 +278,8 @@ def _sum_span(parts: Sequence[Coded], span: _Span, start: Tensor | None) -> Tens
     return total
 
 
-def _levels(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes as floats, and scales [rows, 1]."""
+def levels(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes as floats, and scales [rows, 1], of blocks [rows, elements] in fp32."""
     peak = (rows.view(torch.int32) & _MAGNITUDE).amax(1, keepdim=True)
     magnitude = peak.view(torch.float32)
     scales = (magnitude / divisor(LEVELS[bits], magnitude)).clamp(_SMALLEST_SCALE, _LARGEST_SCALE[bits])
@@ -302,12 +302,12 @@ def _write_codes(coded: Coded, levels: Tensor, scales: Tensor, span: _Span) -> N
 def _encode_span(coded: Coded, x: Tensor, span: _Span, error: Coded | None, beta: float) -> None:
     kept = None if error is None else _values(error, span)
     rows = span.rows(x if kept is None else x + kept)
-    levels, scales = _levels(rows, coded.bits)
-    _write_codes(coded, levels, scales, span)
+    codes, scales = levels(rows, coded.bits)
+    _write_codes(coded, codes, scales, span)
     if error is None or kept is None:
         return
-    average = beta * span.rows(kept) + (1.0 - beta) * (rows - levels * scales)
-    error_levels, error_scales = _levels(average.masked_fill(scales.isnan(), 0.0), 8)
+    average = beta * span.rows(kept) + (1.0 - beta) * (rows - codes * scales)
+    error_levels, error_scales = levels(average.masked_fill(scales.isnan(), 0.0), 8)
     _write_codes(error, error_levels, error_scales.nan_to_num(0.0), span)
 
 

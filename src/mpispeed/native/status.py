@@ -29,9 +29,11 @@ MODULES = {
     "fp_sum": "tree sums and exact norms on host memory",
     "crc32c": "checksums",
     "block_quant": "block quantizers of compressed communication",
+    "weight_codes": "products with quantized weights",
     "one_bit": "signs of compressed sums over ranks",
     "permute": "rows of tokens on their way to experts and back",
     "meeting": "small sums and gathers of ranks on one node",
+    "layer_loops": "transformer layers of inference on host memory",
     "block_io": "asynchronous reads and writes of files",
     "launch": "launches of kernels on a GPU",
 }

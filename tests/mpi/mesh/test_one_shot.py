@@ -157,11 +157,11 @@ def test_a_rank_that_waits_long_sleeps(comm):
     made = comm.duplicate()
     made.all_reduce(torch.ones(1))
     made.barrier()
-    begin = time.process_time()
+    begin = time.thread_time()
     if made.rank == 0:
         time.sleep(0.4)
     made.all_reduce(torch.ones(1))
-    assert time.process_time() - begin < 0.04
+    assert time.thread_time() - begin < 0.04
     made.close()
 
 

@@ -190,3 +190,17 @@ def test_injected_once(comm):
     inject(model, comm)
     with pytest.raises(UsageError, match="cut already"):
         inject(model, comm)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("t5", {"T5Block": ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}),
+        ("roberta", {"RobertaLayer": "output.dense"}),
+    ],
+)
+def test_policies_in_deepspeeds_form(comm, name, policy):
+    whole, cut = build(name).train(), build(name).train()
+    report = inject(cut, comm, policy)
+    assert len(report.cut) == {"t5": 32, "roberta": 12}[name]
+    compare(comm, whole, cut)

@@ -53,6 +53,13 @@ def test_different_values_are_named():
     )
 
 
+def test_settings_made_in_code_are_a_config_too():
+    made = InferenceConfig(dtype="bf16", tp=TPConfig(tp_size=2))
+    assert resolve(made) == made
+    assert resolve(made, {"dtype": torch.bfloat16, "mp_size": 2}).tensor_parallel.tp_size == 2
+    assert "dtype" in refused(made, {"dtype": "fp32"})
+
+
 def test_sections_are_merged_key_by_key():
     found = resolve({"tp": {"tp_size": 2}}, {"tensor_parallel": {"tp_grain_size": 8, "tp_size": 2}}).tensor_parallel
     assert (found.tp_size, found.tp_grain_size) == (2, 8)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from mpispeed.base.cgroups import Limit, machine_limits
 from mpispeed.base.errors import ConfigError
 from mpispeed.config.load import validate
 from mpispeed.engine.estimate.budget import gather_inputs, predict
-from mpispeed.engine.estimate.feasibility import Limit, Setup, judge, machine_limits
+from mpispeed.engine.estimate.feasibility import Setup, judge
 from mpispeed.mesh import sim
 from mpispeed.plan.plan import make_plan
 from mpispeed.sharding.reducers import LEAST_ELEMENTS

@@ -14,7 +14,7 @@ from mpispeed.generation import results
 from mpispeed.generation.answers import REASONS
 from mpispeed.generation.batches import cut
 from mpispeed.generation.finished import WorkError, scan
-from mpispeed.generation.identity import OtherJob
+from mpispeed.generation.identity import ANSWERED_FILE, OtherJob
 from mpispeed.generation.result_files import ResultTables, read_identity
 from mpispeed.generation.show import show
 from tests.unit.generation.work import answer, finish, job
@@ -128,6 +128,38 @@ def test_prompts_that_were_too_long_have_a_result(tmp_path):
     assert read_identity(tables)[1]["complete"] == 1
     assert show(tables).failed == show(tmp_path / "work").failed == 3
     assert show(tables).left == show(tmp_path / "work").left == 0
+
+
+def test_a_job_that_can_answer_nothing_has_results(tmp_path):
+    prompts, _, identity = job(tmp_path, 7)
+    batches = cut([9] * 7, 5, batch_size=4, max_positions=6, too_long="skip")
+    identity = replace(identity, batches=batches.digest, count=0, left_out=7)
+    tables, lines = write(tmp_path, (prompts, batches, identity))
+    assert show(tables).reasons == show(lines).reasons == {"too_long": 7}
+    assert show(tables).tokens == 0
+
+
+def test_the_work_folder_of_a_finished_job_leads_to_its_results(tmp_path):
+    made = job(tmp_path, 12)
+    tables, lines = write(tmp_path, made)
+    claimed(tmp_path, made)
+    (tmp_path / "work" / ANSWERED_FILE).write_text(json.dumps({"results": [str(tables), str(lines)]}))
+    assert show(tmp_path / "work") == show(tables)
+    tables.unlink()
+    assert show(tmp_path / "work") == show(lines)
+    lines.unlink()
+    with pytest.raises(OtherJob, match=r"were answered, and .* is not there any more"):
+        show(tmp_path / "work")
+    (tmp_path / "work" / ANSWERED_FILE).write_text('{"results": 5}')
+    with pytest.raises(OtherJob, match="does not name the results"):
+        show(tmp_path / "work")
+
+
+def test_long_settings_fit_into_the_file(tmp_path):
+    prompts, batches, identity = job(tmp_path, 3)
+    identity = replace(identity, settings={"chat_template": "ü" * 200_000})
+    tables, _ = write(tmp_path, (prompts, batches, identity))
+    assert read_identity(tables)[0] == identity
 
 
 def test_h5dump_reads_them(tmp_path):

@@ -161,6 +161,20 @@ def test_equal_scores_are_in_or_out_together():
     assert (found > -torch.inf).tolist() == [[False, True, True, True, True, False]]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_first_position_with_nan_is_kept(temperature):
+    sampler = Sampler([Row(stream_key(0, "a", 0), temperature)] * 3, [2, 2, 1])
+    assert sampler.first_nan == [-1, -1, -1]
+    for position in range(4):
+        scores = torch.zeros(3, VOCABULARY)
+        if position >= 1:
+            scores[2, 7] = torch.nan
+        if position == 3:
+            scores[0] = torch.nan
+        sampler(torch.zeros(3, 2 + position, dtype=torch.int64), scores)
+    assert sampler.first_nan == [3, -1, 1]
+
+
 def test_rows_of_requests():
     defaults = Options(temperature=0.7, top_k=5, seed=9)
     own = Prompt(0, "", "name", 2, "text", Options(top_k=0, top_p=0.5, seed=11))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpispeed.base import init_scope, rng
 from mpispeed.base.errors import ConfigError
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHOWN = 8  # ranks in a message
-_TABLE = (
-    "tensor_parallel.injection_policy_tuple is {0!r}: names of layers alone do not say how the others are cut; give a "
-    'table, such as {{"attention.query": "column", "attention.output": "row"}}, or remove the key'
-)
 
 
 def fit_layers(plan: Plan, mesh: Mesh, model: nn.Module, *, has_mpu: bool = False) -> None:
@@ -101,7 +96,7 @@ def _inject(plan: Plan, mesh: Mesh, model: nn.Module, layers: Layers) -> str:
         report = inject(
             model,
             mesh["model"].duplicate(),  # the layers outlive the engine, and its groups
-            _table(section.injection_policy_tuple),
+            section.injection_policy_tuple,
             vocab=section.vocab_parallel,
             sequence_parallel=section.sequence_parallel,
             grain=section.tensor_parallel.tp_grain_size,
@@ -147,9 +142,3 @@ def _find_sharded_elsewhere(mesh: Mesh, model: nn.Module) -> str:
                 "with the group of these"
             )
     return ""
-
-
-def _table(policy: Any) -> Mapping[str, str] | None:
-    if isinstance(policy, Mapping | None):
-        return policy
-    raise ConfigError(_TABLE.format(policy))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpispeed.base.cgroups import MemoryGroups, kib_to_bytes, read_fields
+from mpispeed.base.cgroups import Limit
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.units import format_bytes
 from mpispeed.config.checks import find_conflicts
@@ -25,35 +24,6 @@ if TYPE_CHECKING:
 
 MOST_DOUBLINGS = 10
 """Doublings of the number of nodes before the search for a change gives up."""
-
-
-# -- the machine -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """Remainder of one memory limit of this machine. Units: bytes."""
-
-    source: str
-    bytes: int
-
-
-def machine_limits(proc: Path = Path("/proc")) -> list[Limit]:
-    """Remaining memory of this machine: MemAvailable, and the rest of every memory cgroup (v1, v2) of this process.
-
-    File cache that a cgroup can drop counts as free, as it does in MemAvailable.
-    """
-    found = []
-    available = kib_to_bytes(dict(read_fields(proc / "meminfo")).get("MemAvailable"))
-    if available is not None:
-        found.append(Limit("MemAvailable of /proc/meminfo", available))
-    groups = MemoryGroups.of("self", proc=proc)
-    for folder in groups.folders:
-        most = groups.limit(folder)
-        if most is not None:
-            used = max(0, (groups.usage(folder) or 0) - groups.inactive_cache(folder))
-            found.append(Limit(str(groups.limit_file(folder)), max(0, most - used)))
-    return found
 
 
 # -- the need --------------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from torch import nn
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.foreign.found import ReadOptions
 from mpispeed.ckpt.foreign.in_file import Files
+from mpispeed.inference.buffers import remake_buffers
 from mpispeed.inference.weights import budget as budgets
 from mpispeed.inference.weights import schedule
 from mpispeed.inference.weights.names import Matched, first_names, match, missing_message
+from mpispeed.inference.weights.policy import is_json, read_policy
 from mpispeed.inference.weights.rounds import Pair, Rounds, check_sums
 from mpispeed.inference.weights.routes import Route, routes
 from mpispeed.inference.weights.schedule import Piece, make_pieces, make_rounds
+from mpispeed.inference.weights.sliced import of_policy
 from mpispeed.inference.weights.sources import Source, Sources, find_sources
-from mpispeed.inference.weights.targets import Target, Targets, fill_unsaved, find_targets
+from mpispeed.inference.weights.targets import Target, Targets, find_targets
 from mpispeed.mesh.comm import Comm
 
 log = logging.getLogger(__name__)
@@ -55,12 +59,13 @@ class Loaded:
 
 def load_weights(
     model: nn.Module,
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Mapping[str, Any],
     node: Comm,
     tensor: Comm,
     *,
     tag: str | None = None,
     dtype: torch.dtype | None = None,
+    base_dir: str = "",
     budget: int | None = None,
     finish: Callable[[str], None] | None = None,
     everyone: Comm | None = None,
@@ -73,11 +78,13 @@ def load_weights(
 
     Args:
         model: sliced over `tensor` or not (`nn.tensor.cuts`); tensors on the meta device get memory as they are read.
-        source: a file or folder of safetensors or torch files, our checkpoints, DeepSpeed's, a copy by `save_sharded`.
+        source: a file or folder of safetensors or torch files, our checkpoints, DeepSpeed's, a copy by `save_sharded`,
+            or DeepSpeed's load policy, as a dict or a JSON file.
         node: the ranks of this node that load the model.
         tensor: the slicing group.
         tag: of a folder of checkpoints; None for the one that `latest` names.
         dtype: of parameters and buffers with a fraction; None for those that they have.
+        base_dir: root of relative names in a load policy.
         budget: bytes that a rank may allocate; None for what the node has left.
         finish: called with the path of each module when its own tensors are there, in the same order on all ranks.
         everyone: all ranks that load at the same time, which raise the same error; None for those of the node.
@@ -89,37 +96,42 @@ def load_weights(
         CheckpointError: files are missing, damaged or of another model, or there is too little memory; on all ranks.
     """
     started = time.monotonic()
-    arguments = (
-        Path(os.fspath(source)),
-        node,
-        tensor,
-        tag,
-        dtype,
-        budget,
-        finish,
-        options or ReadOptions(weights_only=True),
-    )
+    find = partial(_find, source, tag, dtype, base_dir, options or ReadOptions(weights_only=True))
     if everyone is None or everyone.size == node.size:
-        return _load(model, started, *arguments)
+        return _load(model, node, tensor, find, dtype, budget, finish, started)
     made: list[Loaded] = []
     with everyone.together(CheckpointError):
-        made.append(_load(model, started, *arguments))
+        made.append(_load(model, node, tensor, find, dtype, budget, finish, started))
     return made[0]
+
+
+def _find(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    tag: str | None,
+    dtype: torch.dtype | None,
+    base_dir: str,
+    options: ReadOptions,
+) -> Sources:
+    """Open a source of any kind."""
+    if isinstance(source, Mapping):
+        return of_policy(read_policy(source, base_dir), options, "the load policy")
+    path = Path(os.fspath(source))
+    if is_json(path):
+        return of_policy(read_policy(path, base_dir), options, str(path))
+    return find_sources(path.parent if path.name.endswith(".index.json") else path, tag, dtype, options)
 
 
 def _load(
     model: nn.Module,
-    started: float,
-    path: Path,
     node: Comm,
     tensor: Comm,
-    tag: str | None,
+    find: Callable[[], Sources],
     dtype: torch.dtype | None,
     budget: int | None,
     finish: Callable[[str], None] | None,
-    options: ReadOptions,
+    started: float,
 ) -> Loaded:
-    sources, matched, targets = _agreed(model, node, tensor, (path, tag, dtype, options))
+    sources, matched, targets = _agreed(model, node, tensor, find, dtype)
     pairs, rounds = _planned(node, tensor, matched, sources)
     budgets.check(
         node, sum(target.new_bytes for target, _ in pairs) + 4 * schedule.PIECE_BYTES, budget, str(sources.path)
@@ -134,7 +146,7 @@ def _load(
         check_sums(node, sums, sources.sums)
         count = files.bytes_read
     with node.together(CheckpointError), torch.no_grad():
-        fill_unsaved(model)
+        remake_buffers(model)
     size_bytes = sum(_bytes(source) for _, source in matched.pairs)
     seconds = time.monotonic() - started
     return Loaded(sources.path, len(pairs), size_bytes, count, seconds, tuple(matched.unexpected))
@@ -144,16 +156,18 @@ def _bytes(source: Source) -> int:
     return sum(shard.values.numel for shard in source.shards) * source.dtype.itemsize
 
 
-def _agreed(model: nn.Module, node: Comm, tensor: Comm, how: tuple[Any, ...]) -> tuple[Sources, Matched, Targets]:
+def _agreed(
+    model: nn.Module, node: Comm, tensor: Comm, find: Callable[[], Sources], dtype: torch.dtype | None
+) -> tuple[Sources, Matched, Targets]:
     """What files have, which one rank of the node has looked at, and what the model takes of it. Collective: node."""
     found: Sources | None = None
     with node.together(CheckpointError):
         if node.rank == 0:
-            found = find_sources(*how)
+            found = find()
     sources: Sources = node.share(found)
     made: list[tuple[Matched, Targets]] = []
     with node.together(CheckpointError):
-        targets = find_targets(model, tensor.rank, tensor.size, how[2])
+        targets = find_targets(model, tensor.rank, tensor.size, dtype)
         matched = match(targets, sources, model)
         if matched.missing:
             raise CheckpointError(missing_message(matched, sources, targets))

@@ -15,7 +15,8 @@ from typing import Any
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.registry import did_you_mean
 from mpispeed.ckpt.foreign.values import Chain, Values
-from mpispeed.inference.weights.sources import Shard, Source, Sources
+from mpispeed.inference.weights.sliced import joined
+from mpispeed.inference.weights.sources import Shard, Sliced, Source, Sources
 from mpispeed.inference.weights.targets import Target, Targets
 
 #: heads of names that one side may have and the other not
@@ -55,16 +56,16 @@ class Names:
         heads = dict.fromkeys(([f"{base}."] if base else []) + list(_PREFIXES))
         self._heads = ["", *_WRAPPERS, *heads, *(wrapper + head for wrapper in _WRAPPERS for head in heads)]
 
-    def find(self, name: str) -> Source | None:
+    def find(self, name: str) -> Source | Sliced | None:
         """The tensor for a name of the model, also where all experts of a layer, or each, have one."""
         for spelling in self._spellings(name):
             found = self._known(spelling)
             if found is not None:
                 return found
         for spelling in self._spellings(name):
-            found = self._fused(spelling) or self._of_fused(spelling)
-            if found is not None:
-                return found
+            stacked = self._fused(spelling) or self._of_fused(spelling)
+            if stacked is not None:
+                return stacked
         return None
 
     def _spellings(self, name: str) -> Iterator[str]:
@@ -79,7 +80,7 @@ class Names:
                 if spelled.startswith(head):
                     yield spelled[len(head) :]
 
-    def _known(self, name: str) -> Source | None:
+    def _known(self, name: str) -> Source | Sliced | None:
         name = self._sources.aliases.get(name, name)
         found = self._sources.by_name.get(name)
         if found is not None:
@@ -102,11 +103,10 @@ class Names:
             number = len(rows) // len(parts)
             for part in parts:
                 found = self._known(f"{prefix}.{number}.{part}.weight")
-                if found is None or found.shape != (rows or [found])[0].shape or len(found.shape) != 2:
-                    what = "missing" if found is None else f"of shape {found.shape}"
-                    msg = (
-                        f"{self._sources.path}: {prefix}.{number}.{part}.weight is {what}; experts of a layer are alike"
-                    )
+                is_one = isinstance(found, Source) and len(found.shape) == 2
+                if not isinstance(found, Source) or not is_one or found.shape != (rows or [found])[0].shape:
+                    what = f"of shape {found.shape}" if isinstance(found, Source) else "missing"
+                    msg = f"{self._sources.path}: {prefix}.{number}.{part}.weight is {what}; experts are alike"
                     raise CheckpointError(msg)
                 rows.append(found)
         experts, (outputs, inputs) = len(rows) // len(parts), rows[0].shape
@@ -121,7 +121,7 @@ class Names:
         for all_of, families in _PARTS.items():
             for parts in families:
                 source = self._known(f"{match[1]}.{all_of}") if match[3] in parts else None
-                if source is None or len(source.shape) != 3 or int(match[2]) >= source.shape[0]:
+                if not isinstance(source, Source) or len(source.shape) != 3 or int(match[2]) >= source.shape[0]:
                     continue
                 shape = (source.shape[1] // len(parts), source.shape[2])
                 first = (int(match[2]) * len(parts) + parts.index(match[3])) * math.prod(shape)
@@ -153,6 +153,8 @@ def match(targets: Targets, sources: Sources, model: Any) -> Matched:
             if not any(re.search(pattern, target.name) for pattern in spare) or target.held.is_meta:
                 made.missing.append(target.name)
             continue
+        if isinstance(found, Sliced):
+            found = joined(found, target.shape, target.cut)
         if found.shape != target.shape:
             msg = f"{found.where} has {found.name!r} of shape {found.shape}, and {target.name} of the model has "
             msg += f"{target.shape}; the weights are of another model, or its config was changed"

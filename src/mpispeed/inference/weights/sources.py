@@ -82,6 +82,25 @@ class Source:
         return Chain(links, self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """A tensor of which files of several ranks have slices; how they fit together is told by the model.
+
+    Attributes:
+        name: in the files.
+        slices: shape and elements of each, in the order of ranks.
+        dtype: of the elements.
+        where: file, for messages.
+        version: of Megatron's checkpoints.
+    """
+
+    name: str
+    slices: tuple[tuple[tuple[int, ...], Values], ...]
+    dtype: torch.dtype
+    where: str
+    version: float
+
+
 @dataclass(slots=True)
 class Sources:
     """Content of a source of weights.
@@ -95,7 +114,7 @@ class Sources:
     """
 
     path: Path
-    by_name: dict[str, Source] = field(default_factory=dict)
+    by_name: dict[str, Source | Sliced] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     sums: dict[Extent, int] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
@@ -109,7 +128,7 @@ class Sources:
         length = shape[0] if shape else 1
         self.add_source(Source(name, tuple(shape), values.dtype, (Shard(values, ((0, length),), length),), 0, where))
 
-    def add_source(self, source: Source) -> None:
+    def add_source(self, source: Source | Sliced) -> None:
         """Add a tensor.
 
         Raises:
@@ -119,6 +138,14 @@ class Sources:
             msg = f"{self.path} has {source.name!r} twice: in {self.by_name[source.name].where} and in {source.where}"
             raise CheckpointError(msg)
         self.by_name[source.name] = source
+
+    def files(self) -> set[str]:
+        """The files that elements are read from through their places."""
+        found = set[str]()
+        for source in self.by_name.values():
+            parts = source.slices if isinstance(source, Sliced) else ((s.length, s.values) for s in source.shards)
+            found |= files_of(values for _, values in parts)
+        return found
 
     def join(self, other: Sources) -> None:
         """Add all of another one."""
@@ -179,7 +206,7 @@ def of_found(found: Found, notes: Notes) -> Sources:
     for name, shape, values in rows:
         placed = located(values, notes, name)
         made.add(name, shape, placed, next(iter(files_of([placed])), where))
-    used = files_of(shard.values for source in made.by_name.values() for shard in source.shards)
+    used = made.files()
     made.sums = {extent: crc for extent, crc in made.sums.items() if extent[0] in used}
     made.states = states_of(sorted(used))
     return made
@@ -197,7 +224,7 @@ def of_checkpoint(reader: Reader, dtype: torch.dtype | None) -> Sources:
     for name in reader.buffers():
         entry = reader.stored(name, schema.BUFFER_SLOT)
         made.add(name, entry.shape, _in_file(reader, entry), str(reader.file_of(entry)))
-    made.states = states_of(sorted(files_of(s.values for source in made.by_name.values() for s in source.shards)))
+    made.states = states_of(sorted(made.files()))
     return made
 
 

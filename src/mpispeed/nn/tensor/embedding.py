@@ -68,13 +68,13 @@ class VocabEmbedding(CutLayer):
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         """The rows; those of other ranks are zero before the sum."""
         if self.comm.size == 1:
-            return self._scaled(functional.embedding(index, self.weight, self.padding_idx))
+            return self._scaled(self.rows_of(index, self.padding_idx))
         rows = vocab_rows(self.num_embeddings, self.comm.size)
         local = index - self.comm.rank * rows
         is_other = (local < 0) | (local >= rows) | (index >= self.num_embeddings)
         padding = None if self.padding_idx is None else self.padding_idx - self.comm.rank * rows
         padding = padding if padding is not None and 0 <= padding < rows else None
-        found = functional.embedding(local.masked_fill(is_other, 0), self.weight, padding)
+        found = self.rows_of(local.masked_fill(is_other, 0), padding)
         found = found.masked_fill(is_other.unsqueeze(-1), 0.0)
         return self._scaled(regions.reduce_from(found, self.comm, is_own=True))
 
@@ -82,6 +82,10 @@ class VocabEmbedding(CutLayer):
         if self.scale == 1.0:
             return rows
         return rows * (torch.tensor(self.scale, dtype=rows.dtype).item() if self.rounds_scale else self.scale)
+
+    def rows_of(self, index: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+        """Rows of this rank's part of the table, by their numbers in it."""
+        return functional.embedding(index, self.weight, padding_idx)
 
     def extra_repr(self) -> str:
         """Full sizes and the rank."""

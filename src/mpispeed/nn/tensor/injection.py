@@ -101,14 +101,12 @@ def inject(
         model: with full parameters in host memory, the same on all ranks; changed in place. Those that `layers` has
             not here are left to it.
         comm: the slicing group.
-        policy: a table for layers, see `chosen_sites`, or classes of blocks with the names of their row-parallel
-            layers, see `row_sites`; nothing else is sliced then. None: by the table of this package, other modules by
-            the model's own `tp_plan`, or by a rule.
+        policy: a table, see `chosen_sites`, or classes with their row-parallel layers, see `row_sites`; nothing else
+            is sliced then. None: by the table of this package, the model's own `tp_plan`, or a rule.
         vocab: slice the embedding of tokens and the layer to logits by vocabulary. Logits are still returned in full.
         sequence_parallel: slice the sequence between attention and MLP, in training. Its length has to be a multiple of
             the number of ranks, and every linear layer of a block has to be sliced.
-        grain: widths that are no heads are sliced at multiples of it, as kernels may prefer; smaller ones as if it were
-            1.
+        grain: widths that are no heads are sliced at multiples of it, where each rank gets one.
         forward_only: nobody wants gradients, so ranks may have copies of keys where there are fewer than ranks.
         without_values: the model may be on torch's meta device and stays without values. The rule for other modules is
             left out, as it runs them, but where `layers` gives it copies.
@@ -244,9 +242,12 @@ def _require_some(model: nn.Module, plan: _Plan, own: Mapping[str, str]) -> None
 
 
 def _leave_whole(model: nn.Module, plan: _Plan) -> None:
-    """Drop sites inside of what a layer wants whole."""
+    """Drop sites inside of what a layer wants whole, and experts that it slices itself."""
     for path, module in model.named_modules():
-        inner, reason = module.whole_part() if isinstance(module, SlicesItself) else ("", "")
+        if not isinstance(module, SlicesItself):
+            continue
+        plan.experts = [site for site in plan.experts if not site.path.startswith(f"{path}.")]
+        inner, reason = module.whole_part()
         start = f"{join(path, inner)}."
         for site in [site for site in plan.sites if reason and site.scope.startswith(start)]:
             plan.whole[site.scope] = reason

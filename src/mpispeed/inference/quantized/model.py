@@ -1,0 +1,123 @@
+"""Quantization of the layers of a model, all at once or one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.inference.quantized.choice import choose
+from mpispeed.inference.quantized.layers import quantize_module, share
+from mpispeed.inference.quantized.options import QuantOptions
+from mpispeed.mesh.comm import Comm
+
+
+@dataclass(slots=True)
+class Report:
+    """Result of the quantization of a model.
+
+    Attributes:
+        quantized: path of each layer -> how.
+        whole: path of each other linear layer or embedding -> why it is not.
+        bytes_before: of the weights of the quantized layers on this rank. Units: bytes.
+        bytes_after: of their codes, scales and offsets. Units: bytes.
+    """
+
+    quantized: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    def __str__(self) -> str:
+        size = f"{self.bytes_before / 2**20:.1f} MiB of weights became {self.bytes_after / 2**20:.1f} MiB on this rank"
+        lines = [f"{len(self.quantized)} layers quantized, {len(self.whole)} left whole; {size}"]
+        lines += [f"  {path}: {how}" for path, how in self.quantized.items()]
+        return "\n".join(lines + [f"  {path}: whole ({why})" for path, why in self.whole.items()])
+
+
+class Quantizer:
+    """Quantizes layers of a model when they have their values, so that no more than a few are whole at a time.
+
+    Args:
+        model: may be without values yet. Its layers are chosen here.
+        options: which layers, and how.
+
+    Raises:
+        ConfigError: a layer matches two names, or a name matches no layer.
+
+    Attributes:
+        report: of what was done so far.
+    """
+
+    def __init__(self, model: nn.Module, options: QuantOptions) -> None:
+        self._model = model
+        self._choice = choose(model, options)
+        self.report = Report(whole=dict(self._choice.whole))
+
+    @property
+    def paths(self) -> list[str]:
+        """Layers that are still to be quantized, in the order of the model."""
+        return [*self._choice.formats, *self._choice.same]
+
+    def finish(self, path: str) -> bool:
+        """Quantize the layer at `path`, in place, if it was chosen and not yet done; true if it was.
+
+        A layer that shares its weight with an earlier one is quantized with that.
+
+        Raises:
+            ConfigError: groups do not divide the size.
+        """
+        how = self._choice.formats.pop(path, None)
+        if how is None:
+            return False
+        layer = self._model.get_submodule(path)
+        weight = layer.get_parameter("weight")
+        self.report.bytes_before += weight.numel() * weight.element_size()
+        del weight
+        quantize_module(layer, how, path)
+        self.report.quantized[path] = str(how)
+        self.report.bytes_after += sum(
+            buffer.numel() * buffer.element_size() for buffer in layer.buffers(recurse=False)
+        )
+        for other in [other for other, first in self._choice.same.items() if first == path]:
+            del self._choice.same[other]
+            share(self._model.get_submodule(other), layer)
+            self.report.quantized[other] = f"the codes of {path}"
+        return True
+
+
+def quantize_model(model: nn.Module, options: QuantOptions, *, tensor: Comm | None = None) -> Report:
+    """Quantize the weights of a model's layers, in place, one after the other.
+
+    Norms, biases and routers of experts stay as they are; so do embeddings and layers outside of the blocks, such as
+    the one to logits, unless `options` says otherwise. Layers that are sliced over ranks keep their sums and gathers.
+    A model on meta gets layers without values, whose codes can be loaded.
+
+    Args:
+        model: sliced already, if it is to be.
+        options: which layers, and how.
+        tensor: the slicing group; None: one rank.
+
+    Collective over: `tensor`.
+
+    Raises:
+        ConfigError: on all ranks, if a name matches no layer, two names match one, groups do not divide a size, or no
+            layer is left.
+    """
+    if tensor is None or tensor.size == 1:
+        return _quantize(model, options)
+    with tensor.together(ConfigError, doing="quantize_model"):
+        return _quantize(model, options)
+
+
+def _quantize(model: nn.Module, options: QuantOptions) -> Report:
+    quantizer = Quantizer(model, options)
+    paths = quantizer.paths
+    if not paths:
+        some = next(iter(quantizer.report.whole.items()), None)
+        msg = "quantization: the model has no layer for it" + (f"; {some[0]} is left whole: {some[1]}" if some else "")
+        raise ConfigError(msg)
+    for path in paths:
+        quantizer.finish(path)
+    return quantizer.report
