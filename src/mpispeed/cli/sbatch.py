@@ -36,8 +36,12 @@ _UNKNOWN = 1 << 60
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--site", metavar="NAME|FILE", envvar="MPISPEED_SITE", help="A site's profile; default: MPISPEED_SITE.")
-@click.option("--template", metavar="NAME|FILE", default="",
-              help="single, multi, array, requeue, container, torch, generate or FILE; default: what fits.")  # fmt: skip
+@click.option(
+    "--template",
+    metavar="NAME|FILE",
+    default="",
+    help="single, multi, array, requeue, container, torch, generate, or a file; by default what fits.",
+)
 @click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes.")
 @click.option("--ntasks-per-node", type=click.IntRange(min=1), help="Ranks on each; default: the site's, else 1.")
 @click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of a rank; default: an equal share.")
