@@ -116,9 +116,16 @@ def describe_model(model: Path, config_folder: Path | None = None) -> Described:
     ends = _ends(folder, text, tokenizer)
     pad = getattr(tokenizer, "pad_token_id", None)
     return Described(
-        folder, model, config, tokenizer, getattr(text, "max_position_embeddings", None),
-        getattr(text, "vocab_size", None), ends, int(pad) if pad is not None else min(ends, default=0), digest_of(*dict.fromkeys((folder, model))),
-    )  # fmt: skip
+        folder=folder,
+        weights=model,
+        config=config,
+        tokenizer=tokenizer,
+        most_positions=getattr(text, "max_position_embeddings", None),
+        vocabulary=getattr(text, "vocab_size", None),
+        ends=ends,
+        pad=int(pad) if pad is not None else min(ends, default=0),
+        digest=digest_of(*dict.fromkeys((folder, model))),
+    )
 
 
 def _read(read: Callable[[], T], folder: Path) -> T:
