@@ -38,7 +38,7 @@ class Dropped(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all batches.
+    """The facts that are the same for all batches.
 
     Attributes:
         described: the model.

@@ -54,15 +54,16 @@ Open = Callable[[Described, "Settings"], Opened]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a job is asked for.
+    """Everything that a job is asked for.
 
     Attributes:
         model: folder of the model.
         prompts: file of prompts.
         outputs: files of results: HDF5, lines of JSON, or one of each.
         work: folder for what is finished; beside the first file of results by default.
+        model_config: folder with config and tokenizer, of a model that is a checkpoint.
         tensor: ranks that share each layer.
-        dtype: of the weights; None: as they are.
+        dtype: of the weights; None: as the config of the model says.
         inference: settings of `mpispeed.init_inference`.
         options: of generation, for prompts that have none of their own.
         batch_size: most prompts of a batch.
@@ -80,6 +81,7 @@ class Settings:
     prompts: Path
     outputs: tuple[Path, ...]
     work: Path | None = None
+    model_config: Path | None = None
     tensor: int = 1
     dtype: str | None = None
     inference: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended.
+    """The end of a start.
 
     Attributes:
         is_finished: all prompts are answered and the results are written.
@@ -156,7 +158,7 @@ def run(settings: Settings, *, open_with: Open = _open) -> Outcome:
         if world.rank == 0:
             _check(settings, world)
     with world.comm.together(UsageError):
-        described = describe_model(settings.model)
+        described = describe_model(settings.model, settings.model_config)
     with _prompts(world, settings) as prompts:
         encoder = Encoder(
             described.tokenizer, vocabulary=described.vocabulary, adds_special_tokens=settings.adds_special_tokens,
