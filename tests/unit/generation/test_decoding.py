@@ -39,7 +39,7 @@ def answered(tmp_path, model, prompts, batch_size, limits):
     path = tmp_path / f"{batch_size}.jsonl"
     lines = ({"prompt": each, "max_new_tokens": limit} for each, limit in zip(prompts, limits, strict=True))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    described = Described(Path("none"), model.config, None, 32, 50, frozenset(), 0, "")
+    described = Described(Path("none"), Path("none"), model.config, None, 32, 50, frozenset(), 0, "")
 
     def answer(world):
         with open_prompts(path) as found:
