@@ -3,7 +3,8 @@
     generate_worker.py SETTINGS
 
 SETTINGS is JSON: model, prompts, out; nap: seconds of each pass through the model; python, torch: seconds that rank 0
-is held there in its first batches; signal: [passes, rank, number], a signal that a rank sends to itself.
+is held there in its first batches; signal: [passes, rank, number], a signal that a rank sends to itself; naps only in
+the first of several jobs of SLURM.
 """
 
 import json
@@ -49,7 +50,7 @@ class Slow:
     def __call__(self, *_):
         rank = current().rank
         self.passes += 1
-        time.sleep(wishes.get("nap", 0))
+        time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else wishes.get("nap", 0))
         if rank == 0 and self.passes in (3, 4):
             hold, seconds = self.holds[self.passes - 3]
             if seconds:
@@ -69,7 +70,8 @@ settings = Settings(
     Path(wishes["model"]), Path(wishes["prompts"]), (Path(wishes["out"]),), batch_size=wishes.get("batch_size", 4),
     tensor=wishes.get("tensor", 1),
 )  # fmt: skip
-settings = replace(settings, plan=Plan(margin_seconds=wishes.get("margin", 30), interval_seconds=0.5))
+plan = Plan(wishes.get("chain", "dependency"), wishes.get("margin", 30), interval_seconds=0.5)
+settings = replace(settings, plan=plan)
 outcome = run(settings, open_with=open_slowly)
 if current().rank == 0:
     told = {"finished": outcome.is_finished, "waited": outcome.longest_wait_seconds}

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from mpispeed.launch.mpirun import find_mpirun
-from tests.helpers.generation import END, byte_tokenizer, save_model, write_prompts
 from tests.helpers.hosts_net import joined_hosts
 from tests.helpers.system import CHECKOUT
 
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "try_generate.py"
 WORKER = Path(__file__).with_name("generate_worker.py")
 COMMAND = (sys.executable, "-m", "mpispeed", "generate")
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": CHECKOUT}
 IS_FULL = os.environ.get("MPISPEED_MATRIX") == "full"
-PROMPTS, KILLS = (2000, 4) if IS_FULL else (60, 1)
-HELD_SECONDS = 5.0
+PROMPTS, KILLS, RANKS = (2000, 4, 4) if IS_FULL else (60, 1, 3)
+HELD_IN_PYTHON, HELD_IN_TORCH = 5.0, 5.0 if IS_FULL else 1.5
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,7 @@ def alone(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("generate")
-    save_model(made / "model")
-    write_prompts(made / "prompts.jsonl", PROMPTS)
+    subprocess.run([sys.executable, EXAMPLE, str(made), str(PROMPTS)], env=ENVIRON, check=True, capture_output=True)
     return made
 
 
@@ -44,30 +43,104 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def call(*words, ranks=0, cwd=None):
+def call(*words, ranks=0):
     """`mpispeed generate`, under mpirun if there are ranks."""
     under = [str(find_mpirun().path), "-n", str(ranks)] if ranks else []
     return subprocess.run(
-        [*under, *COMMAND, *map(str, words)], env=ENVIRON, capture_output=True, text=True, check=False, timeout=400,
-        cwd=cwd,
-    )  # fmt: skip
+        [*under, *COMMAND, *map(str, words)], env=ENVIRON, capture_output=True, text=True, check=False, timeout=400
+    )
+
+
+CALLS = """
+import json, sys
+from pathlib import Path
+from mpispeed.base.errors import MpispeedError
+from mpispeed.generation.job import Settings, run
+from mpispeed.generation.requests import Options
+folder = Path(sys.argv[1])
+for words in json.loads(sys.argv[2]):
+    words = {"model": "model", "prompts": "prompts.jsonl", "outputs": ["x.h5"], "batch_size": 4, **words}
+    words |= {name: folder / words[name] for name in ("model", "prompts")}
+    outputs = tuple(folder / name for name in words.pop("outputs"))
+    options = Options(max_new_tokens=64, n=1, temperature=words.pop("temperature", None))
+    try:
+        run(Settings(outputs=outputs, options=options, **words))
+    except MpispeedError as error:
+        print(json.dumps(str(error)), flush=True)
+    else:
+        print(json.dumps("well"), flush=True)
+"""
+STRAIGHT = ["straight.h5", "straight.jsonl"]
+CASES = [
+    ({"outputs": STRAIGHT}, "well"),
+    ({"outputs": STRAIGHT}, "well"),  # says that it is done
+    ({"outputs": STRAIGHT[:1], "temperature": 0.5}, "temperature (None there, 0.5 here)"),
+    ({"model": "nowhere"}, "there is no such folder; models are not downloaded"),
+    ({"model": "empty"}, "which has no config.json"),
+    ({"model": "nowhere", "model_config": "model"}, "there is no such checkpoint"),
+    ({"prompts": "none.jsonl"}, "No such file"),
+    ({"prompts": "bad.jsonl"}, "bad.jsonl"),
+    ({"tensor": 2}, "--tensor 2 does not divide the 1 ranks"),
+    ({"outputs": ["nowhere/x.h5"]}, "there is no folder"),
+    ({"outputs": ["x.csv"]}, "results are HDF5 (.h5) or lines of JSON (.jsonl)"),
+    ({"outputs": ["taken.h5"]}, "has files but no job.json"),
+    ({"inference": {"dtpye": "bf16"}, "outputs": ["y.h5"]}, "dtpye"),
+]
 
 
 @pytest.fixture(scope="module")
-def straight(folder):
-    """The results of one rank that nobody has disturbed, and what it said."""
-    words = ["--model", folder / "model", "--prompts", folder / "prompts.jsonl", "--batch-size", 4]
-    done = call(*words, "--out", folder / "straight.h5", "--out", folder / "straight.jsonl")
-    assert done.returncode == 0, done.stderr
-    return folder / "straight.h5", done.stderr
+def calls(folder):
+    """One rank answers all prompts undisturbed, and is asked for what cannot be; what it says, and its log."""
+    (folder / "empty").mkdir()
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    (folder / "taken.h5.work").mkdir()
+    (folder / "taken.h5.work" / "notes.txt").touch()
+    asked = json.dumps([{**words, **{name: str(folder / words[name]) for name in ("model_config",) if name in words}}
+                        for words, _ in CASES])  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, str(folder), asked], env=ENVIRON, capture_output=True, text=True, check=False,
+        timeout=400,
+    )  # fmt: skip
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+@pytest.fixture(scope="module")
+def straight(folder, calls):
+    """The results of that rank."""
+    assert calls[0][:1] == ["well"], calls
+    return folder / "straight.h5"
+
+
+def test_mistakes_are_named(calls):
+    texts, err = calls
+    assert len(texts) == len(CASES), err
+    for text, (words, expected) in zip(texts, CASES, strict=True):
+        assert expected in text, (words, text)
+    assert f"all {PROMPTS} prompts were answered before" in err
+
+
+def test_ranks_show_a_mistake_once(folder):
+    words = ["--model", folder / "model", "--prompts", folder / "prompts.jsonl", "--out", folder / "z.h5"]
+    done = call(*words, "--tensor", 3, ranks=2)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("--tensor 3 does not divide the 2 ranks; use one of 1, 2") == 1
+    done = call(*words, "--temperature", "warm", ranks=2)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("Invalid value for '--temperature'") == 1
+
+
+def test_results_are_shown(straight):
+    assert f"requests   {PROMPTS}: {PROMPTS} done, 0 left, 0 failed" in call("--show", straight).stdout
 
 
 def test_greedy_answers_are_those_of_transformers(folder, straight):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    tokenizer, answers, prompts = byte_tokenizer(), rows(folder / "straight.jsonl"), rows(folder / "prompts.jsonl")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    answers, prompts = rows(folder / "straight.jsonl"), rows(folder / "prompts.jsonl")
     assert [answer["id"] for answer in answers] == [prompt["id"] for prompt in prompts]
+    assert "entries that are not used: topic" in straight[1]
     compared = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         assert 1 <= answer["new_tokens"] <= prompt["max_new_tokens"]
@@ -76,12 +149,11 @@ def test_greedy_answers_are_those_of_transformers(folder, straight):
         ids = torch.tensor([tokenizer(prompt["prompt"])["input_ids"]])
         new = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=prompt["max_new_tokens"], do_sample=False,
-            pad_token_id=END,
+            pad_token_id=256,
         )[0, ids.shape[1] :]  # fmt: skip
         assert answer["text"] == tokenizer.decode(new, skip_special_tokens=True)
         assert answer["new_tokens"] == len(new)
         compared += 1
-    assert "all prompts are answered" in straight[1]
 
 
 def finished_bytes(work):
@@ -107,15 +179,15 @@ def wishes(folder, out, **more):
     return json.dumps({"model": f"{folder}/model", "prompts": f"{folder}/prompts.jsonl", "out": str(out), **more})
 
 
-def test_a_rank_is_killed_at_any_instant_and_another_start_answers_the_rest(folder, straight, job):
-    """On four ranks, then on two: the file of results is, byte for byte, that of one rank."""
+def test_a_rank_is_killed_at_any_instant_and_another_start_answers_the_rest(folder, straight):
+    """On other numbers of ranks, twice: the file of results is, byte for byte, that of one rank."""
     draw = random.Random()
     out = folder / "killed.h5"
     work = folder / "killed.h5.work"
     for _ in range(KILLS):
         before = finished_bytes(work)
         process = subprocess.Popen(
-            [sys.executable, "-m", "mpispeed", "run", "-n", "4", WORKER, wishes(folder, out, nap=0.02)],
+            [sys.executable, "-m", "mpispeed", "run", "-n", str(RANKS), WORKER, wishes(folder, out, nap=0.02)],
             env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         try:
@@ -131,71 +203,12 @@ def test_a_rank_is_killed_at_any_instant_and_another_start_answers_the_rest(fold
             raise
         assert process.returncode != 0, out_text + err
         assert not out.exists()
-    done = job(2, WORKER, wishes(folder, out))
+    words = ["--model", folder / "model", "--prompts", folder / "prompts.jsonl", "--batch-size", 4, "--out", out]
+    done = call(*words, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "batches are finished, found in" in done.stderr
-    assert out.read_bytes() == straight[0].read_bytes()
+    assert out.read_bytes() == straight.read_bytes()
     assert json.loads((work / "state.json").read_text())["state"] == "finished"
-
-
-def test_what_is_not_to_be_done(folder, straight):
-    """A finished job, another job in the same place, and mistakes: each is one message."""
-    model, prompts = folder / "model", folder / "prompts.jsonl"
-    same = ["--model", model, "--prompts", prompts, "--batch-size", 4, "--out", straight[0]]
-    done = call(*same, "--out", folder / "straight.jsonl")
-    assert done.returncode == 0, done.stderr
-    assert f"all {PROMPTS} prompts were answered before" in done.stderr
-    done = call(*same, "--temperature", 0.5, ranks=2)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("mpispeed: error:") == 1
-    assert "temperature (None there, 0.5 here)" in done.stderr
-    shown = call("--show", straight[0])
-    assert f"requests   {PROMPTS}: {PROMPTS} done, 0 left, 0 failed" in shown.stdout
-
-
-MISTAKES = """
-import json, sys
-from pathlib import Path
-from mpispeed.base.errors import MpispeedError
-from mpispeed.generation.job import Settings, run
-folder = Path(sys.argv[1])
-for words in json.loads(sys.argv[2]):
-    words = {"model": "model", "prompts": "prompts.jsonl", "outputs": ["x.h5"], **words}
-    paths = {name: folder / words.pop(name) for name in ("model", "prompts")}
-    outputs = tuple(folder / name for name in words.pop("outputs"))
-    try:
-        run(Settings(**paths, outputs=outputs, **words))
-    except MpispeedError as error:
-        print(json.dumps(str(error)), flush=True)
-    else:
-        print(json.dumps("none"), flush=True)
-"""
-
-
-def test_mistakes_are_named(folder):
-    (folder / "empty").mkdir()
-    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    (folder / "taken.h5.work").mkdir()
-    (folder / "taken.h5.work" / "notes.txt").touch()
-    table = [
-        ({"model": "nowhere"}, "there is no such folder; models are not downloaded"),
-        ({"model": "empty"}, "which has no config.json"),
-        ({"prompts": "none.jsonl"}, "No such file"),
-        ({"prompts": "bad.jsonl"}, "bad.jsonl"),
-        ({"tensor": 2}, "--tensor 2 does not divide the 1 ranks"),
-        ({"outputs": ["nowhere/x.h5"]}, "there is no folder"),
-        ({"outputs": ["x.csv"]}, "results are HDF5 (.h5) or lines of JSON (.jsonl)"),
-        ({"outputs": ["taken.h5"]}, "has files but no job.json"),
-        ({"inference": {"dtpye": "bf16"}}, "dtpye"),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", MISTAKES, str(folder), json.dumps([words for words, _ in table])],
-        env=ENVIRON, capture_output=True, text=True, check=False, timeout=400,
-    )  # fmt: skip
-    texts = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(texts) == len(table), done.stderr
-    for text, (words, expected) in zip(texts, table, strict=True):
-        assert expected in text, (words, text)
 
 
 def test_a_busy_first_rank_delays_nobody_on_another_host(folder, straight, tmp_path):
@@ -203,7 +216,7 @@ def test_a_busy_first_rank_delays_nobody_on_another_host(folder, straight, tmp_p
     hosts = tmp_path / "hosts"
     hosts.write_text("h1 slots=1\nh2 slots=1\n")
     out = folder / "held.h5"
-    asked = wishes(folder, out, nap=0.02, python=HELD_SECONDS, torch=HELD_SECONDS if IS_FULL else 2.0)
+    asked = wishes(folder, out, nap=0.02, python=HELD_IN_PYTHON, torch=HELD_IN_TORCH)
     with joined_hosts(tmp_path / "net") as net:
         command = [sys.executable, "-m", "mpispeed", "run", "--hostfile", hosts, "--ssh", net.shell, WORKER, asked]
         code, told, err = net.run("head", command, env=ENVIRON)
@@ -212,4 +225,4 @@ def test_a_busy_first_rank_delays_nobody_on_another_host(folder, straight, tmp_p
     assert outcome["finished"]
     # 0.1 s is what is promised; a machine that runs other tests besides may be late itself.
     assert outcome["waited"] < 0.5, outcome
-    assert out.read_bytes() == straight[0].read_bytes()
+    assert out.read_bytes() == straight.read_bytes()

@@ -41,7 +41,8 @@ class RankCommand(click.Command):
 
 
 @click.command(cls=RankCommand)
-@click.option("--model", type=click.Path(path_type=Path), help="Folder of a model of transformers.")
+@click.option("--model", type=click.Path(path_type=Path), help="Folder of a model of transformers, or weights.")
+@click.option("--model-config", type=click.Path(path_type=Path), help="Folder of config and tokenizer of such weights.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts: lines of JSON, or HDF5.")
 @click.option("--out", "outputs", type=click.Path(path_type=Path), multiple=True,
               help="File of results, .h5 or .jsonl; may be given for both.")  # fmt: skip
@@ -112,7 +113,7 @@ def _settings(asked: dict[str, Any]) -> Settings:
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
     options = Options(**{name: asked[name] for name in names}, stop=asked["stop"] or None, n=asked["samples"])
     return Settings(
-        asked["model"], asked["prompts"], asked["outputs"], asked["work"], asked["tensor"],
+        asked["model"], asked["prompts"], asked["outputs"], asked["work"], asked["model_config"], asked["tensor"],
         None if asked["dtype"] == "auto" else asked["dtype"], _read_config(asked["config"]), options,
         asked["batch_size"], asked["max_batch_tokens"], asked["too_long"], asked["field"],
         None if asked["id_field"] == "-" else asked["id_field"], not asked["no_special_tokens"],

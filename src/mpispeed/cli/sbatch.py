@@ -36,8 +36,12 @@ _UNKNOWN = 1 << 60
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--site", metavar="NAME|FILE", envvar="MPISPEED_SITE", help="A site's profile; default: MPISPEED_SITE.")
-@click.option("--template", metavar="NAME|FILE", default="",
-              help="single, multi, array, requeue, container, torch, or a file; by default what fits.")  # fmt: skip
+@click.option(
+    "--template",
+    metavar="NAME|FILE",
+    default="",
+    help="single, multi, array, requeue, container, torch, generate, or a file; by default what fits.",
+)
 @click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes.")
 @click.option("--ntasks-per-node", type=click.IntRange(min=1), help="Ranks on each; default: the site's, else 1.")
 @click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of a rank; default: an equal share.")
@@ -73,12 +77,15 @@ _UNKNOWN = 1 << 60
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
-    """Submit SCRIPT with its arguments as a batch job; options of this command come before SCRIPT."""
-    from mpispeed.launch.sbatch import choose_template, fill, values_of
+    """Submit SCRIPT with its arguments as a batch job; options of this command come before SCRIPT.
+
+    `mpispeed sbatch [OPTIONS] generate --model ...` submits `mpispeed generate`.
+    """
+    from mpispeed.launch.sbatch import GENERATE, choose_template, fill, values_of
     from mpispeed.launch.sites import Site, find_site
     from mpispeed.launch.submit import ask_partition
 
-    if not Path(script).is_file():
+    if script != GENERATE and not Path(script).is_file():
         msg = f"there is no script {script} (looked from {Path.cwd()}); give its path"
         raise UsageError(msg)
     site = find_site(asked["site"]) if asked["site"] else Site()
@@ -99,9 +106,15 @@ def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
 
 def _with_config(script: str, arguments: Sequence[str], site: Site, asked: dict[str, Any]) -> tuple[list[str], Any]:
     """The words of a rank, and the settings, as a run would accept them, if they are in a file that can be found."""
+    from mpispeed.launch.sbatch import GENERATE
     from mpispeed.launch.scale import CONFIG_FLAGS
 
     words, file = [script, *arguments], asked["config"]
+    if script == GENERATE:
+        if file:
+            msg = "--config before generate would be that of a training; give it after generate: the model's settings"
+            raise UsageError(msg)
+        return words, None
     if file:
         words += ["--deepspeed_config", file]
     else:
@@ -155,11 +168,11 @@ def _saves_in_time(config: Any) -> bool:
 
 
 def _request(words: Sequence[str], config: Any, site: Site, asked: dict[str, Any]) -> Request:
-    from mpispeed.launch.sbatch import Request, signal_seconds
+    from mpispeed.launch.sbatch import GENERATE, Request, signal_seconds
 
     requeues = _saves_in_time(config) and config.walltime.chain == "requeue"
     # A script that does not wait for it would die of the signal, before its time.
-    saves_at_signal = _saves_in_time(config) and "USR1" in config.walltime.signals
+    saves_at_signal = words[0] == GENERATE or (_saves_in_time(config) and "USR1" in config.walltime.signals)
     seconds = asked["signal_seconds"]
     if seconds is None:
         seconds = signal_seconds(asked["time_limit"] or site.time) if saves_at_signal else 0
@@ -287,11 +300,13 @@ def _deliver(text: str, request: Request, output: Path | None, config: Any) -> N
     job = submit(target)
     click.echo(f"job {job}, {request.job_name}; logs and reports in {request.run_folder}")
     folder = request.run_folder / ("task-N" if request.array else "")
-    click.echo(_how_to_ask(folder, config))
+    click.echo(_how_to_ask(folder, config, request))
 
 
-def _how_to_ask(folder: Path, config: Any) -> str:
+def _how_to_ask(folder: Path, config: Any, request: Request) -> str:
     """The way to request a save of the running job; if it does not listen, the settings that it would need."""
+    if request.words[0] == "generate":
+        return f"to stop after the batches that run: touch {folder}/STOP"
     if _saves_in_time(config):
         return f"to save and stop: touch {folder}/STOP; to save and go on: touch {folder}/SAVE"
     if config is None:

@@ -49,7 +49,7 @@ class Op(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank tells of the batch that it has answered.
+    """The facts that a rank tells of a batch that it has answered.
 
     Attributes:
         number: of the batch; NONE: there was no batch before.

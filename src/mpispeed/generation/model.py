@@ -10,6 +10,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from mpispeed.base.errors import UsageError
 from mpispeed.base.plain import printable
 from mpispeed.engine.distributed import join_world
@@ -31,10 +33,11 @@ _WHOLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Described:
-    """What is known of a model without its weights.
+    """Everything that is known of a model without its weights.
 
     Attributes:
-        folder: of the model.
+        folder: of the model's config and tokenizer.
+        weights: folder or file that its weights are in.
         config: of transformers.
         tokenizer: of transformers; None: the folder has none.
         most_positions: tokens of a prompt and its answer at most; None: the config names no limit.
@@ -45,6 +48,7 @@ class Described:
     """
 
     folder: Path
+    weights: Path
     config: Any
     tokenizer: Any
     most_positions: int | None
@@ -74,18 +78,32 @@ class Opened:
     tensor: Comm
 
 
-def describe_model(folder: Path) -> Described:
+def describe_model(model: Path, config_folder: Path | None = None) -> Described:
     """Read config and tokenizer of a folder that `save_pretrained` has written. Nothing is downloaded, no code is run.
+
+    Args:
+        model: the folder; with `config_folder` anything that `init_inference` takes as a checkpoint.
+        config_folder: has config and tokenizer, if `model` has not.
 
     Raises:
         UsageError: there is no such folder, or it has no model that continues texts.
     """
+    if config_folder is not None and not model.exists():
+        msg = f"--model is {str(model)!r}, and there is no such checkpoint"
+        raise UsageError(msg)
+    folder = config_folder or model
+    if config_folder is not None and not folder.is_dir():
+        msg = f"--model-config is {str(folder)!r}, and there is no such folder; give that of config.json and tokenizer"
+        raise UsageError(msg)
     if not folder.is_dir():
         msg = f"--model is {str(folder)!r}, and there is no such folder; models are not downloaded: give the folder "
         msg += "of one that was saved by save_pretrained, or copied from the hub"
         raise UsageError(msg)
     if not (folder / "config.json").is_file():
-        msg = f"--model is {str(folder)!r}, which has no config.json: expected the folder of a model of transformers"
+        option = "--model" if config_folder is None else "--model-config"
+        msg = f"{option} is {str(folder)!r}, which has no config.json: expected the folder of a model of transformers"
+        if config_folder is None:
+            msg += "; of a checkpoint, give a folder with config.json as --model-config"
         raise UsageError(msg)
     from transformers import AutoConfig
 
@@ -98,9 +116,16 @@ def describe_model(folder: Path) -> Described:
     ends = _ends(folder, text, tokenizer)
     pad = getattr(tokenizer, "pad_token_id", None)
     return Described(
-        folder, config, tokenizer, getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None),
-        ends, int(pad) if pad is not None else min(ends, default=0), digest_of(folder),
-    )  # fmt: skip
+        folder=folder,
+        weights=model,
+        config=config,
+        tokenizer=tokenizer,
+        most_positions=getattr(text, "max_position_embeddings", None),
+        vocabulary=getattr(text, "vocab_size", None),
+        ends=ends,
+        pad=int(pad) if pad is not None else min(ends, default=0),
+        digest=digest_of(*dict.fromkeys((folder, model))),
+    )
 
 
 def _read(read: Callable[[], T], folder: Path) -> T:
@@ -143,8 +168,8 @@ def _ends(folder: Path, config: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(each) for each in ids)
 
 
-def digest_of(folder: Path) -> str:
-    """A digest of a model's files: their names, sizes, small ones whole and samples of large ones.
+def digest_of(*places: Path) -> str:
+    """A digest of a model's files, in folders or by themselves: names, sizes, small ones whole, samples of large ones.
 
     Two models that differ in a few weights only may have the same one.
 
@@ -153,9 +178,9 @@ def digest_of(folder: Path) -> str:
     """
     hashed = blake2b(digest_size=32)
     try:
-        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        for path, name in (found for place in places for found in _files_of(place)):
             size = path.stat().st_size
-            hashed.update(f"{path.relative_to(folder)}\0{size}\0".encode())
+            hashed.update(f"{name}\0{size}\0".encode())
             step = max(1, (size - _PIECE_BYTES) // _PIECES)
             with path.open("rb") as file:
                 if size <= _WHOLE_BYTES:
@@ -164,17 +189,24 @@ def digest_of(folder: Path) -> str:
                     for place in range(0, size, step):
                         hashed.update(os.pread(file.fileno(), _PIECE_BYTES, place))
     except OSError as failure:
-        msg = f"the model in {folder} cannot be read: {failure}"
+        msg = f"the model in {places[-1]} cannot be read: {failure}"
         raise UsageError(msg) from failure
     return f"blake2b:{hashed.hexdigest()}"
 
 
+def _files_of(place: Path) -> list[tuple[Path, str]]:
+    """Files of a folder, or a file by itself, with names that do not depend on where it lies."""
+    if not place.is_dir():
+        return [(place, place.name)]
+    return [(path, str(path.relative_to(place))) for path in sorted(place.rglob("*")) if path.is_file()]
+
+
 def open_model(described: Described, *, dtype: str | None, tensor: int, settings: Mapping[str, Any]) -> Opened:
-    """Load the weights and make the engine.
+    """Make the engine: the model without values, its layers sliced, its weights read straight into the slices.
 
     Args:
         described: the model.
-        dtype: of the weights; None: as they are in their files.
+        dtype: of the weights; None: as its config says.
         tensor: ranks that share each layer.
         settings: of `mpispeed.init_inference`.
 
@@ -184,7 +216,6 @@ def open_model(described: Described, *, dtype: str | None, tensor: int, settings
         MpispeedError: on every rank, if a setting or the model does not fit.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.utils.logging import disable_progress_bar
 
     from mpispeed.inference.api import init_inference
 
@@ -192,19 +223,20 @@ def open_model(described: Described, *, dtype: str | None, tensor: int, settings
         "dtype": dtype or str(getattr(described.config, "dtype", None) or "float32").removeprefix("torch."),
         "tensor_parallel": {"tp_size": tensor},
         "max_out_tokens": described.most_positions or MOST_POSITIONS,
+        "checkpoint": str(described.weights),
     }
     given = {"tensor_parallel": {"tp", "mp_size"}, "max_out_tokens": {"max_tokens"}}
     asked = {name: value for name, value in asked.items() if not {name, *given.get(name, ())} & settings.keys()}
     world = join_world()
-    disable_progress_bar()
-    with world.comm.together(UsageError):
-        module = _read(
-            lambda: AutoModelForCausalLM.from_pretrained(
-                described.folder, config=described.config, dtype="auto", local_files_only=True, trust_remote_code=False
-            ),
-            described.folder,
-        )
+    with world.comm.together(UsageError), torch.device("meta"):
+        module = _read(lambda: AutoModelForCausalLM.from_config(described.config), described.folder)
         # Options of generation are those of the job, and nothing comes out of the model's folder besides.
         module.generation_config = GenerationConfig()
     engine = init_inference(module, dict(settings), **asked)
+    if engine.runs_in_step and engine.mesh["model"].size != world.size:
+        msg = (
+            "with these settings (streamed parameters, or experts on other ranks) all ranks run the model together; "
+            "groups could not take batches as they come: use --tensor"
+        )
+        raise UsageError(msg)
     return Opened(engine, engine.mesh["model"])

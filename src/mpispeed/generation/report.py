@@ -1,4 +1,4 @@
-"""What a job of generation says: found work, progress now and then, a summary."""
+"""The words of a job of generation: found work, progress now and then, a summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Tally:
-    """What rank 0 knows of the batches of this start; reports may come from any thread.
+    """The numbers that rank 0 has of the batches of this start; reports may come from any thread.
 
     Attributes:
         batches: of the job.

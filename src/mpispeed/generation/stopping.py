@@ -1,10 +1,11 @@
-"""When a job of generation stops taking batches: the end of its walltime, a signal, the file STOP; and the hand-off."""
+"""Ends of a job of generation before its prompts do: walltime, a signal, the file STOP; and the hand-off."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ MOST_LINKS = 100
 
 LOOK_SECONDS = 0.25
 
-SIGNAL_SECONDS = 10.0
-"""For batches that run when a signal comes: SLURM kills what it has cancelled 30 s after the signal."""
+SIGNAL_SECONDS = {signal.SIGTERM: 10.0, signal.SIGUSR1: 60.0}
+"""For batches that run when a signal comes. SLURM kills what it has cancelled 30 s after SIGTERM; SIGUSR1 is what batch
+scripts ask for some time before the limit."""
 
 FILE_SECONDS = 24 * 3600.0
 """For batches that run when the file STOP is found: nobody is in a hurry."""
@@ -43,7 +45,7 @@ SLACK = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a job ends.
+    """The way in which a job ends.
 
     Attributes:
         follows: "dependency", "requeue" or "none", as `walltime.chain`.
@@ -57,7 +59,7 @@ class Plan:
 
 
 class Heed:
-    """What every rank asks between tokens: has a signal come, is there news of a stop, must this batch be dropped?"""
+    """Questions of every rank between tokens: has a signal come, is there a stop, must this batch be dropped?"""
 
     def __init__(self, counter: Counter, rank: int, signals: SignalWatch) -> None:
         self._counter, self._rank, self._signals = counter, rank, signals
@@ -67,7 +69,7 @@ class Heed:
     def must_drop(self) -> bool:
         """True once the running batch has to be given up."""
         if self._signals.number and not self._has_heard:
-            milliseconds = int(SIGNAL_SECONDS * 1000)
+            milliseconds = int(SIGNAL_SECONDS[signal.Signals(self._signals.number)] * 1000)
             self._counter.request_stop(Stop(int(Asked.SIGNAL), milliseconds, self._signals.number, self._rank))
         stop = self._counter.heed()
         if stop.asked and not self._has_heard:

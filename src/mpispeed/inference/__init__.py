@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpispeed.inference.api import default_inference_config, init_inference
     from mpispeed.inference.engine import InferenceEngine
     from mpispeed.inference.fused.policies import (
+        BLOOMLayerPolicy,
         HFBertLayerPolicy,
         HFGPT2LayerPolicy,
         HFGPTJLayerPolicy,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "BLOOMLayerPolicy",
     "HFBertLayerPolicy",
     "HFGPT2LayerPolicy",
     "HFGPTJLayerPolicy",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "BLOOMLayerPolicy": "fused.policies",
     "HFBertLayerPolicy": "fused.policies",
     "HFGPT2LayerPolicy": "fused.policies",
     "HFGPTJLayerPolicy": "fused.policies",

@@ -22,7 +22,7 @@ from mpispeed.inference.in_step import InStep
 from mpispeed.inference.quantized import options_of, quantize_model
 from mpispeed.inference.slicing import slice_model
 from mpispeed.inference.streaming import stream_model
-from mpispeed.inference.weights import load_weights
+from mpispeed.inference.weights import load_weights, save_sharded
 from mpispeed.plan.device import choose_device
 
 if TYPE_CHECKING:
@@ -44,11 +44,6 @@ class Missing(NamedTuple):
     sentence: str
 
 
-def _is_policy(config: InferenceConfig) -> bool:
-    source = config.checkpoint
-    return isinstance(source, dict) or str(source).endswith(".json")
-
-
 def _codes_by_name(config: InferenceConfig) -> bool:
     weight = config.quant.weight
     return bool(weight.post_init_quant or weight.quantized_initialization)
@@ -58,13 +53,16 @@ _STREAMED_CODES = "parameters are streamed, and codes are not; use fp16, bf16 or
 
 # Delete a row when its step is there.
 MISSING: tuple[Missing, ...] = (
-    Missing("checkpoint", _is_policy, "load policies are not read yet; give a folder or a file of weights"),
     Missing(
         "set_empty_params",
         lambda c: c.set_empty_params and c.checkpoint is None,
         "values have to come from a checkpoint, and none is given; set checkpoint",
     ),
-    Missing("save_mp_checkpoint_path", lambda c: c.save_mp_checkpoint_path, "slices are not written yet; remove it"),
+    Missing(
+        "save_mp_checkpoint_path",
+        lambda c: c.save_mp_checkpoint_path and (c.streams_parameters or (c.moe.enabled and c.moe.ep_size > 1)),
+        "no rank has a whole slice to write where parameters are streamed or experts are spread; remove it",
+    ),
     Missing(
         "replace_with_kernel_inject",
         lambda c: c.streams_parameters and c.replace_with_kernel_inject,
@@ -174,6 +172,8 @@ class Parts:
             finish = None if shares is None else lambda path: shares.finish(path, model.get_submodule(path))
             self._load(model, tensor, finish)
         _require_values(world.comm, model)
+        if config.save_mp_checkpoint_path is not None:
+            self._save(model, tensor, config.save_mp_checkpoint_path)
         if shares is not None:
             shares.share_out()
             self.in_step = InStep(model, shares.comm, self._device)
@@ -195,11 +195,18 @@ class Parts:
 
     def _load(self, model: nn.Module, tensor: Comm, finish: Callable[[str], None] | None) -> None:
         """Fill the model from the checkpoint. Collective over: all ranks."""
-        world = self._mesh.world
-        source = Path(self._config.base_dir) / str(self._config.checkpoint)
-        loaded = load_weights(model, source, world.node, tensor, finish=finish, everyone=world.comm)
+        world, source, base = self._mesh.world, self._config.checkpoint, self._config.base_dir
+        if not isinstance(source, dict):
+            source = str(Path(base) / str(source))
+        loaded = load_weights(model, source, world.node, tensor, base_dir=base, finish=finish, everyone=world.comm)
         if world.rank == 0:
             log.info("%d tensors of %s in %.1f s", loaded.tensors, loaded.path, loaded.seconds)
+
+    def _save(self, model: nn.Module, tensor: Comm, folder: str) -> None:
+        """Write a copy of the slices, by the first tensor group. Collective over: all ranks."""
+        with self._mesh.world.comm.together(CheckpointError):
+            if self._mesh["data"].rank == 0:
+                save_sharded(model, folder, tensor)
 
     def close(self) -> None:
         """Give back what the steps have made. Collective over: all ranks."""

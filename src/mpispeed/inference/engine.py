@@ -89,6 +89,11 @@ class InferenceEngine(nn.Module):
             setattr(own, name, value)
 
     @property
+    def runs_in_step(self) -> bool:
+        """True if ranks with prompts of their own have to run the model together."""
+        return self._in_step is not None
+
+    @property
     def config(self) -> Any:
         """The setting `config` if it was given, else the model's own config; None for a model without one."""
         return getattr(self.module, "config", None) if self._config is None else self._config

@@ -19,7 +19,7 @@ MOST_APART = 1e-5  # of logits in fp32, relative to the largest: sums over ranks
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "mistral", "qwen2", "gpt_neo", "gptj", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "mistral", "qwen2", "gpt_neo", "gptj", "bloom", "bert"])
 def test_sliced_and_fused_layers_answer_as_the_whole_model(comm, family):
     whole = tiny_model(family)
     cut = copy.deepcopy(whole)

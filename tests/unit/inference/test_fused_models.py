@@ -12,7 +12,7 @@ from mpispeed.inference.fused import HFBertLayerPolicy, LLAMALayerPolicy, inject
 from mpispeed.mesh.backends.solo import solo_comm
 from tests.helpers.tiny_models import prompts, tiny_model
 
-CAUSAL = ["gpt2", "opt", "llama", "mistral", "qwen2", "gpt_neo", "gptj"]
+CAUSAL = ["gpt2", "opt", "llama", "mistral", "qwen2", "gpt_neo", "gptj", "bloom"]
 ENCODERS = ["bert", "roberta"]
 MOST_APART = 1e-5  # of logits in fp32, relative to the largest
 
@@ -55,7 +55,7 @@ def test_decoding_gives_the_logits_of_the_plain_model(family, cache):
             batch["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (0, 1), value=1)
             token = torch.full((3, 1), 5 + step)
             positions = batch["attention_mask"].sum(1, keepdim=True) - 1
-            extra = {} if family == "opt" else {"position_ids": positions}
+            extra = {} if family in ("opt", "bloom") else {"position_ids": positions}
             out = model(token, attention_mask=batch["attention_mask"], past_key_values=out.past_key_values, **extra)
             logits.append(out.logits[:, -1])
         results.append(torch.stack(logits))

@@ -76,7 +76,8 @@ def start(template, folder, world, **changes):
 
 def in_front_of(template, folder):
     """What starts the script in this template."""
-    return f"-m mpispeed env -- {folder}/python" if template.stem == "torch" else "-m mpi4py"
+    others = {"torch": f"-m mpispeed env -- {folder}/python", "generate": "-m mpispeed"}
+    return others.get(template.stem, "-m mpi4py")
 
 
 def named(stem):

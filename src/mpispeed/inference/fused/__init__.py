@@ -3,6 +3,7 @@
 from mpispeed.inference.fused.cache import GrowingLayer, growing_cache, wants_growing_cache
 from mpispeed.inference.fused.injection import Report, inject_kernels
 from mpispeed.inference.fused.policies import (
+    BLOOMLayerPolicy,
     HFBertLayerPolicy,
     HFGPT2LayerPolicy,
     HFGPTJLayerPolicy,
@@ -14,6 +15,7 @@ from mpispeed.inference.fused.policies import (
 )
 
 __all__ = [
+    "BLOOMLayerPolicy",
     "GrowingLayer",
     "HFBertLayerPolicy",
     "HFGPT2LayerPolicy",
