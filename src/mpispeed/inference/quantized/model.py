@@ -8,7 +8,8 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.inference.quantized.choice import choose
-from mpispeed.inference.quantized.layers import quantize_module, share
+from mpispeed.inference.quantized.experts import quantize_experts
+from mpispeed.inference.quantized.layers import coded_buffers, quantize_module, share
 from mpispeed.inference.quantized.options import QuantOptions
 from mpispeed.mesh.comm import Comm
 
@@ -58,28 +59,29 @@ class Quantizer:
     @property
     def paths(self) -> list[str]:
         """Layers that are still to be quantized, in the order of the model."""
-        return [*self._choice.formats, *self._choice.same]
+        return [*self._choice.formats, *self._choice.same, *self._choice.experts]
 
     def finish(self, path: str) -> bool:
-        """Quantize the layer at `path`, in place, if it was chosen and not yet done; true if it was.
+        """Quantize the layer or the experts at `path`, in place, if chosen and not yet done; true if so.
 
         A layer that shares its weight with an earlier one is quantized with that.
 
         Raises:
             ConfigError: groups do not divide the size.
         """
-        how = self._choice.formats.pop(path, None)
-        if how is None:
+        how, experts = self._choice.formats.pop(path, None), self._choice.experts.pop(path, None)
+        if how is None and experts is None:
             return False
         layer = self._model.get_submodule(path)
-        weight = layer.get_parameter("weight")
-        self.report.bytes_before += weight.numel() * weight.element_size()
-        del weight
-        quantize_module(layer, how, path)
-        self.report.quantized[path] = str(how)
-        self.report.bytes_after += sum(
-            buffer.numel() * buffer.element_size() for buffer in layer.buffers(recurse=False)
-        )
+        bias = layer._parameters.get("bias")
+        self.report.bytes_before += sum(p.nbytes for p in layer.parameters(recurse=False) if p is not bias)
+        if how is not None:
+            quantize_module(layer, how, path)
+            self.report.quantized[path] = str(how)
+        elif experts is not None:
+            quantize_experts(layer, experts, path)
+            self.report.quantized |= {f"{path}.{name}": str(each) for name, each in experts.items()}
+        self.report.bytes_after += sum(layer.get_buffer(name).nbytes for name in coded_buffers(layer))
         for other in [other for other, first in self._choice.same.items() if first == path]:
             del self._choice.same[other]
             share(self._model.get_submodule(other), layer)
