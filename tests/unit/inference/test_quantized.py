@@ -326,7 +326,7 @@ def test_options_from_settings():
 
 
 def test_models_without_a_layer_for_it_are_refused():
-    with pytest.raises(ConfigError, match="no layer for it; 0 is left whole: fewer than 1024 elements"):
+    with pytest.raises(ConfigError, match="no layer for it; 0 is whole: fewer than 1024 elements"):
         q.quantize_model(nn.Sequential(nn.Linear(4, 4)), q.QuantOptions())
     with pytest.raises(ConfigError, match="no layer for it"):
         q.quantize_model(nn.LayerNorm(4), q.QuantOptions())

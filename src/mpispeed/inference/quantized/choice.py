@@ -10,7 +10,14 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.inference.quantized.experts import expert_inputs, expert_tensors
-from mpispeed.inference.quantized.layers import Format, is_table, quantized_class, reason_to_keep
+from mpispeed.inference.quantized.layers import (
+    Format,
+    check_groups,
+    is_table,
+    is_transposed,
+    quantized_class,
+    reason_to_keep,
+)
 from mpispeed.inference.quantized.options import QuantOptions, Rule
 from mpispeed.nn.tensor import RowLinear
 from mpispeed.nn.tensor.tensor_cut import marks_of
@@ -67,7 +74,7 @@ def choose(model: nn.Module, options: QuantOptions) -> Choice:
         if why:
             choice.whole[path] = why
         else:
-            choice.formats[path] = _format_of_rule(module, rule) if rule else _format(path, module, options)
+            choice.formats[path] = _format_of_rule(path, module, rule) if rule else _format(path, module, options)
     _settle_shared(model, choice, users)
     if unused:
         names = [path for path, module in model.named_modules() if quantized_class(module)]
@@ -85,6 +92,8 @@ def _choose_experts(
             msg = f"post_init_quant: group_dim is 0 for {path}; experts have groups of inputs only: use 1"
             raise ConfigError(msg)
         how = Format(rule.bits, rule.group_size, is_symmetric=rule.symmetric, is_exact=True)
+        for name in names:
+            check_groups(f"{path}.{name}", module.get_parameter(name).shape[2], how)
         choice.experts[path] = dict.fromkeys(names, how)
     elif options.only_named or not options.experts or skipped:
         why = f"skipped by {skipped!r}" if skipped else "no rule names it" if options.only_named else "experts"
@@ -148,13 +157,14 @@ def _format(path: str, module: nn.Module, options: QuantOptions) -> Format:
     )  # fmt: skip
 
 
-def _format_of_rule(module: nn.Module, rule: Rule) -> Format:
+def _format_of_rule(path: str, module: nn.Module, rule: Rule) -> Format:
     """`group_dim` counts the dims of the weight as the layer has it."""
-    is_transposed = type(module).__name__ == "Conv1D" or bool(getattr(module, "transposed", False))
-    return Format(
-        rule.bits, rule.group_size, is_along_inputs=(rule.group_dim == 1) != is_transposed,
+    how = Format(
+        rule.bits, rule.group_size, is_along_inputs=(rule.group_dim == 1) != is_transposed(module),
         is_symmetric=rule.symmetric, is_exact=True,
     )  # fmt: skip
+    check_groups(path, module.get_parameter("weight").shape[rule.group_dim], how)
+    return how
 
 
 def _inputs(module: nn.Module) -> int:
@@ -162,8 +172,7 @@ def _inputs(module: nn.Module) -> int:
     if isinstance(module, RowLinear):
         return module.in_features
     weight: Any = module._parameters["weight"]
-    is_transposed = type(module).__name__ == "Conv1D" or bool(getattr(module, "transposed", False))
-    return int(weight.shape[0 if is_transposed else 1])
+    return int(weight.shape[0 if is_transposed(module) else 1])
 
 
 def _elements(module: nn.Module) -> int:

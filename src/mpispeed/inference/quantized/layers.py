@@ -98,7 +98,7 @@ def dequantized(layer: nn.Module, dtype: torch.dtype = torch.float32, name: str 
     weight = codes_of(layer, name)
     out = torch.empty(weight.rows, weight.width, dtype=dtype, device=weight.codes.device)
     weight_codes.dequantize(out, weight, threads=torch.get_num_threads())
-    return out.t() if _is_transposed(layer) else out.view(_states(layer)[name].shape)
+    return out.t() if is_transposed(layer) else out.view(_states(layer)[name].shape)
 
 
 def apply_to_coded(layer: nn.Module, kind: type[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
@@ -242,7 +242,7 @@ def is_table(layer: nn.Module) -> bool:
     return isinstance(layer, (nn.Embedding, VocabEmbedding))
 
 
-def _is_transposed(layer: nn.Module) -> bool:
+def is_transposed(layer: nn.Module) -> bool:
     """True if the weight is [inputs, outputs]."""
     is_conv = isinstance(layer, QuantizedConv1D) or quantized_class(layer) is QuantizedConv1D
     return is_conv or bool(getattr(layer, "transposed", False))
@@ -275,7 +275,7 @@ def quantize_module(module: nn.Module, how: Format, name: str = "") -> nn.Module
         msg = f"{label} cannot be quantized: {'there is no such form' if kind is None else why}"
         raise UsageError(msg)
     weight: Any = module._parameters["weight"]
-    values = weight.detach().t() if _is_transposed(module) else weight.detach()
+    values = weight.detach().t() if is_transposed(module) else weight.detach()
     dim = 1 if how.is_along_inputs else 0
     check_groups(label, values.shape[dim], how)
     coded = weight_codes.encode(values, how.bits, how.group, dim=dim, is_symmetric=how.is_symmetric)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -45,7 +46,8 @@ class Quantizer:
         options: which layers, and how.
 
     Raises:
-        ConfigError: a layer matches two names, or a name matches no layer.
+        ConfigError: a layer matches two names, a name matches no layer, groups do not divide a size, or no layer is
+            left.
 
     Attributes:
         report: of what was done so far.
@@ -54,6 +56,10 @@ class Quantizer:
     def __init__(self, model: nn.Module, options: QuantOptions) -> None:
         self._model = model
         self._choice = choose(model, options)
+        if not self.paths:
+            some = next(iter(self._choice.whole.items()), None)
+            msg = "quantization: the model has no layer for it" + (f"; {some[0]} is whole: {some[1]}" if some else "")
+            raise ConfigError(msg)
         self.report = Report(whole=dict(self._choice.whole))
 
     @property
@@ -65,9 +71,6 @@ class Quantizer:
         """Quantize the layer or the experts at `path`, in place, if chosen and not yet done; true if so.
 
         A layer that shares its weight with an earlier one is quantized with that.
-
-        Raises:
-            ConfigError: groups do not divide the size.
         """
         how, experts = self._choice.formats.pop(path, None), self._choice.experts.pop(path, None)
         if how is None and experts is None:
@@ -88,6 +91,11 @@ class Quantizer:
             self.report.quantized[other] = f"the codes of {path}"
         return True
 
+    def finish_rest(self) -> None:
+        """Quantize all that is left, in the order of the model."""
+        for path in self.paths:
+            self.finish(path)
+
 
 def quantize_model(model: nn.Module, options: QuantOptions, *, tensor: Comm | None = None) -> Report:
     """Quantize the weights of a model's layers, in place, one after the other.
@@ -107,19 +115,7 @@ def quantize_model(model: nn.Module, options: QuantOptions, *, tensor: Comm | No
         ConfigError: on all ranks, if a name matches no layer, two names match one, groups do not divide a size, or no
             layer is left.
     """
-    if tensor is None or tensor.size == 1:
-        return _quantize(model, options)
-    with tensor.together(ConfigError, doing="quantize_model"):
-        return _quantize(model, options)
-
-
-def _quantize(model: nn.Module, options: QuantOptions) -> Report:
-    quantizer = Quantizer(model, options)
-    paths = quantizer.paths
-    if not paths:
-        some = next(iter(quantizer.report.whole.items()), None)
-        msg = "quantization: the model has no layer for it" + (f"; {some[0]} is left whole: {some[1]}" if some else "")
-        raise ConfigError(msg)
-    for path in paths:
-        quantizer.finish(path)
+    with nullcontext() if tensor is None else tensor.together(ConfigError):
+        quantizer = Quantizer(model, options)
+    quantizer.finish_rest()
     return quantizer.report
