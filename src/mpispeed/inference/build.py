@@ -157,17 +157,7 @@ class Parts:
         names, policies = split_policies(config.injection_policy)
         if config.set_empty_params:
             empty_model(model)
-        if tensor.size > 1 and not is_empty(model):
-            model.to("cpu")  # slices are made in host memory
-        report = slice_model(
-            model,
-            tensor,
-            policy=names or config.injection_policy_tuple,
-            grain=config.tensor_parallel.tp_grain_size,
-            without_values=is_empty(model),
-        )
-        if report is not None:
-            log.info("%s", report) if world.rank == 0 else log.debug("%s", report)
+        self._slice(model, tensor, names or config.injection_policy_tuple)
         coder = None if shares is not None else self._make_coder(model, tensor)
         if config.checkpoint is not None:
             finish: Callable[[str], object] | None = None
@@ -185,12 +175,25 @@ class Parts:
             coder = self._make_coder(model, tensor)
         if coder is not None:
             coder.finish_rest()
-            log.info("%s", coder.report) if world.rank == 0 else log.debug("%s", coder.report)
+            self._tell(coder.report)
         if not config.keep_module_on_host:
             model.to(self._device)
         if config.replace_with_kernel_inject or policies:
             self._fuse(model, tensor, policies)
         share_generators(tensor)
+
+    def _slice(self, model: nn.Module, tensor: Comm, policy: Any) -> None:
+        """Slice layers over the tensor group. Collective over: `tensor`."""
+        if tensor.size > 1 and not is_empty(model):
+            model.to("cpu")  # slices are made in host memory
+        grain = self._config.tensor_parallel.tp_grain_size
+        report = slice_model(model, tensor, policy=policy, grain=grain, without_values=is_empty(model))
+        if report is not None:
+            self._tell(report)
+
+    def _tell(self, report: object) -> None:
+        """Write a report of what was done to layers to the log of the first rank."""
+        log.log(logging.INFO if self._mesh.world.rank == 0 else logging.DEBUG, "%s", report)
 
     def _make_coder(self, model: nn.Module, tensor: Comm) -> Quantizer | None:
         """What codes weights, if the settings ask for it. Collective over: `tensor`."""
@@ -203,11 +206,11 @@ class Parts:
 
     def _fuse(self, model: nn.Module, tensor: Comm, policies: dict[Any, Any] | None) -> None:
         """Put fused layers into the model. Collective over: `tensor`."""
-        config, is_first = self._config, self._mesh.world.rank == 0
+        config = self._config
         limits: dict[str, Any] = {"max_out_tokens": config.max_out_tokens, "min_out_tokens": config.min_out_tokens}
         causal = config.triangular_masking
         report = inject_kernels(model, tensor=tensor, triangular_masking=causal, policy=policies, **limits)
-        log.info("%s", report) if is_first else log.debug("%s", report)
+        self._tell(report)
         self.make_cache = report.cache
 
     def _load(self, model: nn.Module, tensor: Comm, finish: Callable[[str], object] | None) -> None:
