@@ -102,7 +102,7 @@ class Rounds:
         started: list[tuple[Piece, torch.Tensor | None, Future[None]]] = []
         with failures.kept():
             for piece in current.private.get(self._node.rank, ()):
-                if piece.pair >= 0 and self._pairs[piece.pair].mapped and isinstance(piece.leaf, InFile):
+                if isinstance(piece.leaf, InFile) and self._is_mapped(piece):
                     started.append((piece, None, pool.submit(self._check, piece, piece.leaf)))
                     continue
                 data, buffer = self._straight(piece), None
@@ -133,7 +133,7 @@ class Rounds:
             return None
         pair = self._pairs[piece.pair]
         target = pair.target
-        if target.dtype != piece.leaf.dtype:
+        if pair.mapped is not None or target.dtype != piece.leaf.dtype:
             return None
         count = piece.last - piece.first
         first = pair.routes[piece.shard].direct(piece.at, piece.at + count)
@@ -152,6 +152,11 @@ class Rounds:
             msg = f"a truth value in {piece.extent or 'a file'} is stored as another byte than 0 or 1"
             raise CheckpointError(msg)
         self._sum(piece, schema.as_bytes(data))
+
+    def _is_mapped(self, piece: Piece) -> bool:
+        """True if all of a piece is mapped here; of others, pages would count that are no part of the slice."""
+        mapped = self._pairs[piece.pair].mapped if piece.pair >= 0 else None
+        return mapped is not None and mapped.first <= piece.at and piece.at + piece.last - piece.first <= mapped.last
 
     def _check(self, piece: Piece, leaf: InFile) -> None:
         """Compare a piece with its checksum where the file is mapped."""

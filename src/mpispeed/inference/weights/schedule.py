@@ -17,10 +17,10 @@ from mpispeed.inference.weights.sources import Source
 PIECE_BYTES = schema.BLOCK_BYTES
 """Most that is read at a time: a block of our checkpoints, which has a checksum."""
 
-READERS = 4
+READERS = 2
 """Most ranks that read at the same time for others, so that shared memory is as small as containers have it."""
 
-_PRIVATE_BYTES = 16 << 20
+_PRIVATE_BYTES = 8 << 20
 """About as much as a rank reads for itself between two meetings."""
 
 
