@@ -170,12 +170,7 @@ class Parts:
             log.info("%s", report) if world.rank == 0 else log.debug("%s", report)
         coder = None if shares is not None else self._make_coder(model, tensor)
         if config.checkpoint is not None:
-            finish: Callable[[str], object] | None = None
-            if shares is not None:
-                finish = partial(_finish_shares, shares, model)
-            elif coder is not None and config.save_mp_checkpoint_path is None:  # a copy has whole weights
-                finish = coder.finish
-            self._load(model, tensor, finish)
+            self._load(model, tensor, self._finish(model, shares, coder))
         _require_values(world.comm, model)
         if config.save_mp_checkpoint_path is not None:
             self._save(model, tensor, config.save_mp_checkpoint_path)
@@ -183,14 +178,21 @@ class Parts:
             shares.share_out()
             self.in_step = InStep(model, shares.comm, self._device)
             coder = self._make_coder(model, tensor)
-        if coder is not None:
-            coder.finish_rest()
-            log.info("%s", coder.report) if world.rank == 0 else log.debug("%s", coder.report)
+        _code_rest(coder, is_first=world.rank == 0)
         if not config.keep_module_on_host:
             model.to(self._device)
         if config.replace_with_kernel_inject or policies:
             self._fuse(model, tensor, policies)
         share_generators(tensor)
+
+    def _finish(
+        self, model: nn.Module, shares: ExpertShares | None, coder: Quantizer | None
+    ) -> Callable[[str], object] | None:
+        """What is done with a module, by its path, as soon as it has its values."""
+        if shares is not None:
+            return lambda path: shares.finish(path, model.get_submodule(path))
+        is_whole = self._config.save_mp_checkpoint_path is not None  # a copy has the weights themselves
+        return None if coder is None or is_whole else coder.finish
 
     def _make_coder(self, model: nn.Module, tensor: Comm) -> Quantizer | None:
         """What codes weights, if the settings ask for it. Collective over: `tensor`."""
@@ -244,8 +246,10 @@ class Parts:
         return shares
 
 
-def _finish_shares(shares: ExpertShares, model: nn.Module, path: str) -> None:
-    shares.finish(path, model.get_submodule(path))
+def _code_rest(coder: Quantizer | None, *, is_first: bool) -> None:
+    if coder is not None:
+        coder.finish_rest()
+        log.info("%s", coder.report) if is_first else log.debug("%s", coder.report)
 
 
 def _refuse_missing(config: InferenceConfig) -> None:

@@ -98,6 +98,43 @@ def test_groups_that_do_not_fit_on_one_rank_are_refused_on_all(comm):
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("also", ["", "copy", "fused"])
+def test_weights_are_coded_as_they_are_read(comm, also, tmp_path):
+    """The codes are those of a model that had its values; no layer's weight is there when the next one is read."""
+    folder = comm.share(str(tmp_path))
+    expected = build("llama", seed=9).eval()
+    if comm.rank == 0:
+        expected.save_pretrained(f"{folder}/whole")
+    comm.barrier()
+    settings = {"dtype": "int8", "quant": {"weight": {"q_groups": 3}}, "tensor_parallel": {"tp_size": comm.size}}
+    settings |= {"kernel_inject": True} if also == "fused" else {}
+    one = mpispeed.init_inference(expected, **settings)
+    with torch.device("meta"):
+        model = build("llama")
+    settings |= {"save_mp_checkpoint_path": f"{folder}/copy"} if also == "copy" else {}
+    two = mpispeed.init_inference(model, checkpoint=f"{folder}/whole", **settings)
+    tokens = batch()["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(one(tokens).logits, two(tokens).logits)
+        assert torch.equal(
+            one.generate(tokens, max_new_tokens=4, do_sample=False),
+            two.generate(tokens, max_new_tokens=4, do_sample=False),
+        )
+    assert sum(map(is_quantized, two.module.modules())) == sum(map(is_quantized, one.module.modules())) > 8
+    if also == "copy":
+        with torch.device("meta"):
+            model = build("llama")
+        three = mpispeed.init_inference(
+            model, checkpoint=f"{folder}/copy", **{**settings, "save_mp_checkpoint_path": None}
+        )
+        with torch.no_grad():
+            assert torch.equal(one(tokens).logits, three(tokens).logits)
+        three.destroy()
+    one.destroy()
+    two.destroy()
+
+
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("settings", "bits", "group"),
     [

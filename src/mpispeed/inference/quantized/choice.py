@@ -77,8 +77,8 @@ def choose(model: nn.Module, options: QuantOptions) -> Choice:
             choice.formats[path] = _format_of_rule(path, module, rule) if rule else _format(path, module, options)
     _settle_shared(model, choice, users)
     if unused:
-        names = [path for path, module in model.named_modules() if quantized_class(module)]
-        msg = f"post_init_quant.{min(unused)} is in the path of no layer; there are {', '.join(names[:4])} and others"
+        known = [path for path, module in model.named_modules() if quantized_class(module)]
+        msg = f"post_init_quant.{min(unused)} is in the path of no layer; there are {', '.join(known[:4])} and others"
         raise ConfigError(msg)
     return choice
 
