@@ -198,9 +198,7 @@ class Parts:
         """What codes weights, if the settings ask for it. Collective over: `tensor`."""
         given = self._config.quant.model_dump(exclude_unset=True)
         with tensor.together(ConfigError):
-            options, notes = options_of(given, is_int8=self._config.dtype == torch.int8)
-            for note in notes if self._mesh.world.rank == 0 else ():
-                log.warning("%s", note)
+            options = options_of(given, is_int8=self._config.dtype == torch.int8)
             return None if options is None else Quantizer(model, options)
 
     def _fuse(self, model: nn.Module, tensor: Comm, policies: dict[Any, Any] | None) -> None:

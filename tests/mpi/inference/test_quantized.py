@@ -27,7 +27,7 @@ def values_in(layer, kind):
     """The same layer as it was, with what its codes stand for."""
     made = copy.deepcopy(layer)
     made.__class__ = kind
-    del made.weight, made.weight_codes, made.weight_scales, made.weight_offsets, made._coded_weight
+    del made.weight, made.weight_codes, made.weight_scales, made.weight_offsets, made._coded
     made.weight = nn.Parameter(dequantized(layer))
     return made
 
@@ -102,7 +102,8 @@ def test_groups_that_do_not_fit_on_one_rank_are_refused_on_all(comm):
 def test_weights_are_coded_as_they_are_read(comm, also, tmp_path):
     """The codes are those of a model that had its values; no layer's weight is there when the next one is read."""
     folder = comm.share(str(tmp_path))
-    expected = build("llama", seed=9).eval()
+    sizes = {"hidden_size": 48, "intermediate_size": 96}
+    expected = build("llama", seed=9, **sizes).eval()
     if comm.rank == 0:
         expected.save_pretrained(f"{folder}/whole")
     comm.barrier()
@@ -110,7 +111,7 @@ def test_weights_are_coded_as_they_are_read(comm, also, tmp_path):
     settings |= {"kernel_inject": True} if also == "fused" else {}
     one = mpispeed.init_inference(expected, **settings)
     with torch.device("meta"):
-        model = build("llama")
+        model = build("llama", **sizes)
     settings |= {"save_mp_checkpoint_path": f"{folder}/copy"} if also == "copy" else {}
     two = mpispeed.init_inference(model, checkpoint=f"{folder}/whole", **settings)
     tokens = batch()["input_ids"]
@@ -123,7 +124,7 @@ def test_weights_are_coded_as_they_are_read(comm, also, tmp_path):
     assert sum(map(is_quantized, two.module.modules())) == sum(map(is_quantized, one.module.modules())) > 8
     if also == "copy":
         with torch.device("meta"):
-            model = build("llama")
+            model = build("llama", **sizes)
         three = mpispeed.init_inference(
             model, checkpoint=f"{folder}/copy", **{**settings, "save_mp_checkpoint_path": None}
         )
