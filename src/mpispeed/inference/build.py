@@ -160,12 +160,7 @@ class Parts:
         self._slice(model, tensor, names or config.injection_policy_tuple)
         coder = None if shares is not None else self._make_coder(model, tensor)
         if config.checkpoint is not None:
-            finish: Callable[[str], object] | None = None
-            if shares is not None:
-                finish = partial(_finish_shares, shares, model)
-            elif coder is not None and config.save_mp_checkpoint_path is None:  # a copy has whole weights
-                finish = coder.finish
-            self._load(model, tensor, finish)
+            self._load(model, tensor, self._finish(model, shares, coder))
         _require_values(world.comm, model)
         if config.save_mp_checkpoint_path is not None:
             self._save(model, tensor, config.save_mp_checkpoint_path)
@@ -195,13 +190,20 @@ class Parts:
         """Write a report of what was done to layers to the log of the first rank."""
         log.log(logging.INFO if self._mesh.world.rank == 0 else logging.DEBUG, "%s", report)
 
+    def _finish(
+        self, model: nn.Module, shares: ExpertShares | None, coder: Quantizer | None
+    ) -> Callable[[str], object] | None:
+        """What is done with a module, by its path, as soon as it has its values."""
+        if shares is not None:
+            return lambda path: shares.finish(path, model.get_submodule(path))
+        is_whole = self._config.save_mp_checkpoint_path is not None  # a copy has the weights themselves
+        return None if coder is None or is_whole else coder.finish
+
     def _make_coder(self, model: nn.Module, tensor: Comm) -> Quantizer | None:
         """What codes weights, if the settings ask for it. Collective over: `tensor`."""
         given = self._config.quant.model_dump(exclude_unset=True)
         with tensor.together(ConfigError):
-            options, notes = options_of(given, is_int8=self._config.dtype == torch.int8)
-            for note in notes if self._mesh.world.rank == 0 else ():
-                log.warning("%s", note)
+            options = options_of(given, is_int8=self._config.dtype == torch.int8)
             return None if options is None else Quantizer(model, options)
 
     def _fuse(self, model: nn.Module, tensor: Comm, policies: dict[Any, Any] | None) -> None:
@@ -245,10 +247,6 @@ class Parts:
         shares = ExpertShares(model, section.ep_size, self._mesh["data"])
         self._closing.insert(0, shares.close)
         return shares
-
-
-def _finish_shares(shares: ExpertShares, model: nn.Module, path: str) -> None:
-    shares.finish(path, model.get_submodule(path))
 
 
 def _refuse_missing(config: InferenceConfig) -> None:

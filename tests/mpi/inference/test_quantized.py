@@ -27,7 +27,7 @@ def values_in(layer, kind):
     """The same layer as it was, with what its codes stand for."""
     made = copy.deepcopy(layer)
     made.__class__ = kind
-    del made.weight, made.weight_codes, made.weight_scales, made.weight_offsets, made._coded_weight
+    del made.weight, made.weight_codes, made.weight_scales, made.weight_offsets, made._coded
     made.weight = nn.Parameter(dequantized(layer))
     return made
 
@@ -95,6 +95,44 @@ def test_groups_that_do_not_fit_on_one_rank_are_refused_on_all(comm):
     with pytest.raises(ConfigError, match="groups of 14 do not divide") as caught:
         quantize_model(model, options, tensor=comm)
     assert len(set(comm.gather_objects(str(caught.value)))) == 1
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("also", ["", "copy", "fused"])
+def test_weights_are_coded_as_they_are_read(comm, also, tmp_path):
+    """The codes are those of a model that had its values; no layer's weight is there when the next one is read."""
+    folder = comm.share(str(tmp_path))
+    sizes = {"hidden_size": 48, "intermediate_size": 96}
+    expected = build("llama", seed=9, **sizes).eval()
+    if comm.rank == 0:
+        expected.save_pretrained(f"{folder}/whole")
+    comm.barrier()
+    settings = {"dtype": "int8", "quant": {"weight": {"q_groups": 3}}, "tensor_parallel": {"tp_size": comm.size}}
+    settings |= {"kernel_inject": True} if also == "fused" else {}
+    one = mpispeed.init_inference(expected, **settings)
+    with torch.device("meta"):
+        model = build("llama", **sizes)
+    settings |= {"save_mp_checkpoint_path": f"{folder}/copy"} if also == "copy" else {}
+    two = mpispeed.init_inference(model, checkpoint=f"{folder}/whole", **settings)
+    tokens = batch()["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(one(tokens).logits, two(tokens).logits)
+        assert torch.equal(
+            one.generate(tokens, max_new_tokens=4, do_sample=False),
+            two.generate(tokens, max_new_tokens=4, do_sample=False),
+        )
+    assert sum(map(is_quantized, two.module.modules())) == sum(map(is_quantized, one.module.modules())) > 8
+    if also == "copy":
+        with torch.device("meta"):
+            model = build("llama", **sizes)
+        three = mpispeed.init_inference(
+            model, checkpoint=f"{folder}/copy", **{**settings, "save_mp_checkpoint_path": None}
+        )
+        with torch.no_grad():
+            assert torch.equal(one(tokens).logits, three(tokens).logits)
+        three.destroy()
+    one.destroy()
+    two.destroy()
 
 
 @pytest.mark.ranks(1, 2)

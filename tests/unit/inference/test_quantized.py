@@ -294,24 +294,21 @@ def test_options_from_settings():
     def of(quant, is_int8=True):
         return q.options_of(quant, is_int8=is_int8)
 
-    assert of({}) == (q.QuantOptions(), [])
-    assert of({}, is_int8=False) == (None, [])
-    assert of({"enabled": False}) == (None, []) and of({"weight": {"enabled": False}}) == (None, [])
-    assert of({"weight": {"num_bits": 4, "q_type": "asymmetric"}, "qkv": {"enabled": False}})[0] == q.QuantOptions(
+    assert of({}) == q.QuantOptions() and of({}, is_int8=False) is None
+    assert of({"enabled": False}) is None and of({"weight": {"enabled": False}}) is None
+    assert of({"weight": {"num_bits": 4, "q_type": "asymmetric"}, "qkv": {"enabled": False}}) == q.QuantOptions(
         bits=4, symmetric=False, qkv=False
     )
-    options = of({"weight": {"mlp_extra_grouping": True, "q_groups": 8}})[0]
+    options = of({"weight": {"mlp_extra_grouping": True, "q_groups": 8}})
     assert options == q.QuantOptions(groups=8, mlp_extra=True)
     assert options.group_of(1024, is_mlp=False) == 128 and options.group_of(1024, is_mlp=True) == 64
     assert options.group_of(72, is_mlp=False) == 16 and q.QuantOptions(groups=1).group_of(4096, is_mlp=False) == 4096
     assert q.QuantOptions(bits=4, mlp_extra=True).group_of(1024, is_mlp=True) == 32
-    assert of({"activation": {"enabled": False}})[1] == []
-    assert "activations stay floats" in of({"activation": {"num_bits": 8}})[1][0]
     rule = {"num_bits": 4, "group_size": 32}
-    assert of({"weight": {"post_init_quant": {"mlp": rule}}}, is_int8=False)[0] == q.QuantOptions(
+    assert of({"weight": {"post_init_quant": {"mlp": rule}}}, is_int8=False) == q.QuantOptions(
         named=(("mlp", q.Rule(4, 32)),), only_named=True
     )
-    assert of({"weight": {"quantized_initialization": rule}}, is_int8=False)[0] == q.QuantOptions(
+    assert of({"weight": {"quantized_initialization": rule}}, is_int8=False) == q.QuantOptions(
         bits=4, group_size=32, symmetric=False
     )
     with pytest.raises(ConfigError, match=r"quantized_initialization\.group_dim is 0"):
