@@ -19,7 +19,7 @@ from mpispeed.inference.experts import ExpertShares
 from mpispeed.inference.fused import inject_kernels, split_policies
 from mpispeed.inference.groups import make_mesh
 from mpispeed.inference.in_step import InStep
-from mpispeed.inference.quantized import options_of, quantize_model
+from mpispeed.inference.quantized import Quantizer, options_of
 from mpispeed.inference.slicing import slice_model
 from mpispeed.inference.streaming import stream_model
 from mpispeed.inference.weights import load_weights, save_sharded
@@ -167,8 +167,13 @@ class Parts:
         )
         if report is not None:
             log.info("%s", report) if world.rank == 0 else log.debug("%s", report)
+        coder = None if shares is not None else self._make_coder(model, tensor)
         if config.checkpoint is not None:
-            finish = None if shares is None else lambda path: shares.finish(path, model.get_submodule(path))
+            finish: Callable[[str], object] | None = None
+            if shares is not None:
+                finish = partial(_finish_shares, shares, model)
+            elif coder is not None and config.save_mp_checkpoint_path is None:  # a copy has whole weights
+                finish = coder.finish
             self._load(model, tensor, finish)
         _require_values(world.comm, model)
         if config.save_mp_checkpoint_path is not None:
@@ -176,12 +181,24 @@ class Parts:
         if shares is not None:
             shares.share_out()
             self.in_step = InStep(model, shares.comm, self._device)
-        _quantize(model, config, tensor, world.rank)
+            coder = self._make_coder(model, tensor)
+        if coder is not None:
+            coder.finish_rest()
+            log.info("%s", coder.report) if world.rank == 0 else log.debug("%s", coder.report)
         if not config.keep_module_on_host:
             model.to(self._device)
         if config.replace_with_kernel_inject or policies:
             self._fuse(model, tensor, policies)
         share_generators(tensor)
+
+    def _make_coder(self, model: nn.Module, tensor: Comm) -> Quantizer | None:
+        """What codes weights, if the settings ask for it. Collective over: `tensor`."""
+        given = self._config.quant.model_dump(exclude_unset=True)
+        with tensor.together(ConfigError):
+            options, notes = options_of(given, is_int8=self._config.dtype == torch.int8)
+            for note in notes if self._mesh.world.rank == 0 else ():
+                log.warning("%s", note)
+            return None if options is None else Quantizer(model, options)
 
     def _fuse(self, model: nn.Module, tensor: Comm, policies: dict[Any, Any] | None) -> None:
         """Put fused layers into the model. Collective over: `tensor`."""
@@ -192,7 +209,7 @@ class Parts:
         log.info("%s", report) if is_first else log.debug("%s", report)
         self.make_cache = report.cache
 
-    def _load(self, model: nn.Module, tensor: Comm, finish: Callable[[str], None] | None) -> None:
+    def _load(self, model: nn.Module, tensor: Comm, finish: Callable[[str], object] | None) -> None:
         """Fill the model from the checkpoint. Collective over: all ranks."""
         world, source, base = self._mesh.world, self._config.checkpoint, self._config.base_dir
         if not isinstance(source, dict):
@@ -226,15 +243,8 @@ class Parts:
         return shares
 
 
-def _quantize(model: nn.Module, config: InferenceConfig, tensor: Comm, rank: int) -> None:
-    """Code weights, if the settings ask for it. Collective over: `tensor`."""
-    given = config.quant.model_dump(exclude_unset=True)
-    options, notes = options_of(given, is_int8=config.dtype == torch.int8)
-    for note in notes if rank == 0 else ():
-        log.warning("%s", note)
-    if options is not None:
-        report = quantize_model(model, options, tensor=tensor)
-        log.info("%s", report) if rank == 0 else log.debug("%s", report)
+def _finish_shares(shares: ExpertShares, model: nn.Module, path: str) -> None:
+    shares.finish(path, model.get_submodule(path))
 
 
 def _refuse_combinations(config: InferenceConfig) -> None:

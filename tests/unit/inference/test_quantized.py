@@ -207,6 +207,52 @@ def test_layers_finished_one_by_one():
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
 
 
+def mixtral():
+    config = transformers.MixtralConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64, intermediate_size=96,
+        vocab_size=120, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts_kept_in_tensors(bits):
+    model, x = seeded(mixtral), torch.arange(30).view(2, 15)
+    module = model.model.layers[1].mlp.experts
+    params = {name: param.detach().clone() for name, param in module.named_parameters()}
+    with torch.no_grad():
+        wanted = model(x).logits
+        report = q.quantize_model(model, q.QuantOptions(bits=bits, group_size=32))
+        assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"} < set(
+            report.quantized
+        )
+        assert type(model.model.layers[0].mlp.gate.weight) is nn.Parameter
+        error = (model(x).logits - wanted).norm() / wanted.norm()
+        assert 0 < error < (0.02 if bits == 8 else 0.2)
+        twin = seeded(mixtral, 1)
+        for name in params:
+            found = q.dequantized(module, name=name)
+            assert found.shape == params[name].shape and (found - params[name]).abs().max() < 0.02
+            twin.model.layers[1].mlp.experts.get_parameter(name).copy_(found)
+        tokens = torch.randn(9, 64)
+        chosen = torch.tensor([[0, 1], [3, 0], [1, 3]]).repeat(3, 1)  # nobody wants expert 2
+        weights = torch.rand(9, 2)
+        assert torch.allclose(
+            module(tokens, chosen, weights), twin.model.layers[1].mlp.experts(tokens, chosen, weights), atol=1e-5
+        )
+        kept = module.gate_up_proj_scales.clone()
+        assert torch.equal(model.to(torch.bfloat16).model.layers[1].mlp.experts.gate_up_proj_scales, kept)
+        assert model(x).logits.dtype == torch.bfloat16
+    report = q.quantize_model(seeded(mixtral), q.QuantOptions(experts=False))
+    assert report.whole["model.layers.0.mlp.experts"] == "experts"
+    rules = (("experts", q.Rule(4, 32)),)
+    report = q.quantize_model(seeded(mixtral), q.QuantOptions(named=rules, only_named=True))
+    assert len(report.quantized) == 4 and set(report.quantized.values()) == {"int4, groups of 32, with offsets"}
+    for rule, text in ((q.Rule(8, 40), r"experts\.gate_up_proj: groups of 40 do not"), (q.Rule(8, 32, 0), "use 1")):
+        with pytest.raises(ConfigError, match=text):
+            q.quantize_model(seeded(mixtral), q.QuantOptions(named=(("experts", rule),), only_named=True))
+
+
 def test_rules_for_names():
     rules = q.rules_of(
         {
@@ -280,7 +326,7 @@ def test_options_from_settings():
 
 
 def test_models_without_a_layer_for_it_are_refused():
-    with pytest.raises(ConfigError, match="no layer for it; 0 is left whole: fewer than 1024 elements"):
+    with pytest.raises(ConfigError, match="no layer for it; 0 is whole: fewer than 1024 elements"):
         q.quantize_model(nn.Sequential(nn.Linear(4, 4)), q.QuantOptions())
     with pytest.raises(ConfigError, match="no layer for it"):
         q.quantize_model(nn.LayerNorm(4), q.QuantOptions())

@@ -67,7 +67,7 @@ def load_weights(
     base_dir: str = "",
     mapped: bool | None = None,
     budget: int | None = None,
-    finish: Callable[[str], None] | None = None,
+    finish: Callable[[str], object] | None = None,
     everyone: Comm | None = None,
     options: ReadOptions | None = None,
 ) -> Loaded:
@@ -132,7 +132,7 @@ def _load(
     dtype: torch.dtype | None,
     mapped: bool | None,
     budget: int | None,
-    finish: Callable[[str], None] | None,
+    finish: Callable[[str], object] | None,
     started: float,
 ) -> Loaded:
     sources, matched, targets = _agreed(model, node, tensor, find, dtype)
@@ -182,7 +182,7 @@ def _agreed(
 class _Finisher:
     """Tells which modules have all of their own tensors."""
 
-    def __init__(self, targets: Targets, expected: Sequence[Target], finish: Callable[[str], None] | None) -> None:
+    def __init__(self, targets: Targets, expected: Sequence[Target], finish: Callable[[str], object] | None) -> None:
         waited = {id(target) for target in expected}
         self._finish = finish
         self._left: dict[str, set[int]] = {}
@@ -195,8 +195,9 @@ class _Finisher:
 
     def done(self, target: Target) -> None:
         """Note that a tensor is there."""
+        if self._finish is not None:
+            target.values = None  # the module alone has it now, and may give it up
         for path in self._modules.get(id(target), ()):
             self._left[path].discard(id(target))
             if not self._left[path] and self._finish is not None:
-                target.values = None
                 self._finish(path)
