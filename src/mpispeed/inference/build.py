@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Missing(NamedTuple):
-    """A setting whose step is not there yet, the test that it asks for it, and the sentence."""
+class Refused(NamedTuple):
+    """A setting that cannot be had beside others, the test that it is asked for so, and the sentence."""
 
     path: str
     asks: Callable[[InferenceConfig], Any]
@@ -51,31 +51,30 @@ def _codes_by_name(config: InferenceConfig) -> bool:
 
 _STREAMED_CODES = "parameters are streamed, and codes are not; use fp16, bf16 or fp32"
 
-# Delete a row when its step is there.
-MISSING: tuple[Missing, ...] = (
-    Missing(
+REFUSED: tuple[Refused, ...] = (
+    Refused(
         "set_empty_params",
         lambda c: c.set_empty_params and c.checkpoint is None,
         "values have to come from a checkpoint, and none is given; set checkpoint",
     ),
-    Missing(
+    Refused(
         "save_mp_checkpoint_path",
         lambda c: c.save_mp_checkpoint_path and (c.streams_parameters or (c.moe.enabled and c.moe.ep_size > 1)),
         "no rank has a whole slice to write where parameters are streamed or experts are spread; remove it",
     ),
-    Missing(
+    Refused(
         "replace_with_kernel_inject",
         lambda c: c.streams_parameters and c.replace_with_kernel_inject,
         "parameters are streamed for one module after the other, and fused layers read several at once; use false",
     ),
-    Missing("dtype", lambda c: c.streams_parameters and c.dtype == torch.int8, _STREAMED_CODES),
-    Missing("quant.weight", lambda c: c.streams_parameters and _codes_by_name(c), _STREAMED_CODES),
-    Missing(
+    Refused("dtype", lambda c: c.streams_parameters and c.dtype == torch.int8, _STREAMED_CODES),
+    Refused("quant.weight", lambda c: c.streams_parameters and _codes_by_name(c), _STREAMED_CODES),
+    Refused(
         "moe.ep_size",
         lambda c: c.streams_parameters and c.moe.enabled and c.moe.ep_size > 1,
         "parameters are streamed, those of experts too; use 1",
     ),
-    Missing(
+    Refused(
         "tensor_parallel",
         lambda c: c.streams_parameters and any(_given_groups(c.tensor_parallel).values()),
         "parameters are streamed, and then ranks that share layers are neighbours; give tp_size instead of groups",
@@ -96,7 +95,7 @@ def build(model: nn.Module, config: InferenceConfig, world: World) -> InferenceE
     Raises:
         ConfigError: on every rank, if a setting cannot be had on this job or with this model.
     """
-    _refuse_missing(config)
+    _refuse_combinations(config)
     device = choose_device(world, model)
     _advise(config, device, is_first=world.rank == 0)
     section = config.tensor_parallel
@@ -249,8 +248,8 @@ class Parts:
         return shares
 
 
-def _refuse_missing(config: InferenceConfig) -> None:
-    problems = [Problem(row.path, row.sentence) for row in MISSING if row.asks(config)]
+def _refuse_combinations(config: InferenceConfig) -> None:
+    problems = [Problem(row.path, row.sentence) for row in REFUSED if row.asks(config)]
     if problems:
         raise refuse("init_inference", problems)
 
