@@ -1,4 +1,4 @@
-/* What a transformer layer does between its matrix products: norms, activations, rotary embedding, attention of one
+/* Passes of a transformer layer between its matrix products: norms, activations, rotary embedding, attention of one
  * query to cached keys. Arithmetic is fp32, every stored value is rounded once. */
 #ifndef MPISPEED_LAYER_LOOPS_H
 #define MPISPEED_LAYER_LOOPS_H

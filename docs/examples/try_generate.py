@@ -41,7 +41,7 @@ def write_prompts(path, count):
     draw, lines = random.Random(1), []
     for number in range(count):
         text = "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, 40)))
-        line = {"id": f"p{number}", "prompt": text, "max_new_tokens": draw.randint(1, 30)}
+        line = {"id": f"p{number}", "prompt": text, "topic": "letters", "max_new_tokens": draw.randint(1, 30)}
         lines.append(line | ({"temperature": 0.9, "top_p": 0.95} if number % 3 == 0 else {}))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -31,6 +31,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
             },
         ),
         "gptj": ("GPTJConfig", "GPTJForCausalLM", {**old, "rotary_dim": 4}),
+        "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 48, "n_layer": 3, "n_head": 6}),
         "bert": ("BertConfig", "BertForMaskedLM", {**SIZES, "intermediate_size": 96}),
         "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**SIZES, "intermediate_size": 96, "pad_token_id": 1}),
     }  # fmt: skip

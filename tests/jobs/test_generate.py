@@ -140,6 +140,7 @@ def test_greedy_answers_are_those_of_transformers(folder, straight):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     answers, prompts = rows(folder / "straight.jsonl"), rows(folder / "prompts.jsonl")
     assert [answer["id"] for answer in answers] == [prompt["id"] for prompt in prompts]
+    assert "entries that are not used: topic" in straight[1]
     compared = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         assert 1 <= answer["new_tokens"] <= prompt["max_new_tokens"]

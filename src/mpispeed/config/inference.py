@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, fi
 from pydantic_core import PydanticCustomError
 
 from mpispeed.config.problems import Problem, show
-from mpispeed.config.section import Natural, Positive, Section, subsection
+from mpispeed.config.section import Positive, Section, subsection
 from mpispeed.config.zero import ZeroOptimization
 
 
@@ -366,7 +366,7 @@ class InferenceConfig(Spelled):
     max_out_tokens: Positive = Field(
         1024, description="Most tokens of a sequence, those of the prompt included; also read as max_tokens."
     )
-    min_out_tokens: Natural = Field(
+    min_out_tokens: Positive = Field(
         1, description="New tokens that there has to be room for, at least; also read as min_tokens."
     )
     transposed_mode: bool = Field(False, description="Weights are stored transposed.")

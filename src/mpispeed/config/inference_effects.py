@@ -14,6 +14,7 @@ from mpispeed.config.inference import FORWARDED, InferenceConfig
 
 _TRITON = "no kernel here is one of Triton; replace_with_kernel_inject chooses those that are there"
 _COUNTED = "layers of experts and their kinds are found in the model"
+_NEIGHBOURS = "neighbours on the data axis share experts out, as many as moe.ep_size says"
 _FUSED = "it is for fused layers, and replace_with_kernel_inject is false"
 
 # Path -> why.
@@ -23,7 +24,9 @@ NO_EFFECT: dict[str, str] = {
     "triton_autotune": _TRITON,
     "moe.moe_experts": _COUNTED,
     "moe.type": _COUNTED,
-    "quant.activation": "activations keep the format that the model computes in",
+    "moe.ep_group": _NEIGHBOURS,
+    "moe.ep_mp_group": _NEIGHBOURS,
+    "return_tuple": "a layer returns what its model takes, fused or not",
     "training_mp_size": "weights are read at any number of ranks, whatever number wrote them",
     "replace_method": "there is one way to choose layers",
     "transposed_mode": "layers tell themselves which way their weights lie",
@@ -38,12 +41,22 @@ def _is_integer(config: InferenceConfig) -> bool:
     return bool(config.dtype == torch.int8)
 
 
-_CODES = tuple(f"quant.weight.{key}" for key in ("enabled", "num_bits", "q_type", "q_groups", "mlp_extra_grouping"))
+def _has_codes(config: InferenceConfig) -> bool:
+    weight = config.quant.weight
+    return _is_integer(config) or bool(weight.post_init_quant or weight.quantized_initialization)
+
+
+_CODES = tuple(f"quant.weight.{key}" for key in ("num_bits", "q_type", "q_groups", "mlp_extra_grouping"))
 # Path -> whether the settings give the key its effect, and why it has none without them.
 DEPENDENT: dict[str, tuple[Callable[[InferenceConfig], bool], str]] = {
     "triangular_masking": (_is_fused, _FUSED),
-    "return_tuple": (_is_fused, _FUSED),
+    "zero": (
+        lambda config: config.streams_parameters,
+        "only stage 3 shards parameters, and there is nothing else here",
+    ),
+    "base_dir": (lambda config: config.checkpoint is not None, "no checkpoint is given"),
     **dict.fromkeys((*_CODES, "quant.qkv"), (_is_integer, "it is for dtype int8")),
+    **dict.fromkeys(("quant.enabled", "quant.weight.enabled"), (_has_codes, "no weights are asked to be integers")),
 }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpispeed.generation.answers import Answer, Answers
+from mpispeed.generation.answers import ERROR, Answer, Answers
 from mpispeed.generation.batches import Batches
 from mpispeed.generation.model import Described, Opened
 from mpispeed.generation.prompts import Prompts
@@ -73,6 +73,19 @@ class Group:
 
 
 @dataclass
+class Made:
+    """New tokens of a row.
+
+    Attributes:
+        tokens: maybe with some after its end.
+        first_nan: the first of them whose logits were NaN; -1: none.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    first_nan: int = -1
+
+
+@dataclass
 class End:
     """Stopping criterion of transformers: which rows have ended; ends the call where rows can be left behind.
 
@@ -82,6 +95,9 @@ class End:
         width: tokens before this call.
         must_drop: asked at each token.
         leaves_behind: whether rows can be left behind.
+        done: whether each row has ended, after the call. Shapes: (rows,).
+        is_dropped: the batch is given up.
+        first_nan: as `Sampler.first_nan`, after the call.
     """
 
     limits: RowLimits
@@ -91,6 +107,7 @@ class End:
     leaves_behind: bool
     done: Tensor | None = None
     is_dropped: bool = False
+    first_nan: list[int] = field(default_factory=list)
 
     def __call__(self, input_ids: Tensor, scores: Any = None, **_: Any) -> Tensor:
         """Whether each row has ended. Shapes: input_ids (rows, tokens), returns (rows,), bool."""
@@ -128,35 +145,40 @@ class Answerer:
         prompts = [job.prompts[request] for request in requests]
         lengths = job.batches.lengths[requests].tolist()
         ids = [job.encoder(prompt)[-length:] for prompt, length in zip(prompts, lengths, strict=True)]
-        new = self._generate(prompts, ids, job.batches.limits[requests].tolist())
-        answers = [
-            self._trimmed(prompt, length, tokens) for prompt, length, tokens in zip(prompts, lengths, new, strict=True)
-        ]
+        made = self._generate(prompts, ids, job.batches.limits[requests].tolist())
+        answers = [self._trimmed(*each) for each in zip(prompts, lengths, made, strict=True)]
         return Answers(number, tuple(answers), time.monotonic() - began)
 
-    def _trimmed(self, prompt: Prompt, length: int, tokens: Sequence[int]) -> Answer:
-        described = self.job.described
+    def _trimmed(self, prompt: Prompt, length: int, made: Made) -> Answer:
+        described, limit = self.job.described, int(self.job.batches.limits[prompt.number])
         found = trim(
-            tokens, limit=int(self.job.batches.limits[prompt.number]), ends=described.ends, stops=self._stops(prompt),
+            made.tokens, limit=limit, ends=described.ends, stops=self._stops(prompt),
             decode=None if described.tokenizer is None else described.decode,
         )  # fmt: skip
+        if 0 <= made.first_nan < len(found.tokens):
+            error = (
+                f"logits of token {made.first_nan} are no numbers (NaN): the model overflows in its dtype, or is broken"
+            )
+            return Answer(prompt.number, length, (), ERROR, error=error)
         return Answer(prompt.number, length, found.tokens, found.reason, found.text)
 
     def _stops(self, prompt: Prompt) -> tuple[str, ...]:
         return prompt.options.over(self.job.options).stop or ()
 
-    def _generate(self, prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], limits: Sequence[int]) -> list[Any]:
-        """New tokens of each prompt, and maybe some after its end. Collective over: the ranks that share layers."""
+    def _generate(self, prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], limits: Sequence[int]) -> list[Made]:
+        """What follows each prompt. Collective over: the ranks that share layers."""
         rows = [row_of(prompt, self.job.options) for prompt in prompts]
         width = max(map(len, ids))
-        found: list[Any] = [()] * len(ids)
+        found = [Made() for _ in ids]
         group = self._padded(ids, width)
         while group.places:
             end = self._step(group, rows, limits, [self._stops(prompt) for prompt in prompts], list(map(len, ids)))
             done = end.done.tolist() if end.done is not None else [True] * len(group.places)
             for row, place in enumerate(group.places):
+                if found[place].first_nan < 0:
+                    found[place].first_nan = end.first_nan[row]
                 if done[row]:
-                    found[place] = group.tokens[row, width:].tolist()
+                    found[place].tokens = group.tokens[row, width:].tolist()
             self._leave_behind(group, [row for row, is_done in enumerate(done) if not is_done])
         return found
 
@@ -207,7 +229,7 @@ class Answerer:
         if end.is_dropped:
             raise Dropped
         group.mask = torch.cat([group.mask, torch.ones_like(out[:, before:])], dim=1)
-        group.tokens = out
+        group.tokens, end.first_nan = out, sampler.first_nan
         return end
 
     def _leave_behind(self, group: Group, rows: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ from mpispeed.generation.batches import Batches, cut
 from mpispeed.generation.counter import GOES_ON, NONE, Counter, Report, Stop
 from mpispeed.generation.decoding import Answerer, Dropped, Job
 from mpispeed.generation.finished import Finished, Writer, scan
-from mpispeed.generation.identity import Identity, OtherJob, claim, put_text
+from mpispeed.generation.identity import ANSWERED_FILE, Identity, OtherJob, claim, put_text
 from mpispeed.generation.model import Described, Opened, describe_model, open_model
 from mpispeed.generation.prompt_index import Index
 from mpispeed.generation.prompts import Prompts, open_prompts
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HDF5_SUFFIXES, JSON_SUFFIXES = (".h5", ".hdf5"), (".jsonl", ".json")
-
-ANSWERED = "answered.json"
-"""In the work folder of a job whose results are written."""
 
 WAIT_SECONDS = 3600.0
 """Longest wait in a collective: ranks wait for the first one to look at all prompts, and for weights."""
@@ -218,7 +215,7 @@ class Start:
     def _look(self) -> tuple[Finished | None, str]:
         """What earlier starts have finished; a text if there is nothing to do. On rank 0."""
         is_resumed = claim(self._work, self._identity)
-        if is_resumed and (self._work / ANSWERED).is_file():
+        if is_resumed and (self._work / ANSWERED_FILE).is_file():
             lacking = [path for path in self._settings.outputs if not path.exists()]
             if not lacking:
                 names = " and ".join(map(str, self._settings.outputs))
@@ -241,6 +238,9 @@ class Start:
         return found, ""
 
     def _tell(self, found: Finished, *, is_resumed: bool) -> None:
+        if self._job.prompts.index.ignored:
+            # a misspelt option would be among them
+            log.info("prompts    entries that are not used: %s", ", ".join(self._job.prompts.index.ignored))
         done, identity = int(found.done.sum()), self._identity
         what = f"{identity.requests} prompts in {identity.count} batches"
         if identity.left_out:
@@ -353,7 +353,9 @@ class Start:
             self._job.prompts, self._job.batches, found, self._identity, hdf5_path=settings.hdf5_path,
             json_path=settings.json_path, with_token_ids=settings.with_token_ids,
         )  # fmt: skip
-        put_text(self._work / ANSWERED, json.dumps({"results": [str(path.resolve()) for path in settings.outputs]}))
+        put_text(
+            self._work / ANSWERED_FILE, json.dumps({"results": [str(path.resolve()) for path in settings.outputs]})
+        )
         for path in self._work.glob("*.finished*"):
             path.unlink(missing_ok=True)
         log.info("generate   %s: all prompts are answered", " and ".join(map(str, settings.outputs)))

@@ -14,15 +14,41 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpispeed.inference.api import default_inference_config, init_inference
     from mpispeed.inference.engine import InferenceEngine
+    from mpispeed.inference.fused.policies import (
+        BLOOMLayerPolicy,
+        HFBertLayerPolicy,
+        HFGPT2LayerPolicy,
+        HFGPTJLayerPolicy,
+        HFGPTNEOLayerPolicy,
+        HFOPTLayerPolicy,
+        LLAMALayerPolicy,
+        TransformerPolicy,
+    )
 
 __all__ = [
+    "BLOOMLayerPolicy",
+    "HFBertLayerPolicy",
+    "HFGPT2LayerPolicy",
+    "HFGPTJLayerPolicy",
+    "HFGPTNEOLayerPolicy",
+    "HFOPTLayerPolicy",
     "InferenceEngine",
+    "LLAMALayerPolicy",
+    "TransformerPolicy",
     "default_inference_config",
     "init_inference",
 ]
 
 _HOME = {
+    "BLOOMLayerPolicy": "fused.policies",
+    "HFBertLayerPolicy": "fused.policies",
+    "HFGPT2LayerPolicy": "fused.policies",
+    "HFGPTJLayerPolicy": "fused.policies",
+    "HFGPTNEOLayerPolicy": "fused.policies",
+    "HFOPTLayerPolicy": "fused.policies",
     "InferenceEngine": "engine",
+    "LLAMALayerPolicy": "fused.policies",
+    "TransformerPolicy": "fused.policies",
     "default_inference_config": "api",
     "init_inference": "api",
 }

@@ -28,7 +28,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: the model is sharded already, in another format.
     """
-    sharded = next((name for name, param in model.named_parameters() if find_init_shard(param) is not None), "")
+    sharded = sharded_name(model)
     if sharded:
         _require_format(model, sharded, dtype)
         return
@@ -41,6 +41,11 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
         if tensor.dtype != wanted:
             tensor.grad = None
             tensor.data = tensor.data.to(wanted)
+
+
+def sharded_name(model: nn.Module) -> str:
+    """A parameter that `zero.Init` has sharded; "" if there is none."""
+    return next((name for name, param in model.named_parameters() if find_init_shard(param) is not None), "")
 
 
 def _require_format(model: nn.Module, name: str, dtype: torch.dtype) -> None:

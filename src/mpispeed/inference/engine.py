@@ -12,10 +12,15 @@ from torch import nn
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import UnimplementedUse, UsageError
+from mpispeed.inference.fused import wants_growing_cache
 
 if TYPE_CHECKING:
     from mpispeed.inference.in_step import InStep
     from mpispeed.mesh.mesh import Mesh
+
+
+MakeCache = Callable[[nn.Module, int], Any]
+"""Makes a cache for a model and a number of sequences."""
 
 
 class Limits(NamedTuple):
@@ -45,6 +50,7 @@ class InferenceEngine(nn.Module):
         limits: Limits,
         config: Any = None,
         in_step: InStep | None = None,
+        make_cache: MakeCache | None = None,
         close: Callable[[], None],
     ) -> None:
         """Made by `init_inference`.
@@ -55,6 +61,7 @@ class InferenceEngine(nn.Module):
             limits: of sequences.
             config: what `config` returns instead of the model's.
             in_step: keeps ranks in step that run the model together, each with inputs of its own.
+            make_cache: makes a cache for the model, if it is to have another one than its own `generate` would make.
             close: gives groups of ranks back; called once, on all ranks.
         """
         super().__init__()
@@ -62,7 +69,7 @@ class InferenceEngine(nn.Module):
         self.mesh = mesh
         self.is_compiled = False
         self._limits, self._config, self._is_open = limits, config, True
-        self._in_step, self._close = in_step, close
+        self._in_step, self._make_cache, self._close = in_step, make_cache, close
         self._times: Times | None = None
         self.training = module.training
 
@@ -117,6 +124,9 @@ class InferenceEngine(nn.Module):
         with nullcontext() if self._in_step is None else self._in_step.entered():
             self._check_search(kwargs)
             self._check_length(inputs, kwargs)
+            if self._make_cache is not None and wants_growing_cache(self.module, kwargs):
+                tokens = _tokens_of(inputs, kwargs)
+                kwargs["past_key_values"] = self._make_cache(self.module, 1 if tokens is None else tokens.shape[0])
             return generate(*inputs, **kwargs)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
@@ -154,7 +164,10 @@ class InferenceEngine(nn.Module):
         self.is_compiled = True
 
     def destroy(self) -> None:
-        """Give the groups of ranks back; the engine answers no more. Collective over: all ranks."""
+        """Give the groups of ranks back; the engine answers no more. Streamed parameters become whole on every rank.
+
+        Collective over: all ranks.
+        """
         if self._is_open:
             self._is_open = False
             if self._times is not None:
@@ -188,9 +201,8 @@ class InferenceEngine(nn.Module):
         return getattr(given, name, None)
 
     def _check_length(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        tokens = next((kwargs[name] for name in ("input_ids", "inputs") if kwargs.get(name) is not None), None)
-        tokens = tokens if tokens is not None else next(iter(inputs), None)
-        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
+        tokens = _tokens_of(inputs, kwargs)
+        if tokens is None:
             return
         length, limits = tokens.shape[1], self._limits
         has_encoder = bool(getattr(getattr(self.module, "config", None), "is_encoder_decoder", False))
@@ -202,6 +214,14 @@ class InferenceEngine(nn.Module):
                 "those of the prompt included; give init_inference a larger max_out_tokens (max_tokens)"
             )
             raise UsageError(msg)
+
+
+def _tokens_of(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The tokens that `generate` is given, [batch, length]; None: something else."""
+    tokens = next((kwargs[name] for name in ("input_ids", "inputs") if kwargs.get(name) is not None), None)
+    tokens = tokens if tokens is not None else next(iter(inputs), None)
+    is_ids = isinstance(tokens, torch.Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
+    return tokens if is_ids else None
 
 
 class Times:

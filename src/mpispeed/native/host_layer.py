@@ -1,4 +1,4 @@
-"""What a transformer layer does between its products, on the host and without gradients: one call and one pass each.
+"""Passes of a transformer layer between its products, on the host and without gradients, one call each.
 
 Norms with the residual sum before them, activations with the product behind them, rotary embedding in place, and the
 attention of one query per sequence to cached keys. Arithmetic is fp32, and each stored value is rounded once. Sums run
@@ -35,6 +35,9 @@ def add_norm(
     _check(
         "add_norm", x, {"residual": (residual, x.shape), "weight": (weight, x.shape[-1:]), "bias": (bias, x.shape[-1:])}
     )
+    if weight is None and bias is not None:
+        msg = "add_norm: a bias without a weight"
+        raise ValueError(msg)
     module = status.compiled("layer_loops")
     if module is None:
         y, total, _, _ = norm_reference(x, residual, weight, bias, eps, is_centered)
@@ -44,9 +47,6 @@ def add_norm(
     y, cols = torch.empty_like(x), x.shape[-1]
     total = x if residual is None else torch.empty_like(x)
     addresses = [0 if t is None else t.data_ptr() for t in (y, total, x, residual, weight, bias)]
-    if weight is None and bias is not None:
-        msg = "add_norm: a bias without a weight"
-        raise ValueError(msg)
     module.norm(*addresses, x.numel() // max(cols, 1), cols, eps, is_centered, KINDS[x.dtype], torch.get_num_threads())
     return total, y
 

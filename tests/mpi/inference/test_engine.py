@@ -43,9 +43,11 @@ def test_no_settings(comm):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("case", ["config", "file", "keywords", "both"])
-def test_settings_in_any_way(comm, case, tmp_path):
-    config = {"dtype": "fp32", "tensor_parallel": {"tp_size": comm.size}, "enable_cuda_graph": False}
-    keywords = {"tp": {"tp_size": comm.size}, "dtype": torch.float}
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_settings_in_any_way(comm, case, is_fused, tmp_path):
+    sizes = {"tp_size": comm.size}
+    config = {"dtype": "fp32", "kernel_inject": is_fused, "tensor_parallel": sizes, "enable_cuda_graph": False}
+    keywords = {"tp": sizes, "dtype": torch.float, "replace_with_kernel_inject": is_fused}
     path = tmp_path / "inference.json"  # one folder for each rank: only rank 0 reads
     if comm.rank == 0:
         path.write_text(json.dumps(config))
@@ -53,7 +55,7 @@ def test_settings_in_any_way(comm, case, tmp_path):
         "config": ((config,), {}),
         "file": ((str(path),), {}),
         "keywords": ((), keywords),
-        "both": (({"dtype": torch.float32},), keywords),
+        "both": (({"dtype": torch.float32, "kernel_inject": is_fused},), keywords),
     }
     args, kwargs = given[case]
     pipe = prompts.generator()

@@ -29,6 +29,27 @@ def test_parameters_are_streamed(comm):
     engine.destroy()
 
 
+@pytest.mark.ranks(2)
+def test_models_that_were_built_in_shards(comm):
+    expected = answer(hub_models.build("gpt2").eval(), comm.rank)
+
+    def sharded():
+        plain = hub_models.build("gpt2").state_dict()
+        with mpispeed.zero.Init():
+            model = hub_models.build("gpt2")
+        with mpispeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            model.load_state_dict(plain)
+        return model
+
+    engine = mpispeed.init_inference(sharded(), dtype="fp32", zero={"stage": 3})
+    assert torch.equal(answer(engine, comm.rank), expected)
+    engine.destroy()
+    with pytest.raises(ConfigError, match=r"built in zero\.Init and is in shards"):
+        mpispeed.init_inference(sharded(), dtype="fp32")
+    with pytest.raises(ConfigError, match=r"zero\.Init as torch\.float32, and dtype is torch\.bfloat16"):
+        mpispeed.init_inference(sharded(), dtype="bf16", zero={"stage": 3})
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("slices", [1, 2])
 def test_experts_are_shared_out(comm, slices):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import mpispeed
 from mpispeed.base.errors import ConfigError
 from mpispeed.inference.buffers import remake_buffers
 from mpispeed.inference.slicing import slice_model
@@ -48,10 +49,8 @@ def test_model_without_values(comm, name):
     remake_buffers(model)
     for (path, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(buffer, expected), path
-    data = {key: value for key, value in batch().items() if key != "labels"}
-    data |= {"decoder_input_ids": data["input_ids"]} if name == "t5" else {}
     with torch.no_grad():
-        assert (model(**data).logits - plain(**data).logits).abs().max() <= BOUND
+        assert (model(**no_labels(name)).logits - plain(**no_labels(name)).logits).abs().max() <= BOUND
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "bloom"])
@@ -94,34 +93,44 @@ def test_perplexity_in_bf16(comm):
     assert abs(found / expected - 1) < 0.005
 
 
+def no_labels(name):
+    """A batch without labels, with inputs of a decoder where there is one."""
+    data = {key: value for key, value in batch().items() if key != "labels"}
+    return data | ({"decoder_input_ids": data["input_ids"]} if name == "t5" else {})
+
+
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
         ("t5", {"T5Block": ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}),
-        ("roberta", {"RobertaLayer": ("output.dense",)}),
         ("roberta", {"RobertaLayer": "output.dense"}),
         ("bert", {"BertLayer": ("attention.output.dense", "output.dense")}),
         ("gpt2", ("attn.c_proj", "mlp.c_proj")),
         ("bloom", {"BloomBlock": ("self_attention.dense", "mlp.dense_4h_to_h")}),
-        ("llama", {"wq": "whole", r".*(q|k|v)_proj": "column", "o_proj": "row"} | {"up_proj": "column"}),
+        ("llama", {r".*\.(q|k|v)_proj": "column", "o_proj": "row", "up_proj": "column", "lm_head": "vocab"}),
     ],
     ids=str,
 )
 def test_policies_of_users(comm, name, policy):
-    import transformers
-
     plain, model = build(name).eval(), build(name).eval()
-    if name == "llama":
-        policy = {r".*\.(q|k|v)_proj": "column", "o_proj": "row", "up_proj": "column", "lm_head": "vocab"}
-    elif isinstance(policy, dict) and name != "bloom":
-        (key,) = policy
-        policy = {getattr(getattr(transformers.models, name), f"modeling_{name}").__dict__[key]: policy[key]}
     report = slice_model(model, comm, policy=policy)
-    assert "injection policy" in str(report) or name == "llama"
-    data = {key: value for key, value in batch().items() if key != "labels"}
-    data |= {"decoder_input_ids": data["input_ids"]} if name == "t5" else {}
+    assert all("policy" in how or how == "vocab" for how in report.cut.values())
     with torch.no_grad():
-        assert (model(**data).logits - plain(**data).logits).abs().max() <= BOUND
+        assert (model(**no_labels(name)).logits - plain(**no_labels(name)).logits).abs().max() <= BOUND
+
+
+def test_policy_of_init_inference(comm):
+    """Classes, as in DeepSpeed's tutorial; and its error, on all ranks."""
+    from transformers.models.t5.modeling_t5 import T5Block
+
+    plain, settings = build("t5").eval(), {"dtype": "fp32", "tensor_parallel": {"tp_size": comm.size}}
+    policy = {T5Block: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}
+    engine = mpispeed.init_inference(build("t5"), **settings, injection_policy=policy)
+    data = {key: value for key, value in batch().items() if key != "labels"}
+    assert torch.equal(engine.generate(**data, **GREEDY), plain.generate(**data, **GREEDY))
+    engine.destroy()
+    with pytest.raises(ConfigError, match=r"'SelfAttention.out' of T5Block is not valid.*did you mean"):
+        mpispeed.init_inference(build("t5"), **settings, injection_policy={T5Block: "SelfAttention.out"})
 
 
 def test_t5_answers(comm):

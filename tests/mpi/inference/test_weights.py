@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
 from mpispeed.ckpt.write.save import save
-from mpispeed.inference.weights import load_weights, schedule
+from mpispeed.inference.weights import load_weights, plan, save_sharded, schedule
 from mpispeed.nn.tensor import cuts, inject
 from tests.helpers import hub_models
 
@@ -28,6 +29,14 @@ def folder(comm):
         shutil.rmtree(path)
 
 
+@pytest.fixture
+def alone(comm):
+    """A group of this rank."""
+    made = comm.split(comm.rank, [comm.rank], ("alone",))
+    yield made
+    made.close()
+
+
 @pytest.fixture(params=["large pieces", "small pieces"])
 def pieces(request, monkeypatch):
     """Pieces of a whole tensor, and so small that rows of a slice are in several."""
@@ -41,6 +50,19 @@ def without_values(name):
         made = hub_models.builders()[name]()
     made.tie_weights()
     return made
+
+
+def experts(name):
+    """A tiny mixture."""
+    import transformers as hub
+
+    size = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    size |= {"vocab_size": hub_models.VOCAB, "intermediate_size": 20}
+    torch.manual_seed(5)
+    if name == "mixtral":
+        return hub.MixtralForCausalLM(hub.MixtralConfig(num_local_experts=3, **size))
+    more = {"num_experts": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 12}
+    return hub.Qwen2MoeForCausalLM(hub.Qwen2MoeConfig(**more, **size))
 
 
 def write(comm, folder, form, model):
@@ -77,25 +99,89 @@ def assert_same(found, wanted):
         assert torch.equal(value, other), name
 
 
-@pytest.mark.parametrize("form", ["shards", "torch", "ours"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+CASES = [("shards", "llama"), ("torch", "gpt2"), ("ours", "llama"), ("ours", "gpt2")]
+
+
+@pytest.mark.parametrize(("form", "name"), CASES)
 def test_slices_are_those_of_the_whole_model(comm, folder, pieces, form, name):
     model = hub_models.build(name)
     write(comm, folder, form, model)
-    for empty in (True, False):
-        found = without_values(name) if empty else hub_models.build(name, seed=6)
-        if comm.size > 1:
-            inject(found, comm, vocab=True, without_values=empty)
-            assert cuts(found)
-        finished = []
-        loaded = load_weights(found, folder, comm, comm, finish=finished.append)
-        assert_same(found, expected(comm, model))
-        assert sum(comm.gather_objects(loaded.bytes_read)) >= loaded.size_bytes
-        if form != "ours":  # of those, blocks are read that have a checksum
-            assert sum(comm.gather_objects(loaded.bytes_read)) == loaded.size_bytes
-        assert finished[-1] in dict(found.named_modules())
-        assert sorted(set(finished)) == sorted(path for path, m in found.named_modules() if m._parameters)
-        assert len(set(map(tuple, comm.gather_objects(finished)))) == 1
+    found = hub_models.build(name, seed=6) if form == "torch" else without_values(name)
+    if comm.size > 1:
+        inject(found, comm, vocab=True, without_values=form != "torch")
+        assert cuts(found)
+    finished = []
+    loaded = load_weights(found, folder, comm, comm, mapped=False, finish=finished.append)
+    assert_same(found, expected(comm, model))
+    read = sum(comm.gather_objects(loaded.bytes_read))
+    if form == "ours":  # where pieces are smaller than blocks, which have a checksum, these are read for each of them
+        assert read >= loaded.size_bytes
+    else:
+        assert read == loaded.size_bytes
+    assert sorted(finished) == sorted(path for path, m in found.named_modules() if m._parameters)
+    assert len(set(map(tuple, comm.gather_objects(finished)))) == 1
+
+
+@pytest.mark.parametrize("form", ["shards", "torch", "ours"])
+def test_slices_that_a_file_has_as_they_are_are_mapped(comm, folder, monkeypatch, form, alone):
+    monkeypatch.setattr(plan, "LEAST_MAPPED_BYTES", 64)
+    model = hub_models.build("llama")
+    write(comm, folder, form, model)
+    found = without_values("llama")
+    if comm.size > 1:
+        inject(found, comm, vocab=True, without_values=True)
+    loaded = load_weights(found, folder, comm, comm)
+    assert_same(found, expected(comm, model))
+    assert sum(comm.gather_objects(loaded.bytes_read)) < loaded.size_bytes
+    with torch.no_grad():
+        found.lm_head.weight.zero_()  # a copy of this process
+    again = without_values("llama")
+    load_weights(again, folder, comm, alone)
+    assert_same(again, model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_sharded_copy_is_read_on_any_number_of_ranks(comm, folder, name):
+    model = hub_models.build(name)
+    cut = expected(comm, model)
+    save_sharded(cut, folder, comm)
+    found = without_values(name)
+    if comm.size > 1:
+        inject(found, comm, vocab=True, without_values=True)
+    loaded = load_weights(found, folder, comm, comm, mapped=False)
+    assert_same(found, cut)
+    for size in range(1, comm.size):
+        first = comm.rank // size * size
+        ranks = range(first, min(first + size, comm.size))
+        tensor = comm.split(first, ranks, ("tensor",))
+        other = without_values(name)
+        node = comm.split(first, ranks, ("node",))
+        if tensor.size > 1:
+            inject(other, tensor, vocab=True, without_values=True)
+        load_weights(other, folder, node, tensor, mapped=comm.size % 2 == 0)
+        assert_same(other, expected(tensor, model))
+        tensor.close()
+        node.close()
+    read = comm.gather_objects(loaded.bytes_read)  # of large slices each rank reads its own
+    assert sum(read) == loaded.size_bytes
+    assert comm.size == 1 or max(read) < loaded.size_bytes
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.ranks(1, 2)
+def test_experts_are_one_tensor_or_one_for_each(comm, folder, name, alone):
+    model = experts(name)
+    if comm.rank == 0:
+        model.save_pretrained(folder)
+        state = {key: value for key, value in model.state_dict().items()}
+        torch.save(state, folder / "fused.bin")
+    comm.barrier()
+    assert any(".experts.0." in key for key in load_file(folder / "model.safetensors"))
+    for file in ("model.safetensors", "fused.bin"):
+        with torch.device("meta"):
+            found = type(model)(model.config)
+        load_weights(found, folder / file, comm, alone)
+        assert_same(found, model)
 
 
 @pytest.mark.ranks(4)
@@ -112,11 +198,11 @@ def test_two_groups_of_a_node_get_their_slices_at_the_same_time(comm, folder, pi
     tensor.close()
 
 
-def test_values_are_rounded_to_the_dtype_that_is_asked_for(comm, folder):
+def test_values_are_rounded_to_the_dtype_that_is_asked_for(comm, folder, alone):
     model = hub_models.build("llama")
     write(comm, folder, "shards", model)
     found = without_values("llama")
-    load_weights(found, folder, comm, comm.split(comm.rank, [comm.rank], ("alone",)), dtype=torch.bfloat16)
+    load_weights(found, folder, comm, alone, dtype=torch.bfloat16)
     for name, param in model.named_parameters():
         assert torch.equal(found.get_parameter(name), param.bfloat16()), name
 
@@ -145,7 +231,7 @@ def test_a_damaged_file_is_one_error_on_all_ranks(comm, folder, kind):
     assert len(set(comm.gather_objects(str(caught.value)))) == 1
 
 
-def test_a_damaged_block_is_one_error_on_all_ranks(comm, folder):
+def test_a_damaged_block_is_one_error_on_all_ranks(comm, folder, alone):
     write(comm, folder, "ours", hub_models.build("llama"))
     if comm.rank == 0:
         path = folder / "t" / "model.h5"
@@ -156,28 +242,28 @@ def test_a_damaged_block_is_one_error_on_all_ranks(comm, folder):
     comm.barrier()
     found = without_values("llama")
     with pytest.raises(CheckpointError, match=r"norm\.weight/master .*do not match their checksum") as caught:
-        load_weights(found, folder, comm, comm.split(comm.rank, [comm.rank], ("alone",)))
+        load_weights(found, folder, comm, alone)
     assert len(set(comm.gather_objects(str(caught.value)))) == 1
 
 
-def test_too_little_memory_is_told_before_any_is_taken(comm, folder):
+def test_too_little_memory_is_told_before_any_is_taken(comm, folder, alone):
     write(comm, folder, "shards", hub_models.build("llama"))
     found = without_values("llama")
     with pytest.raises(CheckpointError, match="its budget is"):
-        load_weights(found, folder, comm, comm.split(comm.rank, [comm.rank], ("alone",)), budget=1000)
+        load_weights(found, folder, comm, alone, budget=1000)
     assert all(param.is_meta for param in found.parameters())
 
 
-def test_a_file_that_shrinks_meanwhile_fails_on_all_ranks(comm, folder):
+def test_a_rank_that_cannot_finish_a_module_fails_on_all_ranks(comm, folder, alone):
     model = hub_models.build("llama")
     write(comm, folder, "shards", model)
     found = without_values("llama")
     seen = []
 
-    def shrink(path):
+    def finish(path):
         seen.append(path)
         if comm.rank == comm.size - 1 and len(seen) == 1:
             raise OSError(28, "no space for what is made of it")
 
     with pytest.raises(CheckpointError, match="no space for what is made of it"):
-        load_weights(found, folder, comm, comm.split(comm.rank, [comm.rank], ("alone",)), finish=shrink)
+        load_weights(found, folder, comm, alone, finish=finish)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.backends import shared_memory, shared_slots
+from mpispeed.mesh.backends import meetings, shared_memory, shared_slots
 from mpispeed.mesh.collectives.host_collectives import ordered_all_reduce
 from tests.helpers import verbs
 
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 3, 4)]
 def made(comm, request, monkeypatch):
     """All ranks, with slots of their own, which meet in compiled code, or not as one of them has none."""
     if request.param == "by messages" and comm.rank == comm.size - 1:
-        found = shared_slots.status.compiled
-        monkeypatch.setattr(shared_slots.status, "compiled", lambda name: None if name == "meeting" else found(name))
+        found = meetings.status.compiled
+        monkeypatch.setattr(meetings.status, "compiled", lambda name: None if name == "meeting" else found(name))
     group = comm.duplicate()
     yield group
     group.close()

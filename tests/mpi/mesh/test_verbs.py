@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpispeed.mesh.backends import shared_memory
+from mpispeed.mesh.backends import shared_memory, shared_scratch
 from tests.helpers import verbs
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -75,7 +75,7 @@ def test_ordered_is_the_tree_in_shared_memory(comm, dtype):
 
 @pytest.mark.parametrize("dtype", verbs.REALS, ids=str)
 def test_small_pieces_of_shared_memory(comm, dtype, monkeypatch):
-    monkeypatch.setattr(shared_memory, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(shared_scratch, "PIECE_BYTES", 8192)
     made = comm.duplicate()
     limits = made.group.limits
     made.group.reduction, limits.fast_bytes, limits.one_shot_bytes = "ordered", 1, 0
@@ -86,7 +86,7 @@ def test_small_pieces_of_shared_memory(comm, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.uint8, torch.complex128), ids=str)
 @pytest.mark.parametrize("piece_bytes", (8192, 4 << 20))
 def test_gathers_in_shared_memory(comm, dtype, piece_bytes, monkeypatch):
-    monkeypatch.setattr(shared_memory, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(shared_scratch, "PIECE_BYTES", piece_bytes)
     count = 40_001
     made = comm.duplicate()
     made.group.limits.fast_bytes, made.group.limits.one_shot_bytes = 1, 0

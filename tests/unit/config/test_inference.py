@@ -228,6 +228,9 @@ def test_what_does_nothing_is_said():
         "use_triton", "triangular_masking", "quant.weight.q_groups",
     ]  # fmt: skip
     assert find_sentences(resolve({"quant": 8, "dtype": "int8"})) == []
+    said = find_sentences(resolve({"zero": {"stage": 2}, "base_dir": "w", "moe": {"ep_group": GROUP, "ep_size": 2}}))
+    assert [line.partition(" ")[0] for line in said] == ["moe.ep_group", "zero", "base_dir"]
+    assert find_sentences(resolve({"zero": {"stage": 3}, "base_dir": "w", "checkpoint": "c"})) == []
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

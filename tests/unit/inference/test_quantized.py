@@ -207,6 +207,52 @@ def test_layers_finished_one_by_one():
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
 
 
+def mixtral():
+    config = transformers.MixtralConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64, intermediate_size=96,
+        vocab_size=120, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts_kept_in_tensors(bits):
+    model, x = seeded(mixtral), torch.arange(30).view(2, 15)
+    module = model.model.layers[1].mlp.experts
+    params = {name: param.detach().clone() for name, param in module.named_parameters()}
+    with torch.no_grad():
+        wanted = model(x).logits
+        report = q.quantize_model(model, q.QuantOptions(bits=bits, group_size=32))
+        assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"} < set(
+            report.quantized
+        )
+        assert type(model.model.layers[0].mlp.gate.weight) is nn.Parameter
+        error = (model(x).logits - wanted).norm() / wanted.norm()
+        assert 0 < error < (0.02 if bits == 8 else 0.2)
+        twin = seeded(mixtral, 1)
+        for name in params:
+            found = q.dequantized(module, name=name)
+            assert found.shape == params[name].shape and (found - params[name]).abs().max() < 0.02
+            twin.model.layers[1].mlp.experts.get_parameter(name).copy_(found)
+        tokens = torch.randn(9, 64)
+        chosen = torch.tensor([[0, 1], [3, 0], [1, 3]]).repeat(3, 1)  # nobody wants expert 2
+        weights = torch.rand(9, 2)
+        assert torch.allclose(
+            module(tokens, chosen, weights), twin.model.layers[1].mlp.experts(tokens, chosen, weights), atol=1e-5
+        )
+        kept = module.gate_up_proj_scales.clone()
+        assert torch.equal(model.to(torch.bfloat16).model.layers[1].mlp.experts.gate_up_proj_scales, kept)
+        assert model(x).logits.dtype == torch.bfloat16
+    report = q.quantize_model(seeded(mixtral), q.QuantOptions(experts=False))
+    assert report.whole["model.layers.0.mlp.experts"] == "experts"
+    rules = (("experts", q.Rule(4, 32)),)
+    report = q.quantize_model(seeded(mixtral), q.QuantOptions(named=rules, only_named=True))
+    assert len(report.quantized) == 4 and set(report.quantized.values()) == {"int4, groups of 32, with offsets"}
+    for rule, text in ((q.Rule(8, 40), r"experts\.gate_up_proj: groups of 40 do not"), (q.Rule(8, 32, 0), "use 1")):
+        with pytest.raises(ConfigError, match=text):
+            q.quantize_model(seeded(mixtral), q.QuantOptions(named=(("experts", rule),), only_named=True))
+
+
 def test_rules_for_names():
     rules = q.rules_of(
         {
@@ -248,24 +294,21 @@ def test_options_from_settings():
     def of(quant, is_int8=True):
         return q.options_of(quant, is_int8=is_int8)
 
-    assert of({}) == (q.QuantOptions(), [])
-    assert of({}, is_int8=False) == (None, [])
-    assert of({"enabled": False}) == (None, []) and of({"weight": {"enabled": False}}) == (None, [])
-    assert of({"weight": {"num_bits": 4, "q_type": "asymmetric"}, "qkv": {"enabled": False}})[0] == q.QuantOptions(
+    assert of({}) == q.QuantOptions() and of({}, is_int8=False) is None
+    assert of({"enabled": False}) is None and of({"weight": {"enabled": False}}) is None
+    assert of({"weight": {"num_bits": 4, "q_type": "asymmetric"}, "qkv": {"enabled": False}}) == q.QuantOptions(
         bits=4, symmetric=False, qkv=False
     )
-    options = of({"weight": {"mlp_extra_grouping": True, "q_groups": 8}})[0]
+    options = of({"weight": {"mlp_extra_grouping": True, "q_groups": 8}})
     assert options == q.QuantOptions(groups=8, mlp_extra=True)
     assert options.group_of(1024, is_mlp=False) == 128 and options.group_of(1024, is_mlp=True) == 64
     assert options.group_of(72, is_mlp=False) == 16 and q.QuantOptions(groups=1).group_of(4096, is_mlp=False) == 4096
     assert q.QuantOptions(bits=4, mlp_extra=True).group_of(1024, is_mlp=True) == 32
-    assert of({"activation": {"enabled": False}})[1] == []
-    assert "activations stay floats" in of({"activation": {"num_bits": 8}})[1][0]
     rule = {"num_bits": 4, "group_size": 32}
-    assert of({"weight": {"post_init_quant": {"mlp": rule}}}, is_int8=False)[0] == q.QuantOptions(
+    assert of({"weight": {"post_init_quant": {"mlp": rule}}}, is_int8=False) == q.QuantOptions(
         named=(("mlp", q.Rule(4, 32)),), only_named=True
     )
-    assert of({"weight": {"quantized_initialization": rule}}, is_int8=False)[0] == q.QuantOptions(
+    assert of({"weight": {"quantized_initialization": rule}}, is_int8=False) == q.QuantOptions(
         bits=4, group_size=32, symmetric=False
     )
     with pytest.raises(ConfigError, match=r"quantized_initialization\.group_dim is 0"):
@@ -280,7 +323,7 @@ def test_options_from_settings():
 
 
 def test_models_without_a_layer_for_it_are_refused():
-    with pytest.raises(ConfigError, match="no layer for it; 0 is left whole: fewer than 1024 elements"):
+    with pytest.raises(ConfigError, match="no layer for it; 0 is whole: fewer than 1024 elements"):
         q.quantize_model(nn.Sequential(nn.Linear(4, 4)), q.QuantOptions())
     with pytest.raises(ConfigError, match="no layer for it"):
         q.quantize_model(nn.LayerNorm(4), q.QuantOptions())

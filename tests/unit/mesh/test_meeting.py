@@ -11,7 +11,7 @@ import torch
 
 from mpispeed.base.errors import CommError
 from mpispeed.mesh import sim
-from mpispeed.mesh.backends import shared_slots
+from mpispeed.mesh.backends import meetings, shared_slots
 from mpispeed.native import status
 from tests.helpers import verbs
 
@@ -21,7 +21,7 @@ SPIN_NS = 50_000
 
 def memory_for(size):
     """What `size` processes would map, all zero."""
-    lines = shared_slots.DOOR_BYTES + 2 * size * (shared_slots.LINE_BYTES + SLOT_BYTES)
+    lines = meetings.DOOR_BYTES + 2 * size * (meetings.LINE_BYTES + SLOT_BYTES)
     kept = torch.zeros(lines + 64, dtype=torch.uint8)
     return kept[-kept.data_ptr() % 64 :][:lines]
 
@@ -29,7 +29,7 @@ def memory_for(size):
 def meet_all(size, program):
     """Run `program(place, meeting, slots)` in a thread for each place; slots are [turn, place, line and data]."""
     memory, failures = memory_for(size), []
-    slots = memory[shared_slots.DOOR_BYTES :].view(2, size, -1)
+    slots = memory[meetings.DOOR_BYTES :].view(2, size, -1)
 
     def run(place):
         try:
@@ -49,7 +49,7 @@ def meet_all(size, program):
 
 def test_layout_is_that_of_the_header():
     module = status.require("meeting")
-    assert (module.DOOR_BYTES, module.LINE_BYTES) == (shared_slots.DOOR_BYTES, shared_slots.LINE_BYTES)
+    assert (module.DOOR_BYTES, module.LINE_BYTES) == (meetings.DOOR_BYTES, meetings.LINE_BYTES)
 
 
 @pytest.mark.parametrize("spin_ns", [0, SPIN_NS])
@@ -64,7 +64,7 @@ def test_everybody_sees_what_all_have_brought(size, spin_ns):
                 time.sleep(late.random() * 0.001)
             turn = meeting.meet(mine.data_ptr(), mine.nbytes, call, spin_ns, lambda: None)
             assert turn == (call + 1) % 2
-            found = slots[turn, :, shared_slots.LINE_BYTES :].view(torch.int64)
+            found = slots[turn, :, meetings.LINE_BYTES :].view(torch.int64)
             assert torch.equal(found, torch.arange(size).add(call * size)[:, None].expand_as(found)), call
 
     meet_all(size, program)
@@ -111,7 +111,8 @@ def test_slots_without_compiled_meetings(size, dtype):
     def check(world):
         transport = world.comm.transport
         memory = transport.library_share(memory_for(size), 0)
-        slots = shared_slots.SharedSlots(transport, world.comm.ranks, memory)
+        met = meetings.Meetings(transport, meetings.Waiting(world.comm.ranks), memory, SLOT_BYTES)
+        slots = shared_slots.SharedSlots(transport, met)
         transport.fast = lambda *, is_small=False: slots if is_small else None
         verbs.check_ordered_bits(world.comm, dtype, (0, 1, 7, 900))
         verbs.check_reductions(world.comm, dtype)

@@ -14,7 +14,7 @@ import torch
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.foreign.faults import ForeignCorrupt, ForeignMismatch, ForeignMissing
-from mpispeed.ckpt.foreign.mapping import Notes
+from mpispeed.ckpt.foreign.mapping import Notes, map_file
 from mpispeed.ckpt.foreign.values import Plain, Values
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
@@ -86,16 +86,30 @@ class InFile(Values):
             part = data[done : done + size - inner]
             whole = part if len(part) == size else memoryview(bytearray(size))
             files.read(self.path, whole, self.offset + block * schema.BLOCK_BYTES)
-            if crc32c(whole) != int(self.blocks.table[block]):
-                at = self.offset + block * schema.BLOCK_BYTES
-                msg = (
-                    f"{self.path} is damaged: the {size} bytes of {self.blocks.label} at byte {at} do not match their "
-                )
-                msg += "checksum; load another tag"
-                raise CorruptCheckpoint(msg)
+            self._check(self.blocks, block, whole)
             if whole is not part:
                 part[:] = whole[inner : inner + len(part)]
             done += len(part)
+
+    def check(self, first: int, data: memoryview) -> None:
+        """Compare bytes of the elements from `first` on, whole blocks, with their checksums.
+
+        Raises:
+            CorruptCheckpoint: one does not match.
+        """
+        if self.blocks is None:
+            return
+        start = first * self.dtype.itemsize
+        for done in range(0, len(data), schema.BLOCK_BYTES):
+            part = data[done : done + schema.BLOCK_BYTES]
+            self._check(self.blocks, (start + done) // schema.BLOCK_BYTES, part)
+
+    def _check(self, blocks: Blocks, block: int, data: memoryview) -> None:
+        if crc32c(data) != int(blocks.table[block]):
+            at = self.offset + block * schema.BLOCK_BYTES
+            msg = f"{self.path} is damaged: the {len(data)} bytes of {blocks.label} at byte {at} do not match their "
+            msg += "checksum; load another tag"
+            raise CorruptCheckpoint(msg)
 
 
 class Spread(Values):
@@ -126,6 +140,7 @@ class Files:
 
     def __init__(self, states: dict[str, State] | None = None) -> None:
         self._states, self._handles, self._lock = dict(states or {}), dict[str, int](), threading.Lock()
+        self._maps: dict[str, torch.Tensor] = {}
         self.bytes_read = 0
 
     def __enter__(self) -> Files:
@@ -157,6 +172,18 @@ class Files:
         if count < len(data):
             msg = f"{path} ends at byte {offset + count}, before the {len(data)} bytes at {offset} that a tensor has"
             raise ForeignCorrupt(msg)
+
+    def mapped(self, path: str) -> torch.Tensor:
+        """The bytes of a file, mapped copy-on-write, once.
+
+        Raises:
+            ForeignMissing, ForeignMismatch: as `read`.
+        """
+        self._handle(path)
+        with self._lock:
+            if path not in self._maps:
+                self._maps[path] = map_file(Path(path))
+            return self._maps[path]
 
     def _handle(self, path: str) -> int:
         with self._lock:

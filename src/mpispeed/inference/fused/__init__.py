@@ -1,8 +1,9 @@
 """Layers of known models run by fused forwards that share their parameters."""
 
-from mpispeed.inference.fused.cache import GrowingLayer, growing_cache
+from mpispeed.inference.fused.cache import GrowingLayer, growing_cache, wants_growing_cache
 from mpispeed.inference.fused.injection import Report, inject_kernels
 from mpispeed.inference.fused.policies import (
+    BLOOMLayerPolicy,
     HFBertLayerPolicy,
     HFGPT2LayerPolicy,
     HFGPTJLayerPolicy,
@@ -10,9 +11,11 @@ from mpispeed.inference.fused.policies import (
     HFOPTLayerPolicy,
     LLAMALayerPolicy,
     TransformerPolicy,
+    split_policies,
 )
 
 __all__ = [
+    "BLOOMLayerPolicy",
     "GrowingLayer",
     "HFBertLayerPolicy",
     "HFGPT2LayerPolicy",
@@ -24,4 +27,6 @@ __all__ = [
     "TransformerPolicy",
     "growing_cache",
     "inject_kernels",
+    "split_policies",
+    "wants_growing_cache",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from mpispeed.base.units import format_bytes
 
 _FIRST = 64
 """Tokens that a layer has room for at least."""
+
+_CHOOSING = ("use_cache", "cache_implementation", "prompt_lookup_num_tokens", "assistant_early_exit")
+"""Settings of generation by which transformers chooses another cache."""
 
 
 class GrowingLayer:
@@ -208,6 +212,16 @@ def growing_cache(config: Any, most: int = 0) -> Any:
     if cache.layer_class_to_replicate is utils.DynamicLayer:
         cache.layer_class_to_replicate = functools.partial(GrowingLayer, most)
     return cache
+
+
+def wants_growing_cache(module: Any, kwargs: Mapping[str, Any]) -> bool:
+    """True if `module.generate(**kwargs)` would make a DynamicCache: nothing says otherwise."""
+    given = kwargs.get("generation_config") or getattr(module, "generation_config", None)
+    settings = {name: getattr(given, name, None) for name in _CHOOSING}
+    settings.update({name: value for name, value in kwargs.items() if name in _CHOOSING})
+    is_plain = settings.pop("use_cache") is not False and not any(value is not None for value in settings.values())
+    has_decoder_only = not getattr(module.config, "is_encoder_decoder", False)
+    return is_plain and has_decoder_only and "past_key_values" not in kwargs and "assistant_model" not in kwargs
 
 
 def check_room(bytes_per_token: int, tokens: int, batch: int, device: torch.device) -> None:

@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.units import format_bytes
 from mpispeed.inference.fused.cache import check_room, growing_cache
 from mpispeed.inference.fused.linear import use_thin_products
-from mpispeed.inference.fused.policies import POLICIES, TransformerPolicy
+from mpispeed.inference.fused.policies import POLICIES, Policies, TransformerPolicy
 from mpispeed.mesh.comm import Comm
-
-Policies = Mapping[Any, "type[TransformerPolicy]"]
-"""Layer class, or its name -> policy."""
 
 
 @dataclass(slots=True)
@@ -27,6 +24,7 @@ class Report:
 
     Attributes:
         layers: path of each fused layer -> name of its policy.
+        tensor: the group that slices the layers.
         thin: True if linear layers of the model use the loop for few rows.
         bytes_per_token: of keys and values on this rank, for one sequence.
         max_out_tokens: of prompt and answer together.
@@ -34,6 +32,7 @@ class Report:
     """
 
     layers: dict[str, str]
+    tensor: Comm
     thin: bool
     bytes_per_token: int
     max_out_tokens: int
@@ -45,14 +44,17 @@ class Report:
         text = f"{len(self.layers)} layers fused by {', '.join(kinds)}; "
         return f"{text}{format_bytes(self.bytes_per_token)} of keys and values for a token of one sequence"
 
-    def cache(self, config: Any, batch: int, device: torch.device) -> Any:
-        """A cache that grows, for a model with this config of transformers; see `growing_cache`.
+    def cache(self, model: Any, batch: int) -> Any:
+        """A cache that grows, for the model that was injected; see `growing_cache`.
+
+        Collective over: the group of the injection.
 
         Raises:
-            UsageError: the least number of tokens does not fit into memory.
+            UsageError: the least number of tokens does not fit into memory; on all ranks.
         """
-        check_room(self.bytes_per_token, self.min_out_tokens, batch, device)
-        return growing_cache(config, self.max_out_tokens)
+        with self.tensor.together(UsageError):
+            check_room(self.bytes_per_token, self.min_out_tokens, batch, _device_of(model))
+        return growing_cache(model.config, self.max_out_tokens)
 
     def revert(self) -> None:
         """Give the layers their own forward again."""
@@ -93,12 +95,13 @@ def inject_kernels(
             not fit into memory; on all ranks.
     """
     with tensor.together(ConfigError):
-        return _injected(model, triangular_masking, max_out_tokens, min_out_tokens, policy)
+        return _injected(model, tensor, triangular_masking, (min_out_tokens, max_out_tokens), policy)
 
 
 def _injected(
-    model: nn.Module, triangular_masking: bool, max_out_tokens: int, min_out_tokens: int, policy: Policies | None
+    model: nn.Module, tensor: Comm, triangular_masking: bool, tokens: tuple[int, int], policy: Policies | None
 ) -> Report:
+    min_out_tokens, max_out_tokens = tokens
     if not 1 <= min_out_tokens <= max_out_tokens:
         msg = f"min_out_tokens is {min_out_tokens} and max_out_tokens {max_out_tokens}; expected 1 <= min <= max"
         raise ConfigError(msg)
@@ -107,9 +110,9 @@ def _injected(
         _refuse_causal(model, chosen)
     made = {path: maker.fuse(model.get_submodule(path)) for path, maker in chosen.items()}
     bytes_per_token = sum(_bytes_per_token(fused) for path, fused in made.items() if type(chosen[path]).is_causal)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = _device_of(model)
     check_room(bytes_per_token, min_out_tokens, 1, device)
-    report = Report({}, False, bytes_per_token, max_out_tokens, min_out_tokens)
+    report = Report({}, tensor, False, bytes_per_token, max_out_tokens, min_out_tokens)
     for path, fused in made.items():
         layer: Any = model.get_submodule(path)
         if "forward" in vars(layer):
@@ -133,7 +136,7 @@ def _chosen(model: nn.Module, policy: Policies | None) -> dict[str, TransformerP
             continue
         kind = _policy_for(module, policy)
         if kind is not None:
-            chosen[path] = makers.setdefault(kind, kind()) if kind not in makers else makers[kind]
+            chosen[path] = makers.get(kind) or makers.setdefault(kind, kind())
     if not chosen:
         known = ", ".join(sorted({name for kind in POLICIES for name in kind.layer_names}))
         asked = "" if policy is None else f" of {', '.join(_name(key) for key in policy)}"
@@ -168,6 +171,10 @@ def _refuse_causal(model: nn.Module, chosen: Mapping[str, TransformerPolicy]) ->
                 f"triangular_masking=False, but {path}, a {kind}, is causal: without its mask it would be another model"
             )
             raise ConfigError(msg)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _bytes_per_token(fused: Any) -> int:

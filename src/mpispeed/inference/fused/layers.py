@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpispeed.inference.fused.parts import Attention, Call, Mlp, Norm, summed
+from mpispeed.nn.tensor.apply import OwnHeads
 
 ATTENTIONS = ("eager", "sdpa")
 """Attention of a model's config that a fused forward can take the place of."""
@@ -70,6 +71,8 @@ class FusedLayer:
         given = {**dict(zip(self._order, args, strict=False)), **kwargs}
         if not self._fits(hidden_states, given):
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
+        for hook in self.attention.module._forward_pre_hooks.values():
+            given = hook(self.attention.module, (), given)[1]
         call = Call(
             given.get("attention_mask"),
             given.get(self.names.cache),
@@ -94,8 +97,9 @@ class FusedLayer:
 
     def _is_attention_plain(self) -> bool:
         module = self.attention.module
-        name, is_shown = _options_of(module.config)
-        return name in ATTENTIONS and not is_shown and not module._forward_hooks and not module._forward_pre_hooks
+        name, is_shown = _options_of(module)
+        is_known = name in ATTENTIONS and not is_shown and not module._forward_hooks
+        return is_known and all(type(hook) is OwnHeads for hook in module._forward_pre_hooks.values())
 
     def _before(self, x: Tensor, call: Call) -> Tensor:
         normed = self.norms[0](x)[1]
@@ -112,12 +116,14 @@ class FusedLayer:
         return x + summed(self.attention.output, inner, self.mlp.down, self.mlp.inner(normed))
 
 
-def _options_of(config: Any) -> tuple[Any, Any]:
-    """The name of the attention of a config, and whether its weights are asked for in every call.
+def _options_of(module: Any) -> tuple[Any, Any]:
+    """The name of the attention in the module's config, and whether its weights are asked for in every call.
 
-    Out of the object's own dict where they are there: an attribute of a config of transformers costs microseconds.
+    Out of the config's own dict where they are there: an attribute of a config of transformers costs microseconds.
+    A module without a config has one way only.
     """
-    kept = vars(config)
+    config = getattr(module, "config", None)
+    kept = {} if config is None else vars(config)
     if "_attn_implementation_internal" in kept and "_output_attentions" in kept:
         return kept["_attn_implementation_internal"], kept["_output_attentions"]
-    return getattr(config, "_attn_implementation", None), getattr(config, "output_attentions", False)
+    return getattr(config, "_attn_implementation", "eager"), getattr(config, "output_attentions", False)

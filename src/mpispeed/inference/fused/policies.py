@@ -7,12 +7,14 @@ from the policy whose layer it resembles, and give it as `injection_policy={MyLa
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.inference.fused.layers import FusedLayer, Names
 from mpispeed.inference.fused.parts import Attention, Call, Mlp, Norm
 from mpispeed.nn.tensor.shard_plan import child
@@ -247,6 +249,52 @@ class HFGPTNEOLayerPolicy(TransformerPolicy):
         return 1.0
 
 
+class BLOOMLayerPolicy(TransformerPolicy):
+    """transformers' BLOOM, with ALiBi."""
+
+    layer_names = ("BloomBlock",)
+    attention = "self_attention"
+    inputs = ("query_key_value",)
+    output = "self_attention.dense"
+    up, down, activation = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "mlp.gelu_impl"
+    norms = ("input_layernorm", "post_attention_layernorm")
+    names = Names(cache="layer_past", needed=("alibi",))
+    returns_tuple = True
+
+    @classmethod
+    def knows(cls, layer: Any) -> bool:
+        """Not one that sums in an order of its own, or adds what is behind a norm."""
+        options = ("apply_residual_connection_post_layernorm", "slow_but_exact")
+        holders = (layer, getattr(layer, cls.attention, None))
+        return super().knows(layer) and not any(getattr(h, name, False) for h in holders for name in options)
+
+    def fuse(self, layer: nn.Module) -> FusedLayer:
+        """With q, k and v of each head beside each other."""
+        fused = super().fuse(layer)
+        fused.attention.layout = "heads"
+        fused.attention.function = _alibi_attention
+        return fused
+
+    def scale_of(self, module: Any) -> float:
+        """BLOOM has a name of its own."""
+        scale: float = module.inv_norm_factor
+        return scale
+
+
+def _alibi_attention(module: Any, q: Tensor, keys: Tensor, values: Tensor, call: Call) -> Tensor:
+    """Attention with ALiBi. Shapes: the result is [batch, tokens, heads, size]."""
+    if call.alibi is None:
+        msg = "attention with ALiBi was called without it"
+        raise UsageError(msg)
+    added, mask = call.alibi.view(q.shape[0], q.shape[1], 1, -1), call.mask
+    if mask is not None:
+        seen = mask[..., : keys.shape[2]]
+        added = torch.where(seen, added, torch.finfo(q.dtype).min) if seen.dtype == torch.bool else added + seen
+    scale = module.inv_norm_factor
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=added.to(q.dtype), scale=scale)
+    return out.transpose(1, 2)
+
+
 def _own_attention(module: Any, q: Tensor, keys: Tensor, values: Tensor, call: Call) -> Tensor:
     """The attention of GPT-J's and GPT-Neo's own modules. Shapes: the result is [batch, tokens, heads, size]."""
     out: Tensor = module._attn(q, keys, values, call.mask)[0]
@@ -260,5 +308,20 @@ POLICIES: tuple[type[TransformerPolicy], ...] = (
     HFGPTJLayerPolicy,
     HFOPTLayerPolicy,
     LLAMALayerPolicy,
+    BLOOMLayerPolicy,
 )
 """Policies that injection tries."""
+
+
+Policies = Mapping[Any, type[TransformerPolicy]]
+"""Layer class, or its name -> policy."""
+
+
+def split_policies(given: Mapping[Any, Any] | None) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:
+    """An `injection_policy` as what tells how layers are sliced, and what tells how they are fused; None for nothing.
+
+    Values of the second are classes.
+    """
+    fused = {key: value for key, value in (given or {}).items() if isinstance(value, type)}
+    sliced = {key: value for key, value in (given or {}).items() if key not in fused}
+    return sliced or None, fused or None

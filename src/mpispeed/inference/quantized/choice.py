@@ -9,7 +9,15 @@ from typing import Any
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.inference.quantized.layers import Format, is_table, quantized_class, reason_to_keep
+from mpispeed.inference.quantized.experts import expert_inputs, expert_tensors
+from mpispeed.inference.quantized.layers import (
+    Format,
+    check_groups,
+    is_table,
+    is_transposed,
+    quantized_class,
+    reason_to_keep,
+)
 from mpispeed.inference.quantized.options import QuantOptions, Rule
 from mpispeed.nn.tensor import RowLinear
 from mpispeed.nn.tensor.tensor_cut import marks_of
@@ -34,11 +42,13 @@ class Choice:
 
     Attributes:
         formats: path of each layer to be quantized -> how.
+        experts: path of each module with the tensors of experts -> name of the tensor -> how.
         same: path of a layer -> the layer whose weight it shares and that comes first.
         whole: path of each other layer that could be quantized -> why it is not.
     """
 
     formats: dict[str, Format] = field(default_factory=dict)
+    experts: dict[str, dict[str, Format]] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
@@ -52,6 +62,9 @@ def choose(model: nn.Module, options: QuantOptions) -> Choice:
     choice, users, unused = Choice(), dict[int, list[str]](), {text for text, _ in options.named}
     blocks = _blocks(model)
     for path, module in model.named_modules():
+        if names := expert_tensors(module):
+            _choose_experts(choice, path, module, names, options, _named(path, options, unused))
+            continue
         if quantized_class(module) is None:
             if kind := _unknown_kind(module):
                 choice.whole[path] = kind
@@ -61,13 +74,35 @@ def choose(model: nn.Module, options: QuantOptions) -> Choice:
         if why:
             choice.whole[path] = why
         else:
-            choice.formats[path] = _format_of_rule(module, rule) if rule else _format(path, module, options)
+            choice.formats[path] = _format_of_rule(path, module, rule) if rule else _format(path, module, options)
     _settle_shared(model, choice, users)
     if unused:
-        names = [path for path, module in model.named_modules() if quantized_class(module)]
-        msg = f"post_init_quant.{min(unused)} is in the path of no layer; there are {', '.join(names[:4])} and others"
+        known = [path for path, module in model.named_modules() if quantized_class(module)]
+        msg = f"post_init_quant.{min(unused)} is in the path of no layer; there are {', '.join(known[:4])} and others"
         raise ConfigError(msg)
     return choice
+
+
+def _choose_experts(
+    choice: Choice, path: str, module: nn.Module, names: tuple[str, ...], options: QuantOptions, rule: Rule | None
+) -> None:
+    skipped = next((text for text in options.skip if text in path), "")
+    if rule is not None:
+        if rule.group_dim == 0:
+            msg = f"post_init_quant: group_dim is 0 for {path}; experts have groups of inputs only: use 1"
+            raise ConfigError(msg)
+        how = Format(rule.bits, rule.group_size, is_symmetric=rule.symmetric, is_exact=True)
+        for name in names:
+            check_groups(f"{path}.{name}", module.get_parameter(name).shape[2], how)
+        choice.experts[path] = dict.fromkeys(names, how)
+    elif options.only_named or not options.experts or skipped:
+        why = f"skipped by {skipped!r}" if skipped else "no rule names it" if options.only_named else "experts"
+        choice.whole[path] = why
+    else:
+        sizes = {name: options.group_of(expert_inputs(module, name), is_mlp=True) for name in names}
+        choice.experts[path] = {
+            name: Format(options.bits, size, is_symmetric=options.symmetric) for name, size in sizes.items()
+        }
 
 
 def _blocks(model: nn.Module) -> tuple[str, ...]:
@@ -122,13 +157,14 @@ def _format(path: str, module: nn.Module, options: QuantOptions) -> Format:
     )  # fmt: skip
 
 
-def _format_of_rule(module: nn.Module, rule: Rule) -> Format:
+def _format_of_rule(path: str, module: nn.Module, rule: Rule) -> Format:
     """`group_dim` counts the dims of the weight as the layer has it."""
-    is_transposed = type(module).__name__ == "Conv1D" or bool(getattr(module, "transposed", False))
-    return Format(
-        rule.bits, rule.group_size, is_along_inputs=(rule.group_dim == 1) != is_transposed,
+    how = Format(
+        rule.bits, rule.group_size, is_along_inputs=(rule.group_dim == 1) != is_transposed(module),
         is_symmetric=rule.symmetric, is_exact=True,
     )  # fmt: skip
+    check_groups(path, module.get_parameter("weight").shape[rule.group_dim], how)
+    return how
 
 
 def _inputs(module: nn.Module) -> int:
@@ -136,8 +172,7 @@ def _inputs(module: nn.Module) -> int:
     if isinstance(module, RowLinear):
         return module.in_features
     weight: Any = module._parameters["weight"]
-    is_transposed = type(module).__name__ == "Conv1D" or bool(getattr(module, "transposed", False))
-    return int(weight.shape[0 if is_transposed else 1])
+    return int(weight.shape[0 if is_transposed(module) else 1])
 
 
 def _elements(module: nn.Module) -> int:

@@ -20,8 +20,10 @@ from mpispeed.native import weight_codes
 from mpispeed.native.weight_codes import WeightCodes
 from mpispeed.nn.tensor import ColumnLinear, RowLinear, VocabEmbedding, VocabLinear
 
-CODES, SCALES, OFFSETS = "weight_codes", "weight_scales", "weight_offsets"
-_STATE = "_coded_weight"
+CODES, SCALES, OFFSETS = "_codes", "_scales", "_offsets"
+"""Ends of the names of buffers, behind the name of the parameter."""
+
+_STATE = "_coded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,51 +52,66 @@ class Format:
 
 @dataclass(slots=True)
 class _State:
-    """Facts beside the buffers: sizes, and the dtype of the weight, which casts of the model change."""
+    """Facts beside the buffers of a parameter: sizes, and its dtype, which casts of the model change."""
 
+    shape: torch.Size
     width: int
     group: int
     dim: int
     dtype: torch.dtype
 
 
-def codes_of(layer: nn.Module) -> WeightCodes:
-    """The coded weight: [outputs, inputs], or the rows of a table.
+def codes_of(layer: nn.Module, name: str = "weight") -> WeightCodes:
+    """The coded parameter: [outputs, inputs], or the rows of a table. Of several experts the outputs of all.
 
     Raises:
         UsageError: the layer is not quantized.
     """
-    state: _State | None = layer.__dict__.get(_STATE)
+    state = _states(layer).get(name)
     if state is None:
-        msg = f"{type(layer).__name__} is not quantized"
+        msg = f"{name} of {type(layer).__name__} is not quantized"
         raise UsageError(msg)
     found: dict[str, Any] = layer._buffers
-    return WeightCodes(found[CODES], found[SCALES], found[OFFSETS], state.width, state.group, state.dim)
+    codes, scales, offsets = (found[name + end] for end in (CODES, SCALES, OFFSETS))
+    return WeightCodes(codes, scales, offsets, state.width, state.group, state.dim)
+
+
+def _states(layer: nn.Module) -> dict[str, _State]:
+    """Name of each coded parameter -> its facts."""
+    found: dict[str, _State] = layer.__dict__.get(_STATE, {})
+    return found
+
+
+def coded_buffers(layer: nn.Module) -> list[str]:
+    """Names of the buffers that stand for parameters."""
+    names = [name + end for name in _states(layer) for end in (CODES, SCALES, OFFSETS)]
+    return [name for name in names if layer._buffers[name] is not None]
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """True if the weight of the layer is coded."""
-    return _STATE in layer.__dict__
+    """True if the weights of the layer are coded."""
+    return bool(_states(layer))
 
 
-def dequantized(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A new tensor with the weight, in its original layout. Shapes: as the weight had."""
-    weight = codes_of(layer)
+def dequantized(layer: nn.Module, dtype: torch.dtype = torch.float32, name: str = "weight") -> Tensor:
+    """A new tensor with the parameter, in its original layout. Shapes: as the parameter had."""
+    weight = codes_of(layer, name)
     out = torch.empty(weight.rows, weight.width, dtype=dtype, device=weight.codes.device)
     weight_codes.dequantize(out, weight, threads=torch.get_num_threads())
-    return out.t() if _is_transposed(layer) else out
+    return out.t() if is_transposed(layer) else out.view(_states(layer)[name].shape)
 
 
-def _apply(layer: nn.Module, kind: type[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
+def apply_to_coded(layer: nn.Module, kind: type[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
     """`nn.Module._apply` under which scales and offsets keep their dtype: meanwhile they are integers."""
-    state: _State = layer.__dict__[_STATE]
+    states = _states(layer)
     buffers: dict[str, Any] = layer._buffers
-    kept = [name for name in (SCALES, OFFSETS) if buffers[name] is not None]
+    kept = [name + end for name in states for end in (SCALES, OFFSETS) if buffers[name + end] is not None]
     for name in kept:
         buffers[name] = buffers[name].view(torch.int32)
     try:
         kind._apply(layer, fn, recurse)
-        state.dtype = fn(torch.empty(0, dtype=state.dtype, device=buffers[CODES].device)).dtype
+        for name, state in states.items():
+            state.dtype = fn(torch.empty(0, dtype=state.dtype, device=buffers[name + CODES].device)).dtype
     finally:
         for name in kept:
             buffers[name] = buffers[name].view(torch.float32)
@@ -112,7 +129,7 @@ class QuantizedLinear(nn.Linear):
         return weight_codes.linear(x, codes_of(self), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return _apply(self, nn.Linear, fn, recurse)
+        return apply_to_coded(self, nn.Linear, fn, recurse)
 
 
 class QuantizedConv1D(nn.Module):
@@ -136,7 +153,7 @@ class QuantizedConv1D(nn.Module):
         return f"nf={self.nf}, nx={self.nx}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return _apply(self, nn.Module, fn, recurse)
+        return apply_to_coded(self, nn.Module, fn, recurse)
 
 
 class QuantizedEmbedding(nn.Embedding):
@@ -147,7 +164,7 @@ class QuantizedEmbedding(nn.Embedding):
         return _rows_of(self, index)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return _apply(self, nn.Embedding, fn, recurse)
+        return apply_to_coded(self, nn.Embedding, fn, recurse)
 
 
 class QuantizedColumnLinear(ColumnLinear):
@@ -158,7 +175,7 @@ class QuantizedColumnLinear(ColumnLinear):
         return weight_codes.linear(x, codes_of(self), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return _apply(self, ColumnLinear, fn, recurse)
+        return apply_to_coded(self, ColumnLinear, fn, recurse)
 
 
 class QuantizedRowLinear(RowLinear):
@@ -169,7 +186,7 @@ class QuantizedRowLinear(RowLinear):
         return weight_codes.linear(x, codes_of(self), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return _apply(self, RowLinear, fn, recurse)
+        return apply_to_coded(self, RowLinear, fn, recurse)
 
 
 class QuantizedVocabLinear(VocabLinear):
@@ -180,7 +197,7 @@ class QuantizedVocabLinear(VocabLinear):
         return weight_codes.linear(x, codes_of(self), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return _apply(self, VocabLinear, fn, recurse)
+        return apply_to_coded(self, VocabLinear, fn, recurse)
 
 
 class QuantizedVocabEmbedding(VocabEmbedding):
@@ -191,13 +208,13 @@ class QuantizedVocabEmbedding(VocabEmbedding):
         return _rows_of(self, index)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return _apply(self, VocabEmbedding, fn, recurse)
+        return apply_to_coded(self, VocabEmbedding, fn, recurse)
 
 
 def _rows_of(layer: nn.Module, index: Tensor) -> Tensor:
     """Rows of a coded table. Shapes: index [...], result [..., width]."""
     weight, flat = codes_of(layer), index.reshape(-1)
-    out = torch.empty(flat.numel(), weight.width, dtype=layer.__dict__[_STATE].dtype, device=weight.codes.device)
+    out = torch.empty(flat.numel(), weight.width, dtype=_states(layer)["weight"].dtype, device=weight.codes.device)
     weight_codes.dequantize(out, weight.pick(flat))
     return out.view(*index.shape, weight.width)
 
@@ -225,7 +242,7 @@ def is_table(layer: nn.Module) -> bool:
     return isinstance(layer, (nn.Embedding, VocabEmbedding))
 
 
-def _is_transposed(layer: nn.Module) -> bool:
+def is_transposed(layer: nn.Module) -> bool:
     """True if the weight is [inputs, outputs]."""
     is_conv = isinstance(layer, QuantizedConv1D) or quantized_class(layer) is QuantizedConv1D
     return is_conv or bool(getattr(layer, "transposed", False))
@@ -258,29 +275,34 @@ def quantize_module(module: nn.Module, how: Format, name: str = "") -> nn.Module
         msg = f"{label} cannot be quantized: {'there is no such form' if kind is None else why}"
         raise UsageError(msg)
     weight: Any = module._parameters["weight"]
-    values = weight.detach().t() if _is_transposed(module) else weight.detach()
+    values = weight.detach().t() if is_transposed(module) else weight.detach()
     dim = 1 if how.is_along_inputs else 0
-    if how.is_exact and values.shape[dim] % how.group:
-        msg = (
-            f"{label}: groups of {how.group} do not divide {values.shape[dim]} "
-            f"{'inputs' if dim else 'outputs'}; choose a divisor of it as group_size"
-        )
-        raise ConfigError(msg)
-    coded = weight_codes.encode(
-        values, how.bits, how.group, dim=dim, is_symmetric=how.is_symmetric
-    )  # fmt: skip
-    module.register_parameter("weight", None)
-    adopt(module, kind, coded, weight.dtype)
+    check_groups(label, values.shape[dim], how)
+    coded = weight_codes.encode(values, how.bits, how.group, dim=dim, is_symmetric=how.is_symmetric)
+    adopt(module, "weight", coded, weight)
+    module.__class__ = kind
     return module
 
 
-def adopt(module: nn.Module, kind: type[nn.Module], coded: WeightCodes, dtype: torch.dtype) -> None:
-    """Make `module` a layer of class `kind` with these codes; `dtype` is that of the weight."""
-    module.register_buffer(CODES, coded.codes)
-    module.register_buffer(SCALES, coded.scales)
-    module.register_buffer(OFFSETS, coded.offsets)
-    module.__dict__[_STATE] = _State(coded.width, coded.group, coded.dim, dtype)
-    module.__class__ = kind
+def check_groups(label: str, size: int, how: Format) -> None:
+    """Refuse a size that is no multiple of the groups, if it has to be one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if how.is_exact and size % how.group:
+        what = "inputs" if how.is_along_inputs else "outputs"
+        msg = f"{label}: groups of {how.group} do not divide {size} {what}; choose a divisor of it as group_size"
+        raise ConfigError(msg)
+
+
+def adopt(module: nn.Module, name: str, coded: WeightCodes, param: Tensor) -> None:
+    """Give `module` codes for its parameter, which becomes None."""
+    module.register_parameter(name, None)
+    for end, buffer in ((CODES, coded.codes), (SCALES, coded.scales), (OFFSETS, coded.offsets)):
+        module.register_buffer(name + end, buffer)
+    state = _State(param.shape, coded.width, coded.group, coded.dim, param.dtype)
+    module.__dict__.setdefault(_STATE, {})[name] = state
 
 
 def share(module: nn.Module, first: nn.Module) -> None:
@@ -289,6 +311,6 @@ def share(module: nn.Module, first: nn.Module) -> None:
     if kind is None:
         msg = f"{type(module).__name__} cannot share codes"
         raise UsageError(msg)
-    state: _State = first.__dict__[_STATE]
-    module.register_parameter("weight", None)
-    adopt(module, kind, codes_of(first), state.dtype)
+    weight: Any = module._parameters["weight"]
+    adopt(module, "weight", codes_of(first), weight)
+    module.__class__ = kind

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.inference.quantized.choice import choose
-from mpispeed.inference.quantized.layers import quantize_module, share
+from mpispeed.inference.quantized.experts import quantize_experts
+from mpispeed.inference.quantized.layers import coded_buffers, quantize_module, share
 from mpispeed.inference.quantized.options import QuantOptions
 from mpispeed.mesh.comm import Comm
 
@@ -44,7 +46,8 @@ class Quantizer:
         options: which layers, and how.
 
     Raises:
-        ConfigError: a layer matches two names, or a name matches no layer.
+        ConfigError: a layer matches two names, a name matches no layer, groups do not divide a size, or no layer is
+            left.
 
     Attributes:
         report: of what was done so far.
@@ -53,38 +56,45 @@ class Quantizer:
     def __init__(self, model: nn.Module, options: QuantOptions) -> None:
         self._model = model
         self._choice = choose(model, options)
+        if not self.paths:
+            some = next(iter(self._choice.whole.items()), None)
+            msg = "quantization: the model has no layer for it" + (f"; {some[0]} is whole: {some[1]}" if some else "")
+            raise ConfigError(msg)
         self.report = Report(whole=dict(self._choice.whole))
 
     @property
     def paths(self) -> list[str]:
         """Layers that are still to be quantized, in the order of the model."""
-        return [*self._choice.formats, *self._choice.same]
+        return [*self._choice.formats, *self._choice.same, *self._choice.experts]
 
     def finish(self, path: str) -> bool:
-        """Quantize the layer at `path`, in place, if it was chosen and not yet done; true if it was.
+        """Quantize the layer or the experts at `path`, in place, if chosen and not yet done; true if so.
 
         A layer that shares its weight with an earlier one is quantized with that.
-
-        Raises:
-            ConfigError: groups do not divide the size.
         """
-        how = self._choice.formats.pop(path, None)
-        if how is None:
+        how, experts = self._choice.formats.pop(path, None), self._choice.experts.pop(path, None)
+        if how is None and experts is None:
             return False
         layer = self._model.get_submodule(path)
-        weight = layer.get_parameter("weight")
-        self.report.bytes_before += weight.numel() * weight.element_size()
-        del weight
-        quantize_module(layer, how, path)
-        self.report.quantized[path] = str(how)
-        self.report.bytes_after += sum(
-            buffer.numel() * buffer.element_size() for buffer in layer.buffers(recurse=False)
-        )
+        bias = layer._parameters.get("bias")
+        self.report.bytes_before += sum(p.nbytes for p in layer.parameters(recurse=False) if p is not bias)
+        if how is not None:
+            quantize_module(layer, how, path)
+            self.report.quantized[path] = str(how)
+        elif experts is not None:
+            quantize_experts(layer, experts, path)
+            self.report.quantized |= {f"{path}.{name}": str(each) for name, each in experts.items()}
+        self.report.bytes_after += sum(layer.get_buffer(name).nbytes for name in coded_buffers(layer))
         for other in [other for other, first in self._choice.same.items() if first == path]:
             del self._choice.same[other]
             share(self._model.get_submodule(other), layer)
             self.report.quantized[other] = f"the codes of {path}"
         return True
+
+    def finish_rest(self) -> None:
+        """Quantize all that is left, in the order of the model."""
+        for path in self.paths:
+            self.finish(path)
 
 
 def quantize_model(model: nn.Module, options: QuantOptions, *, tensor: Comm | None = None) -> Report:
@@ -105,19 +115,7 @@ def quantize_model(model: nn.Module, options: QuantOptions, *, tensor: Comm | No
         ConfigError: on all ranks, if a name matches no layer, two names match one, groups do not divide a size, or no
             layer is left.
     """
-    if tensor is None or tensor.size == 1:
-        return _quantize(model, options)
-    with tensor.together(ConfigError, doing="quantize_model"):
-        return _quantize(model, options)
-
-
-def _quantize(model: nn.Module, options: QuantOptions) -> Report:
-    quantizer = Quantizer(model, options)
-    paths = quantizer.paths
-    if not paths:
-        some = next(iter(quantizer.report.whole.items()), None)
-        msg = "quantization: the model has no layer for it" + (f"; {some[0]} is left whole: {some[1]}" if some else "")
-        raise ConfigError(msg)
-    for path in paths:
-        quantizer.finish(path)
+    with nullcontext() if tensor is None else tensor.together(ConfigError):
+        quantizer = Quantizer(model, options)
+    quantizer.finish_rest()
     return quantizer.report

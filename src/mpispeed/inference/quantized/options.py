@@ -87,33 +87,25 @@ class QuantOptions:
         return -(-inputs // (groups * _LANE)) * _LANE
 
 
-def options_of(quant: Mapping[str, Any], *, is_int8: bool) -> tuple[QuantOptions | None, list[str]]:
-    """The options that the section `quant` of `init_inference` asks for, and notes on what has no effect.
+def options_of(quant: Mapping[str, Any], *, is_int8: bool) -> QuantOptions | None:
+    """The options that the section `quant` of `init_inference` asks for; None if nothing is to be quantized.
 
     Args:
         quant: plain values of the keys that were given: `enabled`, `weight` (`enabled`, `num_bits`, `q_type`,
-            `q_groups`, `mlp_extra_grouping`, `quantized_initialization`, `post_init_quant`), `activation`, `qkv`.
+            `q_groups`, `mlp_extra_grouping`, `quantized_initialization`, `post_init_quant`), `qkv`.
         is_int8: `dtype` is int8: all layers of the blocks are quantized, and not only those named in
             `post_init_quant`.
-
-    Returns:
-        None for options if nothing is to be quantized.
 
     Raises:
         ConfigError: a value does not fit.
     """
     weight = quant.get("weight") or {}
-    notes = []
-    if _is_on(quant.get("activation")):
-        notes.append(
-            "quant.activation has no effect: activations stay floats, as weights alone bound the time of a token"
-        )
     if not (quant.get("enabled", True) and weight.get("enabled", True)):
-        return None, notes
+        return None
     named = tuple(rules_of(weight.get("post_init_quant") or {}).items())
     initial = weight.get("quantized_initialization") or {}
     if not (is_int8 or named or initial):
-        return None, notes
+        return None
     settings: dict[str, Any] = {"named": named, "only_named": not (is_int8 or initial)}
     if initial:
         rule = rule_of("quantized_initialization", initial)
@@ -128,12 +120,7 @@ def options_of(quant: Mapping[str, Any], *, is_int8: bool) -> tuple[QuantOptions
         )  # fmt: skip
     settings["mlp_extra"] = bool(weight.get("mlp_extra_grouping", False))
     settings["qkv"] = bool((quant.get("qkv") or {}).get("enabled", True))
-    return QuantOptions(**settings), notes
-
-
-def _is_on(section: Any) -> bool:
-    """True if a section was given and does not say that it is off."""
-    return bool(section) and bool(section.get("enabled", True))
+    return QuantOptions(**settings)
 
 
 def rules_of(settings: Mapping[str, Any]) -> dict[str, Rule]:

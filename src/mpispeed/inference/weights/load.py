@@ -21,10 +21,9 @@ from mpispeed.inference.buffers import remake_buffers
 from mpispeed.inference.weights import budget as budgets
 from mpispeed.inference.weights import schedule
 from mpispeed.inference.weights.names import Matched, first_names, match, missing_message
+from mpispeed.inference.weights.plan import make_plan
 from mpispeed.inference.weights.policy import is_json, read_policy
-from mpispeed.inference.weights.rounds import Pair, Rounds, check_sums
-from mpispeed.inference.weights.routes import Route, routes
-from mpispeed.inference.weights.schedule import Piece, make_pieces, make_rounds
+from mpispeed.inference.weights.rounds import Rounds, check_sums
 from mpispeed.inference.weights.sliced import of_policy
 from mpispeed.inference.weights.sources import Source, Sources, find_sources
 from mpispeed.inference.weights.targets import Target, Targets, find_targets
@@ -66,8 +65,9 @@ def load_weights(
     tag: str | None = None,
     dtype: torch.dtype | None = None,
     base_dir: str = "",
+    mapped: bool | None = None,
     budget: int | None = None,
-    finish: Callable[[str], None] | None = None,
+    finish: Callable[[str], object] | None = None,
     everyone: Comm | None = None,
     options: ReadOptions | None = None,
 ) -> Loaded:
@@ -85,6 +85,9 @@ def load_weights(
         tag: of a folder of checkpoints; None for the one that `latest` names.
         dtype: of parameters and buffers with a fraction; None for those that they have.
         base_dir: root of relative names in a load policy.
+        mapped: do not copy slices that lie in a file as they are, but map it, copy-on-write, as safetensors does: ranks
+            of a node then have the same memory. The file must not be changed while the model is used. None: if it is on
+            this node. Only for tensors on the meta device.
         budget: bytes that a rank may allocate; None for what the node has left.
         finish: called with the path of each module when its own tensors are there, in the same order on all ranks.
         everyone: all ranks that load at the same time, which raise the same error; None for those of the node.
@@ -98,10 +101,10 @@ def load_weights(
     started = time.monotonic()
     find = partial(_find, source, tag, dtype, base_dir, options or ReadOptions(weights_only=True))
     if everyone is None or everyone.size == node.size:
-        return _load(model, node, tensor, find, dtype, budget, finish, started)
+        return _load(model, node, tensor, find, dtype, mapped, budget, finish, started)
     made: list[Loaded] = []
     with everyone.together(CheckpointError):
-        made.append(_load(model, node, tensor, find, dtype, budget, finish, started))
+        made.append(_load(model, node, tensor, find, dtype, mapped, budget, finish, started))
     return made[0]
 
 
@@ -127,18 +130,18 @@ def _load(
     tensor: Comm,
     find: Callable[[], Sources],
     dtype: torch.dtype | None,
+    mapped: bool | None,
     budget: int | None,
-    finish: Callable[[str], None] | None,
+    finish: Callable[[str], object] | None,
     started: float,
 ) -> Loaded:
     sources, matched, targets = _agreed(model, node, tensor, find, dtype)
-    pairs, rounds = _planned(node, tensor, matched, sources)
-    budgets.check(
-        node, sum(target.new_bytes for target, _ in pairs) + 4 * schedule.PIECE_BYTES, budget, str(sources.path)
-    )
+    pairs, rounds = make_plan(node, tensor, matched, sources, mapped=mapped)
+    needed = sum(pair.target.new_bytes for pair in pairs if pair.mapped is None) + 4 * schedule.PIECE_BYTES
+    budgets.check(node, needed, budget, str(sources.path))
     if matched.unexpected and node.rank == 0:
         log.warning("%s has tensors that the model has no place for: %s", sources.path, first_names(matched.unexpected))
-    finisher = _Finisher(targets, [target for target, _ in pairs], finish)
+    finisher = _Finisher(targets, [pair.target for pair in pairs], finish)
     with Files(sources.states) as files:
         mover = Rounds(node, tensor.rank, files, pairs, max(1, min(torch.get_num_threads(), _MOST_THREADS)))
         with torch.no_grad():
@@ -176,44 +179,10 @@ def _agreed(
     return sources, matched, targets
 
 
-def _planned(node: Comm, tensor: Comm, matched: Matched, sources: Sources) -> tuple[list[Pair], list[Any]]:
-    """The pairs in order, and who reads what. Collective over: `node`."""
-    places = node.gather_objects((tensor.rank, tensor.size))
-    made: list[tuple[list[Pair], list[Any]]] = []
-    with node.together(CheckpointError):
-        if len({size for _, size in places}) > 1:
-            msg = f"the ranks of a node have slicing groups of different sizes: {[size for _, size in places]}"
-            raise CheckpointError(msg)
-        ways = [
-            {place: routes(source, target.cut, *place) for place in dict.fromkeys(places)}
-            for target, source in matched.pairs
-        ]
-        users = _Users(places, ways)
-        pieces = make_pieces([source for _, source in matched.pairs], sources.sums)
-        rounds = make_rounds(pieces, users, node.size, len(ways))
-        own = places[node.rank]
-        made.append(([(target, way[own]) for (target, _), way in zip(matched.pairs, ways, strict=True)], rounds))
-    return made[0]
-
-
-class _Users:
-    """The ranks of the node that need some of a piece."""
-
-    def __init__(self, places: Sequence[tuple[int, int]], ways: Sequence[dict[tuple[int, int], list[Route]]]) -> None:
-        self._places, self._ways = places, ways
-
-    def __call__(self, piece: Piece) -> list[int]:
-        if piece.pair < 0:
-            return []
-        last = piece.at + piece.last - piece.first
-        used = {place: found[piece.shard].is_used(piece.at, last) for place, found in self._ways[piece.pair].items()}
-        return [rank for rank, place in enumerate(self._places) if used[place]]
-
-
 class _Finisher:
     """Tells which modules have all of their own tensors."""
 
-    def __init__(self, targets: Targets, expected: Sequence[Target], finish: Callable[[str], None] | None) -> None:
+    def __init__(self, targets: Targets, expected: Sequence[Target], finish: Callable[[str], object] | None) -> None:
         waited = {id(target) for target in expected}
         self._finish = finish
         self._left: dict[str, set[int]] = {}
@@ -226,8 +195,9 @@ class _Finisher:
 
     def done(self, target: Target) -> None:
         """Note that a tensor is there."""
+        if self._finish is not None:
+            target.values = None  # the module alone has it now, and may give it up
         for path in self._modules.get(id(target), ()):
             self._left[path].discard(id(target))
             if not self._left[path] and self._finish is not None:
-                target.values = None
                 self._finish(path)

@@ -78,7 +78,7 @@ class Names:
                 yield head + spelled
             for head in self._heads[1:]:
                 if spelled.startswith(head):
-                    yield spelled[len(head) :]
+                    yield from (wrapper + spelled[len(head) :] for wrapper in ("", *_WRAPPERS))
 
     def _known(self, name: str) -> Source | Sliced | None:
         name = self._sources.aliases.get(name, name)

@@ -15,14 +15,11 @@ from mpispeed.ckpt.foreign.in_file import Files, InFile
 from mpispeed.ckpt.foreign.mapping import Extent
 from mpispeed.ckpt.format import schema
 from mpispeed.inference.weights import schedule
-from mpispeed.inference.weights.routes import Route
+from mpispeed.inference.weights.plan import Pair
 from mpispeed.inference.weights.schedule import READERS, Piece, Round
 from mpispeed.inference.weights.targets import Target
 from mpispeed.mesh.backends.shared_memory import share_memory
 from mpispeed.mesh.comm import Comm, Failures
-
-Pair = tuple[Target, list[Route]]
-"""A tensor of the model, and the ways of the parts of its source to this rank's slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +64,10 @@ class Rounds:
         if any(each.slots for each in rounds):
             self._open()
         failures = Failures()
+        with failures.kept():
+            for each in self._pairs:
+                if each.mapped is not None:
+                    each.target.map(each.mapped.within(self._files))
         with ThreadPoolExecutor(self._threads, "weights") as pool:
             filling = self._fill(pool, rounds[0], 0, failures)
             for turn, current in enumerate(rounds):
@@ -77,8 +78,9 @@ class Rounds:
                 with failures.kept():
                     self._place(current, turn, buffers)
                     for pair in current.done:
-                        self._pairs[pair][0].storage(self._rank)  # also where this rank has no element of it
-                        done(self._pairs[pair][0])
+                        target = self._pairs[pair].target
+                        target.storage(self._rank)  # also where this rank has no element of it
+                        done(target)
                 self._spare += [buffer for _, buffer in buffers]
             self._agree(failures)
         return self._sums
@@ -100,6 +102,9 @@ class Rounds:
         started: list[tuple[Piece, torch.Tensor | None, Future[None]]] = []
         with failures.kept():
             for piece in current.private.get(self._node.rank, ()):
+                if isinstance(piece.leaf, InFile) and self._is_mapped(piece):
+                    started.append((piece, None, pool.submit(self._check, piece, piece.leaf)))
+                    continue
                 data, buffer = self._straight(piece), None
                 if data is None:
                     buffer = self._buffer()
@@ -126,11 +131,12 @@ class Rounds:
         """The memory in the slice that a piece can be read into as it is; None if there is no such."""
         if piece.pair < 0 or not isinstance(piece.leaf, InFile):
             return None
-        target, routes = self._pairs[piece.pair]
-        if target.dtype != piece.leaf.dtype:
+        pair = self._pairs[piece.pair]
+        target = pair.target
+        if pair.mapped is not None or target.dtype != piece.leaf.dtype:
             return None
         count = piece.last - piece.first
-        first = routes[piece.shard].direct(piece.at, piece.at + count)
+        first = pair.routes[piece.shard].direct(piece.at, piece.at + count)
         values = target.storage(self._rank)
         if first is None or values.device.type != "cpu" or not values.is_contiguous():
             return None
@@ -145,9 +151,26 @@ class Rounds:
         if data.dtype == torch.bool and data.numel() and int(data.view(torch.uint8).max()) > 1:
             msg = f"a truth value in {piece.extent or 'a file'} is stored as another byte than 0 or 1"
             raise CheckpointError(msg)
+        self._sum(piece, schema.as_bytes(data))
+
+    def _is_mapped(self, piece: Piece) -> bool:
+        """True if all of a piece is mapped here; of others, pages would count that are no part of the slice."""
+        mapped = self._pairs[piece.pair].mapped if piece.pair >= 0 else None
+        return mapped is not None and mapped.first <= piece.at and piece.at + piece.last - piece.first <= mapped.last
+
+    def _check(self, piece: Piece, leaf: InFile) -> None:
+        """Compare a piece with its checksum where the file is mapped."""
+        data = schema.as_bytes(
+            self._files.mapped(leaf.path)[leaf.offset + piece.first * leaf.dtype.itemsize :][: piece.nbytes]
+        )
+        leaf.check(piece.first, data)
+        self._sum(piece, data)
+
+    def _sum(self, piece: Piece, data: memoryview) -> None:
         if piece.extent is not None:
-            first = piece.first * leaf.dtype.itemsize
-            self._sums.append(Sum(piece.extent, first, piece.nbytes, zlib.crc32(schema.as_bytes(data))))
+            self._sums.append(
+                Sum(piece.extent, piece.first * piece.leaf.dtype.itemsize, piece.nbytes, zlib.crc32(data))
+            )
 
     def _place(self, current: Round, turn: int, buffers: Sequence[tuple[Piece, torch.Tensor]]) -> None:
         """Take this rank's elements out of its buffers and of all shared ones."""
@@ -161,10 +184,10 @@ class Rounds:
     def _take(self, piece: Piece, raw: torch.Tensor) -> None:
         if piece.pair < 0:
             return
-        target, routes = self._pairs[piece.pair]
-        route = routes[piece.shard]
-        if route.is_used(piece.at, piece.at + piece.last - piece.first):
-            route.place(target.storage(self._rank), piece.at, raw.view(piece.leaf.dtype))
+        pair = self._pairs[piece.pair]
+        route = pair.routes[piece.shard]
+        if pair.mapped is None and route.is_used(piece.at, piece.at + piece.last - piece.first):
+            route.place(pair.target.storage(self._rank), piece.at, raw.view(piece.leaf.dtype))
 
     def _meet(self, current: Round, turn: int, failures: Failures) -> None:
         """Meet all ranks when the buffers are full; none of them reads further if one failed. Collective over: node."""

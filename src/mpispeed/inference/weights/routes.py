@@ -44,6 +44,16 @@ class Route:
                 return turn * self.to_row + to + start - begin
         return None
 
+    def one_range(self) -> tuple[int, int] | None:
+        """The elements [first, last) of the part that are the slice, as it is; None if it has others too or none."""
+        if len(self.segments) != 1:
+            return None
+        start, stop, to = self.segments[0]
+        is_full = self.rows == 1 or (start, stop) == (0, self.row)
+        if not is_full or to or stop - start != self.to_row:
+            return None
+        return start, start + self.rows * self.to_row
+
     def place(self, target: torch.Tensor, first: int, values: torch.Tensor) -> None:
         """Copy the elements of the part from `first` on, those of the slice, converting them to its dtype.
 

@@ -17,10 +17,10 @@ from mpispeed.inference.weights.sources import Source
 PIECE_BYTES = schema.BLOCK_BYTES
 """Most that is read at a time: a block of our checkpoints, which has a checksum."""
 
-READERS = 4
+READERS = 2
 """Most ranks that read at the same time for others, so that shared memory is as small as containers have it."""
 
-_PRIVATE_BYTES = 16 << 20
+_PRIVATE_BYTES = 8 << 20
 """About as much as a rank reads for itself between two meetings."""
 
 
@@ -49,6 +49,15 @@ class Piece:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return (self.last - self.first) * self.leaf.dtype.itemsize
+
+    @property
+    def is_checked(self) -> bool:
+        """True if there is a checksum of it."""
+        return self.extent is not None or (isinstance(self.leaf, InFile) and self.leaf.blocks is not None)
+
+
+Users = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ranks that copy some of a piece, and ranks that use some of it where it is."""
 
 
 @dataclass(slots=True)
@@ -151,26 +160,30 @@ def _cut(leaf: Values, first: int, last: int) -> Iterator[tuple[int, int]]:
         first = stop
 
 
-def make_rounds(pieces: Sequence[Piece], users: Callable[[Piece], Sequence[int]], size: int, pairs: int) -> list[Round]:
+def make_rounds(pieces: Sequence[Piece], users: Callable[[Piece], Users], size: int, pairs: int) -> list[Round]:
     """Deal pieces to the ranks of a node.
 
     Args:
         pieces: in order.
-        users: ranks of the node that need some of a piece.
+        users: ranks of the node that copy some of a piece, and ranks that use it in the mapped file. Where there are
+            only such, one of them compares its checksum, if it has one.
         size: ranks of the node.
         pairs: number of pairs; those without elements are complete at the end.
     """
     rounds, turn, alone = [Round()], 0, 0
     held = dict[int, int]()
-    for piece, wanted in _interleaved(pieces, users):
+    for piece, (wanted, mapped) in _interleaved(pieces, users):
         current = rounds[-1]
+        if not wanted and not piece.is_checked:
+            continue
         if len(wanted) <= 1:
-            rank = wanted[0] if wanted else alone % size
+            able = wanted or mapped or range(size)
+            rank = able[alone % len(able)]
             alone += not wanted
             if held.get(rank, 0) >= _PRIVATE_BYTES:
                 current, held = _next(rounds), {}
             current.private.setdefault(rank, []).append(piece)
-            held[rank] = held.get(rank, 0) + piece.nbytes
+            held[rank] = held.get(rank, 0) + (piece.nbytes if wanted else piece.nbytes // 4)  # those take no memory
             continue
         if not current.slots or current.slots[-1].nbytes + 64 + piece.nbytes > PIECE_BYTES:
             if len(current.slots) == min(size, READERS):
@@ -184,14 +197,12 @@ def make_rounds(pieces: Sequence[Piece], users: Callable[[Piece], Sequence[int]]
     return rounds
 
 
-def _interleaved(
-    pieces: Sequence[Piece], users: Callable[[Piece], Sequence[int]]
-) -> Iterator[tuple[Piece, Sequence[int]]]:
+def _interleaved(pieces: Sequence[Piece], users: Callable[[Piece], Users]) -> Iterator[tuple[Piece, Users]]:
     """Pieces with the ranks that need some of them; those of one tensor so that all ranks have to read."""
     for _, group in itertools.groupby(pieces, lambda piece: piece.pair):
-        lanes: dict[tuple[int, ...], list[Piece]] = {}
+        lanes: dict[Users, list[Piece]] = {}
         for piece in group:
-            lanes.setdefault(tuple(users(piece)), []).append(piece)
+            lanes.setdefault(users(piece), []).append(piece)
         for row in itertools.zip_longest(*lanes.values()):
             yield from ((piece, wanted) for piece, wanted in zip(row, lanes, strict=True) if piece is not None)
 

@@ -18,9 +18,10 @@ from mpispeed.ckpt.foreign.found import MASTER, WEIGHT16
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.logical import LogicalTensor, ParamInfo, Piece
 from mpispeed.ckpt.write.save import SaveOptions, SaveReport, save
-from mpispeed.inference.weights.sources import SHARD_SLOT
+from mpispeed.inference.weights.sources import SHARD_SLOT, SLICES
 from mpispeed.inference.weights.targets import Target, find_targets
 from mpispeed.mesh.comm import Comm
+from mpispeed.nn.tensor.tensor_cut import COPIED
 
 TAG = "weights"
 """Tag of a copy, which `latest` names."""
@@ -59,6 +60,7 @@ def save_sharded(model: nn.Module, folder: str | os.PathLike[str], tensor: Comm)
         params=params,
         tensors=tensors,
         aliases=aliases,
+        state={SLICES: {row.name: _slices(row, tensor.size) for row in targets.rows if row.cut is not None}},
         config_json=_config(model),
         layout={"tensor": tensor.size, "model": type(model).__name__},
         options=SaveOptions(overwrite=True),
@@ -88,6 +90,8 @@ def _info(target: Target) -> ParamInfo:
     if target.cut is None:
         return ParamInfo(target.name, target.shape, dtype, kind="frozen")
     cut = target.cut
+    if cut.kind == COPIED:  # has no name in checkpoints
+        return ParamInfo(target.name, target.shape, dtype, kind="frozen")
     return ParamInfo(
         target.name,
         target.shape,
@@ -99,6 +103,14 @@ def _info(target: Target) -> ParamInfo:
         tp_grains=cut.grains,
         vocab_size=target.shape[0] if cut.kind == "vocab" else -1,
     )
+
+
+def _slices(target: Target, size: int) -> dict[str, Any]:
+    """Dim and ranges of all slices of a parameter."""
+    cut = target.cut
+    if cut is None:
+        return {}
+    return {"dim": cut.dim, "ranges": [[list(row) for row in cut.ranges(rank, size)] for rank in range(size)]}
 
 
 def _flat(held: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,11 +20,9 @@ from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.index import TensorEntry
 from mpispeed.ckpt.format.logical import ParamInfo
 from mpispeed.ckpt.read.reader import Reader, open_reader
-from mpispeed.ckpt.slices import WHOLE_KINDS, TensorSlice
-from mpispeed.nn.tensor import TensorCut
 
-SHARD_SLOT = "tensor{rank:03d}"
-"""Slot of the slice of one rank, in a sharded copy."""
+SHARD_SLOT, SLICES = "tensor{rank:03d}", "slices"
+"""Slot of the slice of one rank in a sharded copy, and the entry of its state that tells which slice it is."""
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -236,7 +235,7 @@ def _of_param(reader: Reader, name: str, dtype: torch.dtype | None) -> Source:
     elif MASTER in slots:
         chosen = MASTER
     elif SHARD_SLOT.format(rank=0) in slots:
-        return _of_shards(reader, info, entries)
+        return _of_shards(reader, info, entries, reader.state().get(SLICES))
     else:
         msg = f"{reader.path} has no weights of {name!r}, only {', '.join(slots) or 'its name'}"
         raise CheckpointError(msg)
@@ -247,33 +246,47 @@ def _of_param(reader: Reader, name: str, dtype: torch.dtype | None) -> Source:
     return Source(name, info.shape, schema.torch_dtype(entry.dtype), (shard,), 0, where)
 
 
-def _of_shards(reader: Reader, info: ParamInfo, entries: Mapping[str, TensorEntry]) -> Source:
-    """A parameter of which there are slices."""
-    cut, shards, where = cut_of(info), [], ""
-    size = sum(slot.startswith(SHARD_SLOT[:6]) for slot in entries)
-    for rank in range(size):
-        entry = entries.get(SHARD_SLOT.format(rank=rank))
-        expected = cut.local_shape(rank, size)
-        if entry is None or entry.shape != expected:
-            what = "nothing" if entry is None else f"shape {entry.shape}"
-            msg = f"{reader.path}: {info.name!r} has {what} of rank {rank} of {size} where {expected} is expected"
-            raise CheckpointError(msg)
-        shards.append(Shard(_in_file(reader, entry), tuple(cut.ranges(rank, size)), expected[cut.dim]))
-        where = str(reader.file_of(entry))
-    dtype = schema.torch_dtype(next(iter(entries.values())).dtype)
-    return Source(info.name, info.shape, dtype, tuple(shards), cut.dim, where)
-
-
-def cut_of(info: ParamInfo) -> TensorCut:
-    """The slicing that a checkpoint says of a parameter.
+def _of_shards(reader: Reader, info: ParamInfo, entries: Mapping[str, TensorEntry], slices: Any) -> Source:
+    """A parameter of which there are slices.
 
     Raises:
-        CheckpointError: it does not fit to its shape.
+        CheckpointError: they are not as the copy says.
     """
-    TensorSlice(info, 0, 1 if info.tp_kind != "own" else len(info.tp_sub_sizes))  # checks
-    if info.tp_kind in WHOLE_KINDS:
-        return TensorCut("replicated", -1, info.shape)
-    return TensorCut(info.tp_kind, max(info.tp_dim, 0), info.shape, info.tp_sub_sizes, info.tp_grains)
+    known = slices.get(info.name) if isinstance(slices, Mapping) else None
+    rows = _ranges(known, info.shape)
+    if rows is None or len(rows[1]) != len(entries):
+        msg = f"{reader.path} has {len(entries)} slices of {info.name!r} of shape {info.shape}, and says of them: "
+        msg += f"{known!r:.200}"
+        raise CheckpointError(msg)
+    (dim, all_ranges), shards, where = rows, [], ""
+    for rank, ranges in enumerate(all_ranges):
+        entry, held = entries.get(SHARD_SLOT.format(rank=rank)), sum(stop - start for start, stop in ranges)
+        rest = (*info.shape[:dim], *info.shape[dim + 1 :])
+        fits = entry is not None and len(entry.shape) == len(info.shape) and entry.shape[dim] >= held
+        if entry is None or not fits or (*entry.shape[:dim], *entry.shape[dim + 1 :]) != rest:
+            what = "nothing" if entry is None else f"shape {entry.shape}"
+            msg = f"{reader.path}: {info.name!r} of shape {info.shape} has {what} of rank {rank}, where {held} "
+            msg += f"elements along dim {dim} are expected"
+            raise CheckpointError(msg)
+        shards.append(Shard(_in_file(reader, entry), ranges, entry.shape[dim]))
+        where = str(reader.file_of(entry))
+    dtype = schema.torch_dtype(next(iter(entries.values())).dtype)
+    return Source(info.name, info.shape, dtype, tuple(shards), dim, where)
+
+
+def _ranges(known: Any, shape: tuple[int, ...]) -> tuple[int, list[Ranges]] | None:
+    """(dim, for each rank its ranges), if a copy says such of a parameter, and they cover it."""
+    try:
+        dim, rows = known["dim"], [tuple((start, stop) for start, stop in row) for row in known["ranges"]]
+        ends = sorted(pair for row in rows for pair in row)
+        reached = 0
+        for start, stop in ends:
+            if not 0 <= start <= min(stop, reached) or not isinstance(start, int) or not isinstance(stop, int):
+                return None
+            reached = max(reached, stop)
+        return (dim, rows) if 0 <= dim < len(shape) and reached == shape[dim] else None
+    except (TypeError, KeyError, ValueError):
+        return None
 
 
 def _in_file(reader: Reader, entry: TensorEntry) -> Values:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from torch import nn
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.nn.tensor import TensorCut, cuts
-
-log = logging.getLogger(__name__)
-
-_HUGE_PAGE, _MADV_HUGEPAGE = 2 << 20, 14
 
 
 @dataclass(slots=True)
@@ -69,7 +62,6 @@ class Target:
             if self.new_bytes or held.is_meta:
                 device = "cpu" if held.is_meta else held.device
                 self.values = torch.empty(self.local_shape, dtype=self.dtype, device=device)
-                use_huge_pages(self.values)
                 self._put(self.values)
             else:
                 self.values = held
@@ -77,6 +69,11 @@ class Target:
                 rows, full = self.local_shape[0], self.shape[0]
                 self.values[min(max(full - rank * rows, 0), rows) :].zero_()
         return self.values
+
+    def map(self, values: torch.Tensor) -> None:
+        """Use memory that a file is mapped to."""
+        self.values = values.view(self.local_shape)
+        self._put(self.values)
 
     def _put(self, values: torch.Tensor) -> None:
         """Make the model use this memory."""
@@ -160,20 +157,3 @@ def _target(
         raise CheckpointError(msg)
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return Target([name], [], cut, local if cut is None else cut.shape, local, wanted, is_param)
-
-
-def use_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for large pages: the first touch of memory takes longer than reading a file from the cache into it."""
-    if tensor.device.type != "cpu" or tensor.nbytes < 2 * _HUGE_PAGE:
-        return
-    first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    last = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
-    if last > first:
-        _libc().madvise(first, last - first, _MADV_HUGEPAGE)  # advice: it may be refused
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return library

@@ -133,14 +133,14 @@ class Limits:
     Attributes:
         chunk_bytes: largest message; keeps counts below 2^31 elements for MPI libraries that refuse more.
         window_bytes: scratch of the ordered reductions, per buffer; larger tensors pass through it in windows.
-        fast_bytes: from this size on ordered sums go through shared memory where ranks share it.
+        fast_bytes: from this size on sums and gathers go through shared memory where ranks share it.
         one_shot_bytes: up to this size sums and gathers go through it with one meeting; 0: never.
         timeout_seconds: how long a started operation waits for its peers; None: for ever.
     """
 
     chunk_bytes: int = 1 << 30
     window_bytes: int = 64 << 20
-    fast_bytes: int = 1 << 20
+    fast_bytes: int = 256 << 10
     one_shot_bytes: int = 256 << 10
     timeout_seconds: float | None = None
 

@@ -46,9 +46,6 @@ OPS = ("sum", "avg", "prod", "min", "max", *BITWISE)
 
 _BOOL_OPS = {"sum": "max", "max": "max", "bor": "max", "prod": "min", "min": "min", "band": "min", "bxor": "bxor"}
 
-FAST_FACTOR = 4
-"""How much larger a tensor has to be where the library has a good verb of its own to compete with."""
-
 SMALL_BYTES = 32 << 10
 """Below this many gathered bytes one all-gather and a local sum beat two collectives."""
 
@@ -92,7 +89,7 @@ def broadcast(group: Group, x: torch.Tensor, root: int) -> None:
 
 def all_gather(group: Group, out: torch.Tensor, shard: torch.Tensor) -> None:
     """Equal shards in rank order; `shard` may be the own slice of `out`. Collective over: `group`."""
-    fast = _one_shot(group, shard, None) or _large(group, out, FAST_FACTOR)
+    fast = _one_shot(group, shard, None) or _large(group, out)
     if fast is not None:
         fast.all_gather(out, shard)
     else:
@@ -178,12 +175,12 @@ def _shortcut(group: Group, x: torch.Tensor, op: str) -> Fast | None:
     small = _one_shot(group, x, op)
     if small is not None or op != "sum" or x.dtype not in SUMMED_HERE:
         return small
-    return _large(group, x, 1 if _is_ordered(group, x.dtype, op) else FAST_FACTOR)
+    return _large(group, x)
 
 
-def _large(group: Group, x: torch.Tensor, factor: int) -> Fast | None:
-    """That of large tensors, `factor` times as large as where nothing else is good."""
-    return group.transport.fast() if group.size > 1 and x.nbytes >= group.limits.fast_bytes * factor else None
+def _large(group: Group, x: torch.Tensor) -> Fast | None:
+    """That of large tensors."""
+    return group.transport.fast() if group.size > 1 and x.nbytes >= group.limits.fast_bytes else None
 
 
 def _one_shot(group: Group, x: torch.Tensor, op: str | None) -> Fast | None:

@@ -8,6 +8,7 @@ sliced.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -179,8 +180,11 @@ def _examine(module: nn.Module, candidate: _Candidate, prover: _Prover, division
     """A candidate within its own module: paths are relative to it."""
     holder = child(module, next(iter(candidate.columns)).rpartition(".")[0]) or module
     drops = [name for name in functional_dropouts(holder) if name not in _ATTENTION_DROPOUT]
-    if drops:
+    if drops and not division.forward_only:
         return f"drops activations by the number {drops[0]}, in a place that is not known"
+    outside = _from_outside(holder) if candidate.has_heads else ""
+    if outside:
+        return f"may be given {outside} with all heads"
     make = attention_site if candidate.has_heads else mlp_site
     try:
         site = make(module, "", candidate.columns, candidate.row, division, source="rule")
@@ -199,6 +203,12 @@ def _examine(module: nn.Module, candidate: _Candidate, prover: _Prover, division
         if not site.attributes:
             break
     return reasons[0]
+
+
+def _from_outside(holder: nn.Module) -> str:
+    """The argument by which attention may be given numbers for every head, or ""; a trial leaves it out."""
+    names = inspect.signature(holder.forward).parameters
+    return next((name for name in names if "bias" in name or "alibi" in name), "")
 
 
 def _trusted(module: nn.Module, candidate: _Candidate, site: Site, reason: str) -> Site | str:

@@ -107,7 +107,7 @@ def inject(
         sequence_parallel: slice the sequence between attention and MLP, in training. Its length has to be a multiple of
             the number of ranks, and every linear layer of a block has to be sliced.
         grain: widths that are no heads are sliced at multiples of it, where each rank gets one.
-        forward_only: nobody wants gradients, so ranks may have copies of keys where there are fewer than ranks.
+        forward_only: nobody wants gradients or dropout, so ranks may have copies of keys where these are fewer.
         without_values: the model may be on torch's meta device and stays without values. The rule for other modules is
             left out, as it runs them, but where `layers` gives it copies.
         layers: gives full parameters, one layer at a time.

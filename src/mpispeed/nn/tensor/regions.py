@@ -32,7 +32,7 @@ from mpispeed.mesh.comm import Comm
 
 def copy_to(x: torch.Tensor, comm: Comm) -> torch.Tensor:
     """`x`, whose gradients the ranks add up. Collective over: `comm`, in backward."""
-    return _Copy.apply(x, comm) if comm.size > 1 else x
+    return _Copy.apply(x, comm) if _is_recorded(comm) else x
 
 
 def reduce_from(x: torch.Tensor, comm: Comm, *, is_own: bool = False) -> torch.Tensor:
@@ -43,27 +43,33 @@ def reduce_from(x: torch.Tensor, comm: Comm, *, is_own: bool = False) -> torch.T
         comm: the slicing group.
         is_own: nobody else reads `x`, so the sum may overwrite it.
     """
-    return _Reduce.apply(x, comm, is_own) if comm.size > 1 else x
+    if _is_recorded(comm):
+        return _Reduce.apply(x, comm, is_own)
+    return x if comm.size == 1 else _summed_in(x, comm, is_own)
 
 
 def scatter_to(x: torch.Tensor, comm: Comm, dim: int = -1) -> torch.Tensor:
     """This rank's part of `x` along `dim`; `x` is equal on all ranks. Collective over: `comm`, in backward."""
-    return _Scatter.apply(x, comm, dim % x.dim()) if comm.size > 1 else x
+    if _is_recorded(comm):
+        return _Scatter.apply(x, comm, dim % x.dim())
+    return x if comm.size == 1 else _own(x, comm, dim)
 
 
 def gather_from(x: torch.Tensor, comm: Comm, dim: int = -1, length: int | None = None) -> torch.Tensor:
     """All ranks' parts along `dim`, for replicated computation afterwards. Collective over: `comm`."""
-    return _Gather.apply(x, comm, dim % x.dim(), _whole(x, comm, dim, length), False) if comm.size > 1 else x
+    return _gather(x, comm, dim, length, is_summed=False)
 
 
 def gather_sequence(x: torch.Tensor, comm: Comm, dim: int = 1, length: int | None = None) -> torch.Tensor:
     """All ranks' parts along `dim`, for sliced computation afterwards. Collective over: `comm`."""
-    return _Gather.apply(x, comm, dim % x.dim(), _whole(x, comm, dim, length), True) if comm.size > 1 else x
+    return _gather(x, comm, dim, length, is_summed=True)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, comm: Comm, dim: int = 1) -> torch.Tensor:
     """This rank's part along `dim` of the sum of all ranks' `x`. Collective over: `comm`."""
-    return _ReduceScatter.apply(x, comm, dim % x.dim()) if comm.size > 1 else x
+    if _is_recorded(comm):
+        return _ReduceScatter.apply(x, comm, dim % x.dim())
+    return x if comm.size == 1 else reduce_scattered(x, comm, dim % x.dim())
 
 
 def check_divisible(length: int, comm: Comm, what: str) -> None:
@@ -76,6 +82,28 @@ def check_divisible(length: int, comm: Comm, what: str) -> None:
         msg = f"{what} of length {length} cannot be cut into {comm.size} equal parts; pad it to a multiple of "
         msg += f"{comm.size}, or train without sequence parallelism"
         raise UsageError(msg)
+
+
+def _is_recorded(comm: Comm) -> bool:
+    """True if a border has a backward; without gradients its verb is called, as a function of autograd costs more."""
+    return comm.size > 1 and torch.is_grad_enabled()
+
+
+def _gather(x: torch.Tensor, comm: Comm, dim: int, length: int | None, *, is_summed: bool) -> torch.Tensor:
+    if comm.size == 1:
+        return x
+    whole = _whole(x, comm, dim, length)
+    if _is_recorded(comm):
+        return _Gather.apply(x, comm, dim % x.dim(), whole, is_summed)
+    return gathered(x, comm, dim % x.dim(), whole)
+
+
+def _summed_in(x: torch.Tensor, comm: Comm, is_own: bool) -> torch.Tensor:
+    """The sum of all ranks' `x`, in place if nobody else reads it; no autograd. Collective over: `comm`."""
+    if not is_own or not x.is_contiguous():
+        return summed(x, comm)
+    comm.all_reduce(x)
+    return x
 
 
 def summed(x: torch.Tensor, comm: Comm) -> torch.Tensor:
@@ -150,11 +178,9 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Comm, is_own: bool) -> torch.Tensor:
         ctx.comm = comm
-        if not is_own or not x.is_contiguous():
-            return summed(x, comm)
-        ctx.mark_dirty(x)
-        comm.all_reduce(x)
-        return x
+        if is_own and x.is_contiguous():
+            ctx.mark_dirty(x)
+        return _summed_in(x, comm, is_own)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

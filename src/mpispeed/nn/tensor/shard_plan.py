@@ -34,7 +34,7 @@ class Division:
     Attributes:
         size: ranks to slice for.
         grain: widths that are no heads are sliced at multiples of it, if every rank gets one.
-        forward_only: nobody wants gradients. Then with fewer keys than ranks several ranks get the same one.
+        forward_only: nobody wants gradients, nor dropout. With fewer keys than ranks several ranks get the same one.
     """
 
     size: int

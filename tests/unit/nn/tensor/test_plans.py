@@ -10,6 +10,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.mesh import sim
 from mpispeed.nn.tensor import TensorCut, inject
 from mpispeed.nn.tensor.attention_plan import Heads
+from mpispeed.nn.tensor.auto_policy import ruled_sites
 from mpispeed.nn.tensor.hub_plan import planned_sites
 from mpispeed.nn.tensor.row_policy import row_sites
 from mpispeed.nn.tensor.shard_plan import Division
@@ -181,6 +182,26 @@ def test_proof_without_values():
         other = nn.Sequential(Gate())
     report = sim.run(2, work)[0]
     assert report.cut == {"0.first": "column, rule, proved", "0.second": "row, rule, proved"}
+
+
+class Biased(nn.Module):
+    """Attention that is right without the bias of all heads that others give it."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 2
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, position_bias=None):
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, position_bias)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_attention_with_numbers_from_outside_stays_whole():
+    found = ruled_sites(nn.Sequential(Biased()), Division(2), set())
+    assert not found.sites
+    assert found.whole == {"0": "may be given position_bias with all heads"}
 
 
 def test_grains_only_where_each_rank_gets_one():

@@ -1,0 +1,158 @@
+"""Files that cannot be trusted, and names that differ between files and models."""
+
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.inference.weights import budget, load_weights, save_sharded
+from mpispeed.mesh import sim
+
+
+class Inner(nn.Module):
+    base_model_prefix = "model"
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.second.register_buffer("steps", torch.zeros(3, dtype=torch.bool))
+
+
+class Outer(nn.Module):
+    base_model_prefix = "model"
+
+    def __init__(self):
+        super().__init__()
+        self.model = Inner()
+        self.head = nn.Linear(6, 8, bias=False)
+        self.head.weight = self.model.first.weight
+
+
+def filled(kind=Outer, seed=1):
+    torch.manual_seed(seed)
+    made = kind()
+    with torch.no_grad():
+        for param in made.parameters():
+            param.normal_()
+    return made
+
+
+def load(model, source, **options):
+    return sim.run(1, lambda world: load_weights(model, source, world.node, world.comm, **options))[0]
+
+
+def refused(model, source, match, **options):
+    with pytest.raises(CheckpointError, match=match):
+        load(model, source, **options)
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left.state_dict().values(), right.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(("of", "into"), [(Inner, Outer), (Outer, Inner), (Outer, Outer)])
+def test_prefixes_of_one_side_are_found(tmp_path, of, into):
+    source, found = filled(of), filled(into, 2)
+    torch.save({f"module.{name}": value for name, value in source.state_dict().items()}, tmp_path / "x.pt")
+    assert load(found, tmp_path / "x.pt").unexpected == ()
+    inner = [getattr(model, "model", model) for model in (source, found)]
+    assert same(*inner)
+    if into is Outer:
+        assert found.head.weight is found.model.first.weight
+
+
+def test_missing_and_unexpected_names_are_one_sentence(tmp_path):
+    state = filled().state_dict()
+    state["model.second.weigth"] = state.pop("model.second.weight")
+    torch.save(state, tmp_path / "x.pt")
+    text = r"no 'model.second.weight', of 5 tensors of the model, and 1 that the model has no place for, such as "
+    refused(filled(), tmp_path / "x.pt", text + r"'model.second.weigth'. Did you mean \"model.second.weigth\"")
+    torch.save({**filled().state_dict(), "other": torch.ones(1)}, tmp_path / "x.pt")
+    assert load(filled(seed=2), tmp_path / "x.pt").unexpected == ("other",)
+
+
+def test_another_shape_is_told_with_both(tmp_path):
+    state = filled().state_dict()
+    state["model.second.bias"] = torch.zeros(7)
+    torch.save(state, tmp_path / "x.pt")
+    refused(filled(), tmp_path / "x.pt", r"x.pt has 'model.second.bias' of shape \(7,\), and .* has \(6,\)")
+
+
+def test_unaligned_and_transposed_tensors_are_read(tmp_path):
+    source = filled()
+    state = {name: value.clone() for name, value in source.state_dict().items() if name != "head.weight"}
+    save_file({"a": torch.zeros(1, dtype=torch.int8), **state}, tmp_path / "x.safetensors")
+    found = filled(seed=2)
+    assert load(found, tmp_path / "x.safetensors").unexpected == ("a",)
+    assert same(found, source)
+    torch.save({**state, "model.first.weight": state["model.first.weight"].t().contiguous().t()}, tmp_path / "x.pt")
+    found = filled(seed=3)
+    load(found, tmp_path / "x.pt")
+    assert same(found, source)
+
+
+def test_truth_values_have_to_be_such(tmp_path):
+    source = filled()
+    state = {name: value.clone() for name, value in source.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "x.safetensors")
+    raw = (tmp_path / "x.safetensors").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes(raw[:-3] + b"\2\0\0")
+    refused(filled(), tmp_path / "x.safetensors", "a truth value is stored as 2")
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_damaged_bytes_of_a_torch_file_are_found(tmp_path, monkeypatch, mapped):
+    monkeypatch.setattr("mpispeed.inference.weights.plan.LEAST_MAPPED_BYTES", 4)
+    source = filled()
+    torch.save(source.state_dict(), tmp_path / "x.pt")
+    raw = bytearray((tmp_path / "x.pt").read_bytes())
+    raw[raw.index(source.model.second.weight.detach().numpy().tobytes()) + 9] ^= 4
+    (tmp_path / "x.pt").write_bytes(raw)
+    with torch.device("meta"):
+        found = Outer()
+    found.head.weight = found.model.first.weight
+    refused(found, tmp_path / "x.pt", "x.pt is damaged: bytes .* do not match their checksum", mapped=mapped)
+
+
+def test_compressed_entries_are_refused(tmp_path):
+    torch.save(filled().state_dict(), tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as old,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+    refused(filled(), tmp_path / "y.pt", "is compressed")
+
+
+def test_a_copy_is_read_as_it_says_or_not_at_all(tmp_path):
+    source = filled()
+    sim.run(1, lambda world: save_sharded(source, tmp_path, world.comm))
+    found = filled(seed=2)
+    load(found, tmp_path)
+    assert same(found, source)
+    assert found.head.weight is found.model.first.weight
+    (tmp_path / "latest").write_text("../weights")
+    refused(filled(), tmp_path, "weights")
+
+
+def test_memory_is_what_the_group_has_left(tmp_path):
+    proc, group = tmp_path / "proc", tmp_path / "cgroup" / "job"
+    (proc / "self").mkdir(parents=True)
+    group.mkdir(parents=True)
+    (proc / "meminfo").write_text("MemFree: 1 kB\nMemAvailable:   4000 kB\n")
+    assert budget.available_bytes(proc) == 4000 << 10
+    (proc / "self" / "cgroup").write_text("0::/job\n")
+    (proc / "self" / "mountinfo").write_text(f"1 2 0:1 / {tmp_path / 'cgroup'} rw - cgroup2 cgroup2 rw\n")
+    (group / "memory.max").write_text("3000000")
+    (group / "memory.current").write_text("2000000")
+    (group / "memory.stat").write_text("inactive_file 500000\n")
+    assert budget.available_bytes(proc) == 1500000
+    monkey = filled()
+    torch.save(monkey.state_dict(), tmp_path / "x.pt")
+    with torch.device("meta"):
+        found = Outer()
+    refused(found, tmp_path / "x.pt", "its budget is 0.0 MiB", budget=100)
