@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import mpispeed
@@ -70,7 +71,12 @@ class Work:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         described = Described(folder, folder, model.config, None, POSITIONS, VOCABULARY, frozenset(), 0, "")
         prompts = open_prompts(path)
-        batches = cut([len(ids) for ids in self.ids], self.limits, batch_size=batch_size, max_positions=POSITIONS)
+        batches = cut(
+            np.array([len(ids) for ids in self.ids]),
+            np.array(self.limits),
+            batch_size=batch_size,
+            max_positions=POSITIONS,
+        )
         job = Job(described, prompts, batches, Encoder(None, vocabulary=VOCABULARY), Options(max_new_tokens=1))
         engine = mpispeed.init_inference(model, dtype=torch.float32, max_out_tokens=POSITIONS)
         self.answerer = Answerer(job, Opened(engine, engine.mesh["model"]), lambda: False)
