@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         LLAMALayerPolicy,
         TransformerPolicy,
     )
-    from mpispeed.inference.quantized import QuantOptions, Quantizer, quantize_model
+    from mpispeed.inference.quantized import Quantizer, QuantOptions, quantize_model
 
 __all__ = [
     "BLOOMLayerPolicy",
