@@ -68,10 +68,10 @@ def test_prefixes_of_one_side_are_found(tmp_path, of, into):
 
 def test_missing_and_unexpected_names_are_one_sentence(tmp_path):
     state = filled().state_dict()
-    state["model.second.weigth"] = state.pop("model.second.weight")
+    state["model.second.weigh"] = state.pop("model.second.weight")
     torch.save(state, tmp_path / "x.pt")
     text = r"no 'model.second.weight', of 5 tensors of the model, and 1 that the model has no place for, such as "
-    refused(filled(), tmp_path / "x.pt", text + r"'model.second.weigth'. Did you mean \"model.second.weigth\"")
+    refused(filled(), tmp_path / "x.pt", text + r"'model.second.weigh'. Did you mean \"model.second.weigh\"")
     torch.save({**filled().state_dict(), "other": torch.ones(1)}, tmp_path / "x.pt")
     assert load(filled(seed=2), tmp_path / "x.pt").unexpected == ("other",)
 
