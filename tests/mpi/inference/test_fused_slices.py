@@ -79,3 +79,23 @@ def test_policies_are_given_as_deepspeed_has_them(comm):
     assert isinstance(engine.bert.encoder.layer[0].forward, FusedLayer)
     assert float((expected - got).abs().max() / expected.abs().max()) < MOST_APART
     engine.destroy()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gptj"])
+def test_fused_layers_read_codes_of_quantized_weights(comm, family):
+    plain = tiny_model(family)
+    engines = [
+        mpispeed.init_inference(
+            copy.deepcopy(plain), dtype="int8", tp={"tp_size": comm.size}, replace_with_kernel_inject=is_fused
+        )
+        for is_fused in (False, True)
+    ]
+    kept = prompts()["attention_mask"].bool()
+    with torch.no_grad():
+        expected, got = (engine(**prompts()).logits[kept] for engine in engines)
+    assert float((expected - got).abs().max() / expected.abs().max()) < MOST_APART
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 1, "eos_token_id": None}
+    assert torch.equal(*(engine.generate(**prompts(), **options) for engine in engines))
+    for engine in engines:
+        engine.destroy()
