@@ -75,7 +75,7 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row(
         "weight_quantization",
         _any_of("quantized_initialization", "post_init_quant"),
-        "quantized weights are for inference; give these keys to init_inference, in quant.weight",
+        "not available in training; give these keys to init_inference, in quant.weight",
     ),
     Row("sequence_parallel_size", _more_than_one, "sequence parallelism is not available; use 1"),
 )  # fmt: skip

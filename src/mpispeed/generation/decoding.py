@@ -22,6 +22,7 @@ from mpispeed.generation.prompts import Prompts
 from mpispeed.generation.requests import Options, Prompt
 from mpispeed.generation.sampling import Row, Sampler, row_of
 from mpispeed.generation.texts import Encoder, RowLimits, trim
+from mpispeed.inference.fused import growing_cache
 
 LEAST_ROWS, LEAST_TOKENS = 2, 4
 """Rows that have ended are left behind where so many rows are left, and not more often than every so many tokens."""
@@ -170,7 +171,7 @@ class Answerer:
         rows = [row_of(prompt, self.job.options) for prompt in prompts]
         width = max(map(len, ids))
         found = [Made() for _ in ids]
-        group = self._padded(ids, width)
+        group = self._padded(ids, width, max(limits))
         while group.places:
             end = self._step(group, rows, limits, [self._stops(prompt) for prompt in prompts], list(map(len, ids)))
             done = end.done.tolist() if end.done is not None else [True] * len(group.places)
@@ -182,7 +183,7 @@ class Answerer:
             self._leave_behind(group, [row for row, is_done in enumerate(done) if not is_done])
         return found
 
-    def _padded(self, ids: Sequence[Sequence[int]], width: int) -> Group:
+    def _padded(self, ids: Sequence[Sequence[int]], width: int, most: int) -> Group:
         tokens = np.full((len(ids), width), self.job.described.pad, np.int64)
         mask = np.zeros_like(tokens)
         for row, own in enumerate(ids):
@@ -191,9 +192,7 @@ class Answerer:
         device = self.opened.engine.device
         group = Group(list(range(len(ids))), torch.from_numpy(tokens).to(device), torch.from_numpy(mask).to(device))
         if self.leaves_behind:
-            from transformers import DynamicCache
-
-            group.cache = DynamicCache(config=self.job.described.config)
+            group.cache = growing_cache(self.job.described.config, width + most)
         return group
 
     def _step(

@@ -173,9 +173,9 @@ class Sampler:
         return scores
 
     def _look_for_nan(self, position: int, scores: Tensor) -> None:
-        """Nothing waits for a device here."""
+        """Nothing waits for a device here. The largest of some numbers is NaN if one of them is."""
         first = scores.new_full((len(scores),), -1, dtype=torch.int64) if self._first_nan is None else self._first_nan
-        self._first_nan = torch.where(scores.isnan().any(1) & (first < 0), position, first)
+        self._first_nan = torch.where(scores.amax(1).isnan() & (first < 0), position, first)
 
     def _table(self, device: torch.device) -> dict[str, Tensor]:
         """What rows have, as tensors on the device of the logits."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         LLAMALayerPolicy,
         TransformerPolicy,
     )
+    from mpispeed.inference.quantized import Quantizer, QuantOptions, quantize_model
 
 __all__ = [
     "BLOOMLayerPolicy",
@@ -34,9 +35,12 @@ __all__ = [
     "HFOPTLayerPolicy",
     "InferenceEngine",
     "LLAMALayerPolicy",
+    "QuantOptions",
+    "Quantizer",
     "TransformerPolicy",
     "default_inference_config",
     "init_inference",
+    "quantize_model",
 ]
 
 _HOME = {
@@ -48,9 +52,12 @@ _HOME = {
     "HFOPTLayerPolicy": "fused.policies",
     "InferenceEngine": "engine",
     "LLAMALayerPolicy": "fused.policies",
+    "QuantOptions": "quantized",
+    "Quantizer": "quantized",
     "TransformerPolicy": "fused.policies",
     "default_inference_config": "api",
     "init_inference": "api",
+    "quantize_model": "quantized",
 }
 
 

@@ -69,3 +69,25 @@ def test_files_that_are_not_there(comm, saved):
         mpispeed.init_inference(hub_models.build("llama"), checkpoint="nowhere", base_dir=saved[0])
     with pytest.raises(ConfigError, match="set_empty_params: values have to come from a checkpoint"):
         mpispeed.init_inference(hub_models.build("llama"), set_empty_params=True)
+
+
+def test_a_copy_of_slices_starts_the_next_engine(comm, saved):
+    folder, model = saved
+    sizes = {"tensor_parallel": {"tp_size": comm.size if comm.size != 3 else 1}, "dtype": "fp32"}
+    policy = {"type": "ds_model", "checkpoints": ["model.safetensors"]}
+    copy = f"{folder}/copy"
+    first = mpispeed.init_inference(
+        on_meta(), checkpoint=policy, base_dir=folder, save_mp_checkpoint_path=copy, **sizes
+    )
+    second = mpispeed.init_inference(on_meta(), checkpoint=copy, **sizes)
+    expected = answers(model.float())
+    assert torch.equal(answers(first), expected)
+    assert torch.equal(answers(second), expected)
+    first.destroy()
+    second.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_slices_needs_whole_ones(comm, saved):
+    with pytest.raises(ConfigError, match="save_mp_checkpoint_path: no rank has a whole slice"):
+        mpispeed.init_inference(on_meta(), checkpoint=saved[0], save_mp_checkpoint_path="x", zero={"stage": 3})

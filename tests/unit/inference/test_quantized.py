@@ -331,6 +331,20 @@ def test_models_without_a_layer_for_it_are_refused():
         q.quantize_module(nn.Embedding(10, 8, max_norm=1.0), q.Format())
 
 
+class Foreign(torch.Tensor):
+    """A tensor as libraries of quantization make them."""
+
+
+def test_weights_of_other_libraries_are_left_as_they_are():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Foreign))
+    report = q.quantize_model(model, q.QuantOptions())
+    assert report.whole == {"0": "its weight is of the kind Foreign, of another library"}
+    assert type(model[0].weight) is Foreign and q.is_quantized(model[1])
+    with pytest.raises(UsageError, match="Foreign"):
+        q.quantize_module(model[0], q.Format())
+
+
 class OwnLinear(nn.Linear):
     def forward(self, x):
         return x @ self.weight.t()

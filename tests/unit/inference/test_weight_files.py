@@ -8,8 +8,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt.foreign.found import ReadOptions
 from mpispeed.inference.weights import budget, load_weights, save_sharded
 from mpispeed.mesh import sim
+from tests.unit.ckpt import foreign_folders as folders
 
 
 class Inner(nn.Module):
@@ -101,6 +103,43 @@ def test_truth_values_have_to_be_such(tmp_path):
     raw = (tmp_path / "x.safetensors").read_bytes()
     (tmp_path / "x.safetensors").write_bytes(raw[:-3] + b"\2\0\0")
     refused(filled(), tmp_path / "x.safetensors", "a truth value is stored as 2")
+
+
+class Known(nn.Module):
+    """The names of `foreign_folders`, with a tied table."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.a = nn.Embedding(13, 7), nn.Linear(7, 5)
+        self.scale, self.norm = nn.Parameter(torch.zeros(())), nn.BatchNorm1d(7, affine=False)
+        self.norm.weight = nn.Parameter(torch.zeros(7))
+        self.norm.register_buffer("count", torch.tensor(0))
+        self.norm.num_batches_tracked = None
+        self.norm.running_var = None
+        self.frozen, self.head = nn.Linear(5, 7, bias=False), nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("kind", ["grouped", "cut", "universal", "whole"])
+def test_folders_of_deepspeed_are_read(tmp_path, monkeypatch, kind, mapped):
+    monkeypatch.setattr("mpispeed.inference.weights.plan.LEAST_MAPPED_BYTES", 4)
+    known = folders.Known()
+    if kind in ("grouped", "cut"):
+        getattr(folders, f"write_{kind}")(tmp_path, known, 3)
+    else:
+        getattr(folders, f"write_{kind}")(tmp_path, known)
+    with torch.device("meta"):
+        found = Known()
+    found.head.weight = found.embed.weight
+    options = (
+        ReadOptions(weights_only=True, frozen="^frozen", buffers="running_mean|count") if kind == "whole" else None
+    )
+    load(found, tmp_path, dtype=torch.float32, mapped=mapped, options=options)
+    weights = {name: known.slots[name, "master"] for name in known.names} | known.frozen | known.buffers
+    for name, value in found.state_dict().items():
+        if name != "head.weight":
+            assert torch.equal(value, weights[name].to(value.dtype)), name
 
 
 @pytest.mark.parametrize("mapped", [True, False])

@@ -253,6 +253,8 @@ def reason_to_keep(layer: nn.Module) -> str:
     weight = layer._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point():
         return "its weight is no matrix of floats"
+    if type(weight) not in (Tensor, nn.Parameter):  # such as those of torchao
+        return f"its weight is of the kind {type(weight).__name__}, of another library"
     if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
         return "it renormalises its rows"
     return ""
