@@ -78,5 +78,9 @@ class Streamed:
         return module
 
     def close(self) -> None:
-        """Give the model whole parameters back. Collective over: all ranks."""
+        """Let the shards go; the model, which may not fit on a rank, has no values any more.
+
+        Collective over: all ranks.
+        """
+        self._engine.mpispeed.parts.params.keeps_values = False
         self._engine.destroy()

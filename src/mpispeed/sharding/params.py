@@ -70,6 +70,7 @@ class ParamStore:
         wait: waits for started communication; its second argument is the reason, for messages.
         away: kinds of states that `engine.offload_states` took away.
         rests_cut: True if parameters may be sharded while nobody needs them, as at stage 3.
+        keeps_values: False: sharded parameters are left without values in the end, instead of being gathered.
     """
 
     is_of_init = False
@@ -92,7 +93,7 @@ class ParamStore:
         """
         self.shards, self.prefetcher, self.reader, self.wait = shards, prefetcher, reader, wait
         self.table, self.mesh, self.tiers, self.arena = shards.table, shards.mesh, shards.tiers, shards.arena
-        self.rests_cut = rests_cut
+        self.rests_cut, self.keeps_values = rests_cut, True
         self.away: frozenset[str] = frozenset()
         self._names = {id(param): place.entry.name for param, place in self.table.all_places()}
         for unit in self.table.all_units:
@@ -203,7 +204,7 @@ class ParamStore:
         self.shards.mark(unit)
 
     def give_back(self) -> None:
-        """Make every parameter an ordinary, full one again.
+        """Make every parameter an ordinary, full one again; or one on torch's meta device, without `keeps_values`.
 
         Collective over: the axes over which parameters are sharded at rest.
 
@@ -217,7 +218,7 @@ class ParamStore:
         for unit in self.table.all_units:
             if not unit.states.param.is_replicated:
                 try:
-                    self.shards.unshard(unit, self.shards.collected(unit))
+                    self._unshard(unit)
                 except StoreError as error:
                     problem = problem or error
         for unit in self.table.all_units:
@@ -227,6 +228,14 @@ class ParamStore:
         self.tiers.close()
         if problem is not None:
             raise problem
+
+    def _unshard(self, unit: Unit) -> None:
+        """Give the parameters of a unit their values, or none. Collective over: as `give_back`."""
+        if self.keeps_values:
+            self.shards.unshard(unit, self.shards.collected(unit))
+            return
+        for param in unit.params:
+            sharded_param.to_unsharded(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
     # -- as an owner ---------------------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ def test_models_on_meta_are_loaded_module_by_module(tier, folder):
     share = sum(param.ds_tensor.numel() for param in model.parameters())
     assert sum(start().comm.gather_objects(share)) == sum(param.numel() for param in source.parameters())
     streamed.close()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
+    assert all(param.is_meta and type(param) is torch.nn.Parameter for param in model.parameters())
 
 
 @pytest.mark.ranks(2)
