@@ -204,7 +204,7 @@ class ParamStore:
         self.shards.mark(unit)
 
     def give_back(self) -> None:
-        """Make every parameter an ordinary, full one again; or one on torch's meta device, without `keeps_values`.
+        """Make every parameter an ordinary, full one again; without `keeps_values` those without data stay so.
 
         Collective over: the axes over which parameters are sharded at rest.
 
@@ -216,26 +216,18 @@ class ParamStore:
             self.prefetcher.abandon()
         problem: StoreError | None = None
         for unit in self.table.all_units:
-            if not unit.states.param.is_replicated:
+            if self.keeps_values and not unit.states.param.is_replicated:
                 try:
-                    self._unshard(unit)
+                    self.shards.unshard(unit, self.shards.collected(unit))
                 except StoreError as error:
                     problem = problem or error
         for unit in self.table.all_units:
             for param in unit.params:
-                if problem is None or not sharded_param.is_sharded(param):
+                if not sharded_param.is_sharded(param):
                     sharded_param.forget(param)
         self.tiers.close()
         if problem is not None:
             raise problem
-
-    def _unshard(self, unit: Unit) -> None:
-        """Give the parameters of a unit their values, or none. Collective over: as `give_back`."""
-        if self.keeps_values:
-            self.shards.unshard(unit, self.shards.collected(unit))
-            return
-        for param in unit.params:
-            sharded_param.to_unsharded(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
     # -- as an owner ---------------------------------------------------------------------------------------------
 
