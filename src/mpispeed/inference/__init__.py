@@ -40,6 +40,7 @@ __all__ = [
     "Quantizer",
     "TransformerPolicy",
     "default_inference_config",
+    "growing_cache",
     "init_inference",
     "quantize_model",
 ]
