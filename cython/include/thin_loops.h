@@ -1,4 +1,4 @@
-/* Products of few rows with a weight: y = x w^T + bias, at the speed at which the weight comes from memory.
+/* Products of few rows with a weight: y = x w^T + bias, with the weight read from memory once.
  *
  * A block of outputs is worked on for up to four rows at once, each sum in sixteen lanes along the inputs: the bits of
  * a row depend neither on the other rows, nor on threads, nor on the vector width. */

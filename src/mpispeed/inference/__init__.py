@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpispeed.inference.api import default_inference_config, init_inference
     from mpispeed.inference.engine import InferenceEngine
+    from mpispeed.inference.fused.cache import growing_cache
     from mpispeed.inference.fused.policies import (
         BLOOMLayerPolicy,
         HFBertLayerPolicy,
@@ -39,6 +40,7 @@ __all__ = [
     "Quantizer",
     "TransformerPolicy",
     "default_inference_config",
+    "growing_cache",
     "init_inference",
     "quantize_model",
 ]
@@ -56,6 +58,7 @@ _HOME = {
     "Quantizer": "quantized",
     "TransformerPolicy": "fused.policies",
     "default_inference_config": "api",
+    "growing_cache": "fused.cache",
     "init_inference": "api",
     "quantize_model": "quantized",
 }

@@ -1,4 +1,4 @@
-"""Products of few rows with a weight on the host, as in decoding: y = x w^T + bias at the speed of memory.
+"""Products of few rows with a weight on the host, as in decoding: y = x w^T + bias, with the weight read once.
 
 Each output is a sum in sixteen fp32 lanes along the inputs, joined in a fixed order and rounded once: the bits of a row
 depend neither on the other rows of the call, nor on threads, nor on the vector width, and are those of the reference.
@@ -15,7 +15,7 @@ from torch import Tensor
 from mpispeed.native import status
 
 KINDS = {torch.float32: 1, torch.bfloat16: 2}
-"""Dtypes with a loop. With fp16, torch's product of one row is at the speed of memory."""
+"""Dtypes with a loop. With fp16, torch's product of one row is the faster one."""
 
 MOST_ROWS = {torch.float32: 32, torch.bfloat16: 4}
 """Rows up to which the loop is the faster one."""
