@@ -162,25 +162,24 @@ def contenders(models: dict[str, Any], work: Work, stack: ExitStack) -> dict[str
 
 
 def compare(calls: dict[str, Callable[[], Tokens]], work: Work, rounds: int) -> dict[str, Any]:
-    """Seconds of each by rounds, after one round in which the answers are compared."""
+    """Seconds of each by rounds; answers are compared in the first one."""
     asked = sum(work.limits)
-    answers = {name: call() for name, call in calls.items()}
-    for name, found in answers.items():
-        if [len(each) for each in found] != work.limits:
-            msg = f"{name} has answers of other lengths than were asked for"
-            raise AssertionError(msg)
-    equal = {
-        name: sum(a == b for a, b in zip(found, answers["transformers"], strict=True)) / len(found)
-        for name, found in answers.items()
-    }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     cpu: dict[str, list[float]] = {name: [] for name in calls}
+    answers: dict[str, Tokens] = {}
     for _ in range(rounds):
         for name, call in calls.items():
             begin, cpu_begin = time.perf_counter(), time.process_time()
-            call()
+            found = call()
             seconds[name].append(time.perf_counter() - begin)
             cpu[name].append(time.process_time() - cpu_begin)
+            answers.setdefault(name, found)
+    for name, found in answers.items():
+        if [len(each) for each in found] != work.limits:
+            msg = f"{name} has answers of other lengths than were asked for"
+            raise RuntimeError(msg)
+    first = answers["transformers"]
+    equal = {name: sum(map(list.__eq__, found, first)) / len(first) for name, found in answers.items()}
     rates = {name: asked / statistics.median(own) for name, own in seconds.items()}
     return {
         "tokens": asked, "seconds": seconds, "cpu_seconds": cpu, "tokens_per_second": rates,
