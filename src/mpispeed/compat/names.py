@@ -74,6 +74,11 @@ SERVED: dict[str, dict[str, str]] = {
     "inference": {"mpispeed.inference": "*"},
     "inference.config": _SETTINGS,
     "inference.engine": {"mpispeed.inference": "InferenceEngine"},
+    "module_inject": {"mpispeed.inference": "HFBertLayerPolicy"},
+    "module_inject.replace_policy": {
+        "mpispeed.inference": "BLOOMLayerPolicy HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy "
+        "HFGPTNEOLayerPolicy HFOPTLayerPolicy LLAMALayerPolicy"
+    },
     "launcher.runner": {"mpispeed.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
     "moe": {"mpispeed.moe": "*"},
     "moe.experts": {"mpispeed.nn.expert": "ExpertModules=Experts"},

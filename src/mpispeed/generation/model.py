@@ -229,7 +229,9 @@ def open_model(described: Described, *, dtype: str | None, tensor: int, settings
     asked = {name: value for name, value in asked.items() if not {name, *given.get(name, ())} & settings.keys()}
     world = join_world()
     with world.comm.together(UsageError), torch.device("meta"):
-        module = _read(lambda: AutoModelForCausalLM.from_config(described.config), described.folder)
+        module = _read(
+            lambda: AutoModelForCausalLM.from_config(described.config, trust_remote_code=False), described.folder
+        )
         # Options of generation are those of the job, and nothing comes out of the model's folder besides.
         module.generation_config = GenerationConfig()
     engine = init_inference(module, dict(settings), **asked)
