@@ -12,7 +12,6 @@ LATER = {
     "autotuning": "autotuning is not available",
     "curriculum": "curriculum learning is not available",
     "flops_profiler": "belongs to the flops profiler, which mpispeed",
-    "inference": "belongs to inference, which mpispeed",
 }
 LINES = 40
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from mpispeed.inference.in_step import InStep
     from mpispeed.mesh.mesh import Mesh
 
+
+_TABLES = ("wpe", "embed_positions", "position_embeddings")
+"""Names of learned tables of positions in transformers' models; the config has their length."""
 
 MakeCache = Callable[[nn.Module, int], Any]
 """Makes a cache for a model and a number of sequences."""
@@ -204,7 +208,11 @@ class InferenceEngine(nn.Module):
         tokens = _tokens_of(inputs, kwargs)
         if tokens is None:
             return
-        length, limits = tokens.shape[1], self._limits
+        length, limits, rows = tokens.shape[1], self._limits, _table_rows(self.module)
+        if length > rows:
+            msg = f"engine.generate(): prompts of {length} tokens, but the model has a table of {rows} positions; give "
+            msg += "shorter prompts, or split them"
+            raise UsageError(msg)
         has_encoder = bool(getattr(getattr(self.module, "config", None), "is_encoder_decoder", False))
         new = 0 if has_encoder else limits.least_new
         if length + new > limits.most_tokens:
@@ -214,6 +222,13 @@ class InferenceEngine(nn.Module):
                 "those of the prompt included; give init_inference a larger max_out_tokens (max_tokens)"
             )
             raise UsageError(msg)
+
+
+def _table_rows(module: nn.Module) -> int:
+    """Tokens for which a model with a table of positions has a row; `sys.maxsize` for others."""
+    has_table = any(path.rpartition(".")[2] in _TABLES for path, _ in module.named_modules())
+    found = getattr(getattr(module, "config", None), "max_position_embeddings", None) if has_table else None
+    return found if isinstance(found, int) else sys.maxsize
 
 
 def _tokens_of(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

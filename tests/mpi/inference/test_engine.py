@@ -138,6 +138,13 @@ def test_limits_of_generation(comm):
         engine(tokens)
 
 
+def test_a_table_of_positions_is_a_limit(comm):
+    engine = engine_of()
+    with pytest.raises(UsageError, match="prompts of 36 tokens, but the model has a table of 32 positions"):
+        engine.generate(hub_models.batch()["input_ids"].repeat(1, 3), max_new_tokens=1)
+    engine.destroy()
+
+
 @pytest.mark.ranks(2, 4)
 def test_clocks_do_not_stop_sliced_models(comm):
     engine = engine_of(tensor_parallel={"tp_size": 2})
