@@ -127,6 +127,10 @@ def test_ranks_show_a_mistake_once(folder):
     done = call(*words, "--temperature", "warm", ranks=2)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("Invalid value for '--temperature'") == 1
+    (folder / "settings.json").write_text("{")
+    done = call(*words, "--config", folder / "settings.json", ranks=2)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("settings.json is no JSON") == 1
 
 
 def test_results_are_shown(straight):

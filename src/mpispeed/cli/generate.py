@@ -92,9 +92,12 @@ def generate(shown: Path | None, **asked: Any) -> None:
             sys.exit(2)
         msg = f"{', '.join(lacking)} is missing; see mpispeed generate --help"
         raise UsageError(msg)
+    from mpispeed.engine.distributed import join_world
     from mpispeed.generation.job import run
 
-    run(_settings(asked))
+    with join_world().comm.together(UsageError):  # each rank reads files, and one of them tells what is wrong
+        settings = _settings(asked)
+    run(settings)
 
 
 def _show(path: Path) -> None:

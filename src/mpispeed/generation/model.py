@@ -112,6 +112,13 @@ def describe_model(model: Path, config_folder: Path | None = None) -> Described:
         msg = f"{folder} has a {config.model_type} model, with an encoder; only models that continue texts can be used"
         raise UsageError(msg)
     text = config.get_text_config()
+    kernels = next((named for named in map(_attention_of, (config, text)) if "/" in named), "")
+    if kernels:
+        msg = (
+            f"config.json in {folder} asks for attention by {printable(kernels, 80)}, code that transformers would get "
+        )
+        msg += "from the hub; take the entry attn_implementation out of it"
+        raise UsageError(msg)
     tokenizer = _tokenizer(folder)
     ends = _ends(folder, text, tokenizer)
     pad = getattr(tokenizer, "pad_token_id", None)
@@ -126,6 +133,10 @@ def describe_model(model: Path, config_folder: Path | None = None) -> Described:
         pad=int(pad) if pad is not None else min(ends, default=0),
         digest=digest_of(*dict.fromkeys((folder, model))),
     )
+
+
+def _attention_of(config: Any) -> str:
+    return str(getattr(config, "_attn_implementation", None) or "")
 
 
 def _read(read: Callable[[], T], folder: Path) -> T:

@@ -29,15 +29,26 @@ def remake_buffers(model: nn.Module, device: torch.device | str = "cpu") -> list
     """
     made: list[str] = []
     for path, module in model.named_modules():
-        own = [
-            name
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
-        ]
+        own = _to_remake(module)
         if own:
             _remake(_maker(model, path), module, path, own, torch.device(device))
             made += [f"{path}.{name}" if path else name for name in own]
     return made
+
+
+def remade_bytes(model: nn.Module) -> int:
+    """Bytes that `remake_buffers` needs at most. Sizes of buffers come from a config, not from files of weights."""
+    sizes = [sum(module.get_buffer(name).nbytes for name in _to_remake(module)) for module in model.modules()]
+    return sum(sizes) + 2 * max(sizes, default=0)  # two twins of a module at once, and what fills one
+
+
+def _to_remake(module: nn.Module) -> list[str]:
+    """Names of a module's own buffers on the meta device that are not saved."""
+    return [
+        name
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
+    ]
 
 
 def _maker(model: nn.Module, path: str) -> Any:

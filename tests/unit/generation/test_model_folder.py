@@ -40,3 +40,12 @@ def test_code_of_a_folder_is_not_run_even_if_somebody_answers_yes(
         open_model(describe_model(tmp_path), dtype=None, tensor=1, settings={})
     assert not mark.exists()
     assert answers.tell() == 0  # nobody was asked
+
+
+@pytest.mark.parametrize("named", ["kernels-community/flash-attn", "someone/else:layer", "paged|someone/else"])
+def test_attention_by_code_of_the_hub_is_refused(tmp_path: Path, named: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "attn_implementation": named}))
+    with pytest.raises(UsageError, match="take the entry attn_implementation out of it"):
+        describe_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "attn_implementation": "sdpa"}))
+    assert describe_model(tmp_path).tokenizer is None

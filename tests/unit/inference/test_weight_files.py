@@ -4,6 +4,7 @@ import zipfile
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
@@ -195,3 +196,18 @@ def test_memory_is_what_the_group_has_left(tmp_path):
     with torch.device("meta"):
         found = Outer()
     refused(found, tmp_path / "x.pt", "its budget is 0.0 MiB", budget=100)
+
+
+def test_masks_as_large_as_a_config_says_are_counted_before_they_are_made(tmp_path):
+    """A folder's config alone says how large they are: 30,000 positions are 0.8 GiB in each layer of a GPT-Neo."""
+    sizes = {"max_position_embeddings": 30000, "hidden_size": 4, "num_layers": 2, "num_heads": 1, "vocab_size": 8}
+    config = transformers.GPTNeoConfig(**sizes, attention_types=[[["global"], 2]])
+    with torch.device("meta"):
+        found = transformers.GPTNeoForCausalLM(config)
+    values = {name: torch.zeros(each.shape) for name, each in found.state_dict().items() if name != "lm_head.weight"}
+    path = tmp_path / "model.pt"
+    torch.save(values, path)
+    masks = sum(buffer.nbytes for name, buffer in found.named_buffers() if name.endswith(".bias"))
+    assert masks > 1 << 30
+    refused(found, path, r"and the buffers of the model take .* GiB on a rank", budget=masks)
+    assert all(buffer.is_meta for buffer in found.buffers())

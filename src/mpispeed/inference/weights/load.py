@@ -17,7 +17,7 @@ from torch import nn
 from mpispeed.base.errors import CheckpointError
 from mpispeed.ckpt.foreign.found import ReadOptions
 from mpispeed.ckpt.foreign.in_file import Files
-from mpispeed.inference.buffers import remake_buffers
+from mpispeed.inference.buffers import remade_bytes, remake_buffers
 from mpispeed.inference.weights import budget as budgets
 from mpispeed.inference.weights import schedule
 from mpispeed.inference.weights.names import Matched, first_names, match, missing_message
@@ -138,7 +138,7 @@ def _load(
     sources, matched, targets = _agreed(model, node, tensor, find, dtype)
     pairs, rounds = make_plan(node, tensor, matched, sources, mapped=mapped)
     needed = sum(pair.target.new_bytes for pair in pairs if pair.mapped is None) + 4 * schedule.PIECE_BYTES
-    budgets.check(node, needed, budget, str(sources.path))
+    budgets.check(node, needed + remade_bytes(model), budget, f"{sources.path} and the buffers of the model")
     if matched.unexpected and node.rank == 0:
         log.warning("%s has tensors that the model has no place for: %s", sources.path, first_names(matched.unexpected))
     finisher = _Finisher(targets, [pair.target for pair in pairs], finish)
