@@ -3,7 +3,7 @@
 Each output is a sum in sixteen fp32 lanes along the inputs, joined in a fixed order and rounded once: the bits of a row
 depend neither on the other rows of the call, nor on threads, nor on the vector width, and are those of the reference.
 
-torch's own product is faster where rows are many; `MOST_ROWS` is where the two met on one kind of processor
+torch's own product is faster where rows are many; `MOST_ROWS` is from one kind of processor, an AMD EPYC with AVX-512
 (benchmarks/inference/kernels.py measures it).
 """
 
@@ -17,8 +17,8 @@ from mpispeed.native import status
 KINDS = {torch.float32: 1, torch.bfloat16: 2}
 """Dtypes with a loop. With fp16, torch's product of one row is the faster one."""
 
-MOST_ROWS = {torch.float32: 32, torch.bfloat16: 4}
-"""Rows up to which the loop is the faster one."""
+MOST_ROWS = {torch.float32: 64, torch.bfloat16: 2}
+"""Rows up to which the loop is the faster one, or up to which it was measured."""
 
 _LANES = 16
 _PLAIN = (Tensor, torch.nn.Parameter)
