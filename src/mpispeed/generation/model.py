@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -105,6 +106,7 @@ def describe_model(model: Path, config_folder: Path | None = None) -> Described:
         if config_folder is None:
             msg += "; of a checkpoint, give a folder with config.json as --model-config"
         raise UsageError(msg)
+    _require_transformers()
     from transformers import AutoConfig
 
     config = _read(lambda: AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), folder)
@@ -133,6 +135,13 @@ def describe_model(model: Path, config_folder: Path | None = None) -> Described:
         pad=int(pad) if pad is not None else min(ends, default=0),
         digest=digest_of(*dict.fromkeys((folder, model))),
     )
+
+
+def _require_transformers() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        msg = "mpispeed generate reads models and tokenizers by the package transformers, which is not installed here: "
+        msg += "pip install transformers"
+        raise UsageError(msg)
 
 
 def _attention_of(config: Any) -> str:

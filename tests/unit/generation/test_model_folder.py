@@ -49,3 +49,10 @@ def test_attention_by_code_of_the_hub_is_refused(tmp_path: Path, named: str) -> 
         describe_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "attn_implementation": "sdpa"}))
     assert describe_model(tmp_path).tokenizer is None
+
+
+def test_without_transformers_a_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install transformers"):
+        describe_model(tmp_path)
