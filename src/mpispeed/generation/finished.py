@@ -27,10 +27,9 @@ from mpispeed.base.errors import MpispeedError, UsageError
 from mpispeed.base.plain import printable
 from mpispeed.generation.answers import REASONS, Answers, arrays_of, pack, unpack
 from mpispeed.generation.batches import Batches
-from mpispeed.generation.identity import Identity, sync_folder
+from mpispeed.generation.identity import FINISHED_SUFFIX, Identity, sync_folder
 from mpispeed.native.checksum import crc32c
 
-SUFFIX = ".finished"
 ASIDE = ".aside"
 """Is appended to the name of a file that is of no use."""
 
@@ -69,7 +68,7 @@ class Writer:
                 f"start is {start!r:.80} and group {group}; expected 1 to 64 letters, digits, '_' and '-', and a number"
             )
             raise UsageError(msg)
-        self.path = folder / f"{start}-{group:05d}{SUFFIX}"
+        self.path = folder / f"{start}-{group:05d}{FINISHED_SUFFIX}"
         self._identity = identity
         self._handle, self._end = -1, 0
 
@@ -240,7 +239,9 @@ def scan(folder: Path, identity: Identity, batches: Batches | None = None, *, se
     found = Finished(folder, np.zeros(identity.count, bool))
     found._places = np.zeros((identity.count, 3), np.int64)
     try:
-        paths = sorted(each for each in folder.iterdir() if each.name.endswith(SUFFIX)) if folder.exists() else []
+        paths = (
+            sorted(each for each in folder.iterdir() if each.name.endswith(FINISHED_SUFFIX)) if folder.exists() else []
+        )
         for path in paths:
             problem = _scan_file(path, identity, batches, found)
             if problem:

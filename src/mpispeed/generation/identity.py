@@ -14,6 +14,7 @@ from typing import Any
 
 from mpispeed.base.errors import UsageError
 from mpispeed.base.plain import printable, read_plain
+from mpispeed.store.owner import OwnerLock
 
 JOB_FILE = "job.json"
 """In the work folder of a job."""
@@ -21,6 +22,7 @@ JOB_FILE = "job.json"
 ANSWERED_FILE = "answered.json"
 """In the work folder of a job whose results are written: their paths, {"results": [...]}; finished batches are gone."""
 
+FINISHED_SUFFIX, LOCK_FILE = ".finished", ".lock"
 FORMAT = "mpispeed-generate-1"
 _MOST_BYTES = 4 << 20
 
@@ -122,6 +124,9 @@ def claim(folder: Path, identity: Identity) -> bool:
     if path.exists():
         found = read(folder)
         differences = identity.differences(found)
+        if differences and not _has_answers(folder):  # the settings of a start that came to nothing were put right
+            put_text(path, identity.as_json() + "\n")
+            return False
         if differences:
             msg = (
                 f"{folder} has the work of another job: these differ: {', '.join(differences)}; give this job another "
@@ -129,11 +134,46 @@ def claim(folder: Path, identity: Identity) -> bool:
             msg += "file of results, or remove the folder"
             raise OtherJob(msg)
         return True
-    if any(not each.name.startswith(f".{JOB_FILE}.tmp-") for each in folder.iterdir()):
+    if _is_foreign(folder):
         msg = f"{folder} has files but no {JOB_FILE}, as a job would; give this job another file of results"
         raise OtherJob(msg)
     put_text(path, identity.as_json() + "\n")
     return False
+
+
+def lock(folder: Path) -> OwnerLock | None:
+    """Keep other jobs out of a work folder, which is made, as long as this process lives. To be called by one rank.
+
+    None where there is nothing to keep: the folder is none of a job, or its file system has no locks.
+
+    Raises:
+        OtherJob: another process has it.
+        OSError: it cannot be made or read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / JOB_FILE).exists() and _is_foreign(folder):
+        return None
+    path = folder / LOCK_FILE
+    found = OwnerLock(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+    try:
+        is_free = found.take()
+    except OSError:
+        found.close()
+        return None
+    if not is_free:
+        found.close()
+        msg = f"another job is at work in {folder}: wait for its end, or give this job another file of results"
+        raise OtherJob(msg)
+    return found
+
+
+def _is_foreign(folder: Path) -> bool:
+    """True if a folder without an identity has files of somebody else."""
+    return any(each.name != LOCK_FILE and not each.name.startswith(f".{JOB_FILE}.tmp-") for each in folder.iterdir())
+
+
+def _has_answers(folder: Path) -> bool:
+    return any(each.name == ANSWERED_FILE or FINISHED_SUFFIX in each.name for each in folder.iterdir())
 
 
 def read(folder: Path) -> Identity:

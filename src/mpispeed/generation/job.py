@@ -29,7 +29,7 @@ from mpispeed.generation.batches import Batches, cut
 from mpispeed.generation.counter import GOES_ON, NONE, Counter, Report, Stop
 from mpispeed.generation.decoding import Answerer, Dropped, Job
 from mpispeed.generation.finished import Finished, Writer, scan
-from mpispeed.generation.identity import ANSWERED_FILE, Identity, OtherJob, claim, put_text
+from mpispeed.generation.identity import ANSWERED_FILE, Identity, OtherJob, claim, lock, put_text
 from mpispeed.generation.model import Described, Opened, describe_model, open_model
 from mpispeed.generation.prompt_index import Index
 from mpispeed.generation.prompts import Prompts, open_prompts
@@ -41,6 +41,7 @@ from mpispeed.walltime.requests import SignalWatch
 
 if TYPE_CHECKING:
     from mpispeed.mesh import World
+    from mpispeed.store.owner import OwnerLock
 
 log = logging.getLogger(__name__)
 
@@ -180,9 +181,17 @@ class Start:
         self._world, self._settings, self._job, self._identity = world, settings, job, identity
         self._work = settings.work_folder
         self._shift: Shift | None = None
+        self._lock: OwnerLock | None = None
 
     def run(self, open_with: Open) -> Outcome:
         """Collective over: all ranks."""
+        try:
+            return self._run(open_with)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+
+    def _run(self, open_with: Open) -> Outcome:
         comm = self._world.comm
         found, state = None, ""
         with comm.together(UsageError, doing=""):
@@ -214,6 +223,7 @@ class Start:
 
     def _look(self) -> tuple[Finished | None, str]:
         """What earlier starts have finished; a text if there is nothing to do. On rank 0."""
+        self._lock = lock(self._work)
         is_resumed = claim(self._work, self._identity)
         if is_resumed and (self._work / ANSWERED_FILE).is_file():
             lacking = [path for path in self._settings.outputs if not path.exists()]

@@ -13,7 +13,7 @@ from mpispeed.base.errors import UsageError
 from mpispeed.generation import finished as module
 from mpispeed.generation.answers import EOS, REASONS, Answer, Answers, arrays_of, pack, unpack
 from mpispeed.generation.finished import WorkError, Writer, scan
-from mpispeed.generation.identity import Identity, OtherJob, claim, read
+from mpispeed.generation.identity import Identity, OtherJob, claim, lock, read
 from tests.unit.generation.work import answer, answers, finish, job
 
 ANSWERS = st.builds(
@@ -214,8 +214,11 @@ def test_a_batch_that_changed_after_the_scan_is_refused(tmp_path):
 def test_a_folder_of_another_job_is_refused_with_what_differs(tmp_path):
     _, _, identity = job(tmp_path)
     folder = tmp_path / "work"
-    claim(folder, identity)
     other = replace(identity, prompts="else", settings={"temperature": 0.7, "top_k": 5})
+    claim(folder, other)
+    assert claim(folder, identity) is False  # nothing was answered: a mistake in the settings was put right
+    assert claim(folder, identity) is True
+    (folder / "1-00000.finished").touch()
     with pytest.raises(OtherJob, match=r"differ: prompts, temperature \(0.5 there, 0.7 here\), top_k \(None there, 5"):
         claim(folder, other)
     assert claim(folder, replace(identity, notes={"version": "other"})) is True
@@ -223,6 +226,20 @@ def test_a_folder_of_another_job_is_refused_with_what_differs(tmp_path):
     (tmp_path / "full" / "thesis.tex").write_text("x")
     with pytest.raises(OtherJob, match=r"has files but no job\.json"):
         claim(tmp_path / "full", identity)
+
+
+def test_two_jobs_at_once_are_refused(tmp_path):
+    _, _, identity = job(tmp_path)
+    first = lock(tmp_path / "work")
+    assert claim(tmp_path / "work", identity) is False
+    with pytest.raises(OtherJob, match="another job is at work"):
+        lock(tmp_path / "work")
+    first.close()
+    lock(tmp_path / "work").close()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("x")
+    assert lock(tmp_path / "full") is None
+    assert [each.name for each in (tmp_path / "full").iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.parametrize(
