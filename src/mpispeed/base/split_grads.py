@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mpispeed.base.instance_attributes import put_on
+
 Deliver = Callable[[torch.Tensor, torch.Tensor], None]
 """Takes a parameter and its gradient."""
 
@@ -188,16 +190,5 @@ def _replacement(module: nn.Module) -> tuple[str, Callable[..., torch.Tensor]] |
 
 def split(model: nn.Module) -> Callable[[], None]:
     """Run linear layers and convolutions of `model` here from now on, and `Splits` layers; gives what ends that."""
-    changed: list[tuple[nn.Module, str]] = []
-    for module in model.modules():
-        name, replacement = _replacement(module) or ("", None)
-        if replacement is not None and name not in vars(module):
-            setattr(module, name, replacement)
-            changed.append((module, name))
-
-    def undo() -> None:
-        for module, name in changed:
-            vars(module).pop(name, None)
-        changed.clear()
-
-    return undo
+    found = ((module, _replacement(module)) for module in model.modules())
+    return put_on((module, *how) for module, how in found if how is not None)

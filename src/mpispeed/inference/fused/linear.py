@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mpispeed.base.instance_attributes import put_on
 from mpispeed.base.split_grads import Splits, product
 from mpispeed.native.thin_product import KINDS, fits, thin_linear
 
@@ -44,23 +45,17 @@ def use_thin_products(model: nn.Module) -> Callable[[], None]:
     Weights of transformers' Conv1D, [in, out], get the memory order of [out, in]: shapes and values stay. Layers of
     other classes, such as quantized ones, stay as they are, and so do layers with a forward of their own.
     """
-    changed: list[tuple[nn.Module, str]] = []
+    return put_on(_places(model))
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Tensor]]]:
     for module in model.modules():
         place = _place(module)
-        if place is None or place[0] in vars(module):
-            continue
-        name, replacement, is_transposed = place
-        if is_transposed:
-            _turn(module)
-        setattr(module, name, replacement)
-        changed.append((module, name))
-
-    def undo() -> None:
-        for module, name in changed:
-            vars(module).pop(name, None)
-        changed.clear()
-
-    return undo
+        if place is not None and place[0] not in vars(module):
+            name, replacement, is_transposed = place
+            if is_transposed:
+                _turn(module)
+            yield module, name, replacement
 
 
 def _place(module: Any) -> tuple[str, Callable[..., Tensor], bool] | None:

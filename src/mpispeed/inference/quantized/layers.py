@@ -167,12 +167,17 @@ class QuantizedEmbedding(nn.Embedding):
         return apply_to_coded(self, nn.Embedding, fn, recurse)
 
 
+def _product(
+    layer: nn.Module, x: Tensor, weight: None, bias: Tensor | None = None, is_transposed: bool = False
+) -> Tensor:
+    """What sliced layers multiply by. The codes are [outputs, inputs] in any case."""
+    return weight_codes.linear(x, codes_of(layer), bias)
+
+
 class QuantizedColumnLinear(ColumnLinear):
     """`ColumnLinear` with a coded weight."""
 
-    def product(self, x: Tensor, weight: None, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
-        """What the base multiplies by. The codes are [outputs, inputs] in any case."""
-        return weight_codes.linear(x, codes_of(self), bias)
+    product = _product
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return apply_to_coded(self, ColumnLinear, fn, recurse)
@@ -181,9 +186,7 @@ class QuantizedColumnLinear(ColumnLinear):
 class QuantizedRowLinear(RowLinear):
     """`RowLinear` with a coded weight."""
 
-    def product(self, x: Tensor, weight: None, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
-        """What the base multiplies by. The codes are [outputs, inputs] in any case."""
-        return weight_codes.linear(x, codes_of(self), bias)
+    product = _product
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return apply_to_coded(self, RowLinear, fn, recurse)
@@ -192,9 +195,7 @@ class QuantizedRowLinear(RowLinear):
 class QuantizedVocabLinear(VocabLinear):
     """`VocabLinear` with a coded weight."""
 
-    def product(self, x: Tensor, weight: None, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
-        """What the base multiplies by."""
-        return weight_codes.linear(x, codes_of(self), bias)
+    product = _product
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return apply_to_coded(self, VocabLinear, fn, recurse)
