@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import h5py
 import numpy as np
-from h5py import h5d, h5g, h5l, h5o, h5t
+from h5py import h5d, h5g, h5t
 
 from mpispeed.base.plain import printable
+from mpispeed.ckpt.format.hdf5 import hard_child
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 """First bytes of a file."""
@@ -206,20 +207,13 @@ def child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
         KeyError: there is nothing of that name.
         ValueError: it is a link, or something else.
     """
-    raw = name.encode()
-    if name in ("", ".") or "/" in name or not parent.links.exists(raw):
+    try:
+        return hard_child(parent, name)
+    except KeyError:
         has = ", ".join(map(shown, names(parent)[:8])) or "nothing"
         msg = f"there is no {shown(name)!r} (there is {has}); name the dataset of texts, or the group of tokens and "
         msg += "offsets"
-        raise KeyError(msg)
-    if parent.links.get_info(raw).type != h5l.TYPE_HARD:
-        msg = f"{shown(name)} is a soft or external link, which is not followed; copy what it points to into the file"
-        raise ValueError(msg)
-    found = h5o.open(parent, raw)
-    if not isinstance(found, (h5g.GroupID, h5d.DatasetID)):
-        msg = f"{shown(name)} is neither a group nor a dataset"
-        raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
-    return found
+        raise KeyError(msg) from None
 
 
 def names(group: h5g.GroupID) -> list[str]:

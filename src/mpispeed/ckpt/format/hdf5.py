@@ -247,13 +247,19 @@ def child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
         KeyError: there is nothing of that name.
         ValueError: it is a link elsewhere, stored elsewhere or larger than the file.
     """
-    found = _child(parent, name)
+    found = hard_child(parent, name)
     if isinstance(found, h5d.DatasetID):
         check_bytes(parent, name, found)
     return found
 
 
-def _child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
+def hard_child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
+    """As `child`, without a check of where elements are stored.
+
+    Raises:
+        KeyError: there is nothing of that name.
+        ValueError: the name is a path, or of a link elsewhere, or of neither a group nor a dataset.
+    """
     raw = name.encode()
     if "/" in name or name in ("", "."):
         msg = f"{_path(parent, name)}: {name!r} is a path and not a name"
@@ -262,11 +268,11 @@ def _child(parent: h5g.GroupID, name: str) -> h5g.GroupID | h5d.DatasetID:
         msg = f"there is no {_path(parent, name)}"
         raise KeyError(msg)
     if parent.links.get_info(raw).type != h5l.TYPE_HARD:
-        msg = f"{_path(parent, name)} is a soft or external link, which a checkpoint never has"
+        msg = f"{_path(parent, name)} is a soft or external link, which is not followed"
         raise ValueError(msg)
     found = h5o.open(parent, raw)
     if not isinstance(found, (h5g.GroupID, h5d.DatasetID)):
-        msg = f"{_path(parent, name)} is neither a group nor a dataset, as nothing in a checkpoint is"
+        msg = f"{_path(parent, name)} is neither a group nor a dataset"
         raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
     return found
 
@@ -292,7 +298,7 @@ def child_place(parent: h5g.GroupID, name: str) -> h5d.DatasetID:
         KeyError: there is nothing of that name.
         ValueError: it is no dataset of this file.
     """
-    return _as_dataset(parent, name, _child(parent, name))
+    return _as_dataset(parent, name, hard_child(parent, name))
 
 
 def child_dataset(parent: h5g.GroupID, name: str) -> h5d.DatasetID:
