@@ -16,6 +16,7 @@ import torch
 from mpispeed.base.errors import UsageError
 from mpispeed.base.plain import printable
 from mpispeed.engine.distributed import join_world
+from mpispeed.plan.device import choose_device
 
 if TYPE_CHECKING:
     from mpispeed.mesh import Comm
@@ -24,6 +25,12 @@ T = TypeVar("T")
 
 MOST_POSITIONS = 1 << 20
 """Of models whose config names no limit."""
+
+_OF_LAYERS = {
+    "replace_with_kernel_inject", "kernel_inject", "injection_policy", "injection_dict", "injection_policy_tuple",
+    "zero",
+}  # fmt: skip
+"""Settings of `init_inference` that say what becomes of layers, or do not go with fused ones."""
 
 _PIECES, _PIECE_BYTES = 16, 4096
 """Of each large file of a model the digest takes so many pieces."""
@@ -224,6 +231,8 @@ def _files_of(place: Path) -> list[tuple[Path, str]]:
 def open_model(described: Described, *, dtype: str | None, tensor: int, settings: Mapping[str, Any]) -> Opened:
     """Make the engine: the model without values, its layers sliced, its weights read straight into the slices.
 
+    On CPUs known layers are fused, unless the settings speak of it.
+
     Args:
         described: the model.
         dtype: of the weights; None: as its config says.
@@ -238,6 +247,7 @@ def open_model(described: Described, *, dtype: str | None, tensor: int, settings
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     from mpispeed.inference.api import init_inference
+    from mpispeed.inference.fused import has_known_layer
 
     asked = {
         "dtype": dtype or str(getattr(described.config, "dtype", None) or "float32").removeprefix("torch."),
@@ -254,6 +264,8 @@ def open_model(described: Described, *, dtype: str | None, tensor: int, settings
         )
         # Options of generation are those of the job, and nothing comes out of the model's folder besides.
         module.generation_config = GenerationConfig()
+    if not _OF_LAYERS & settings.keys() and choose_device(world, module).type == "cpu":
+        asked["replace_with_kernel_inject"] = has_known_layer(module)
     engine = init_inference(module, dict(settings), **asked)
     if engine.runs_in_step and engine.mesh["model"].size != world.size:
         msg = (

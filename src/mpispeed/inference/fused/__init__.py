@@ -1,7 +1,7 @@
 """Layers of known models run by fused forwards that share their parameters."""
 
 from mpispeed.inference.fused.cache import GrowingLayer, growing_cache, wants_growing_cache
-from mpispeed.inference.fused.injection import Report, inject_kernels
+from mpispeed.inference.fused.injection import Report, has_known_layer, inject_kernels
 from mpispeed.inference.fused.policies import (
     BLOOMLayerPolicy,
     HFBertLayerPolicy,
@@ -26,6 +26,7 @@ __all__ = [
     "Report",
     "TransformerPolicy",
     "growing_cache",
+    "has_known_layer",
     "inject_kernels",
     "split_policies",
     "wants_growing_cache",

@@ -98,6 +98,11 @@ def inject_kernels(
         return _injected(model, tensor, triangular_masking, (min_out_tokens, max_out_tokens), policy)
 
 
+def has_known_layer(model: nn.Module) -> bool:
+    """True if `inject_kernels` knows a layer of the model, also one without values."""
+    return any(_policy_for(module, None) is not None for module in model.modules())
+
+
 def _injected(
     model: nn.Module, tensor: Comm, triangular_masking: bool, tokens: tuple[int, int], policy: Policies | None
 ) -> Report:
