@@ -4,12 +4,6 @@
 from libc.stdint cimport uintptr_t
 
 
-cdef extern from "levels.h" nogil:
-    int mps_best_level()
-    int mps_level()
-    int mps_force_level(int level)
-
-
 cdef extern from "weight_loops.h" nogil:
     ctypedef struct mps_weight:
         const void *codes
@@ -30,21 +24,7 @@ cdef extern from "weight_loops.h" nogil:
     void mps_expand(const mps_weight *weight, void *out, int kind, int threads)
 
 
-def vector_level():
-    """The x86-64 level (4, 3 or 1) of the products that run now."""
-    return mps_level()
-
-
-def best_vector_level():
-    """The highest level that this processor and this build have."""
-    return mps_best_level()
-
-
-def set_vector_level(int level):
-    """Run the products of this level from now on; the bits do not change."""
-    if mps_force_level(level):
-        best = mps_best_level()
-        raise ValueError(f"vector level {level} is not there; levels are 1, 3 and 4, the best here is {best}")
+include "../include/levels.pxi"
 
 
 cdef mps_weight weight_of(tuple addresses, tuple sizes, int bits):

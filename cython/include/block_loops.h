@@ -236,15 +236,10 @@ static inline void mps_decode(const mps_decoding *job, int threads) {
         mps_decode_range(job, 0, blocks);
         return;
     }
-    unsigned mode = mps_float_mode();
-#pragma omp parallel for num_threads(used) schedule(static, 1)
-    for (int k = 0; k < used; k++) {
+    MPS_ON_THREADS(used, k, {
         mps_range r = mps_cut(blocks, 1, used, k);
-        unsigned before = mps_float_mode();
-        mps_set_float_mode(mode);
         mps_decode_range(job, r.begin, r.end);
-        mps_set_float_mode(before);
-    }
+    });
 }
 
 #endif

@@ -230,15 +230,10 @@ static void mps_run_layer(int what, int kind, const void *job, size_t n, size_t 
         loop(job, 0, n);
         return;
     }
-    unsigned mode = mps_float_mode();
-#pragma omp parallel for num_threads(used) schedule(static, 1)
-    for (int k = 0; k < used; k++) {
+    MPS_ON_THREADS(used, k, {
         mps_range r = mps_cut(n, grain, used, k);
-        unsigned before = mps_float_mode();
-        mps_set_float_mode(mode);
         loop(job, r.begin, r.end);
-        mps_set_float_mode(before);
-    }
+    });
 }
 
 static int mps_attend_range(const mps_attend_job *job, size_t begin, size_t end) {

@@ -183,14 +183,7 @@ static void mps_run_pass(const mps_job *job, int pass, int threads) {
         mps_run_part(job, pass, 1, 0);
         return;
     }
-    unsigned mode = mps_float_mode();
-#pragma omp parallel for num_threads(used) schedule(static, 1)
-    for (int k = 0; k < used; k++) {
-        unsigned before = mps_float_mode();
-        mps_set_float_mode(mode);
-        mps_run_part(job, pass, used, k);
-        mps_set_float_mode(before);
-    }
+    MPS_ON_THREADS(used, k, mps_run_part(job, pass, used, k));
 }
 
 /* Of each task the sums of squares of parameter and direction, added in the order of the tiles. */

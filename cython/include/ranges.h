@@ -48,4 +48,19 @@ static inline void mps_set_float_mode(unsigned mode) {
 #endif
 }
 
+#define MPS_PRAGMA(...) _Pragma(#__VA_ARGS__)
+
+/* The statement once for each part k of `used`, on a thread each, in the caller's mode. */
+#define MPS_ON_THREADS(used, k, ...)                                                                                   \
+    do {                                                                                                               \
+        unsigned mps_mode = mps_float_mode();                                                                          \
+        MPS_PRAGMA(omp parallel for num_threads(used) schedule(static, 1))                                             \
+        for (int k = 0; k < (used); k++) {                                                                             \
+            unsigned mps_before = mps_float_mode();                                                                    \
+            mps_set_float_mode(mps_mode);                                                                              \
+            __VA_ARGS__;                                                                                               \
+            mps_set_float_mode(mps_before);                                                                            \
+        }                                                                                                              \
+    } while (0)
+
 #endif

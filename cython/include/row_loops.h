@@ -297,14 +297,7 @@ static void mps_run_rows(const mps_row_job *job, int threads) {
         mps_row_part(job, 1, 0);
         return;
     }
-    unsigned mode = mps_float_mode();
-#pragma omp parallel for num_threads(used) schedule(static, 1)
-    for (int k = 0; k < used; k++) {
-        unsigned before = mps_float_mode();
-        mps_set_float_mode(mode);
-        mps_row_part(job, used, k);
-        mps_set_float_mode(before);
-    }
+    MPS_ON_THREADS(used, k, mps_row_part(job, used, k));
 }
 
 #endif

@@ -116,15 +116,10 @@ static int mps_tree_sum(void *out, const void *const *parts, int count, size_t n
         loop(out, parts, count, 0, n, scale);
         return 0;
     }
-    unsigned mode = mps_float_mode();
-#pragma omp parallel for num_threads(used) schedule(static, 1)
-    for (int k = 0; k < used; k++) {
+    MPS_ON_THREADS(used, k, {
         mps_range r = mps_cut(n, MPS_GRAIN, used, k);
-        unsigned before = mps_float_mode();
-        mps_set_float_mode(mode);
         loop(out, parts, count, r.begin, r.end - r.begin, scale);
-        mps_set_float_mode(before);
-    }
+    });
     return 0;
 }
 

@@ -198,15 +198,10 @@ static int mps_multiply(const mps_product *p, int threads) {
     if (used == 1) {
         mps_dot_range(p, &row, &a, 0, p->weight.rows, spares);
     } else {
-        unsigned mode = mps_float_mode();
-#pragma omp parallel for num_threads(used) schedule(static, 1)
-        for (int k = 0; k < used; k++) {
+        MPS_ON_THREADS(used, k, {
             mps_range r = mps_cut(p->weight.rows, MPS_LANE, used, k);
-            unsigned before = mps_float_mode();
-            mps_set_float_mode(mode);
             mps_dot_range(p, &row, &a, r.begin, r.end, spares + (size_t)k * spare);
-            mps_set_float_mode(before);
-        }
+        });
     }
     free(memory);
     return 0;
@@ -245,15 +240,10 @@ static void mps_expand(const mps_weight *w, void *out, int kind, int threads) {
         mps_expand_range(w, &row, out, kind, 0, w->rows);
         return;
     }
-    unsigned mode = mps_float_mode();
-#pragma omp parallel for num_threads(used) schedule(static, 1)
-    for (int k = 0; k < used; k++) {
+    MPS_ON_THREADS(used, k, {
         mps_range r = mps_cut(w->rows, 1, used, k);
-        unsigned before = mps_float_mode();
-        mps_set_float_mode(mode);
         mps_expand_range(w, &row, out, kind, r.begin, r.end);
-        mps_set_float_mode(before);
-    }
+    });
 }
 
 #endif
