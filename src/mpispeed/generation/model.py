@@ -26,6 +26,9 @@ T = TypeVar("T")
 MOST_POSITIONS = 1 << 20
 """Of models whose config names no limit."""
 
+MOST_LAYERS = 4096
+"""They are built before any weight is read, so a file must not ask for any number of them."""
+
 _OF_LAYERS = {
     "replace_with_kernel_inject", "kernel_inject", "injection_policy", "injection_dict", "injection_policy_tuple",
     "zero",
@@ -121,6 +124,10 @@ def describe_model(model: Path, config_folder: Path | None = None) -> Described:
         msg = f"{folder} has a {config.model_type} model, with an encoder; only models that continue texts can be used"
         raise UsageError(msg)
     text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        msg = f"config.json in {folder} speaks of {layers} layers; models with up to {MOST_LAYERS} are built"
+        raise UsageError(msg)
     kernels = next((named for named in map(_attention_of, (config, text)) if "/" in named), "")
     if kernels:
         msg = (

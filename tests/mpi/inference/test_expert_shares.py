@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+import transformers
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.inference.experts import ExpertShares
 from mpispeed.inference.in_step import InStep
 from mpispeed.mesh.world import start
-
-transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 

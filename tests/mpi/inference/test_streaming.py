@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+import transformers
 
 from mpispeed.base.errors import AgreementError, UsageError
 from mpispeed.inference.streaming import stream_model
 from mpispeed.mesh.world import start
-
-transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

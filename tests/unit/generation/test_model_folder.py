@@ -56,3 +56,9 @@ def test_without_transformers_a_sentence_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install transformers"):
         describe_model(tmp_path)
+
+
+def test_layers_without_end_are_refused_before_they_are_built(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1000000000}')
+    with pytest.raises(UsageError, match="speaks of 1000000000 layers"):
+        describe_model(tmp_path)
