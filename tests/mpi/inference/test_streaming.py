@@ -103,8 +103,9 @@ def test_models_on_meta_are_loaded_module_by_module(tier, folder):
     share = sum(param.ds_tensor.numel() for param in model.parameters())
     assert sum(start().comm.gather_objects(share)) == sum(param.numel() for param in source.parameters())
     streamed.close()
-    with pytest.raises(UsageError, match="cut over"):
-        model.lm_head.weight.sum()
+    if start().size > 1:  # one rank holds the model whole, whatever tier is asked for
+        with pytest.raises(UsageError, match="cut over"):
+            model.lm_head.weight.sum()
 
 
 @pytest.mark.ranks(2)
