@@ -87,13 +87,17 @@ class SparseImage(io.RawIOBase):
     def flush(self) -> None:
         """No operation: the image is put on disk once, when it is complete."""
 
-    def put(self, path: Path) -> None:
+    def put(self, path: Path, mode: int = 0o666) -> None:
         """Create the file; space of pages never written is reserved, or left as holes if that is not possible.
+
+        Args:
+            path: of a file that does not exist.
+            mode: its permissions, before the mask of the process.
 
         Raises:
             OSError: the file exists, there is no room for it, or the file system refuses.
         """
-        with path.open("xb", buffering=0) as file:
+        with open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
             try:
                 is_reserved = reserve(file.fileno(), self._size)
             except OSError as failure:
@@ -120,14 +124,14 @@ class Builder:
         OSError: the file exists or cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
         access = h5p.create(h5p.FILE_ACCESS)
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
         access.set_alignment(schema.ALIGN_THRESHOLD_BYTES, schema.ALIGN_BYTES)
         access.set_meta_block_size(_META_BLOCK_BYTES)
         # closing must not wait for groups that a caller still holds
         access.set_fclose_degree(h5f.CLOSE_STRONG)
-        self._path, self._image = path, SparseImage()
+        self._path, self._mode, self._image = path, mode, SparseImage()
         access.set_fileobj_driver(h5fd.fileobj_driver, self._image)
         creation = _no_times(h5p.FILE_CREATE)
         creation.set_link_creation_order(_TRACKED)
@@ -152,7 +156,7 @@ class Builder:
     def __exit__(self, kind: object, *_: object) -> None:
         self.root.close()
         if kind is None:
-            self._image.put(self._path)
+            self._image.put(self._path, self._mode)
 
     def group(self, parent: h5g.GroupID | h5f.FileID, name: str) -> h5g.GroupID:
         """A new group; `name` is escaped already."""
@@ -160,12 +164,20 @@ class Builder:
 
     def dataset(self, parent: h5g.GroupID, name: str, shape: tuple[int, ...], dtype: str) -> int:
         """A new contiguous dataset of the dtype name `dtype`; returns its offset in the file, -1 when empty."""
-        kind, space = self._type(schema.STORAGE[dtype]), self._space(shape)
-        made = h5d.create(parent, name.encode(), kind, space, dcpl=self._datasets, lcpl=self._links)
+        made = self._reserved(parent, name, shape, schema.STORAGE[dtype])
         if dtype in schema.BIT_PATTERNS:
             self.attribute(made, "dtype", dtype)
-        offset = made.get_offset()
-        return -1 if offset is None else int(offset)
+        return _offset_of(made)
+
+    def reserved(self, parent: h5g.GroupID | h5f.FileID, name: str, count: int, kind: np.dtype) -> int:
+        """A new contiguous dataset of so many elements, which may be records; returns its offset in the file."""
+        return _offset_of(self._reserved(parent, name, (count,), kind))
+
+    def _reserved(
+        self, parent: h5g.GroupID | h5f.FileID, name: str, shape: tuple[int, ...], kind: np.dtype
+    ) -> h5d.DatasetID:
+        stored, space = self._type(kind), self._space(shape)
+        return h5d.create(parent, name.encode(), stored, space, dcpl=self._datasets, lcpl=self._links)
 
     def external_link(self, parent: h5g.GroupID, name: str, file: str, path: str) -> None:
         """A link to `path` in another file; `name` and `path` are escaped already, `file` is relative to this one."""
@@ -224,6 +236,11 @@ class Builder:
         if dtype not in self._types:
             self._types[dtype] = h5t.py_create(dtype, logical=True)
         return self._types[dtype]
+
+
+def _offset_of(dataset: h5d.DatasetID) -> int:
+    offset = dataset.get_offset()
+    return -1 if offset is None else int(offset)
 
 
 def open_reading(path: Path | io.BytesIO) -> h5py.File:
