@@ -87,7 +87,7 @@ MOST_NOTE_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is in the tables of a record.
+    """Counts and checksums of what is in the tables of a record.
 
     Attributes:
         sequence: grows with each flush.
@@ -140,7 +140,7 @@ def _checksum(slot: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a file has its datasets.
+    """Offsets and sizes of the datasets of a file.
 
     Attributes:
         offsets: of the tables and of /state, in bytes.
