@@ -1,0 +1,70 @@
+"""Points of a run, handed to what monitors write with."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpispeed.record.runs import Run
+
+Keeps = Callable[[str], bool]
+
+
+class Target(Protocol):
+    """A sink of monitors."""
+
+    def write(self, series: str, value: float, x: int) -> None:
+        """Add one point to a series."""
+
+    def close(self) -> None:
+        """Flush and let go of files."""
+
+
+def selected(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The names that fit one of the patterns: shell-style, or a part of the name; all without patterns."""
+    if not patterns:
+        return list(names)
+    return [name for name in names if any(_fits(name, pattern) for pattern in patterns)]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) if any(sign in pattern for sign in "*?[") else pattern in name
+
+
+def feed(run: Run, target: Target, names: Sequence[str], *, rank: int = 0, by_series: bool = False) -> int:
+    """Write all points of some series to a sink, as monitors of the run did: also those of steps that were repeated.
+
+    Args:
+        run: the records.
+        target: closed at the end.
+        names: of series.
+        rank: whose points.
+        by_series: one series after the other, closed after each, for a sink that has a file open for each. Otherwise
+            in the order of time.
+
+    Returns:
+        The number of points.
+
+    Raises:
+        OSError: the sink cannot write.
+    """
+    places = np.array([run.names.index(name) for name in names], np.uint32)
+    rows = run.written
+    rows = rows[(rows["rank"] == rank) & np.isin(rows["series"], places)]
+    if by_series:
+        rows = rows[np.argsort(rows["series"], kind="stable")]
+    last: Any = None
+    try:
+        for series, value, samples in zip(
+            *(rows[name].tolist() for name in ("series", "value", "samples")), strict=True
+        ):
+            if by_series and last not in (None, series):
+                target.close()
+            target.write(run.names[series], value, samples)
+            last = series
+    finally:
+        target.close()
+    return len(rows)
