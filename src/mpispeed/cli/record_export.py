@@ -31,7 +31,7 @@ def _tensorboard(output: Path) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What to write: a function that makes a sink in a folder, the package it needs, whether series follow in turn."""
+    """A format: a function that makes its sink in a folder, the package it needs, whether series follow in turn."""
 
     create: Callable[[Path], Target]
     package: str | None = None

@@ -53,7 +53,7 @@ class _Table:
 
 
 class Record:
-    """What one file has; all of it is read when it is opened.
+    """Contents of one file, all of which is read when it is opened.
 
     Attributes:
         path: of the file.

@@ -1,4 +1,4 @@
-"""What the records of a run say in short: its state, its series, how ranks differ. Plain values, as for JSON."""
+"""The records of a run in short: its state, its series, how ranks differ. Plain values, as for JSON."""
 
 from __future__ import annotations
 
