@@ -20,13 +20,15 @@ from mpispeed.record.runs import Run, open_run
 def _csv(output: Path) -> Target:
     from mpispeed.monitor.csv_sink import CsvSink  # monitors take seconds to import
 
-    return CsvSink(output)
+    sink = CsvSink(output)
+    return Target(lambda series, value, x, _: sink.write(series, value, x), sink.close)
 
 
 def _tensorboard(output: Path) -> Target:
     from mpispeed.monitor.tensorboard_sink import TensorBoardSink
 
-    return TensorBoardSink(output)
+    sink = TensorBoardSink(output)
+    return Target(lambda series, value, x, seconds: sink.write(series, value, x, time=seconds), sink.close)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from mpispeed.record.runs import Run
 
-Keeps = Callable[[str], bool]
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A sink of monitors: `write(series, value, samples, time)`, time in Unix seconds, and what closes it."""
 
-class Target(Protocol):
-    """A sink of monitors."""
-
-    def write(self, series: str, value: float, x: int) -> None:
-        """Add one point to a series."""
-
-    def close(self) -> None:
-        """Flush and let go of files."""
+    write: Callable[[str, float, int, float], None]
+    close: Callable[[], None]
 
 
 def selected(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
@@ -58,12 +55,11 @@ def feed(run: Run, target: Target, names: Sequence[str], *, rank: int = 0, by_se
         rows = rows[np.argsort(rows["series"], kind="stable")]
     last: Any = None
     try:
-        for series, value, samples in zip(
-            *(rows[name].tolist() for name in ("series", "value", "samples")), strict=True
-        ):
+        fields = (rows[name].tolist() for name in ("series", "value", "samples", "time"))
+        for series, value, samples, seconds in zip(*fields, strict=True):
             if by_series and last not in (None, series):
                 target.close()
-            target.write(run.names[series], value, samples)
+            target.write(run.names[series], value, samples, seconds)
             last = series
     finally:
         target.close()

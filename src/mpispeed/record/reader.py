@@ -86,6 +86,9 @@ class Record:
             if len(self._spans) and int(self._spans[field].max()) >= len(self.names):
                 msg = f"a span has the {field} {self._spans[field].max()}, and there are {len(self.names)} names"
                 raise ValueError(msg)
+        if not all(np.isfinite(self._spans[field]).all() for field in ("begin", "end")):
+            msg = "a span has no time that is a number"
+            raise ValueError(msg)
         self._notes = _notes(tables["notes"])
         self.is_ended = state.is_ended
         if state.dropped:

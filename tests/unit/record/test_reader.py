@@ -340,6 +340,7 @@ def signed_tables(path, **tables):
         {"names": (LOSS,)},
         {"spans": np.array([(0, 9, 0, 0, 0, 0, 0)], layout.SPAN)},
         {"spans": np.array([(0, 0, 4_000_000_000, 0, 0, 0, 0)], layout.SPAN)},
+        {"spans": np.array([(0, 0, 0, 0, np.nan, 0, 0)], layout.SPAN)},
         {"notes": b"[1]\n"},
         {"notes": b'{"kind": 3, "time": 1}\n'},
         {"notes": b'{"kind": "save", "time": NaN}\n'},
