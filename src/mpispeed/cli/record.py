@@ -16,6 +16,7 @@ import click
 
 from mpispeed.base.errors import UsageError
 from mpispeed.base.plain import printable
+from mpispeed.base.units import format_bytes, format_duration
 from mpispeed.cli.ckpt_report import as_json_option, print_table, say
 from mpispeed.cli.record_export import export
 from mpispeed.record.compare import Comparison, compare, is_loss, panels
@@ -23,14 +24,15 @@ from mpispeed.record.errors import RecordError
 from mpispeed.record.export import selected
 from mpispeed.record.plot import Curve, Panel, text_plot, write_png
 from mpispeed.record.runs import Run, open_run
-from mpispeed.record.summary import RUNNING, facts_lines, strict, summary, when
+from mpispeed.record.summary import RUNNING, STEP_SECONDS, state_of, strict, summary, when
+from mpispeed.record.told_facts import fact_lines
 
 _MOST_PANELS = 8
 _MOST_CURVES = 16
 _MOST_DIFFERENCES = 40
 _MOST_NOTES = 20
 _FOLLOW_SECONDS = 2.0
-_SECONDS = ("Train/Samples/elapsed_time_ms_step",)
+_SECONDS = (STEP_SECONDS, "Step/update_seconds")
 
 _sources = click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
 _png = click.option(
@@ -95,14 +97,19 @@ def _print_summary(run: Run) -> None:
     for job in found["jobs"]:
         steps = f"steps {job['first_step']}-{job['last_step']}" if job["last_step"] else "no step"
         say(f"{job['file']}  started {when(job['started'])} on {job['host'] or '?'}  {steps}  {job['state']}")
-    say(f"state      {found['said']}")
-    for sentence in found["lost"]:
-        say(f"lost       {sentence}")
-    for label, text in facts_lines(run.facts):
-        say(f"{label:<10} {text}")
-    say(f"steps      {found['steps']}, {found['samples']} samples")
+    lines = [("state", found["said"]), *(("lost", sentence) for sentence in found["lost"]), *fact_lines(run.facts)]
+    lines.append(("steps", f"{found['steps']}, {found['samples']} samples"))
+    if found["seconds_per_step"] is not None:
+        lines.append(("speed", f"{format_duration(found['seconds_per_step'])} per step (median)"))
     if found["repeated"]:
-        say(f"repeated   {found['repeated']} points are of steps that a later job did again, and are left out")
+        text = f"{found['repeated']} points are of steps that a later job did again, and are left out"
+        lines.append(("repeated", text))
+    for label, text in lines:
+        say(f"{label:<10} {text}")
+    _print_tables(found)
+
+
+def _print_tables(found: dict[str, Any]) -> None:
     if found["series"]:
         click.echo()
         heads = ("series", "ranks", "points", "steps", "first", "last", "min", "max", "mean of last tenth")
@@ -111,6 +118,12 @@ def _print_summary(run: Run) -> None:
         click.echo()
         by_rank = ("series, median by rank", "ranks", "of all", "lowest", "rank", "highest", "rank")
         print_table(by_rank, [_spread_cells(row) for row in found["ranks"]])
+    if found["slowest"]:
+        rank, own, others = (found["slowest"][name] for name in ("rank", "seconds", "median"))
+        say(f"rank {rank} has the most to do: {own:.4g} s of a step, the median is {others:.4g} s")
+    if found["traffic"]:
+        click.echo()
+        print_table(("communication", "axes", "calls", "bytes", "seconds"), list(map(_traffic_cells, found["traffic"])))
     if found["notes"]:
         click.echo()
         _print_notes(found["notes"])
@@ -127,6 +140,10 @@ def _spread_cells(row: dict[str, Any]) -> tuple[str, ...]:
     low, high = f"{row['lowest']:.6g}", f"{row['highest']:.6g}"
     ranks = (low, str(row["lowest_rank"]), high, str(row["highest_rank"]))
     return (row["series"], str(row["ranks"]), f"{row['median']:.6g}", *ranks)
+
+
+def _traffic_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (row["verb"], row["axes"], f"{row['calls']:.0f}", format_bytes(row["bytes"]), f"{row['seconds']:.4g}")
 
 
 def _print_notes(notes: Sequence[dict[str, Any]]) -> None:
@@ -170,19 +187,12 @@ def _point_rows(run: Run, names: Sequence[str], rank: int | None, after: int) ->
 def _follow(sources: Sequence[Path], run: Run, patterns: Sequence[str], rank: int | None, as_json: bool) -> None:
     """Print new points until the run is no longer running."""
     shown = len(run.rows)
-    while summary_state(run) == RUNNING:
+    while state_of(run.last, time.time())[0] == RUNNING:
         sys.stdout.flush()
         time.sleep(_FOLLOW_SECONDS)
         run = open_run(sources)
         _print_points(run, patterns, rank, as_json=as_json, head=False, after=shown)
         shown = len(run.rows)
-
-
-def summary_state(run: Run) -> str:
-    """State of the last job, as of now."""
-    from mpispeed.record.summary import state_of
-
-    return state_of(run.last, time.time())[0]
 
 
 def _chosen(run: Run, patterns: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from mpispeed.cli.ckpt_report import say
 from mpispeed.record.errors import RecordError
 from mpispeed.record.export import Target, feed, selected
 from mpispeed.record.runs import Run, open_run
+from mpispeed.record.summary import OWN
 
 
 def _csv(output: Path) -> Target:
@@ -51,11 +52,19 @@ _FORMS: Mapping[str, _Form] = {
 @click.option("--to", "form", required=True, type=click.Choice(list(_FORMS)), help="What to write.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A folder that is new or empty.")
 @click.option("--series", "patterns", multiple=True, help="Names of series: shell-style, or a part of the name.")
+@click.option("--all", "wants_all", is_flag=True, help="Also what no monitor gets: times, memory, traffic of ranks.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose points.")
-def export(sources: tuple[Path, ...], form: str, output: Path, patterns: tuple[str, ...], rank: int) -> None:
-    """Write the points of a run as the monitors of the run would have written them."""
+def export(
+    sources: tuple[Path, ...], form: str, output: Path, patterns: tuple[str, ...], wants_all: bool, rank: int
+) -> None:
+    """Write the points of a run as the monitors of the run would have written them.
+
+    These are the series that monitors get; with --all, --rank or --series also others.
+    """
     run = open_run(sources)
     names = selected([info.name for info in run.series() if rank in info.ranks], patterns)
+    if not (wants_all or patterns or rank):
+        names = [name for name in names if not name.startswith(OWN)]
     if not names:
         msg = f"{run.last.path} has no points of rank {rank} that are asked for"
         raise RecordError(msg)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
@@ -10,12 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from mpispeed.base.plain import printable
 from mpispeed.base.units import format_duration
 from mpispeed.record.reader import Record
 from mpispeed.record.runs import Run
 from mpispeed.record.series import Points
 
-ENDED, RUNNING, STOPPED = "ended", "running", "stopped"
+ENDED, FAILED, RUNNING, STOPPED = "ended", "failed", "running", "stopped"
+
+OWN = ("Step/", "Ranks/", "Communication/", "Swap/")
+"""Beginnings of names of series that records have besides those of monitors."""
+STEP_SECONDS = "Step/seconds"
+RANK_SECONDS, RANK_WAITING = "Ranks/step_seconds", "Ranks/communication_seconds"
+TRAFFIC = "Communication/"
+"""Totals of verbs: Communication/VERB/AXES/calls, bytes and seconds."""
 
 SILENT_SECONDS = 60.0
 """A record that is older has to be explained by the time between its points."""
@@ -34,9 +41,11 @@ def summary(run: Run, now: float) -> dict[str, Any]:
 
     Returns:
         jobs: one row for each file (file, run, host, started, seconds, first_step, last_step, state);
-        state: ended, running or stopped; said: the same in a sentence; lost: sentences about what is missing;
-        steps, samples: the last; series: rows of `series_row`; ranks: rows of `spread`; notes: all of them.
+        state: ended, failed, running or stopped; said: the same in a sentence; lost: sentences about what is missing;
+        steps, samples: the last; seconds_per_step: median; repeated: points that were left out; series: rows of
+        `series_row`; ranks: rows of `spread`; slowest: `slowest_rank`; traffic: rows of `traffic`; notes: all of them.
     """
+    infos = [info for info in run.series() if not info.name.startswith(TRAFFIC)]
     state, said = state_of(run.last, now)
     return {
         "jobs": [job_row(record, state if record is run.last else _state_before(record)) for record in run.records],
@@ -46,8 +55,11 @@ def summary(run: Run, now: float) -> dict[str, Any]:
         "steps": int(run.rows["step"].max(initial=0)),
         "samples": int(run.rows["samples"].max(initial=0)),
         "repeated": len(run.written) - len(run.rows),
-        "series": [series_row(run, info.name, info.ranks) for info in run.series()],
-        "ranks": [spread(run, info.name, info.ranks) for info in run.series() if len(info.ranks) > 1],
+        "seconds_per_step": median(run.points(STEP_SECONDS).value) if STEP_SECONDS in run.names else None,
+        "series": [series_row(run, info.name, info.ranks) for info in infos],
+        "ranks": [spread(run, info.name, info.ranks) for info in infos if len(info.ranks) > 1],
+        "slowest": slowest_rank(run),
+        "traffic": traffic(run),
         "notes": run.notes(),
     }
 
@@ -57,7 +69,8 @@ def state_of(record: Record, now: float) -> tuple[str, str]:
     last = last_written(record)
     age = now - last
     if record.is_ended:
-        return ENDED, f"ended {when(last)} after {format_duration(max(0.0, last - record.started))}"
+        after = f"{when(last)} after {format_duration(max(0.0, last - record.started))}"
+        return (FAILED, f"failed {after}{_reason(record)}") if _has_failed(record) else (ENDED, f"ended {after}")
     since = f"last written {format_duration(max(0.0, age))} ago, {when(last)}"
     if age <= max(SILENT_SECONDS, _SILENT_GAPS * _gap(record)):
         return RUNNING, f"still running: {since}"
@@ -65,7 +78,18 @@ def state_of(record: Record, now: float) -> tuple[str, str]:
 
 
 def _state_before(record: Record) -> str:
-    return ENDED if record.is_ended else STOPPED
+    if not record.is_ended:
+        return STOPPED
+    return FAILED if _has_failed(record) else ENDED
+
+
+def _has_failed(record: Record) -> bool:
+    return any(note["kind"] == "close" and note.get("state") == FAILED for note in record.notes())
+
+
+def _reason(record: Record) -> str:
+    faults = [note for note in record.notes() if note["kind"] == "fault"]
+    return f": {printable(str(faults[-1].get('text', '')), 200)}" if faults else ""
 
 
 def last_written(record: Record) -> float:
@@ -163,6 +187,41 @@ def spread(run: Run, name: str, ranks: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def slowest_rank(run: Run) -> dict[str, Any] | None:
+    """The rank that others wait for: it spends the most of a step outside of communication.
+
+    Returns:
+        rank, seconds (its own part of a step, by the median of its rows) and median (of that of all ranks); None where
+        there is one rank, or it was not measured.
+    """
+    ranks = next((info.ranks for info in run.series() if info.name == RANK_WAITING), ())
+    if len(ranks) < 2 or RANK_SECONDS not in run.names:
+        return None
+    own = np.array(
+        [median(run.points(RANK_SECONDS, r).value) - median(run.points(RANK_WAITING, r).value) for r in ranks]
+    )
+    if not np.isfinite(own).any():
+        return None
+    place = int(np.nanargmax(own))
+    return {"rank": ranks[place], "seconds": float(own[place]), "median": median(own)}
+
+
+def traffic(run: Run) -> list[dict[str, Any]]:
+    """Totals of communication of rank 0, by verb and axes; the last job counts its own only.
+
+    Returns:
+        Rows with verb, axes, calls, bytes and seconds.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for info in run.series():
+        parts = info.name.removeprefix(TRAFFIC).split("/")
+        if info.name.startswith(TRAFFIC) and len(parts) == 3 and 0 in info.ranks:
+            verb, axes, what = parts
+            row = found.setdefault((verb, axes), {"verb": verb, "axes": axes})
+            row[what] = float(run.points(info.name).value[-1])
+    return [row for row in found.values() if {"calls", "bytes", "seconds"} <= row.keys()]
+
+
 def when(seconds: float) -> str:
     """A time for people, in UTC; "?" where it is none that calendars have."""
     try:
@@ -179,18 +238,6 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     for key, inner in value.items():
         found |= flat(inner, f"{path}.{key}" if path else str(key))
     return found
-
-
-def facts_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A label and a line of text for each fact."""
-    return [
-        (name, ", ".join(f"{key}={text(inner)}" for key, inner in flat(value).items())) for name, value in facts.items()
-    ]
-
-
-def text(value: Any) -> str:
-    """A value on one line."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def strict(value: Any) -> Any:

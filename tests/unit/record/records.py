@@ -8,7 +8,7 @@ from mpispeed.native.checksum import crc32c
 from mpispeed.record import layout
 
 STARTED = 1_790_000_000.0
-LOSS, LR, SECONDS = "Train/Samples/train_loss", "Train/Samples/lr", "step_seconds"
+LOSS, LR, SECONDS = "Train/Samples/train_loss", "Train/Samples/lr", "Ranks/step_seconds"
 NAMES = (LOSS, LR, SECONDS)
 NONE, NO_SPANS = np.empty(0, layout.ROW), np.empty(0, layout.SPAN)
 FACTS = {"config": {"train_batch_size": 8, "zero_optimization": {"stage": 2}}, "versions": {"mpispeed": "1"}}

@@ -60,6 +60,53 @@ def test_show_as_json(capsys, folder):
     assert found["notes"] == [SAVE]
 
 
+def test_facts_states_and_waits(capsys, tmp_path):
+    """As an engine records them."""
+    names = ("Step/seconds", "Ranks/step_seconds", "Ranks/communication_seconds", *(
+        f"Communication/all_reduce/data/{what}" for what in ("calls", "bytes", "seconds")))  # fmt: skip
+    found = [(0, 0, 1, 8, STARTED + 1, 0.5), (0, 0, 2, 16, STARTED + 2, 0.3)]
+    found += [(1, rank, 2, 16, STARTED + 2, 0.5) for rank in range(3)]
+    found += [(2, rank, 2, 16, STARTED + 2, 0.1 if rank == 2 else 0.3) for rank in range(3)]
+    found += [(3, 0, 2, 16, STARTED + 2, 4.0), (4, 0, 2, 16, STARTED + 2, 4096.0), (5, 0, 2, 16, STARTED + 2, 0.25)]
+    facts = {
+        "command": {"words": ["python", "train.py", "--seed=1"], "folder": "/home/x"},
+        "model": {"class": "GPT", "parameters": 7_400_000},
+        "plan": {"ranks": "data 3", "stage": "2"},
+        "versions": {"mpispeed": "0.1", "torch": "2.13", "other": "5"},
+        "slurm": {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "a\x1b"},
+    }
+    notes = note_lines(
+        {"time": STARTED + 3, "kind": "fault", "text": "ValueError: no"},
+        {"time": STARTED + 4, "kind": "close", "state": "failed"},
+    )
+    put(tmp_path / "run.h5", np.array(found, layout.ROW), names=names, facts=facts, notes=notes)
+    _, out, _ = command(capsys, "show", tmp_path)
+    lines = out.splitlines()
+    assert lines[0].endswith("failed")
+    for line in (
+        "state      failed 2026-09-21 14:13:24 UTC after 4 s: ValueError: no",
+        "command    python train.py --seed=1",
+        "folder     /home/x",
+        "job        job 17, name a\\x1b",
+        "model      GPT, 7.4M parameters",
+        "ranks      data 3",
+        "versions   mpispeed 0.1, torch 2.13",
+        "speed      400 ms per step (median)",
+        "rank 2 has the most to do: 0.4 s of a step, the median is 0.2 s",
+        "all_reduce     data  4      4 KiB  0.25",
+    ):
+        assert line in lines
+    assert not any(line.startswith("Communication/") for line in lines)
+
+
+@pytest.mark.parametrize("value", [None, 3, [], ["x"], "x", {"words": 3, "class": [], "parameters": -1, "folder": {}}])
+def test_facts_of_others_are_any_values(capsys, tmp_path, value):
+    facts = dict.fromkeys(("command", "model", "ranks", "plan", "versions", "slurm", "config"), value)
+    put(tmp_path / "run.h5", rows(range(1, 3)), facts=facts)
+    for words in (["show", tmp_path], ["compare", tmp_path, tmp_path]):
+        assert command(capsys, *words)[0] == 0
+
+
 def test_numbers_that_are_not_finite(capsys, tmp_path):
     odd = rows(range(1, 4))
     odd["value"][odd["series"] == 0] = [np.nan, np.inf, 1.0]
@@ -232,7 +279,7 @@ def test_missing_steps_and_missing_losses_are_a_difference(capsys, tmp_path):
 
 
 def test_csv(capsys, folder, tmp_path):
-    code, _, _ = command(capsys, "export", folder, "--to", "csv", "-o", tmp_path / "csv", "--series", "Train/")
+    code, _, _ = command(capsys, "export", folder, "--to", "csv", "-o", tmp_path / "csv")
     assert code == 0
     assert sorted(path.name for path in (tmp_path / "csv").iterdir()) == [
         "Train_Samples_lr.csv", "Train_Samples_train_loss.csv",
@@ -265,7 +312,7 @@ def test_a_rank_without_points(capsys, folder, tmp_path):
     assert code == 2
     assert "no points of rank 7" in err
     assert command(capsys, *words, "--rank", 1)[0] == 0
-    assert [path.name for path in (tmp_path / "csv").iterdir()] == [f"{SECONDS}.csv"]
+    assert [path.name for path in (tmp_path / "csv").iterdir()] == ["Ranks_step_seconds.csv"]
 
 
 def test_many_ranks_and_series_do_not_need_many_files(capsys, tmp_path):
