@@ -48,7 +48,8 @@ def feed(run: Run, target: Target, names: Sequence[str], *, rank: int = 0, by_se
     Raises:
         OSError: the sink cannot write.
     """
-    places = np.array([run.names.index(name) for name in names], np.uint32)
+    wanted = set(names)
+    places = np.array([number for number, name in enumerate(run.names) if name in wanted], np.uint32)
     rows = run.written
     rows = rows[(rows["rank"] == rank) & np.isin(rows["series"], places)]
     if by_series:

@@ -56,6 +56,7 @@ class SeriesTable:
 
     def __init__(self, names: Sequence[str], rows: np.ndarray) -> None:
         self.names, self.rows = tuple(names), rows
+        self._numbers = {name: number for number, name in reversed(list(enumerate(self.names)))}
         if len(rows) and int(rows["series"].max()) >= len(self.names):
             msg = f"a row is of series {rows['series'].max()}, and there are names of {len(self.names)}"
             raise ValueError(msg)
@@ -83,8 +84,6 @@ class SeriesTable:
         Raises:
             KeyError: there is no series of this name.
         """
-        start, end = self._parts.get((self.names.index(name) if name in self.names else -1, rank), (0, 0))
-        if name not in self.names:
-            raise KeyError(name)
+        start, end = self._parts.get((self._numbers[name], rank), (0, 0))
         rows = self.rows[self._order[start:end]]
         return Points(*(np.ascontiguousarray(rows[field]) for field in ("step", "samples", "time", "value")))
