@@ -304,6 +304,7 @@ def test_files_that_lie_are_refused(path, kind):
 FACTS_OF_OTHERS = {
     "link": lambda group: group.__setitem__("x", h5py.ExternalLink("o.h5", "/facts/config")),
     "group": lambda group: group.create_group("x"),
+    "no UTF-8": lambda group: h5py.h5g.create(group.id, b"x\xff"),
     "no checksum": lambda group: group.create_dataset("x", data=np.frombuffer(b"{}", "u1")),
     "no text": lambda group: signed(group, b"\xff\xfe"),
     "deep": lambda group: signed(group, b"[" * 5000 + b"]" * 5000),
