@@ -1,8 +1,6 @@
 """HDF5 objects whose bytes depend on their content only: no times, fixed library version, early allocation.
 
-HDF5 never writes to the file system here: its writes are collected in memory and put on disk by ordinary
-writes. HDF5 cannot close a file that it failed to extend, so a full disk would leak the file in a training
-run that goes on.
+HDF5 never writes to the file system here: a `SparseImage` collects its writes.
 """
 
 from __future__ import annotations
@@ -10,21 +8,16 @@ from __future__ import annotations
 import functools
 import io
 import math
-import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h5py
 import numpy as np
 from h5py import h5a, h5d, h5f, h5fd, h5g, h5i, h5l, h5o, h5p, h5s, h5t
 
 from mpispeed.ckpt.format import schema
-from mpispeed.native.block_file import reserve
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
+from mpispeed.ckpt.format.sparse_image import SparseImage
 
 _TRACKED = h5p.CRT_ORDER_TRACKED | h5p.CRT_ORDER_INDEXED
 #: metadata is laid down in runs of this size, so that small datasets do not scatter it
@@ -33,8 +26,6 @@ _META_BLOCK_BYTES = 64 << 10
 _NUMBERS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeEnumID)
 #: types of datasets
 _STORED = frozenset(schema.STORAGE.values())
-#: granularity of files in memory
-_PAGE_BYTES = 64 << 10
 #: no object of a checkpoint has more; they stay in its header instead of a heap of their own
 MOST_ATTRIBUTES = 64
 
@@ -46,73 +37,6 @@ def _no_times(kind: h5p.PropClassID) -> h5p.PropCreateID:
     return properties
 
 
-class SparseImage(io.RawIOBase):
-    """A sparse file in memory, which HDF5 writes to; keeps only pages that were written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pages: dict[int, bytearray] = {}
-        self._size = self._position = 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to an offset from the start, the position or the end."""
-        base = (0, self._position, self._size)[whence]
-        self._position = base + offset
-        return self._position
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        """Write all of `data` at the position."""
-        view = memoryview(data).cast("B")
-        for page, first, part in self._cut(view):
-            own = self._pages.setdefault(page, bytearray(_PAGE_BYTES))
-            own[first : first + len(part)] = part
-        self._position += len(view)
-        self._size = max(self._size, self._position)
-        return len(view)
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill `buffer` from the position; pages never written read as zeros."""
-        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
-        for page, first, part in self._cut(view):
-            own = self._pages.get(page)
-            part[:] = own[first : first + len(part)] if own else bytes(len(part))
-        self._position += len(view)
-        return len(view)
-
-    def truncate(self, size: int | None = None, /) -> int:
-        """Set the size; HDF5 only ever asks for more."""
-        self._size = self._position if size is None else size
-        return self._size
-
-    def flush(self) -> None:
-        """No operation: the image is put on disk once, when it is complete."""
-
-    def put(self, path: Path) -> None:
-        """Create the file; space of pages never written is reserved, or left as holes if that is not possible.
-
-        Raises:
-            OSError: the file exists, there is no room for it, or the file system refuses.
-        """
-        with path.open("xb", buffering=0) as file:
-            try:
-                is_reserved = reserve(file.fileno(), self._size)
-            except OSError as failure:
-                raise OSError(failure.errno, failure.strerror, str(path)) from None
-            if not is_reserved:
-                os.truncate(file.fileno(), self._size)
-            for page in sorted(self._pages):
-                part = memoryview(self._pages[page])[: self._size - page * _PAGE_BYTES]
-                write_at(file.fileno(), part, page * _PAGE_BYTES)
-
-    def _cut(self, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-        done = 0
-        while done < len(view):
-            page, first = divmod(self._position + done, _PAGE_BYTES)
-            part = view[done : done + _PAGE_BYTES - first]
-            yield page, first, part
-            done += len(part)
-
-
 class Builder:
     """Creates the objects of one new file. Use as a context manager; leaving it puts the file on disk.
 
@@ -120,14 +44,14 @@ class Builder:
         OSError: the file exists or cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
         access = h5p.create(h5p.FILE_ACCESS)
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
         access.set_alignment(schema.ALIGN_THRESHOLD_BYTES, schema.ALIGN_BYTES)
         access.set_meta_block_size(_META_BLOCK_BYTES)
         # closing must not wait for groups that a caller still holds
         access.set_fclose_degree(h5f.CLOSE_STRONG)
-        self._path, self._image = path, SparseImage()
+        self._path, self._mode, self._image = path, mode, SparseImage()
         access.set_fileobj_driver(h5fd.fileobj_driver, self._image)
         creation = _no_times(h5p.FILE_CREATE)
         creation.set_link_creation_order(_TRACKED)
@@ -152,7 +76,7 @@ class Builder:
     def __exit__(self, kind: object, *_: object) -> None:
         self.root.close()
         if kind is None:
-            self._image.put(self._path)
+            self._image.put(self._path, self._mode)
 
     def group(self, parent: h5g.GroupID | h5f.FileID, name: str) -> h5g.GroupID:
         """A new group; `name` is escaped already."""
@@ -160,12 +84,20 @@ class Builder:
 
     def dataset(self, parent: h5g.GroupID, name: str, shape: tuple[int, ...], dtype: str) -> int:
         """A new contiguous dataset of the dtype name `dtype`; returns its offset in the file, -1 when empty."""
-        kind, space = self._type(schema.STORAGE[dtype]), self._space(shape)
-        made = h5d.create(parent, name.encode(), kind, space, dcpl=self._datasets, lcpl=self._links)
+        made = self._reserved(parent, name, shape, schema.STORAGE[dtype])
         if dtype in schema.BIT_PATTERNS:
             self.attribute(made, "dtype", dtype)
-        offset = made.get_offset()
-        return -1 if offset is None else int(offset)
+        return _offset_of(made)
+
+    def reserved(self, parent: h5g.GroupID | h5f.FileID, name: str, count: int, kind: np.dtype) -> int:
+        """A new contiguous dataset of so many elements, which may be records; returns its offset in the file."""
+        return _offset_of(self._reserved(parent, name, (count,), kind))
+
+    def _reserved(
+        self, parent: h5g.GroupID | h5f.FileID, name: str, shape: tuple[int, ...], kind: np.dtype
+    ) -> h5d.DatasetID:
+        stored, space = self._type(kind), self._space(shape)
+        return h5d.create(parent, name.encode(), stored, space, dcpl=self._datasets, lcpl=self._links)
 
     def external_link(self, parent: h5g.GroupID, name: str, file: str, path: str) -> None:
         """A link to `path` in another file; `name` and `path` are escaped already, `file` is relative to this one."""
@@ -224,6 +156,11 @@ class Builder:
         if dtype not in self._types:
             self._types[dtype] = h5t.py_create(dtype, logical=True)
         return self._types[dtype]
+
+
+def _offset_of(dataset: h5d.DatasetID) -> int:
+    offset = dataset.get_offset()
+    return -1 if offset is None else int(offset)
 
 
 def open_reading(path: Path | io.BytesIO) -> h5py.File:
@@ -456,17 +393,6 @@ def _foreign_bytes(dataset: h5d.DatasetID) -> str:
     if math.prod(dataset.shape) * dtype.itemsize > limit:
         return f"says that it has more elements ({dataset.shape}) than its file of {limit} bytes can hold"
     return ""
-
-
-def write_at(handle: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, in as many system calls as it takes.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    done = 0
-    while done < len(data):
-        done += os.pwrite(handle, data[done:], offset + done)
 
 
 def read_text(parent: h5g.GroupID, name: str) -> str:

@@ -24,10 +24,10 @@ import torch
 
 from mpispeed.base.errors import CheckpointError, NativeMissing, StoreError
 from mpispeed.ckpt.format import index, schema
-from mpispeed.ckpt.format.hdf5 import write_at
 from mpispeed.ckpt.format.index import TABLE_DTYPE, checksum_of, find_some
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, Piece
 from mpispeed.ckpt.format.manifest import FileRecord
+from mpispeed.ckpt.format.sparse_image import write_at
 from mpispeed.ckpt.format.tag_files import Places
 from mpispeed.native.block_file import BlockFile
 from mpispeed.native.checksum import crc32c, crc32c_combine

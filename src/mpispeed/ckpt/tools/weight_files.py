@@ -15,7 +15,7 @@ import numpy as np
 from h5py import h5g, h5p, h5t
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import hdf5, schema
+from mpispeed.ckpt.format import hdf5, schema, sparse_image
 from mpispeed.ckpt.format.index import TensorEntry
 
 _SAFETENSORS = {
@@ -188,7 +188,7 @@ def write_hdf5(path: Path, weights: Sequence[Weight], elements: Elements) -> Non
     with path.open("r+b", buffering=0) as file:
         for weight, place in zip(weights, places, strict=True):
             for part in elements(weight):
-                hdf5.write_at(file.fileno(), part, place)
+                sparse_image.write_at(file.fileno(), part, place)
                 place += len(part)
         os.fsync(file.fileno())
 
