@@ -11,6 +11,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpispeed.base.errors import UsageError
+from mpispeed.config.derive import measures_wall_clock
 from mpispeed.config.monitor import MonitorConfig
 from mpispeed.config.zero import ZeroOptimization
 from mpispeed.engine.config_view import ConfigView
@@ -160,7 +161,7 @@ METHODS: dict[str, Getter] = {
     ),
     # -- other settings
     "wall_clock_breakdown": Getter(
-        lambda p: p.plan.config.wall_clock_breakdown, "bool", "True if times of the passes are logged."
+        lambda p: measures_wall_clock(p.plan.config), "bool", "True if times of the passes are logged."
     ),
     "memory_breakdown": Getter(lambda p: p.plan.config.memory_breakdown, "bool", "True if memory is logged."),
     "dump_state": Getter(lambda p: p.plan.config.dump_state, "bool", "True if the settings are logged at the start."),
