@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -32,7 +32,7 @@ class Wandb(Section):
 
     enabled: bool = Field(False, description="Send to Weights & Biases.")
     group: str | None = Field(None, description="Name of the group of runs.")
-    team: str | None = Field(None, description="Name of the team.")
+    team: str | None = Field(None, description="Name of the team; null is the account's own.")
     project: str = Field("deepspeed", description="Name of the project.")
 
 
@@ -40,14 +40,16 @@ class Comet(Section):
     """Comet."""
 
     enabled: bool = Field(False, description="Send to Comet.")
-    samples_log_interval: Positive = Field(100, description="Samples between two records.")
+    samples_log_interval: Positive = Field(100, description="Least number of samples between two points of a series.")
     project: str | None = Field(None, description="Name of the project.")
     workspace: str | None = Field(None, description="Name of the workspace.")
     api_key: Secret | None = Field(None, description="Key of the account; shown and stored as (set).")
     experiment_name: str | None = Field(None, description="Name of the experiment.")
     experiment_key: str | None = Field(None, description="Key of the experiment.")
-    online: bool | None = Field(True, description="Send now, or keep for later.")
-    mode: Literal["get", "create", "get_or_create"] | None = Field("get_or_create", description="Continue or create.")
+    online: bool | None = Field(True, description="Send now; false keeps an archive for `comet upload`.")
+    mode: Literal["get", "create", "get_or_create"] | None = Field(
+        "get_or_create", description="get continues experiment_key, create makes an experiment, get_or_create either."
+    )
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,22 @@ class MonitorConfig:
     wandb: Wandb
     comet: Comet
 
+    @classmethod
+    def of(cls, config: Any) -> MonitorConfig:
+        """The sections of a whole config."""
+        return cls(config.tensorboard, config.csv_monitor, config.wandb, config.comet)
+
     @property
     def enabled(self) -> bool:
         """True if any is on."""
         return any((self.tensorboard.enabled, self.csv_monitor.enabled, self.wandb.enabled, self.comet.enabled))
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The sections as plain values for `monitor.build`, with the keys themselves: not to be shown or stored."""
+        found = {name: section.model_dump() for name, section in vars(self).items()}
+        if self.comet.api_key is not None:
+            found["comet"]["api_key"] = self.comet.api_key.get_secret_value()
+        return found
 
 
 class CommsLogger(Section):
