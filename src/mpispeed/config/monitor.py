@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from mpispeed.base.hang_limits import HANG_SECONDS, WATCH_SECONDS
 from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Secret, Section, subsection
@@ -79,11 +79,14 @@ class MonitorConfig:
         return any((self.tensorboard.enabled, self.csv_monitor.enabled, self.wandb.enabled, self.comet.enabled))
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """The sections as plain values for `monitor.build`, with the keys themselves: not to be shown or stored."""
-        found = {name: section.model_dump() for name, section in vars(self).items()}
-        if self.comet.api_key is not None:
-            found["comet"]["api_key"] = self.comet.api_key.get_secret_value()
-        return found
+        """The sections for `monitor.build`, as `reveal` gives them."""
+        return {name: reveal(section) for name, section in vars(self).items()}
+
+
+def reveal(section: Section) -> dict[str, Any]:
+    """A section as plain values, with its keys themselves: for who sends them, not to be shown or stored."""
+    secrets = {name: value for name, value in section if isinstance(value, SecretStr)}
+    return section.model_dump() | {name: value.get_secret_value() for name, value in secrets.items()}
 
 
 class CommsLogger(Section):

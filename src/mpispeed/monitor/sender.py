@@ -55,7 +55,8 @@ class Service:
         self._is_full = self._is_over = False
         self._sink: Any = None
         self._run_id: str | None = None
-        self._secrets = {str(section.get("api_key") or ""), *map(os.environ.get, _KEYS)} - {"", None}
+        keys = (section.get("api_key"), *map(os.environ.get, _KEYS))
+        self._secrets = [str(key) for key in keys if key]
         self.is_failed = False  # the rank was killed
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()

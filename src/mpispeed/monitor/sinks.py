@@ -17,7 +17,7 @@ from mpispeed.monitor.sink import Sink
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How the sink of a section is made.
+    """Constructor of a sink from its section, and what it needs.
 
     Attributes:
         create: makes the sink in this process.
