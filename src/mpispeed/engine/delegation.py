@@ -248,7 +248,7 @@ PROPERTIES: dict[str, Getter] = {
         lambda p: ConfigView(p.plan.config), "ConfigView", "All settings with their defaults, as a mapping."
     ),
     "monitor_config": Getter(
-        lambda p: _monitor_config(p.plan.config), "MonitorConfig", "The sections of all monitors."
+        lambda p: MonitorConfig.of(p.plan.config), "MonitorConfig", "The sections of all monitors."
     ),
     "monitor": Getter(
         lambda p: p.features.published["monitor"],
@@ -419,10 +419,6 @@ def _optimizer_name(parts: Parts) -> str | None:
 def _ratio(parts: Parts) -> float:
     offload = parts.plan.config.zero_optimization.offload_optimizer
     return 1.0 if offload is None else offload.ratio
-
-
-def _monitor_config(config: Config) -> MonitorConfig:
-    return MonitorConfig(config.tensorboard, config.csv_monitor, config.wandb, config.comet)
 
 
 def _types(parts: Parts) -> list[Any]:

@@ -13,6 +13,7 @@ from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes, format_duration
 from mpispeed.config.derive import measures_wall_clock
 from mpispeed.config.ineffective import PINNED
+from mpispeed.config.monitor import MonitorConfig
 from mpispeed.engine.delegation import momenta
 from mpispeed.engine.hooks import Context, Hooks
 from mpispeed.engine.observe.times import Times
@@ -97,8 +98,7 @@ def time_passes(parts: Parts) -> dict[str, Any]:
 
 
 def _attach_monitors(parts: Parts) -> Monitors:
-    plan = parts.plan
-    sections = {name: getattr(plan.config, name).model_dump() for name in ("tensorboard", "csv_monitor")}
+    sections = MonitorConfig.of(parts.plan.config).sections()
     enabled = ", ".join(name for name, section in sections.items() if section["enabled"])
     try:
         sinks = monitor.build(sections, parts.mesh.rank)
