@@ -1,7 +1,7 @@
 """The parts of a run record: an HDF5 file laid out with reserved space, which is then written by plain writes.
 
     /            attributes: format, version, run (an id), started (seconds since 1970), host
-    /facts/NAME  uint8[n], JSON: what is known at the start
+    /facts/NAME  uint8[n], JSON: what is known at the start; attribute: crc32c of the text
     /rows        ROW[capacity]: points of series
     /names       uint8[capacity]: names of series and spans, UTF-8 lines; the number of a line is the number in /rows
     /notes       uint8[capacity]: what happened, JSON lines
@@ -75,6 +75,8 @@ closed the file; CRC-32C of the elements of each table; CRC-32C of the slot befo
 
 SLOTS = 2
 STATE, FACTS = "state", "facts"
+FACT_CHECKSUM = "crc32c"
+"""Attribute of a fact: CRC-32C of its text."""
 
 RESERVED: Mapping[str, int] = MappingProxyType({"rows": 65536, "names": 32 << 10, "notes": 128 << 10, "spans": 1024})
 """Elements of each table in a new file."""
@@ -170,7 +172,8 @@ def lay_out(
             builder.attribute(builder.root, name, value)
         group = builder.group(builder.root, FACTS)
         for name, text in facts.items():
-            builder.array(group, name, np.frombuffer(text, np.uint8))
+            made = builder.array(group, name, np.frombuffer(text, np.uint8))
+            builder.attribute(made, FACT_CHECKSUM, crc32c(text))
         offsets = {name: builder.reserved(builder.root, name, capacity[name], kind) for name, kind in TABLES.items()}
         offsets[STATE] = builder.reserved(builder.root, STATE, SLOTS, SLOT)
     return Places(offsets, dict(capacity))
