@@ -9,10 +9,13 @@ from typing import Any
 
 import click
 
+from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt.tools import ls as listing
 from mpispeed.ckpt.tools import show as showing
 from mpispeed.cli.ckpt_report import as_json_option, print_table, reported, say
+from mpispeed.record.reader import is_record
+from mpispeed.record.runs import find_records
 
 
 @click.command("ls")
@@ -21,12 +24,15 @@ from mpispeed.cli.ckpt_report import as_json_option, print_table, reported, say
 def ls(folder: Path, as_json: bool) -> None:
     """List the checkpoints in DIR; * marks the one that `latest` names."""
     with reported(as_json):
+        _refuse_record(folder)
         rows = listing.rows(folder)
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
     if not rows:
         say(f"no tags in {folder}")
+        if any(map(is_record, find_records(folder))):
+            say(f"it has run records, which are no checkpoints; see them with: mpispeed logs record show {folder}")
         return
     table = [
         (
@@ -59,6 +65,7 @@ def show(location: str, pattern: str, wants_state: bool, wants_config: bool, wan
     TAG defaults to the latest. PATTERN selects names: shell-style, or a part of the name.
     """
     with reported(as_json):
+        _refuse_record(showing.split_location(location)[0])
         found = showing.open_location(location)
         content: dict[str, Any] = {"tag": found.tag, "step": found.manifest.global_step}
         if not (wants_state or wants_config or wants_layout):
@@ -79,6 +86,13 @@ def show(location: str, pattern: str, wants_state: bool, wants_config: bool, wan
     for part in ("state", "config", "layout"):
         if part in content:
             _print_part(part, content[part])
+
+
+def _refuse_record(path: Path) -> None:
+    """Name the command for run records, which are HDF5 files, too."""
+    if path.is_file() and is_record(path):
+        msg = f"{path} is a run record and no checkpoint; see it with: mpispeed logs record show {path}"
+        raise CheckpointError(msg)
 
 
 def _print_part(part: str, value: Any) -> None:

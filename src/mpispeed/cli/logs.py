@@ -1,4 +1,4 @@
-"""`mpispeed logs`: logs of ranks, as one file."""
+"""`mpispeed logs`: logs of ranks, as one file, and records of runs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from pathlib import Path
 import click
 
 from mpispeed.base.errors import UsageError
+from mpispeed.cli.lazy import LazyGroup
 from mpispeed.logs.merge import MERGED, find_logs, merge_logs, merged_lines
 
+COMMANDS = {
+    "merge": ("mpispeed.cli.logs", "merge", "Put the logs of all ranks in one file, in the order of time."),
+    "record": ("mpispeed.cli.record", "record", "Show, draw, compare and export the records of runs."),
+}
 
-@click.group()
+
+@click.group(cls=LazyGroup, table=COMMANDS)
 def logs() -> None:
-    """Logs of ranks in the folder of a run."""
+    """Logs of ranks in the folder of a run, and records of runs."""
 
 
-@logs.command("merge")
+@click.command("merge")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help=f"By default FOLDER/{MERGED}.")
 @click.option("--show", is_flag=True, help="Write to stdout instead.")

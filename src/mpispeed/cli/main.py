@@ -23,7 +23,7 @@ COMMANDS = {
     "plan": ("mpispeed.cli.plan", "plan", "Predict memory and traffic before anything starts; GO or NO-GO."),
     "ckpt": ("mpispeed.cli.ckpt", "ckpt", "List, check, compare, convert and prune checkpoints."),
     "drill": ("mpispeed.cli.drill", "drill", "Break a run on purpose: does it end, say why, and go on?"),
-    "logs": ("mpispeed.cli.logs", "logs", "Put the logs of all ranks in one, in the order of time."),
+    "logs": ("mpispeed.cli.logs", "logs", "Logs of all ranks in the order of time; records of runs."),
     "compat": ("mpispeed.cli.compat", "compat", "Scripts and libraries that say `import deepspeed`."),
     "kernels": ("mpispeed.cli.kernels", "kernels", "List the CUDA kernels, compile them ahead of time."),
     "doctor": ("mpispeed.cli.doctor", "doctor", "Show what is usable on this machine, and why the rest is not."),

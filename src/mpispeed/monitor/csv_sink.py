@@ -28,7 +28,7 @@ class CsvSink:
 
     def write(self, series: str, value: float, x: int) -> None:
         """Append one row."""
-        csv.writer(self._file(series), lineterminator="\n").writerow([x, value])
+        csv.writer(self._file(series), lineterminator="\n").writerow([x, float(value)])
 
     def flush(self) -> None:
         """Bring all rows to the files."""

@@ -27,9 +27,9 @@ class TensorBoardSink:
         """Make the sink of a `tensorboard` section."""
         return cls(folder_of(section))
 
-    def write(self, series: str, value: float, x: int) -> None:
-        """Add one scalar."""
-        self._writer.add_scalar(series, value, x)
+    def write(self, series: str, value: float, x: int, *, time: float | None = None) -> None:
+        """Add one scalar; `time` is in seconds since 1970, now if it is left out."""
+        self._writer.add_scalar(series, value, x, walltime=time)
 
     def flush(self) -> None:
         """Bring all scalars to the event file."""

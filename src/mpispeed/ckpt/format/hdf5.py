@@ -163,7 +163,7 @@ def _offset_of(dataset: h5d.DatasetID) -> int:
     return -1 if offset is None else int(offset)
 
 
-def open_reading(path: Path | io.BytesIO) -> h5py.File:
+def open_reading(path: Path | io.BytesIO | io.FileIO) -> h5py.File:
     """Open a file for reading without taking a lock (read-only and network file systems have none).
 
     Access its objects through the functions `child...` only: h5py's own access follows links to other files.
