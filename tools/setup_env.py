@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST = (3, 10)
 # Each purpose contains the ones before it.
-EXTRAS = {"demo": ["monitor"], "test": ["monitor", "test"], "lint": ["monitor", "test", "dev"]}
+_TEST = ["monitor", "wandb", "comet", "test"]
+EXTRAS = {"demo": ["monitor"], "test": _TEST, "lint": [*_TEST, "dev"]}
 BUILD_TOOLS = ["setuptools", "wheel", "Cython"]
 
 

@@ -16,11 +16,16 @@ class Event(enum.Enum):
     """Events that an engine announces. Payload keys are listed beside each event."""
 
     BATCH_START = "batch_start"  # micro_step, global_step, is_training
+    # seconds: a number, or what becomes one by `float` where a device is timed, which may wait for it
     FORWARD_END = "forward_end"  # seconds
     BACKWARD_END = "backward_end"  # seconds
     # global_step, samples, loss (of rank 0; None if the script ran the backward passes), lr, norm, loss_scale, skipped,
     # seconds (since the last step ended), update_seconds (of reduce, clip, update and publish)
     STEP_END = "step_end"
+    # global_step, samples, series (name -> seconds of rank 0 since the last step ended: forward, backward with the sums
+    # of its gradients wherever they are waited for, backward_allreduce (those sums alone), backward_inner (backward
+    # without them), step); announced on rank 0 after STEP_END, where wall_clock_breakdown is on
+    TIMES = "times"
     # global_step, and since the last step ended: bytes_read, requests_read, bytes_written, requests_written of swap
     # files by this rank; announced on rank 0 where states are swapped
     SWAP = "swap"

@@ -41,14 +41,26 @@ class Backlog:
 
     def work_off(self, deliver: Deliver) -> None:
         """Compute all of them and deliver the gradients."""
+        global _is_working_off
         with torch.no_grad():
             while self._todo:
-                for param, grad in self._todo.popleft()():
+                _is_working_off = True
+                try:
+                    found = self._todo.popleft()()
+                finally:
+                    _is_working_off = False
+                for param, grad in found:
                     deliver(param, grad)
 
 
 # A plain global and no context variable: autograd runs backward functions of a device on threads of its own.
 _collecting: Backlog | None = None
+_is_working_off = False
+
+
+def is_working_off() -> bool:
+    """True while a backlog computes: work of a backward pass outside of it."""
+    return _is_working_off
 
 
 @contextmanager

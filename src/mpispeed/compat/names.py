@@ -97,6 +97,13 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.config.monitor": "Tensorboard=TensorBoardConfig Wandb=WandbConfig CsvMonitor=CSVConfig "
         "Comet=CometConfig MonitorConfig=DeepSpeedMonitorConfig",
     },
+    "monitor.comet": {"mpispeed.compat.monitors": "CometMonitor"},
+    "monitor.csv_monitor": {"mpispeed.compat.monitors": "CsvFiles=csvMonitor"},
+    "monitor.monitor": {
+        "mpispeed.compat.monitors": "MonitorMaster TensorBoardMonitor CsvFiles=csvMonitor WandbMonitor CometMonitor"
+    },
+    "monitor.tensorboard": {"mpispeed.compat.monitors": "TensorBoardMonitor"},
+    "monitor.wandb": {"mpispeed.compat.monitors": "WandbMonitor"},
     "ops.adagrad": {"mpispeed.optim": "CPUAdagrad=DeepSpeedCPUAdagrad"},
     "ops.adagrad.cpu_adagrad": {"mpispeed.optim": "CPUAdagrad=DeepSpeedCPUAdagrad"},
     "ops.adam": {"mpispeed.optim": "CPUAdam=DeepSpeedCPUAdam FusedAdam"},
@@ -237,7 +244,6 @@ LATER: dict[str, dict[str, str]] = {
         "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
     "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},
-    "the monitors Weights & Biases and Comet": {"monitor.wandb": "WandbMonitor", "monitor.comet": "CometMonitor"},
 }
 
 #: why a name has no counterpart -> module -> its names

@@ -168,6 +168,10 @@ def _check_features(config: Config) -> Iterator[Problem]:
     for key in ("theta", "gamma"):
         if drop.enabled and getattr(drop, key) is None:
             yield Problem(f"progressive_layer_drop.{key}", "required when enabled")
+    comet = config.comet
+    if comet.enabled and comet.mode == "get" and not comet.experiment_key:
+        cure = "set comet.experiment_key, or the mode to get_or_create"
+        yield Problem("comet.mode", "get continues an experiment and needs its key", cure)
     if tune.enabled and tune.start_profile_step > tune.end_profile_step:
         what = f"{tune.start_profile_step} is after end_profile_step {tune.end_profile_step}"
         yield Problem("autotuning.start_profile_step", what)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from mpispeed.base.hang_limits import HANG_SECONDS, WATCH_SECONDS
 from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Secret, Section, subsection
@@ -32,7 +32,7 @@ class Wandb(Section):
 
     enabled: bool = Field(False, description="Send to Weights & Biases.")
     group: str | None = Field(None, description="Name of the group of runs.")
-    team: str | None = Field(None, description="Name of the team.")
+    team: str | None = Field(None, description="Name of the team; null is the account's own.")
     project: str = Field("deepspeed", description="Name of the project.")
 
 
@@ -40,14 +40,16 @@ class Comet(Section):
     """Comet."""
 
     enabled: bool = Field(False, description="Send to Comet.")
-    samples_log_interval: Positive = Field(100, description="Samples between two records.")
+    samples_log_interval: Positive = Field(100, description="Least number of samples between two points of a series.")
     project: str | None = Field(None, description="Name of the project.")
     workspace: str | None = Field(None, description="Name of the workspace.")
     api_key: Secret | None = Field(None, description="Key of the account; shown and stored as (set).")
     experiment_name: str | None = Field(None, description="Name of the experiment.")
     experiment_key: str | None = Field(None, description="Key of the experiment.")
-    online: bool | None = Field(True, description="Send now, or keep for later.")
-    mode: Literal["get", "create", "get_or_create"] | None = Field("get_or_create", description="Continue or create.")
+    online: bool | None = Field(True, description="Send now; false keeps an archive for `comet upload`.")
+    mode: Literal["get", "create", "get_or_create"] | None = Field(
+        "get_or_create", description="get continues experiment_key, create makes an experiment, get_or_create either."
+    )
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,25 @@ class MonitorConfig:
     wandb: Wandb
     comet: Comet
 
+    @classmethod
+    def of(cls, config: Any) -> MonitorConfig:
+        """The sections of a whole config."""
+        return cls(config.tensorboard, config.csv_monitor, config.wandb, config.comet)
+
     @property
     def enabled(self) -> bool:
         """True if any is on."""
         return any((self.tensorboard.enabled, self.csv_monitor.enabled, self.wandb.enabled, self.comet.enabled))
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The sections for `monitor.build`, as `reveal` gives them."""
+        return {name: reveal(section) for name, section in vars(self).items()}
+
+
+def reveal(section: Section) -> dict[str, Any]:
+    """A section as plain values, with its keys themselves: for who sends them, not to be shown or stored."""
+    secrets = {name: value for name, value in section if isinstance(value, SecretStr)}
+    return section.model_dump() | {name: value.get_secret_value() for name, value in secrets.items()}
 
 
 class CommsLogger(Section):

@@ -60,8 +60,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row(f"{_SAMPLING}.curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
     Row("data_efficiency.data_routing.random_ltd", _is_on, "token drop is not available; set enabled to false"),
     Row("curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
-    Row("wandb", _is_on, "this monitor is not available; use tensorboard or csv_monitor"),
-    Row("comet", _is_on, "this monitor is not available; use tensorboard or csv_monitor"),
     *(
         Row(f"compression_training.{name}", _has_shared_on, "compression is not available; set enabled to false")
         for name in _COMPRESSION

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from mpispeed.base.clock import Clock
     from mpispeed.base.events import Bus
     from mpispeed.precision.scaler import LossScale
     from mpispeed.sharding.grads import GradStore
@@ -221,17 +221,18 @@ class DirectBackward:
         accumulation: Accumulation,
         bus: Bus,
         *,
+        clock: Clock,
         require: Callable[..., None],
         end_backward: Callable[[], None],
     ) -> None:
         """Args: `grads` is None without an optimizer; `require` and `end_backward` are those of the engine's parts."""
-        self._grads, self._scaler, self._accumulation = grads, scaler, accumulation
+        self._grads, self._scaler, self._accumulation, self._clock = grads, scaler, accumulation, clock
         self._bus, self._require, self._end_backward = bus, require, end_backward
         self._is_open = False  # the first gradient of a pass has come, its end has not
         # A nested pass (reentrant activation checkpointing) has ended, and autograd calls nothing at the end of the
         # outer one: the next gradient, or the next call of the engine, ends it.
         self._outlives = False
-        self._began = 0.0  # seconds of `time.perf_counter`
+        self._began: Any = None  # a mark of the clock
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, for `engine.scale(loss).backward()`; without fp16 `loss` itself. Local."""
@@ -270,7 +271,9 @@ class DirectBackward:
             is_due = self._accumulation.is_gradient_accumulation_boundary()
             factor = divisor_in_force() / (1 if is_local else steps)  # another engine may have divided the loss
             grads.begin_backward(reduces=is_due and not is_local, factor=factor)
-            self._is_open, self._began = True, time.perf_counter()
+            if self._clock.entering is not None:
+                self._clock.entering("backward")
+            self._is_open, self._began = True, self._clock.now()
         self._outlives = False
         end = weakref.WeakMethod(self._end_of_autograd)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := end()) and method())
@@ -295,7 +298,7 @@ class DirectBackward:
     def _end(self) -> None:
         self._is_open = self._outlives = False
         self._end_backward()
-        self._bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - self._began)
+        self._bus.announce(Event.BACKWARD_END, seconds=self._clock.now() - self._began)
 
 
 def _check_scale(own: float) -> None:

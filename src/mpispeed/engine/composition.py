@@ -59,6 +59,7 @@ def compose(parts: Parts) -> Composition:
         parts.scaler,
         parts.accumulation,
         parts.bus,
+        clock=parts.clock,
         require=parts.require,
         end_backward=parts.end_backward,
     )

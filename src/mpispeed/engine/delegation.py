@@ -11,6 +11,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpispeed.base.errors import UsageError
+from mpispeed.config.derive import measures_wall_clock
 from mpispeed.config.monitor import MonitorConfig
 from mpispeed.config.zero import ZeroOptimization
 from mpispeed.engine.config_view import ConfigView
@@ -160,7 +161,7 @@ METHODS: dict[str, Getter] = {
     ),
     # -- other settings
     "wall_clock_breakdown": Getter(
-        lambda p: p.plan.config.wall_clock_breakdown, "bool", "True if times of the passes are logged."
+        lambda p: measures_wall_clock(p.plan.config), "bool", "True if times of the passes are logged."
     ),
     "memory_breakdown": Getter(lambda p: p.plan.config.memory_breakdown, "bool", "True if memory is logged."),
     "dump_state": Getter(lambda p: p.plan.config.dump_state, "bool", "True if the settings are logged at the start."),
@@ -247,7 +248,7 @@ PROPERTIES: dict[str, Getter] = {
         lambda p: ConfigView(p.plan.config), "ConfigView", "All settings with their defaults, as a mapping."
     ),
     "monitor_config": Getter(
-        lambda p: _monitor_config(p.plan.config), "MonitorConfig", "The sections of all monitors."
+        lambda p: MonitorConfig.of(p.plan.config), "MonitorConfig", "The sections of all monitors."
     ),
     "monitor": Getter(
         lambda p: p.features.published["monitor"],
@@ -418,10 +419,6 @@ def _optimizer_name(parts: Parts) -> str | None:
 def _ratio(parts: Parts) -> float:
     offload = parts.plan.config.zero_optimization.offload_optimizer
     return 1.0 if offload is None else offload.ratio
-
-
-def _monitor_config(config: Config) -> MonitorConfig:
-    return MonitorConfig(config.tensorboard, config.csv_monitor, config.wandb, config.comet)
 
 
 def _types(parts: Parts) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -94,10 +93,13 @@ class Engine(Getters):
         if parts.plan.device.type != "cpu":
             inputs, kwargs = move((inputs, kwargs), parts.plan.device)
         inputs = parts.casting.inputs(inputs)
-        start = time.perf_counter()
+        clock = parts.clock
+        if clock.entering is not None:
+            clock.entering("forward")
+        start = clock.now()
         with parts.sharding.unwinding(), parts.casting.named():
             output = self.module(*inputs, **kwargs)
-        parts.bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
+        parts.bus.announce(Event.FORWARD_END, seconds=clock.now() - start)
         return output
 
     def backward(
@@ -128,7 +130,10 @@ class Engine(Getters):
         own = self.mpispeed
         parts, is_local = own.parts, own.accumulation.is_local
         parts.require("backward", (Kind.lp_params, Kind.lp_grads))
-        grads, start = parts.trained("backward").grads, time.perf_counter()
+        grads, clock = parts.trained("backward").grads, parts.clock
+        if clock.entering is not None:
+            clock.entering("backward")
+        start = clock.now()
         own.direct.settle()
         if not allreduce_gradients:
             parts.require_whole_grads("engine.backward(allreduce_gradients=False)")
@@ -141,7 +146,7 @@ class Engine(Getters):
             backward_scaled(loss, parts.scaler.scale, retain_graph=retain_graph)
         parts.end_backward()
         own.updates.losses.append(start_reading(loss))
-        parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
+        parts.bus.announce(Event.BACKWARD_END, seconds=clock.now() - start)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

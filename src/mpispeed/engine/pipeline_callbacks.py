@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -155,17 +154,19 @@ class StageDuties:
 
     def forward(self, chunk: int, inputs: Any) -> Any:
         """Run the layers of a chunk."""
-        counters, bus = self._parts.counters, self._parts.bus
+        counters, bus, clock = self._parts.counters, self._parts.bus, self._parts.clock
         bus.announce(
             Event.BATCH_START,
             micro_step=counters.micro_steps,
             global_step=counters.global_steps,
             is_training=self._is_training,
         )
-        start = time.perf_counter()
+        if clock.entering is not None:
+            clock.entering("forward")
+        start = clock.now()
         with self._parts.sharding.running(self._model), self._parts.casting.named():
             outputs = self._model.chunk(chunk)(inputs)
-        bus.announce(Event.FORWARD_END, seconds=time.perf_counter() - start)
+        bus.announce(Event.FORWARD_END, seconds=clock.now() - start)
         return outputs
 
     def leave_out(self, *, is_loss: bool = False) -> None:
@@ -194,7 +195,10 @@ class StageDuties:
 
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, *, is_last: bool) -> None:
         """Run backward through a chunk."""
-        parts, start = self._parts, time.perf_counter()
+        parts, clock = self._parts, self._parts.clock
+        if clock.entering is not None:
+            clock.entering("backward")
+        start = clock.now()
         self._begin_backward(reduces=is_last)
         with self._ending_alike(), parts.sharding.unwinding():
             if grads is not None:
@@ -202,16 +206,19 @@ class StageDuties:
                     torch.autograd.backward(tensors, list(grads))
             else:
                 backward_scaled(scale_loss(tensors[0], self._micro_batches), parts.scaler.scale)
-        parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
+        parts.bus.announce(Event.BACKWARD_END, seconds=clock.now() - start)
 
     def deliver(self, backlog: Backlog) -> None:
         """Compute the weight gradients that a backward pass deferred."""
-        start = time.perf_counter()
+        clock = self._parts.clock
+        if clock.entering is not None:
+            clock.entering("backward of weights")
+        start = clock.now()
         self._begin_backward(reduces=False)
         with self._ending_alike():
             if self._parts.optimization is not None:
                 backlog.work_off(self._parts.optimization.hooks.deliver)
-        self._parts.bus.announce(Event.BACKWARD_END, seconds=time.perf_counter() - start)
+        self._parts.bus.announce(Event.BACKWARD_END, seconds=clock.now() - start)
 
     def _begin_backward(self, *, reduces: bool) -> None:
         if self._parts.optimization is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from mpispeed.base import log as logs
+from mpispeed.base.clock import Clock
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine.facade import EngineOptimizer
@@ -407,13 +408,14 @@ class Updates:
         scheduler: Any | None = None,
         exchange: ExchangeStrategy | None = None,
         buffers: Buffers | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Args: `parts` of a step in order, to which those of `scheduler` are added; `groups` of hyper-parameters.
 
-        `exchange` is told of the next update, if it is phased.
+        `exchange` is told of the next update, if it is phased; `clock` is that of the engine.
         """
         self._parts, self._scaler, self._counters, self._bus = parts, scaler, counters, bus
-        self._groups, self._buffers = groups, buffers
+        self._groups, self._buffers, self._clock = groups, buffers, clock or Clock()
         self._exchange = exchange if exchange is not None and exchange.is_phased else None
         self.losses: list[float | Readback] = []
         self.was_applied = False
@@ -448,10 +450,12 @@ class Updates:
         Raises:
             UsageError: (on every rank) no rank has run a backward pass since the last update.
         """
-        counters, start, rates = self._counters, time.perf_counter(), self.rates()
+        counters, start, rates, entering = self._counters, self._clock.now(), self.rates(), self._clock.entering
         self.was_applied = False
         ctx = StepContext(counters.update_count + 1, self._scaler.scale, samples, lr_kwargs)
         for part in self._parts:
+            if entering is not None:
+                entering(type(part).__name__)
             part(ctx)
         if self._buffers is not None:
             self._buffers.equalise()
@@ -459,6 +463,7 @@ class Updates:
         counters.end_batch(samples, is_skipped=ctx.skip)
         self.norm = self.norm if ctx.skip else ctx.norm
         now = time.perf_counter()
+        update_seconds = now - start if self._clock.is_of_host else float(self._clock.now() - start)
         self._bus.announce(
             Event.STEP_END,
             global_step=counters.global_steps,
@@ -469,7 +474,7 @@ class Updates:
             loss_scale=ctx.scale,
             skipped=ctx.skip,
             seconds=now - self._began,
-            update_seconds=now - start,
+            update_seconds=update_seconds,
         )
         self._began, self.losses = now, []
         if self._exchange is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes that one rank sends in one optimizer step, by the ring formula of the trace."""
+    """Bytes that one rank sends in one optimizer step, by the ring formula of the trace, and calls of the verb.
+
+    Rows are equal by their bytes: calls are 0 where they are not counted.
+    """
 
     what: str
     verb: str
     axes: tuple[str, ...]
     bytes: int
+    messages: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ TRAIN_LOSS = "Train/Samples/train_loss"
 LR = "Train/Samples/lr"
 LOSS_SCALE = "Train/Samples/loss_scale"
 EVAL_LOSS = "Train/Samples/eval_loss"
+ELAPSED_MS = "Train/Samples/elapsed_time_ms_"
+"""What the names of series of times begin with."""
 CODED = "Train/Samples/"
 """What the names of series of compressed exchanges begin with."""
 EXPERTS = "Train/Samples/"
@@ -51,6 +53,7 @@ class Watcher:
         bus.subscribe(Event.STEP_END, self._on_step)
         bus.subscribe(Event.EVAL_END, self._on_eval)
         bus.subscribe(Event.CODED, self._on_coded)
+        bus.subscribe(Event.TIMES, self._on_times)
         bus.subscribe(Event.EXPERT_LOADS, self._on_expert_loads)
         bus.subscribe(Event.CLOSE, self._on_close)
 
@@ -68,6 +71,11 @@ class Watcher:
         self._is_scaled = self._is_scaled or scale not in (None, 1.0)
         if self._is_scaled and scale is not None:
             self._sink.write(LOSS_SCALE, scale, samples)
+        self._sink.flush()
+
+    def _on_times(self, event: Mapping[str, Any]) -> None:
+        for name, seconds in event["series"].items():
+            self._sink.write(ELAPSED_MS + name, 1000 * seconds, event["samples"])
         self._sink.flush()
 
     def _on_coded(self, event: Mapping[str, Any]) -> None:

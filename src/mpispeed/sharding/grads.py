@@ -15,6 +15,8 @@ from mpispeed.sharding.reducers import Backlog, Held, UnitGradient, limit_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mpispeed.base.clock import Stopwatch
+    from mpispeed.mesh.collectives.work import Work
     from mpispeed.mesh.comm import Comm
     from mpispeed.sharding.grad_shards import GradShards
     from mpispeed.sharding.reducers import Reduction, SumChannel, SumGradients
@@ -94,6 +96,7 @@ class GradStore:
         self._is_due = True
         self.reduces_now = True
         self.is_given_up = False  # gradients may be missing: they are going to be dropped
+        self._stopwatch: Stopwatch | None = None
 
     # -- one micro-step ------------------------------------------------------------------------------------
 
@@ -196,7 +199,11 @@ class GradStore:
     def _run(self, unit: Unit, reduction: Reduction, work: Callable[[], None]) -> None:
         """Do `work` in its turn on the channel, or at once."""
         if not self._channel.is_started:
-            work()
+            if self._stopwatch is None:
+                work()
+            else:
+                with self._stopwatch:
+                    work()
             self._wait_for(unit, reduction)
             return
         self._backlog.add(unit.layout.padded, lambda: self._wait_for(unit, reduction))
@@ -216,8 +223,18 @@ class GradStore:
             self._wait_for(unit, reduction)
 
     def _wait_for(self, unit: Unit, reduction: Reduction) -> None:
-        wait = self._channel.wait
-        reduction.settle(lambda work: wait(work, lambda: f"the sum of the gradients of {unit.name!r}"))
+        def wait(work: Work) -> None:
+            self._channel.wait(work, lambda: f"the sum of the gradients of {unit.name!r}")
+
+        if self._stopwatch is None or reduction.work is None:
+            reduction.settle(wait)
+        else:
+            with self._stopwatch:
+                reduction.settle(wait)
+
+    def time_sums(self, stopwatch: Stopwatch) -> None:
+        """Measure from now on how long this rank carries sums out itself, or waits for those that were started."""
+        self._stopwatch = stopwatch
 
     def finish(self, *, is_final: bool = True) -> None:
         """Complete all sums over ranks, starting those not started; `is_final`: no more gradients will come.

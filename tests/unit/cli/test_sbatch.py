@@ -160,13 +160,13 @@ def test_who_shares_models_or_counts_tasks_otherwise_is_told_how(call):
 
 
 def test_all_that_a_run_would_refuse_is_refused_before(call):
-    done = call("train.py", "--deepspeed_config", "ds.json", optimizer={"type": "AdamX"}, seeed=1, wandb=True)
+    done = call("train.py", "--deepspeed_config", "ds.json", optimizer={"type": "AdamX"}, seeed=1, hybrid_engine=True)
     assert done.exit_code and "#SBATCH" not in done.stdout
     for said in (
         "3 problems",
         "seeed: unknown key",
         'unknown optimizer "AdamX"',
-        "wandb: this monitor is not available",
+        "hybrid_engine: the hybrid engine is not available",
     ):
         assert said in text_of(done)
 

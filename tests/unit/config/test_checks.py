@@ -6,6 +6,7 @@ import pytest
 
 from mpispeed.base.errors import ConfigError, ElasticityConfigError
 from mpispeed.config import load, require_available
+from mpispeed.config.accept import accept
 from mpispeed.config.root import Config
 from mpispeed.config.section import walk
 from mpispeed.config.unavailable import UNAVAILABLE
@@ -343,8 +344,7 @@ ASKS = {
 } | {
     name: {name: True}
     for name in (
-        "amp", "flops_profiler", "autotuning", "data_efficiency", "wandb", "comet", "quantize_training", "eigenvalue",
-        "hybrid_engine",
+        "amp", "flops_profiler", "autotuning", "data_efficiency", "quantize_training", "eigenvalue", "hybrid_engine",
     )
 } | {
     f"zero_optimization.{name}": {"zero_optimization": {name: True}}
@@ -397,9 +397,17 @@ def test_the_table_names_fields_and_defaults_ask_for_nothing():
 
 
 def test_several_missing_parts_are_told_at_once():
-    loaded = load({"flops_profiler": {"enabled": True}, "wandb": True, "comet": True})
+    loaded = load({"amp": {"enabled": True}, "eigenvalue": True, "hybrid_engine": True})
     with pytest.raises(ConfigError, match="3 problems"):
         require_available(loaded.config)
+
+
+def test_an_experiment_is_continued_by_its_key():
+    comet = {"enabled": True, "mode": "get"}
+    with pytest.raises(ConfigError, match=r"comet\.mode: get continues an experiment and needs its key"):
+        accept({"comet": comet}, "ds.json")
+    for settings in (comet | {"experiment_key": "k" * 32}, comet | {"mode": "create"}, comet | {"enabled": False}):
+        accept({"comet": settings}, "ds.json")
 
 
 def test_adagrad_falls_to_torch():

@@ -201,7 +201,7 @@ def test_a_key_is_nowhere_but_where_it_is_asked_for():
     [
         {"comet": {"api_key": KEY, "api_kye": KEY}}, {"comet": {"api_key": [KEY]}}, {"comet": KEY},
         {"comet": {"mode": KEY}}, {"comet": {"online": KEY}}, {"comet": [KEY]}, {"wandb": {"api_key": KEY}},
-        {"cometx": {"api_key": KEY}}, {"api_key": KEY}, {"comet": {"enabled": True, "api_key": KEY}},
+        {"cometx": {"api_key": KEY}}, {"api_key": KEY}, {"comet": {"enabled": True, "mode": "get", "api_key": KEY}},
         {"comet": {"api_key": f"{KEY}\0"}}, {"comet": {"samples_log_interval": KEY}},
     ],
 )  # fmt: skip

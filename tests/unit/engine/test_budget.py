@@ -1,6 +1,7 @@
 """Predicted bytes and traffic: the formulas of the papers, what engines measure, what a machine has left."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ def test_frozen_parameters_and_buffers_count():
 
 
 def measure(source, ranks, **model):
-    """What an engine holds on rank 0, and what it sends in its third step."""
+    """What an engine holds on rank 0, and what it sends in its third step, with the calls of each verb."""
     models, data = [Stack(**model) for _ in range(ranks)], batches(3, BATCH)
 
     def job(world):
@@ -196,10 +197,12 @@ def measure(source, ranks, **model):
         train_averaged(engine, data[:2])
         engine.mesh.comm_trace.reset()
         train_averaged(engine, data[2:])
-        sent = {}
+        sent, calls = Counter(), Counter()
         for (verb, _), entry in engine.mesh.comm_trace.entries().items():
-            sent[verb] = sent.get(verb, 0) + entry.bytes
+            sent[verb] += entry.bytes
+            calls[verb] += entry.count
         sent["all_reduce"] -= 2 * 8 * (ranks - 1) // ranks  # of `train_engine`: the mean loss
+        calls["all_reduce"] -= 1
         params, parts = engine.parts.params, engine.parts.optimization
         held = {
             "parameters": params.shards.param_bytes,
@@ -212,7 +215,7 @@ def measure(source, ranks, **model):
         }
         scratch = params.arena.owned_bytes
         engine.destroy()
-        return held, scratch, sent
+        return held, scratch, sent, calls
 
     return sim.run(ranks, job)[0]
 
@@ -287,12 +290,14 @@ def check_engine(ranks, stage, accumulation, dtype, *, is_overlapped, node=None,
         "stage3_prefetch_bucket_size": 8000,
     }
     source["zero_optimization"] |= {"overlap_comm": is_overlapped, **limits, **zero}
-    held, scratch, sent = measure(source, ranks, is_frozen=is_frozen)
+    held, scratch, sent, calls = measure(source, ranks, is_frozen=is_frozen)
     plan = make_plan(validate(source).config, ranks, torch.float32, ranks_per_node=node)
     budget = predict(gather_inputs(plan, on_meta(is_frozen=is_frozen)))
     assert {what: budget.bytes_of(what) for what in held} == held
     verbs = "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
     assert {verb: budget.sent_bytes(verb) for verb in verbs} == {verb: sent.get(verb, 0) for verb in verbs}
+    counted = {verb: sum(row.messages for row in budget.sent if row.verb == verb) for verb in verbs}
+    assert counted == {verb: calls[verb] if sent[verb] else 0 for verb in verbs}
     predicted = budget.bytes_of("gathered parameters") + budget.bytes_of("gradient buckets")
     assert bool(budget.lag_bytes) <= is_overlapped
     if is_overlapped:  # how many sums are waiting depends on time; the prediction is the most there can be

@@ -38,6 +38,7 @@ def test_steps_that_count_several_times_are_alike(accumulation, stage, reuse, li
     monkeypatch.setattr(dry_run, "MICRO_STEPS", accumulation)
     every = dry_run.rehearse(facts)
     assert +found.sent == +every.sent
+    assert +found.messages == +every.messages
     assert +found.params.reads == +every.params.reads
     assert (found.gathered_bytes, found.scratch_bytes) == (every.gathered_bytes, every.scratch_bytes)
 

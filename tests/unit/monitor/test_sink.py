@@ -131,3 +131,10 @@ def test_a_missing_package_is_named_on_every_rank(rank: int, monkeypatch: pytest
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(NativeMissing, match=r"tensorboard is not installed.*tensorboard\.enabled to false"):
         monitor.build({"tensorboard": {"enabled": True}}, rank)
+
+
+def test_times_of_passes_in_milliseconds() -> None:
+    bus, sink = Bus(), Record()
+    monitor.attach(bus, [sink])
+    bus.announce(Event.TIMES, global_step=2, samples=48, series={"forward": 0.25, "backward_inner": 0.5})
+    assert sink.points == [("elapsed_time_ms_forward", 250.0, 48), ("elapsed_time_ms_backward_inner", 500.0, 48)]

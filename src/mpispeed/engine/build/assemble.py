@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base import log as logs
+from mpispeed.base.clock import Clock
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus
 from mpispeed.engine import step
@@ -88,7 +89,7 @@ def assemble(
     alike = {param: kind.partial for param, kind in kinds.items()}
     broadcast_rest(model, table, mesh, _cast_to(plan), plan.device, alike)
     counters = Counters()
-    optimization, scheduler, bus = None, None, Bus()
+    optimization, scheduler, bus, clock = None, None, Bus(), Clock()
     steps: Sequence[step.StepPart] = ()
     if rule is not None:
         optimization, update_windows = _optimize(plan, mesh, model, sharding, scaler, counters, rule, groups, basic)
@@ -97,7 +98,7 @@ def assemble(
     buffers = Buffers.of(model, mesh["data"])
     updates = step.Updates(
         steps, scaler, counters, bus, groups=groups, scheduler=scheduler,
-        exchange=optimization.exchange if optimization is not None else None, buffers=buffers,
+        exchange=optimization.exchange if optimization is not None else None, buffers=buffers, clock=clock,
     )  # fmt: skip
     casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
     accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
@@ -105,7 +106,7 @@ def assemble(
         optimization = _hand_out(optimization, basic, params, counters)
     parts = Parts(
         plan, mesh, model, sharding, bus, scaler, counters, casting, optimization, accumulation, updates, scheduler,
-        setup.given, sharing=sharing if sharing.shares else None, buffers=buffers,
+        setup.given, sharing=sharing if sharing.shares else None, buffers=buffers, clock=clock,
     )  # fmt: skip
     parts.expect_step()
     return parts

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from mpispeed.base.clock import Clock
     from mpispeed.base.events import Bus
     from mpispeed.engine.backward import Accumulation, Counters
     from mpispeed.engine.buffers import Buffers
@@ -162,6 +163,7 @@ class Parts:
         given: what the script gave to `initialize`.
         sharing: None where no parameter is shared along the pipe or the model axis.
         buffers: None without persistent buffers, and where one rank has all data.
+        clock: times passes and steps.
         is_training: the mode that `engine.train` has set.
         is_closed: `engine.destroy` was called.
     """
@@ -181,6 +183,7 @@ class Parts:
     given: Given
     sharing: Sharing | None
     buffers: Buffers | None
+    clock: Clock
     is_training: bool = True
     is_closed: bool = False
     is_compiled: bool = False  # by `engine.compile`

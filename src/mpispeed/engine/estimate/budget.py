@@ -126,8 +126,8 @@ def predict(facts: EstimateInputs) -> Budget:
 
 
 def _rows(outcome: Outcome, what: str) -> list[Sent]:
-    found = ((verb, axes, count) for (purpose, verb, axes), count in outcome.sent.items() if purpose == what and count)
-    return [Sent(what, *row) for row in sorted(found)]
+    found = ((key, size, outcome.messages[key]) for key, size in outcome.sent.items() if key[0] == what and size)
+    return [Sent(*key, size, count) for key, size, count in sorted(found)]
 
 
 def _held_at_rest(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:

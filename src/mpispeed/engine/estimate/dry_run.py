@@ -99,6 +99,7 @@ class Outcome:
         error_bytes: of quantized sums.
         error_elements: of quantized sums.
         sent: bytes sent in the last step.
+        messages: calls of verbs in the last step, by the same keys.
         gathered_bytes: most bytes of full units.
         scratch_bytes: bytes of full units and of buckets.
     """
@@ -106,6 +107,7 @@ class Outcome:
     params: DryParams
     grads: GradStore
     sent: Counter[Key]
+    messages: Counter[Key]
     gathered_bytes: int = 0
     scratch_bytes: int = 0
     error_bytes: int = 0
@@ -118,31 +120,40 @@ def rehearse(facts: EstimateInputs) -> Outcome:
 
 
 class _Repeats:
-    """Bytes sent, by purpose, verb and axes. What one unit sends is repeated for others of its kind."""
+    """Bytes sent and calls of verbs, by purpose, verb and axes.
+
+    What one unit sends is repeated for others of its kind.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.sent: Counter[Key] = Counter()
+        self.messages: Counter[Key] = Counter()
         self.what, self.weight, self._world = "", 1, mesh.world
-        self._known: dict[object, Counter[Key]] = {}
-        self._noted: Counter[Key] = Counter()
+        self._known: dict[object, list[tuple[Key, int]]] = {}
+        self._noted: list[tuple[Key, int]] | None = None  # while a unit's messages are noted
         mesh.comm_trace.subscribe(self._read)
 
     def _read(self, record: Record) -> None:
         channel = self._world.running if isinstance(self._world, DryWorld) else ""
         key = _OF_CHANNEL.get(channel, self.what), record.verb, record.axes
-        self.sent[key] += record.sent_bytes * self.weight
-        self._noted[key] += record.sent_bytes
+        self._count(key, record.sent_bytes)
+        if self._noted is not None:
+            self._noted.append((key, record.sent_bytes))
+
+    def _count(self, key: Key, size: int) -> None:
+        self.sent[key] += size * self.weight
+        self.messages[key] += self.weight
 
     def once(self, kind: object, run: Callable[[], object]) -> None:
         """Run `run` for the first of its kind, and count the same again for the others."""
         rows = self._known.get(kind)
         if rows is None:
-            self._noted = Counter()
+            noted = self._noted = []
             run()
-            self._known[kind], self._noted = self._noted, Counter()
+            self._known[kind], self._noted = noted, None
             return
-        for key, size in rows.items():
-            self.sent[key] += size * self.weight
+        for row in rows:
+            self._count(*row)
 
 
 class _QuantizedOnce(Listener):
@@ -190,7 +201,7 @@ class _DryRun:
         shards, sums, channel = make_sums(facts.plan, params, reducer, _wait)
         if not facts.is_overlapped:
             channel = SumChannel(channel.mesh, _wait, channel.is_started, is_overlapped=False)
-        self._out = Outcome(params, GradStore(shards, sums, channel), self._repeats.sent)
+        self._out = Outcome(params, GradStore(shards, sums, channel), self._repeats.sent, self._repeats.messages)
         self._sharing = _sharing(mesh, model)
         self._users = find_module_units(
             model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
@@ -209,6 +220,7 @@ class _DryRun:
         with torch.no_grad():
             self._step(1)
             out.sent.clear()
+            out.messages.clear()
             out.params.reads.clear()
             self._step(total)
         out.gathered_bytes = 0 if self._fetcher is None else self._fetcher.tally.peak_bytes

@@ -83,7 +83,7 @@ def examine_stages(
     """
 
     def examine_one(rank: int) -> tuple[Plan, RankBudget]:
-        return _examine_one(
+        return examine_rank(
             config, ranks, ranks_per_node, rank, source, dtype, in_scope=in_scope, sequence_length=sequence_length
         )
 
@@ -102,7 +102,7 @@ def examine_stages(
     return plan, found
 
 
-def _examine_one(
+def examine_rank(
     config: Config,
     ranks: int,
     ranks_per_node: int,
@@ -113,7 +113,11 @@ def _examine_one(
     in_scope: bool,
     sequence_length: int,
 ) -> tuple[Plan, RankBudget]:
-    """The plan, and the prediction for one rank."""
+    """The plan, and the prediction for the rank `rank`, which builds `source`; arguments as for `examine_stages`.
+
+    Raises:
+        ConfigError: as `examine_stages`.
+    """
     world = DryWorld(rank, ranks)
     try:
         with standing_in(world):

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 import resource
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpispeed import monitor
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes, format_duration
+from mpispeed.config.derive import measures_wall_clock
 from mpispeed.config.ineffective import PINNED
+from mpispeed.config.monitor import MonitorConfig
 from mpispeed.engine.delegation import momenta
 from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.observe.times import Times
+from mpispeed.engine.step import Place
 from mpispeed.mesh import comms_log
 from mpispeed.monitor import step_times
 from mpispeed.monitor.by_hand import Monitors, Throughput
+from mpispeed.pipe.module import PipelineModule
 from mpispeed.pipe.timeline import expected_bubble
 
 if TYPE_CHECKING:
@@ -55,27 +61,6 @@ class Progress:
             )
 
 
-class Timings:
-    """`wall_clock_breakdown`: forward, backward and step of each global step, in milliseconds of this rank."""
-
-    def __init__(self) -> None:
-        self._seconds = {"fwd": 0.0, "bwd": 0.0}
-
-    def attach(self, bus: Bus) -> None:
-        """Listen to the ends of forward, backward and step."""
-        bus.subscribe(Event.FORWARD_END, lambda event: self._add("fwd", event))
-        bus.subscribe(Event.BACKWARD_END, lambda event: self._add("bwd", event))
-        bus.subscribe(Event.STEP_END, self._on_step)
-
-    def _add(self, name: str, event: Mapping[str, Any]) -> None:
-        self._seconds[name] += event["seconds"]
-
-    def _on_step(self, event: Mapping[str, Any]) -> None:
-        rows = {**self._seconds, "step": event["update_seconds"]}
-        log.info("time (ms) | %s", " | ".join(f"{name}: {1000 * seconds:.2f}" for name, seconds in rows.items()))
-        self._seconds = {"fwd": 0.0, "bwd": 0.0}
-
-
 def attach(context: Context) -> Hooks:
     """Attach monitors on every rank (they write on rank 0 only) and the log on rank 0.
 
@@ -85,6 +70,7 @@ def attach(context: Context) -> Hooks:
     parts, throughput = context.parts, Throughput()
     throughput.attach(parts.bus)
     monitors = _attach_monitors(parts)
+    hooks = Hooks(published={"monitor": monitors, "tput_timer": throughput})
     start_comms_log(parts)
     if parts.mesh.rank == 0:
         for warning in context.given.warnings:
@@ -93,12 +79,26 @@ def attach(context: Context) -> Hooks:
         for row in parts.plan.describe():
             log.info("%-10s %s", *row)
         observe(parts)
-    return Hooks(published={"monitor": monitors, "tput_timer": throughput})
+        if measures_wall_clock(parts.plan.config):
+            return replace(hooks, **time_passes(parts))
+    return hooks
+
+
+def time_passes(parts: Parts) -> dict[str, Any]:
+    """`wall_clock_breakdown`: measure passes from now on; returns what the row of features calls for it."""
+    is_pipeline = isinstance(parts.module, PipelineModule)
+    parts.clock.measure(parts.plan.device)
+    times = Times(parts.bus, parts.clock, has_micro_steps=not is_pipeline)
+    times.attach()
+    if parts.optimization is not None and parts.mesh["data"].size > 1:
+        parts.optimization.grads.time_sums(times.sums)
+    return {
+        "step_parts": [(Place.START, times.begin_step)], "after_step": None if is_pipeline else times.end_micro_step
+    }  # fmt: skip
 
 
 def _attach_monitors(parts: Parts) -> Monitors:
-    plan = parts.plan
-    sections = {name: getattr(plan.config, name).model_dump() for name in ("tensorboard", "csv_monitor")}
+    sections = MonitorConfig.of(parts.plan.config).sections()
     enabled = ", ".join(name for name, section in sections.items() if section["enabled"])
     try:
         sinks = monitor.build(sections, parts.mesh.rank)
@@ -225,8 +225,6 @@ def observe(parts: Parts) -> None:
     config = parts.plan.config
     if parts.plan.steps_per_print:
         Progress(parts, parts.plan.steps_per_print).attach(parts.bus)
-    if config.wall_clock_breakdown:
-        Timings().attach(parts.bus)
     if config.comms_logger.enabled:
         Traffic(parts.mesh.comm_trace).attach(parts.bus)
     io = parts.params.tiers.io
