@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
-from pathlib import Path
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +44,7 @@ class RankNumbers:
         self.take = take
         self._steps, self._seconds, self._update_seconds = 0, 0.0, 0.0
         self._communication_seconds = self._all_communication()
+        self._memory = ResidentMemory()
 
     def attach(self, bus: Bus) -> None:
         """Listen to the steps of this rank."""
@@ -63,7 +65,7 @@ class RankNumbers:
         spent = self._all_communication()
         communication = (spent - self._communication_seconds) / steps
         self._steps, self._seconds, self._update_seconds, self._communication_seconds = 0, 0.0, 0.0, spent
-        return seconds, update_seconds, communication, resident_bytes(), device_bytes()
+        return seconds, update_seconds, communication, self._memory.nbytes(), device_bytes()
 
     def _all_communication(self) -> float:
         return sum(entry.seconds for entry in self._trace.entries().values())
@@ -74,12 +76,23 @@ def period(every: int, ranks: int) -> int:
     return every * max(1, -(-ranks // MANY_RANKS))
 
 
-def resident_bytes() -> float:
-    """Memory of this process; NaN where the system does not tell."""
-    try:
-        return float(int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize())
-    except (OSError, ValueError, IndexError):
-        return math.nan
+class ResidentMemory:
+    """Memory of this process; the file is opened once, which takes longer than to read it."""
+
+    def __init__(self) -> None:
+        try:
+            self._handle = os.open("/proc/self/statm", os.O_RDONLY)
+        except OSError:
+            self._handle = -1
+        else:
+            weakref.finalize(self, os.close, self._handle).atexit = False
+
+    def nbytes(self) -> float:
+        """Bytes now; NaN where the system does not tell."""
+        try:
+            return float(int(os.pread(self._handle, 200, 0).split()[1]) * resource.getpagesize())
+        except (OSError, ValueError, IndexError):
+            return math.nan
 
 
 def device_bytes() -> float:
