@@ -406,6 +406,11 @@ FEATURES: tuple[Feature, ...] = (
         put("csv_monitor", {"enabled": True, "output_path": "FOLDER", "job_name": "csv"}),
         left=lambda run: any(run.folder.rglob("*.csv")),
     ),
+    Feature(
+        "run record", ("record",), lambda run: "run_record" in run.engine.mpispeed.parts.features.published,
+        put("run_record", {"enabled": True, "path": "FOLDER/record", "every": 1}),
+        left=lambda run: (run.folder / "record" / "run.h5").exists(),
+    ),
     Feature("comms logger", ("comms_logger",), _logged, put("comms_logger.enabled", True)),
     Feature("drills", ("inject", "drill"), _drilled),
     Feature("registered feature", ("counted", "feature"), lambda run: run.notes["counted"] == run.steps),

@@ -53,12 +53,13 @@ def test_a_key_of_the_config_is_in_no_file_and_no_line_of_a_run(job, tmp_path, w
     run = tmp_path / "run"
     more = {"MPISPEED_WATCH_SECONDS": "2", "MPISPEED_HANG_TIMEOUT": "4"} if way == "hang" else {}
     done = job(
-        2, WORKER, way, tmp_path, cwd=tmp_path, SETTINGS=json.dumps(settings), COMET_API_KEY=KEY, WANDB_API_KEY=KEY,
-        MPISPEED_RUN_DIR=str(run), **more,
+        2, WORKER, way, tmp_path, "--api_key", KEY, cwd=tmp_path, SETTINGS=json.dumps(settings), COMET_API_KEY=KEY,
+        WANDB_API_KEY=KEY, MPISPEED_RUN_DIR=str(run), **more,
     )  # fmt: skip
     assert (done.returncode == 0) == (way == "well"), done.stderr
     assert list((tmp_path / "ckpt").rglob("state.h5")) and list((tmp_path / "csv").rglob("*.csv"))
     assert way != "hang" or (run / "report.json").exists()
+    assert b'"--api_key", "(set)"' in (run / "run.h5").read_bytes()
     assert "(set)" in done.stderr + done.stdout  # dump_state
     assert not leaks(tmp_path, done.stdout, done.stderr)
 

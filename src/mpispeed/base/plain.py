@@ -5,10 +5,11 @@ Files that may be pipes or devices, texts with control characters for terminals,
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ _SECRET = re.compile(
 )
 #: names under which a number is a count, as in max_tokens
 _SECRET_TEXT = re.compile(r"tokens?([_-]?value)?$|auth(orization)?$|bearer", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?[0-9][0-9.eE+-]*")
+#: the user part of an address, with its password
+_USER = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
 
 
 def read_plain(path: Path, limit_bytes: int, *, follows_links: bool = False) -> bytes:
@@ -71,6 +75,42 @@ def hide_secrets(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {name: SET if _is_secret(str(name), entry) else hide_secrets(entry) for name, entry in tree.items()}
     return [hide_secrets(entry) for entry in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def hide_in_words(words: Sequence[str]) -> list[str]:
+    """Copy the words of a command, with `SET` for what a key or a password is given as.
+
+    Known are `--name value`, `--name=value`, `NAME=value`, JSON objects, and passwords within addresses.
+    """
+    shown: list[str] = []
+    name = ""  # of an option whose value may be the next word
+    for word in words:
+        head, sign, value = word.partition("=")
+        if name and not word.startswith("-") and _is_secret(name, _value_of(word)):
+            shown.append(SET)
+        elif sign and _is_secret(head.lstrip("-"), _value_of(value)):
+            shown.append(f"{head}={SET}")
+        else:
+            shown.append(_USER.sub(SET, _hidden_json(word)))
+        name = word.lstrip("-") if word.startswith("-") and not sign else ""
+    return shown
+
+
+def _value_of(word: str) -> str | float:
+    return 1.0 if _NUMBER.fullmatch(word) else word
+
+
+def _hidden_json(word: str) -> str:
+    """A word that may be a JSON object, alone or behind "=", without its secrets."""
+    head, sign, value = word.partition("=")
+    text = value if sign and value.lstrip().startswith("{") else word
+    if not text.lstrip().startswith("{"):
+        return word
+    try:
+        hidden = json.dumps(hide_secrets(json.loads(text)))
+    except (ValueError, RecursionError):
+        return f"{head}={SET}" if text is value else SET  # whatever it is, it is not looked through
+    return f"{head}={hidden}" if text is value else hidden
 
 
 def _is_secret(name: str, entry: Any) -> bool:

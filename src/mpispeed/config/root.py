@@ -18,6 +18,7 @@ from mpispeed.config.offload import Aio
 from mpispeed.config.optimizer import Optimizer, Scheduler
 from mpispeed.config.pipeline import ActivationCheckpointing, Pipeline, TensorParallel
 from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
+from mpispeed.config.record import RunRecord
 from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, subsection
 from mpispeed.config.walltime import Walltime
 from mpispeed.config.zero import ZeroOptimization
@@ -82,6 +83,7 @@ class Config(Section):
     checkpoint: Checkpoint = subsection(Checkpoint, "Checkpoints.")
     guard: Guard = subsection(Guard, "Limits for hangs (mpispeed only).")
     walltime: Walltime = subsection(Walltime, "Saving before the job ends (mpispeed only).")
+    run_record: RunRecord = subsection(RunRecord, "What a run did, in one file (mpispeed only).")
     nebula: Nebula = subsection(Nebula, "Accepted; no effect.")
     activation_checkpointing: ActivationCheckpointing = subsection(ActivationCheckpointing, "Kept activations.")
     pipeline: Pipeline = subsection(Pipeline, "Layers spread over ranks.")

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.config import added
+from mpispeed.config.record import RunRecord
 from mpispeed.config.walltime import Walltime
-from mpispeed.engine import drills, expert_loads, experts, preemption
+from mpispeed.engine import drills, expert_loads, experts, preemption, run_record
 from mpispeed.engine.attached import Feature
 from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.slicing import fit_layers
@@ -59,6 +60,7 @@ BUILT_IN = (
     Feature("slicing", attach_slicing, transform=slice_model),
     Feature("experts", experts.attach, transform=experts.transform),
     Feature("monitors", reports.attach),
+    Feature("run_record", run_record.attach, section=RunRecord),
     Feature("expert_loads", expert_loads.attach),
     Feature("loader", attach_loader, is_of_data=True),
     Feature("drills", drills.attach),

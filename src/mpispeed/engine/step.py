@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mpispeed.base.events import Bus
     from mpispeed.engine.backward import Counters
     from mpispeed.engine.buffers import Buffers
+    from mpispeed.engine.rank_numbers import RankNumbers
     from mpispeed.engine.replica_groups import Sharing
     from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.mesh.mesh import Mesh
@@ -116,8 +117,10 @@ class MeasureNorm:
     For gradients that stay local it is the root mean square of the data ranks' norms. The norm of their mean, which no
     rank has, is never larger: clipping by the former clips no less, and all ranks clip alike.
 
-    A rank whose batch has failed tells the others in the same message.
+    A rank whose batch has failed tells the others in the same message, in which `numbers` travel too.
     """
+
+    numbers: RankNumbers | None = None
 
     def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing | None, counters: Counters) -> None:
         self._mesh, self._grads, self._counters = mesh, grads, counters
@@ -131,12 +134,16 @@ class MeasureNorm:
             BatchFailed: on every rank, if the batch of one has failed.
         """
         passes = math.nan if self._counters.has_failed else float(self._counters.pending_backwards)
+        numbers = () if self.numbers is None else self.numbers.give()
         total, everyone = global_square_sum(
-            self._mesh, self._grads.shards, threads=ctx.threads, counts=self._counts, note=passes
+            self._mesh, self._grads.shards, threads=ctx.threads, counts=self._counts, notes=(passes, *numbers)
         )
-        if any(map(math.isnan, everyone)):
+        ran = everyone[:, 0].tolist()
+        if any(map(math.isnan, ran)):
             raise BatchFailed
-        self._look_for_passes(everyone)
+        self._look_for_passes(ran)
+        if self.numbers is not None and numbers:
+            self.numbers.take(everyone[:, 1:])
         if self._grads.exchange.local_grads:
             total /= self._mesh["data"].size
         ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
@@ -437,6 +444,12 @@ class Updates:
             before = _BEFORE[place]
             at = next((index for index, part in enumerate(self._parts) if isinstance(part, before)), 0)
             self._parts = [*self._parts[:at], *(part for wanted, part in rows if wanted is place), *self._parts[at:]]
+
+    def send_along(self, numbers: RankNumbers) -> None:
+        """Let numbers of each rank travel with the norm of gradients; call on all ranks alike."""
+        for part in self._parts:
+            if isinstance(part, MeasureNorm):
+                part.numbers = numbers
 
     def rates(self) -> list[Any]:
         """Learning rate of each parameter group."""

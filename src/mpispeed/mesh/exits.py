@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +60,7 @@ _CODE: Any = vars(SystemExit)["code"]
 
 _INSTALLED: dict[str, Exits] = {}
 _KEEPERS: list[Callable[[str], object]] = []
+_TOLD: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
 
 ErrorType = type[BaseException]
 
@@ -127,6 +129,7 @@ class Exits:
             time.sleep(SHOWN_SECONDS + WATCHER_SECONDS)  # the rank with the failure itself shows that and ends the job
         code = 2 if isinstance(error, MpispeedError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         is_collective = getattr(error, "is_collective", False)
+        _tell_error(error)
         trace = own_trace(trace)
         is_first = self._is_first()
         # Each node has a rank that is first; of what all ranks raise that of rank 0 is enough, once all are known to.
@@ -353,3 +356,18 @@ def keep_silent_errors(keep: Callable[[str], object]) -> None:
     """Hand each traceback that this rank does not show, because another one shows its own, to `keep`."""
     if keep not in _KEEPERS:
         _KEEPERS.append(keep)
+
+
+def tell_errors(listener: Callable[[BaseException], object]) -> None:
+    """Call a method with the error that ends this process's program, before the job ends, unless its object is gone."""
+    _TOLD.append(weakref.WeakMethod(listener))
+
+
+def _tell_error(error: BaseException) -> None:
+    for told in _TOLD:
+        listener = told()
+        if listener is not None:
+            try:
+                listener(error)
+            except Exception:
+                log.exception("what was to be told of the error has failed itself")

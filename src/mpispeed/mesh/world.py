@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import warnings
 from collections import Counter
@@ -219,6 +220,12 @@ def standing_in(world: World) -> Iterator[None]:
 def current() -> World | None:
     """The world of this process, if it was started."""
     return _PROCESS.get("world")
+
+
+def library() -> str:
+    """The first line that the MPI library says of its version; "" where this process has none."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return "" if mpi is None else " ".join(mpi.Get_library_version().split("\n")[0].strip(" \0").split())
 
 
 def _join(reduction: str, timeout_seconds: float) -> World:

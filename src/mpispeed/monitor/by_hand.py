@@ -23,7 +23,13 @@ class Monitors:
     """
 
     def __init__(self, sinks: Sequence[Sink] = (), *, enabled: bool = False) -> None:
-        self._sinks, self.enabled = sinks, enabled
+        self._sinks, self.enabled = list(sinks), enabled
+
+    def add(self, sink: Sink | None) -> None:
+        """Add a monitor, the same on all ranks; the sink is None on those that do not write."""
+        self.enabled = True
+        if sink is not None:
+            self._sinks.append(sink)
 
     def write_events(self, event_list: Iterable[tuple[str, Any, int]], flush: bool = True) -> None:
         """Write points of series: (name, value, samples or steps). Local; ranks other than 0 write nothing."""

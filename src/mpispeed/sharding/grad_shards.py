@@ -220,8 +220,9 @@ class GradShards:
 
 
 _SLOTS = 64
-"""Doubles of a message: the last is a note, the others an exact sum. Non-overlapping doubles between 2^-300 and 2^300
-number at most about 12."""
+MOST_NOTES = 8
+"""Doubles of a message: the last ones are notes, the others an exact sum. Non-overlapping doubles number at most 40, of
+53 bits each out of 2098; those between 2^-300 and 2^300 about 12."""
 
 
 def compress(values: Iterable[float]) -> list[float]:
@@ -247,8 +248,13 @@ def compress(values: Iterable[float]) -> list[float]:
 
 
 def global_square_sum(
-    mesh: Mesh, grads: GradShards, *, threads: int, counts: Callable[[Unit], bool] = lambda _: True, note: float = 0.0
-) -> tuple[float, list[float]]:
+    mesh: Mesh,
+    grads: GradShards,
+    *,
+    threads: int,
+    counts: Callable[[Unit], bool] = lambda _: True,
+    notes: Sequence[float] = (),
+) -> tuple[float, torch.Tensor]:
     """Sum of squares of all averaged gradients, correctly rounded; inf or NaN if any gradient is.
 
     Each rank sums fixed blocks of its own shard in fp64; the block sums are added exactly, so neither sharding over the
@@ -256,34 +262,35 @@ def global_square_sum(
     is true for units that this rank counts: parameters that several ranks of another axis hold alike are counted by one
     of them.
 
-    Returns the sum and the `note` of every rank.
+    Returns the sum and the `notes` (at most MOST_NOTES) of every rank: [ranks, notes], on the host.
 
     Collective over: all ranks.
     """
     partials: list[float] = []
     for found in grads.square_sums(filter(counts, grads.table.units), threads=threads):
         partials = compress(partials + found)
-    table = gather_partials(mesh, partials, note)
-    sums, notes = table[:, :-1], table[:, -1].tolist()
+    table = gather_partials(mesh, partials, notes)
+    sums, everyone = table[:, :-MOST_NOTES], table[:, _SLOTS - MOST_NOTES :][:, : len(notes)]
     if not bool(torch.isfinite(sums).all()):
-        return math.nan if bool(torch.isnan(sums).any()) else math.inf, notes
-    return math.fsum(sums.flatten().tolist()), notes
+        return math.nan if bool(torch.isnan(sums).any()) else math.inf, everyone
+    return math.fsum(sums.flatten().tolist()), everyone
 
 
-def gather_partials(mesh: Mesh, partials: Sequence[float], note: float = 0.0) -> torch.Tensor:
-    """The doubles of all ranks, each with its note at the end. Shapes: [ranks, _SLOTS].
+def gather_partials(mesh: Mesh, partials: Sequence[float], notes: Sequence[float] = ()) -> torch.Tensor:
+    """The doubles of all ranks, each with its notes at the end. Shapes: [ranks, _SLOTS].
 
     Collective over: all ranks.
 
     Raises:
         StoreError: there are too many doubles.
     """
-    if len(partials) >= _SLOTS:
-        msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {_SLOTS - 1} that are exchanged"
+    most = _SLOTS - MOST_NOTES
+    if len(partials) > most:
+        msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {most} that are exchanged"
         raise StoreError(msg)
     own = torch.zeros(_SLOTS, dtype=torch.float64)
     own[: len(partials)] = torch.tensor(partials, dtype=torch.float64)
-    own[-1] = note
+    own[most : most + len(notes)] = torch.tensor(notes, dtype=torch.float64)
     comm = mesh[mesh.topology.names]
     everyone = torch.empty(_SLOTS * comm.size, dtype=torch.float64)
     comm.all_gather(everyone, own)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mpispeed.base.plain import hide_secrets, printable, read_head, read_plain
+from mpispeed.base.plain import hide_in_words, hide_secrets, printable, read_head, read_plain
 
 
 def test_signs_that_do_not_show_are_escaped():
@@ -66,3 +66,27 @@ def test_settings_that_only_sound_like_secrets_are_kept():
         "bypass": "x", "zero_optimization": {"stage": 1},
     }  # fmt: skip
     assert hide_secrets(kept) == kept
+
+
+KEY = "kY7-distinctive-9Qz-secret"
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--api_key", KEY, "x"], ["--api_key", "(set)", "x"]),
+        ([f"--wandb-api-key={KEY}"], ["--wandb-api-key=(set)"]),
+        ([f"HF_TOKEN={KEY}", "python"], ["HF_TOKEN=(set)", "python"]),
+        (["--password", "1234"], ["--password", "(set)"]),
+        (["--max_tokens", "10", "--max-tokens=1e3"], ["--max_tokens", "10", "--max-tokens=1e3"]),
+        (["--token", "--verbose"], ["--token", "--verbose"]),
+        (["--tokenizer", "gpt2", "--key-size"], ["--tokenizer", "gpt2", "--key-size"]),
+        ([f"https://me:{KEY}@host/x"], ["https://(set)@host/x"]),
+        ([f'{{"comet": {{"api_key": "{KEY}"}}}}'], ['{"comet": {"api_key": "(set)"}}']),
+        ([f'--config={{"token": "{KEY}"}}'], ['--config={"token": "(set)"}']),
+        ([f"{{'token': '{KEY}'"], ["(set)"]),
+        (["-m", "train", "lr=0.1", "a=b=c"], ["-m", "train", "lr=0.1", "a=b=c"]),
+    ],
+)
+def test_words_of_a_command_have_no_secrets(words, shown):
+    assert hide_in_words(words) == shown

@@ -14,7 +14,7 @@ import pytest
 
 from mpispeed.record import layout, record_file, writer
 from mpispeed.record.writer import RecordWriter
-from tests.helpers.system import CHECKOUT
+from tests.helpers.system import CHECKOUT, ROOT
 from tests.unit.record.reading import proven_contents
 
 FACTS = {"config": {"a": 1}}
@@ -183,3 +183,20 @@ def test_a_script_that_ends_without_a_word_loses_nothing_and_its_forks_write_not
     subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], check=True, env=environ, timeout=60)
     state, rows, *_ = contents(tmp_path / "run.h5")
     assert rows["step"].tolist() == [1, 2] and state.is_ended
+
+
+def test_the_lines_of_the_guide_read_a_record(tmp_path, monkeypatch, capsys):
+    guide = (ROOT / "docs" / "guides" / "run-record.md").read_text()
+    lines = guide.split("```python\n")[1].split("```")[0]
+    record = RecordWriter(tmp_path, {"config": {"a": 1}})
+    for step in (1, 2):
+        record.row("Train/Samples/train_loss", 1 / step, step=step, samples=8 * step)
+        record.row("Ranks/step_seconds", 0.5, step=step, samples=8 * step, rank=3)
+    record.note("close")
+    record.close()
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    exec(lines, found)
+    assert capsys.readouterr().out == "[1 2] [1.  0.5]\n"
+    assert found["config"] == {"a": 1} and [note["kind"] for note in found["notes"]] == ["close"]
+    assert found["slow"]["value"].tolist() == [0.5, 0.5]
