@@ -104,7 +104,8 @@ class Folders:
 
     def _remove(self, folder: Path) -> None:
         for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink() and (path / "ds_config.json").is_file():
+            is_ours = (path / "ds_config.json").is_file() or path.name == MODEL_INFO
+            if path.is_dir() and not path.is_symlink() and is_ours:
                 shutil.rmtree(path)
             elif path.is_file() and (path.name in (SUMMARY, OPTIMAL, COMMAND, TRIALS, PICTURE) or _is_experiment(path)):
                 path.unlink()
@@ -161,10 +162,13 @@ class Folders:
 
     def write_model(self, facts: Mapping[str, Any]) -> None:
         """Write the facts about the model."""
+        _write(self.of_model() / "model_info.json", dict(facts))
+
+    def of_model(self) -> Path:
+        """The folder of the look at the model."""
         folder = self.results / MODEL_INFO
         folder.mkdir(exist_ok=True)
-        _write(folder / "ds_config.json", {})  # marks a folder of ours
-        _write(folder / "model_info.json", dict(facts))
+        return folder
 
 
 def _is_experiment(path: Path) -> bool:

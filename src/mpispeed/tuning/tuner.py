@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import UsageError
 from mpispeed.tuning.forecast import Survey
-from mpispeed.tuning.memory import Memory, of_metrics
+from mpispeed.tuning.memory_filter import Memory, of_metrics
 from mpispeed.tuning.protocol import Task
 from mpispeed.tuning.results import Folders, Row, best_of, metric_of
 from mpispeed.tuning.search import Listed, Predicted, Search, Shuffled
@@ -149,7 +149,10 @@ class Tuner:
     def _look(self, new: Sequence[Candidate]) -> Survey:
         """Forecasts of new candidates, by the job."""
         configs = [one.config for one in new]
-        outcome = self._job.run(self._task("survey", "survey", configs[0], payload=configs), self._tuning.trial_timeout)
+        folder = str(self._folders.of_model())
+        words = self.arguments(configs[0])
+        task = self._task("survey", "survey", bare(configs[0]), payload=configs, folder=folder, arguments=words)
+        outcome = self._job.run(task, self._tuning.trial_timeout)
         if outcome.status != "ok":
             msg = f"the script does not come as far as mpispeed.initialize ({outcome.status}): {outcome.reason}"
             raise UsageError(msg)
@@ -277,6 +280,11 @@ class Tuner:
         best = best_of(list(self._rows.values()), self._tuning.metric)
         if self._tuning.metric_path is not None and best is not None:
             Path(self._tuning.metric_path).write_text(json.dumps(dict(best.metrics or {})) + "\n")
+
+
+def bare(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under which `initialize` leaves the script's model as it is until it is surveyed."""
+    return {key: value for key, value in config.items() if key not in ("tensor_parallel", "expert_parallel")}
 
 
 # -- words of the script -----------------------------------------------------------------------------------------------
