@@ -8,7 +8,7 @@ import pytest
 from mpispeed.base.errors import UsageError
 from mpispeed.config.autotuning import Autotuning
 from mpispeed.tuning.forecast import Forecast, Survey
-from mpispeed.tuning.memory import Memory
+from mpispeed.tuning.memory_filter import Memory
 from mpispeed.tuning.results import Folders, Row, best_of, draw, summary
 from mpispeed.tuning.space import Space
 from mpispeed.tuning.tuner import Tuner, mapped, mapped_value, mappings_of
@@ -79,6 +79,7 @@ def test_steps_arguments_and_limits_reach_the_job(tmp_path):
     )  # fmt: skip
     first = next(task for task in job.tasks if task.kind == "trial")
     assert (first.first_step, first.last_step) == (2, 9)
+    assert set(job.limits_seconds) == {77.0}
     assert list(first.arguments) == ["--batch", "1", "--deepspeed", "--stage", "0"]
     assert len(job.trials) == 2
 
