@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the first rank would hold and do in one optimizer step. Units: bytes.
+    """Predicted memory and traffic of the first rank in one optimizer step. Units: bytes.
 
     Attributes:
         refusal: why these settings cannot be; "" if they can, and all else is empty if not.
