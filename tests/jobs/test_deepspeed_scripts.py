@@ -11,7 +11,6 @@ SCRIPTS = sorted(Path(__file__).with_name("deepspeed_scripts").glob("*.py"))
 LATER = {
     "autotuning": "autotuning is not available",
     "curriculum": "curriculum learning is not available",
-    "flops_profiler": "belongs to the flops profiler, which mpispeed",
 }
 LINES = 40
 
