@@ -15,9 +15,9 @@ import click
 from mpispeed.base.errors import UsageError
 from mpispeed.base.units import format_bytes
 from mpispeed.cli.deepspeed_options import saved_pid
-from mpispeed.cli.run_options import program_of, runner, wishes_of, with_options
+from mpispeed.cli.run_options import program_of, wishes_of, with_options
 
-__all__ = ["run", "runner"]
+__all__ = ["run"]
 
 MERGE_BYTES = 256 << 20
 """Size of all logs above which they are merged on request only, because the end of the command waits for it."""

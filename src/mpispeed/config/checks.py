@@ -301,6 +301,8 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
         found.append("zero_optimization.elastic_checkpoint is ignored: every checkpoint loads at any number of ranks")
     if config.vocabulary_size is not None and config.vocabulary_size % 8:
         found.append(f"vocabulary_size {config.vocabulary_size} is no multiple of 8; matrix products may be slower")
+    if config.autotuning.enabled:
+        found.append("autotuning.enabled: a run trains all the same; search with mpispeed tune, or run --autotuning")
     optimizer = config.optimizer
     if optimizer is not None and (optimizer.type or "").lower() in known.ONEBIT:
         spelled = (f"optimizer.params.{key} has no effect here: {why}" for key, why in unused(optimizer.params).items())

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from mpispeed.config.autotuning import Autotuning
 from mpispeed.config.checkpoint import Checkpoint, Nebula
 from mpispeed.config.compress import CompressionTraining, QuantizeTraining
 from mpispeed.config.data import CurriculumLearning, DataEfficiency, Eigenvalue
 from mpispeed.config.elastic import Elasticity
 from mpispeed.config.experts import ExpertParallel
-from mpispeed.config.later import Autotuning, HybridEngine, ProgressiveLayerDrop, SparseAttention, WeightQuantization
+from mpispeed.config.later import HybridEngine, ProgressiveLayerDrop, SparseAttention, WeightQuantization
 from mpispeed.config.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Guard, Tensorboard, Timers, Wandb
 from mpispeed.config.offload import Aio
 from mpispeed.config.optimizer import Optimizer, Scheduler

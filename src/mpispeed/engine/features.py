@@ -9,7 +9,7 @@ from mpispeed.base.events import Event
 from mpispeed.config import added
 from mpispeed.config.record import RunRecord
 from mpispeed.config.walltime import Walltime
-from mpispeed.engine import drills, expert_loads, experts, preemption, run_record
+from mpispeed.engine import drills, expert_loads, experts, flops_profile, preemption, run_record
 from mpispeed.engine.attached import Feature
 from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.slicing import fit_layers
@@ -65,12 +65,14 @@ BUILT_IN = (
     Feature("loader", attach_loader, is_of_data=True),
     Feature("drills", drills.attach),
     Feature("walltime", preemption.attach, section=Walltime),
+    Feature("flops_profiler", flops_profile.attach),
 )
 """Features that are always in the table, before those of scripts.
 
 Order has a meaning: a row sees the model as the rows before it have left it, and what they have published. Slices come
 first, so that others add whole layers to a model that is sliced; monitors come before what may write to them. What ends
-something runs in reverse: `walltime` may end the program after a step when the features of scripts are done with it.
+something runs in reverse: `walltime` may end the program after a step when the features of scripts are done with it,
+and `flops_profiler` has reported.
 """
 
 _table: dict[str, Feature] = {feature.name: feature for feature in BUILT_IN}

@@ -225,7 +225,7 @@ class ModuleCounter:
             return self._frames[-1].counts, "forward"
         return (self.own[""], "backward") if split_grads.is_working_off() else (None, "")
 
-    def _count(self, place: tuple[Counts | None, str], func: Any, operations: int | None, _: Any) -> None:
+    def _count(self, place: tuple[Counts | None, str], func: Any, operations: int | None, args: Any) -> None:
         counts, kind = place
         if operations is None:
             self._note_unknown(name_of(func), counts)
@@ -233,6 +233,8 @@ class ModuleCounter:
             self.outside += operations
         else:
             setattr(counts, kind, getattr(counts, kind) + operations)
+        if self._has_deepspeed and kind == "forward" and (formula := functions.OPERATORS.get(name_of(func))):
+            self._count_function(formula, args, {}, None)
 
     def _note_unknown(self, name: str, counts: Counts | None) -> None:
         if counts is not None:

@@ -50,6 +50,8 @@ class OperatorMode(TorchDispatchMode):
         if types and any(map(_runs_others, types)) and not isinstance(func, HigherOrderOperator):
             return NotImplemented
         formula, is_free, is_composite = _known(func)
+        if is_free is None:
+            return NotImplemented
         if is_composite:  # reaches modes as it is only where autograd is off, in inference mode
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
@@ -59,22 +61,39 @@ class OperatorMode(TorchDispatchMode):
             self._seen(place, func, _counted(formula, args, kwargs, out), args)
         elif not is_free:
             self._seen(place, func, None, args)
+        elif func.namespace == "mpispeed":
+            self._seen(place, func, 0, args)
         return out
 
 
 @functools.cache
 def _runs_others(kind: Any) -> bool:
-    """True for subclasses of tensors that run operators on others."""
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    """True for subclasses of tensors that run operators on others; fake ones stand for the real ones."""
+    has_own = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return has_own and kind.__name__ not in ("FakeTensor", "FunctionalTensor")
+
+
+_QUESTIONS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "sym_is_contiguous", "is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense", "size",
+        "sym_size", "stride", "sym_stride", "storage_offset", "sym_storage_offset", "numel", "sym_numel", "dim",
+    )
+) | {"prim::layout"}  # fmt: skip
+"""What tensors without memory answer themselves."""
 
 
 @functools.cache
-def _known(func: Any) -> tuple[formulas.Formula | None, bool, bool]:
-    """The formula of an operator, whether it needs none, and whether it is made of others."""
+def _known(func: Any) -> tuple[formulas.Formula | None, bool | None, bool]:
+    """The formula of an operator, whether it needs none (None: it is a question), and whether it is made of others."""
+    name = formulas.name_of(func)
+    if name in _QUESTIONS:
+        return None, None, False
     formula = formulas.formula_of(func)
     is_composite = (
         formula is None
         and isinstance(func, OpOverload)
+        and not name.startswith("prim::")
         and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
     )
     return formula, formula is None and formulas.is_free(func), is_composite

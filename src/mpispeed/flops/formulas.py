@@ -231,6 +231,11 @@ def _layers_on_device_backward(args: Sequence[Any], kwargs: Mapping[str, Any], o
 # -- our own operators -------------------------------------------------------------------------------------------------
 
 
+def _attend(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """One query for each sequence. Shapes: [batch, heads, size], and [batch, key heads, keys, size] twice."""
+    return int(4 * args[0].numel() * args[1].shape[2])
+
+
 def _gelu_linear_backward(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     grad, _, _, weight = args
     return 4 * grad.numel() * int(weight.shape[1])
@@ -289,6 +294,9 @@ _FORMULAS: dict[str, Formula] = {
     "aten::_cudnn_rnn_backward": _layers_on_device_backward,
     "aten::miopen_rnn": _layers_on_device,
     "aten::miopen_rnn_backward": _layers_on_device_backward,
+    "mpispeed::thin_linear": _product(0),
+    "mpispeed::multiply_codes": lambda args, kwargs, out: 2 * args[1].numel() * args[0].shape[-1],
+    "mpispeed::attend": _attend,
     "mpispeed::gelu_linear": _product(0),
     "mpispeed::gelu_linear_backward": _gelu_linear_backward,
     "mpispeed::attention": _attention(0, 1),

@@ -13,7 +13,8 @@ from mpispeed.base.errors import UsageError
 from mpispeed.cli import run_options
 from mpispeed.cli.deepspeed_options import saved_pid
 from mpispeed.cli.main import cli, deepspeed_main, main
-from mpispeed.cli.run import _with_signals, runner
+from mpispeed.cli.run import _with_signals
+from mpispeed.launch.program import runner
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ ASKS = {
 } | {
     name: {name: True}
     for name in (
-        "amp", "flops_profiler", "autotuning", "data_efficiency", "quantize_training", "eigenvalue", "hybrid_engine",
+        "amp", "data_efficiency", "quantize_training", "eigenvalue", "hybrid_engine",
     )
 } | {
     f"zero_optimization.{name}": {"zero_optimization": {name: True}}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpispeed.flops.by_module import ModuleCounter
-from mpispeed.native import attention, gelu_linear
+from mpispeed.native import attention, gelu_linear, host_layer, thin_product, weight_codes
 from mpispeed.native.cuda import ops
 
 
@@ -216,6 +216,17 @@ def test_our_attention_and_mlp_count_as_their_plain_forms() -> None:
     x, bias, weight = drawn(3, 2, 8), drawn(8), drawn(5, 8)
     plain = lambda x, bias, weight: F.linear(F.gelu(x + bias, approximate="tanh"), weight)  # noqa: E731
     assert counts(gelu_linear.gelu_linear, x, bias, weight) == counts(plain, x, bias, weight)
+
+
+@torch.no_grad()
+def test_our_loops_count_as_the_products_they_are() -> None:
+    x, weight = torch.randn(3, 2, 8), torch.randn(5, 8)
+    assert counts(thin_product.thin_linear, x, weight) == counts(F.linear, x, weight)
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    assert counts(lambda q: host_layer.attend(q, k, v, None, 1.0), q[:, :, 0]) == counts(eager, q, k, v)
+    codes, rows = weight_codes.encode(torch.randn(5, 32), 8, 16), torch.randn(3, 32)
+    coded = counts(lambda x: weight_codes.multiply(torch.empty(3, 5), x, codes), rows)
+    assert coded == counts(lambda x: weight_codes.linear(x, codes), rows) == counts(F.linear, rows, torch.randn(5, 32))
 
 
 def test_every_operator_of_ours_is_known() -> None:
