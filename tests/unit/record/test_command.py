@@ -10,7 +10,7 @@ import pytest
 from mpispeed.base.plain import printable
 from mpispeed.cli.main import main
 from mpispeed.record import layout
-from tests.unit.record.records import LOSS, LR, SECONDS, STARTED, note_lines, put, rows
+from tests.unit.record.records import FACTS, LOSS, LR, SECONDS, STARTED, note_lines, put, rows
 
 SAVE = {"time": STARTED + 3, "kind": "save", "tag": "step3\x1b[31m\nnext"}
 
@@ -237,8 +237,10 @@ def test_one_bit_is_a_difference(capsys, tmp_path):
     one, other = rows(range(1, 6)), rows(range(1, 6))
     loss = np.flatnonzero(other["series"] == 0)
     other["value"][loss[2]] = np.nextafter(other["value"][loss[2]], 10)
-    put(tmp_path / "a.h5", one)
-    put(tmp_path / "b.h5", other, facts={"config": {"train_batch_size": 16, "bf16": {"enabled": True}}})
+    put(tmp_path / "a.h5", one, facts={**FACTS, "command": {"words": ["x", "--a", "1"], "pid": 1}})
+    put(tmp_path / "b.h5", other, facts={
+        "config": {"train_batch_size": 16, "bf16": {"enabled": True}}, "command": {"words": ["x", "--a", "2"], "pid": 2},
+    })  # fmt: skip
     code, out, _ = command(capsys, "compare", tmp_path / "a.h5", tmp_path / "b.h5", "--json")
     found = json.loads(out)
     assert code == 1
@@ -246,6 +248,7 @@ def test_one_bit_is_a_difference(capsys, tmp_path):
         {"name": "config.train_batch_size", "a": 8, "b": 16},
         {"name": "config.zero_optimization.stage", "a": 2, "b": "(none)"},
         {"name": "versions.mpispeed", "a": "1", "b": "(none)"},
+        {"name": "command.words[2]", "a": "1", "b": "2"},
         {"name": "config.bf16.enabled", "a": "(none)", "b": True},
     ]
     (series,) = found["series"]
