@@ -238,9 +238,9 @@ def test_one_bit_is_a_difference(capsys, tmp_path):
     loss = np.flatnonzero(other["series"] == 0)
     other["value"][loss[2]] = np.nextafter(other["value"][loss[2]], 10)
     put(tmp_path / "a.h5", one, facts={**FACTS, "command": {"words": ["x", "--a", "1"], "pid": 1}})
-    put(tmp_path / "b.h5", other, facts={
-        "config": {"train_batch_size": 16, "bf16": {"enabled": True}}, "command": {"words": ["x", "--a", "2"], "pid": 2},
-    })  # fmt: skip
+    changed = {"train_batch_size": 16, "bf16": {"enabled": True}}
+    facts = {"config": changed, "command": {"words": ["x", "--a", "2"], "pid": 2}}
+    put(tmp_path / "b.h5", other, facts=facts)
     code, out, _ = command(capsys, "compare", tmp_path / "a.h5", tmp_path / "b.h5", "--json")
     found = json.loads(out)
     assert code == 1
