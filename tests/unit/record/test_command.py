@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import struct
+import subprocess
 
 import numpy as np
 import pytest
@@ -134,6 +136,19 @@ def test_a_run_that_goes_on(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("time.time", lambda: STARTED + 90)
     _, out, _ = command(capsys, "show", tmp_path)
     assert "state      stopped without an end" in out
+
+
+def test_a_process_that_is_gone_runs_no_more(capsys, tmp_path, monkeypatch):
+    own = {"run": "a", "started": STARTED, "host": os.uname().nodename}
+    monkeypatch.setattr("time.time", lambda: STARTED + 4)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for pid, said in ((gone.pid, "its process is gone"), (os.getpid(), "still running")):
+        path = tmp_path / f"{pid}.h5"
+        put(path, rows(range(1, 4)), is_ended=False, attributes=own, facts={"command": {"pid": pid}})
+        assert said in command(capsys, "show", path)[1]
+    put(tmp_path / "far.h5", rows(range(1, 4)), is_ended=False, facts={"command": {"pid": gone.pid}})
+    assert "still running" in command(capsys, "show", tmp_path / "far.h5")[1]
 
 
 def test_a_run_of_long_steps_is_not_taken_for_dead(capsys, tmp_path, monkeypatch):
