@@ -136,7 +136,8 @@ class ModuleCounter:
             self.own.setdefault(path, Counts())
         self._backward.forget()
         self._frames.clear()
-        modes: list[Any] = [OperatorMode(self._begin, self._count)]
+        is_fake = any(type(tensor.data).__name__ == "FakeTensor" for tensor in self.model.parameters())
+        modes: list[Any] = [OperatorMode(self._begin, self._count, counts_fake=is_fake)]
         if self._has_deepspeed:
             modes.append(FunctionMode(functions.TABLE, self._count_function))
         self._modes = Modes(modes)
