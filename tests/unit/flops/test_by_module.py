@@ -201,6 +201,20 @@ def test_a_module_that_is_called_twice_and_passes_that_add_up() -> None:
     assert counter.total() == Counts()
 
 
+def test_a_graph_of_an_earlier_start_is_still_known() -> None:
+    model = Stack()
+    counter = ModuleCounter(model)
+    counter.start()
+    loss = model(rows()).sum()
+    counter.stop()
+    model(rows())
+    counter.start()
+    loss.backward()
+    counter.stop()
+    assert three(counter.own["head"]) == (PRODUCT, 2 * PRODUCT, 0)
+    assert three(counter.total()) == (5 * PRODUCT, 9 * PRODUCT, 0)
+
+
 def test_a_shared_module_is_counted_where_it_was_called() -> None:
     model = Stack()
     model.blocks[1].up = model.blocks[0].up
