@@ -23,8 +23,8 @@ from mpispeed.record.compare import Comparison, compare, is_loss, panels
 from mpispeed.record.errors import RecordError
 from mpispeed.record.export import selected
 from mpispeed.record.plot import Curve, Panel, text_plot, write_png
-from mpispeed.record.runs import Run, open_run
-from mpispeed.record.summary import RUNNING, STEP_SECONDS, state_of, strict, summary, when
+from mpispeed.record.runs import STEP_SECONDS, Run, open_run
+from mpispeed.record.summary import RUNNING, state_of, strict, summary, when
 from mpispeed.record.told_facts import fact_lines
 
 _MOST_PANELS = 8

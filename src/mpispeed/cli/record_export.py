@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,33 +19,79 @@ from mpispeed.record.export import Target, feed, selected
 from mpispeed.record.runs import Run, open_run
 from mpispeed.record.summary import OWN
 
+_SETTINGS = ("project", "group", "team", "workspace", "experiment_name")
+"""Keys of the sections of services that say where a run belongs."""
+_MOST_SIGNS = 128
+_OF_THIS_MACHINE = (
+    "ENV_DETAILS", "ENV_HOST", "ENV_CPU", "ENV_GPU", "ENV_NETWORK", "ENV_DISK", "GIT_METADATA", "GIT_PATCH",
+)  # fmt: skip
+"""Facts that Comet's library logs unless it is told not to."""
 
-def _csv(output: Path) -> Target:
+
+def _csv(output: Path, _: Mapping[str, Any]) -> Target:
     from mpispeed.monitor.csv_sink import CsvSink  # monitors take seconds to import
 
     sink = CsvSink(output)
     return Target(lambda series, value, x, _: sink.write(series, value, x), sink.close)
 
 
-def _tensorboard(output: Path) -> Target:
+def _tensorboard(output: Path, _: Mapping[str, Any]) -> Target:
     from mpispeed.monitor.tensorboard_sink import TensorBoardSink
 
     sink = TensorBoardSink(output)
     return Target(lambda series, value, x, seconds: sink.write(series, value, x, time=seconds), sink.close)
 
 
+def _wandb(output: Path, section: Mapping[str, Any]) -> Target:
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    from mpispeed.monitor.wandb_sink import WandbSink
+
+    return _service(WandbSink(section, output))
+
+
+def _comet(output: Path, section: Mapping[str, Any]) -> Target:
+    # Nothing of this machine belongs to the run.
+    os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+    os.environ.setdefault("COMET_LOGGING_CONSOLE", "error")
+    for name in _OF_THIS_MACHINE:
+        os.environ.setdefault(f"COMET_AUTO_LOG_{name}", "false")
+    from mpispeed.monitor.comet_sink import CometSink
+
+    return _service(CometSink({**section, "mode": "create"}, output))
+
+
+def _service(sink: Any) -> Target:
+    """The sink of a service, offline."""
+
+    def close() -> None:
+        sink.close()
+        say(f"to be uploaded by: {sink.upload}")
+
+    return Target(lambda series, value, x, _: sink.write(series, value, x), close)
+
+
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A format: a function that makes its sink in a folder, the package it needs, whether series follow in turn."""
+    """A format.
 
-    create: Callable[[Path], Target]
+    Attributes:
+        create: makes its sink in a folder, with the section of the run's config.
+        section: name of this section.
+        package: that it needs.
+        is_by_series: one series follows the other.
+    """
+
+    create: Callable[[Path, Mapping[str, Any]], Target]
+    section: str
     package: str | None = None
     is_by_series: bool = False
 
 
 _FORMS: Mapping[str, _Form] = {
-    "csv": _Form(_csv, is_by_series=True),
-    "tensorboard": _Form(_tensorboard, "tensorboard"),
+    "csv": _Form(_csv, "csv_monitor", is_by_series=True),
+    "tensorboard": _Form(_tensorboard, "tensorboard", "tensorboard"),
+    "wandb": _Form(_wandb, "wandb", "wandb"),
+    "comet": _Form(_comet, "comet", "comet_ml"),
 }
 
 
@@ -54,10 +102,17 @@ _FORMS: Mapping[str, _Form] = {
 @click.option("--series", "patterns", multiple=True, help="Names of series: shell-style, or a part of the name.")
 @click.option("--all", "wants_all", is_flag=True, help="Also what no monitor gets: times, memory, traffic of ranks.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose points.")
+@click.option("--project", help="Of wandb and comet; default: that of the run's config.")
 def export(
-    sources: tuple[Path, ...], form: str, output: Path, patterns: tuple[str, ...], wants_all: bool, rank: int
+    sources: tuple[Path, ...],
+    form: str,
+    output: Path,
+    patterns: tuple[str, ...],
+    wants_all: bool,
+    rank: int,
+    project: str | None,
 ) -> None:
-    """Write the points of a run as the monitors of the run would have written them.
+    """Write the points of a run as the monitors of the run would have written them; wandb and comet: to upload later.
 
     These are the series that monitors get; with --all, --rank or --series also others.
     """
@@ -68,19 +123,40 @@ def export(
     if not names:
         msg = f"{run.last.path} has no points of rank {rank} that are asked for"
         raise RecordError(msg)
-    count = _write(run, _FORMS[form], output, names, rank)
+    section = settings_of(run.facts, _FORMS[form].section) | ({} if project is None else {"project": project})
+    count = _write(run, _FORMS[form], output, section, names, rank)
     say(f"{output}: {count} points of {len(names)} series")
 
 
-def _write(run: Run, form: _Form, output: Path, names: list[str], rank: int) -> int:
+def settings_of(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Names in a section of the recorded config, and the interval of points; of others only what is plain."""
+    config = facts.get("config")
+    section = config.get(name) if isinstance(config, Mapping) else None
+    if not isinstance(section, Mapping):
+        return {}
+    found = {key: section[key] for key in _SETTINGS if isinstance(section.get(key), str)}
+    found = {key: value for key, value in found.items() if value.isprintable() and 0 < len(value) <= _MOST_SIGNS}
+    interval = section.get("samples_log_interval")
+    is_count = isinstance(interval, int) and not isinstance(interval, bool) and 0 < interval < 1 << 40
+    return {**found, "samples_log_interval": interval} if is_count else found
+
+
+def _check_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        msg = f"{output} is there and no empty folder; points would be added to what it has"
+        raise UsageError(msg)
+
+
+def _write(run: Run, form: _Form, output: Path, section: Mapping[str, Any], names: list[str], rank: int) -> int:
     if form.package is not None and find_spec(form.package) is None:
         msg = f"this needs the Python package {form.package}; install it (pip install {form.package})"
         raise UsageError(msg)
     try:
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            msg = f"{output} is there and no empty folder; points would be added to what it has"
-            raise UsageError(msg)
-        return feed(run, form.create(output), names, rank=rank, by_series=form.is_by_series)
-    except (OSError, ValueError) as failure:
-        msg = f"{output} cannot be written: {printable(str(failure), 300)}"
+        _check_empty(output)
+        return feed(run, form.create(output, section), names, rank=rank, by_series=form.is_by_series)
+    except UsageError:
+        raise
+    except Exception as failure:  # of the libraries of services any
+        why = str(failure) if isinstance(failure, (OSError, ValueError)) else f"{type(failure).__name__}: {failure}"
+        msg = f"{output} cannot be written: {printable(why, 300)}"
         raise UsageError(msg) from failure

@@ -82,14 +82,17 @@ class CometSink:
         """Send what is left, or finish the archive."""
         self._experiment.end()
 
+    def abandon(self) -> None:
+        """Nothing: the library keeps no process."""
 
-def wants_network(section: Mapping[str, Any]) -> bool:
-    """False if the config wants an archive; null is the library's default."""
-    return section.get("online") is not False
+    @staticmethod
+    def wants_network(section: Mapping[str, Any]) -> bool:
+        """False if the config wants an archive; null is the library's default."""
+        return section.get("online") is not False
 
+    @staticmethod
+    def server() -> str:
+        """The address of the library's server, by the user's settings."""
+        import comet_ml
 
-def server() -> str:
-    """The address of the library's server, by the user's settings."""
-    import comet_ml
-
-    return str(comet_ml.get_config()["comet.url_override"] or "https://www.comet.com/clientlib/")
+        return str(comet_ml.get_config()["comet.url_override"] or "https://www.comet.com/clientlib/")

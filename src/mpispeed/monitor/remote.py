@@ -21,10 +21,11 @@ from mpispeed.base.plain import printable
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-"""So long the end of a run waits for the process, at most."""
+"""So long the end of a run waits for the process, at most, unless MPISPEED_MONITOR_SECONDS says otherwise."""
 MOST_BYTES = 4 << 20
 """Points that wait for a process that does not read; more are dropped."""
 _RUN_DIR = "MPISPEED_RUN_DIR"
+_SECONDS = "MPISPEED_MONITOR_SECONDS"
 # Whatever would make a library there believe that it is a rank, or join the MPI's process manager.
 _LAUNCHERS = (
     "PMI", "PMIX", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPIR_", "MPIEXEC_", "MPI_LOCAL", "I_MPI_", "MV2_", "PALS_",
@@ -43,7 +44,7 @@ class RemoteSinks:
         sections: settings by name of the service (wandb, comet), keys included.
         folder: for what cannot be sent; MPISPEED_RUN_DIR or else the working folder unless given.
         command: words that start the process.
-        close_seconds: so long `close` waits.
+        close_seconds: so long `close` waits; 0: as MPISPEED_MONITOR_SECONDS says, or else CLOSE_SECONDS.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class RemoteSinks:
         folder: Path | None = None,
         *,
         command: Sequence[str] = (),
-        close_seconds: float = CLOSE_SECONDS,
+        close_seconds: float = 0,
     ) -> None:
         self._names = ", ".join(sections)
-        self._close_seconds, self._owner = close_seconds, os.getpid()
+        self._close_seconds, self._owner = close_seconds or _asked_seconds(), os.getpid()
         self._points: list[tuple[str, float, int]] = []
         self._lines: deque[memoryview] = deque()
         self._bytes = self._dropped = 0
@@ -92,7 +93,7 @@ class RemoteSinks:
         if self._is_off or os.getpid() != self._owner:
             return
         end = time.monotonic() + self._close_seconds
-        self._put_points(is_last=True)
+        self._put_points(close=self._close_seconds)
         while not self._is_off and time.monotonic() < end:
             self._push()
             wanted = [self._out] if self._lines else []
@@ -102,15 +103,15 @@ class RemoteSinks:
             self._give_up(f"it did not end within {self._close_seconds:g} seconds and is stopped")
         atexit.unregister(self.close)
 
-    def _put_points(self, *, is_last: bool = False) -> None:
+    def _put_points(self, *, close: float = 0) -> None:
         points, self._points = self._points, []
         if self._bytes > MOST_BYTES and points:
             if not self._dropped:
                 log.warning("%s: the process for it takes no points; from now on they are dropped", self._names)
             self._dropped += len(points)
             points = []
-        if points or is_last:
-            self._put({"points": points, "close": is_last})
+        if points or close:
+            self._put({"points": points, "close": close})
 
     def _put(self, message: Mapping[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
@@ -177,6 +178,17 @@ class RemoteSinks:
             if is_killed:
                 os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
+
+
+def _asked_seconds() -> float:
+    asked = os.environ.get(_SECONDS, "")
+    try:
+        return max(0.1, float(asked)) if asked else CLOSE_SECONDS
+    except ValueError:
+        log.warning(
+            "%s is %s, which is no number of seconds; %g are used", _SECONDS, printable(asked, 40), CLOSE_SECONDS
+        )
+        return CLOSE_SECONDS
 
 
 def _command() -> list[str]:

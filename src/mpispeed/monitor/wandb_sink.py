@@ -5,6 +5,7 @@ Not for processes of MPI: the library starts a process of its own and may hang. 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,19 +93,24 @@ class WandbSink:
         self._run.finish(exit_code=int(is_failed))
         self._wandb.teardown()
 
+    def abandon(self) -> None:
+        """Forget the library's process, which is gone; another sink starts a new one."""
+        with contextlib.suppress(Exception):
+            self._wandb.teardown()
 
-def wants_network(_section: Mapping[str, Any]) -> bool:
-    """False if the user's settings keep the library from the network."""
-    import wandb
+    @staticmethod
+    def wants_network(section: Mapping[str, Any]) -> bool:
+        """False if the user's settings keep the library from the network."""
+        import wandb
 
-    return str(wandb.setup().settings.mode) in ("online", "shared")
+        return str(wandb.setup().settings.mode) in ("online", "shared")
 
+    @staticmethod
+    def server() -> str:
+        """The address of the library's server, by the user's settings."""
+        import wandb
 
-def server() -> str:
-    """The address of the library's server, by the user's settings."""
-    import wandb
-
-    return str(wandb.setup().settings.base_url)
+        return str(wandb.setup().settings.base_url)
 
 
 def _mode(*, is_online: bool) -> Any:

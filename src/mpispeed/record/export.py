@@ -21,14 +21,22 @@ class Target:
 
 
 def selected(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The names that fit one of the patterns: shell-style, or a part of the name; all without patterns."""
+    """The names that patterns select, in their order; all without patterns.
+
+    A pattern is a name, shell-style, or a part of names.
+    """
     if not patterns:
         return list(names)
-    return [name for name in names if any(_fits(name, pattern) for pattern in patterns)]
+    found = {name for pattern in patterns for name in _fitting(names, pattern)}
+    return [name for name in names if name in found]
 
 
-def _fits(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) if any(sign in pattern for sign in "*?[") else pattern in name
+def _fitting(names: Sequence[str], pattern: str) -> list[str]:
+    if pattern in names:
+        return [pattern]
+    if any(sign in pattern for sign in "*?["):
+        return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    return [name for name in names if pattern in name]
 
 
 def feed(run: Run, target: Target, names: Sequence[str], *, rank: int = 0, by_series: bool = False) -> int:

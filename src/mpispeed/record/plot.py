@@ -153,12 +153,11 @@ def _places(values: np.ndarray, low: float, high: float, count: int) -> np.ndarr
 
 
 def _put(field: np.ndarray, columns: np.ndarray, rows: np.ndarray, mark: str) -> None:
-    """Set the cells of a curve, and those between points of neighbouring columns, so that it is one line."""
-    cells: set[tuple[int, int]] = set()
-    last_row = None
-    for column, row in zip(columns.tolist(), rows.tolist(), strict=True):
-        between = range(min(last_row, row), max(last_row, row) + 1) if last_row is not None else (row,)
-        cells.update((column, each) for each in between)
-        last_row = row
+    """Set the cells of a curve: of its points, and of the lines between them."""
+    cells = set(zip(columns.tolist(), rows.tolist(), strict=True))
+    for (left, first), (right, last) in itertools.pairwise(zip(columns.tolist(), rows.tolist(), strict=True)):
+        steps = max(abs(right - left), abs(last - first))
+        for step in range(1, steps):
+            cells.add((left + round(step * (right - left) / steps), first + round(step * (last - first) / steps)))
     for column, row in cells:
         field[row, column] = mark if field[row, column] == " " else SHARED

@@ -13,6 +13,8 @@ from mpispeed.record.errors import NoRecord, RecordError
 from mpispeed.record.reader import Record, open_record
 from mpispeed.record.series import Points, SeriesInfo, SeriesTable
 
+STEP_SECONDS = "Step/seconds"
+"""The series that has a point for each step of a job."""
 _MOST_FILES = 10_000
 
 
@@ -40,7 +42,7 @@ class Run:
         places = [np.array([numbers[name] for name in record.names], np.uint32) for record in self.records]
         parts = [_numbered(record.rows, own, "series") for record, own in zip(self.records, places, strict=True)]
         self.written = np.concatenate(parts)
-        self.rows = np.concatenate(_counting(parts))
+        self.rows = np.concatenate(_counting(parts, numbers.get(STEP_SECONDS)))
         self._table = SeriesTable(self.names, self.rows)
         self._spans = [
             _numbered(_numbered(record.spans(), own, "name"), own, "lane")
@@ -147,13 +149,15 @@ def _numbered(rows: np.ndarray, places: np.ndarray, field: str) -> np.ndarray:
     return found
 
 
-def _counting(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Rows of each job of steps that no later one did again."""
+def _counting(parts: Sequence[np.ndarray], of_steps: int | None) -> list[np.ndarray]:
+    """Rows of each job of steps that no later one did again; `of_steps` is the series with a point for each step."""
     found: list[np.ndarray] = []
     first = None
     for rows in reversed(parts):
         found.append(rows if first is None else rows[rows["step"] < first])
-        steps = rows["step"][rows["step"] > 0]  # what is measured before the first step says nothing of it
+        # What a job measures before its first step has the number of the last step before it, or none.
+        done = rows["series"] == of_steps
+        steps = rows["step"][done if done.any() else rows["step"] > 0]
         if len(steps):
             own = int(steps.min())
             first = own if first is None else min(first, own)

@@ -12,14 +12,13 @@ import numpy as np
 from mpispeed.base.plain import printable
 from mpispeed.base.units import format_duration
 from mpispeed.record.reader import Record
-from mpispeed.record.runs import Run
+from mpispeed.record.runs import STEP_SECONDS, Run
 from mpispeed.record.series import Points
 
 ENDED, FAILED, RUNNING, STOPPED = "ended", "failed", "running", "stopped"
 
 OWN = ("Step/", "Ranks/", "Communication/", "Swap/")
 """Beginnings of names of series that records have besides those of monitors."""
-STEP_SECONDS = "Step/seconds"
 RANK_SECONDS, RANK_WAITING = "Ranks/step_seconds", "Ranks/communication_seconds"
 TRAFFIC = "Communication/"
 """Totals of verbs: Communication/VERB/AXES/calls, bytes and seconds."""

@@ -9,6 +9,7 @@ from mpispeed.base.plain import printable
 from mpispeed.base.units import format_count
 
 _MOST_SIGNS = 200
+_LAUNCHED = "mpispeed.launch.rank"
 _VERSIONS = ("mpispeed", "torch", "python", "mpi4py", "h5py", "mpi")
 _JOB = (("job", "SLURM_JOB_ID"), ("name", "SLURM_JOB_NAME"), ("partition", "SLURM_JOB_PARTITION"),
         ("nodes", "SLURM_JOB_NODELIST"))  # fmt: skip
@@ -18,9 +19,8 @@ def fact_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Labels and lines: the command, the job, the model, the plan, versions. Facts of others have any values."""
     command, model, ranks, plan = (_object(facts, name) for name in ("command", "model", "ranks", "plan"))
     versions, job = _object(facts, "versions"), _object(facts, "slurm")
-    words = command.get("words")
     lines = [
-        ("command", " ".join(map(str, words)) if isinstance(words, list) else ""),
+        ("command", _command(command.get("words"))),
         ("folder", _text(command.get("folder"))),
         ("job", ", ".join(f"{label} {_text(job[name])}" for label, name in _JOB if name in job)),
         ("model", ", ".join(filter(None, [_text(model.get("class")), _count(model.get("parameters"))]))),
@@ -29,6 +29,13 @@ def fact_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {_text(versions[name])}" for name in _VERSIONS if name in versions)),
     ]
     return [(printable(label, 20), printable(text, _MOST_SIGNS)) for label, text in lines if text]
+
+
+def _command(words: Any) -> str:
+    """The words from the script on, where the launcher's can be told from them."""
+    if not isinstance(words, list):
+        return ""
+    return " ".join(map(str, words[words.index(_LAUNCHED) + 1 :] if _LAUNCHED in words else words))
 
 
 def _object(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ def test_facts_states_and_waits(capsys, tmp_path):
     found += [(2, rank, 2, 16, STARTED + 2, 0.1 if rank == 2 else 0.3) for rank in range(3)]
     found += [(3, 0, 2, 16, STARTED + 2, 4.0), (4, 0, 2, 16, STARTED + 2, 4096.0), (5, 0, 2, 16, STARTED + 2, 0.25)]
     facts = {
-        "command": {"words": ["python", "train.py", "--seed=1"], "folder": "/home/x"},
+        "command": {"words": ["python", "-m", "mpispeed.launch.rank", "train.py", "--seed=1"], "folder": "/home/x"},
         "model": {"class": "GPT", "parameters": 7_400_000},
         "plan": {"ranks": "data 3", "stage": "2"},
         "versions": {"mpispeed": "0.1", "torch": "2.13", "other": "5"},
@@ -85,7 +85,7 @@ def test_facts_states_and_waits(capsys, tmp_path):
     assert lines[0].endswith("failed")
     for line in (
         "state      failed 2026-09-21 14:13:24 UTC after 4 s: ValueError: no",
-        "command    python train.py --seed=1",
+        "command    train.py --seed=1",
         "folder     /home/x",
         "job        job 17, name a\\x1b",
         "model      GPT, 7.4M parameters",

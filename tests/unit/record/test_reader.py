@@ -304,6 +304,7 @@ def test_files_that_lie_are_refused(path, kind):
 FACTS_OF_OTHERS = {
     "link": lambda group: group.__setitem__("x", h5py.ExternalLink("o.h5", "/facts/config")),
     "group": lambda group: group.create_group("x"),
+    "no UTF-8": lambda group: h5py.h5g.create(group.id, b"x\xff"),
     "no checksum": lambda group: group.create_dataset("x", data=np.frombuffer(b"{}", "u1")),
     "no text": lambda group: signed(group, b"\xff\xfe"),
     "deep": lambda group: signed(group, b"[" * 5000 + b"]" * 5000),
@@ -411,6 +412,17 @@ def test_jobs_of_a_run_are_joined_and_the_later_one_counts(tmp_path):
     assert run.lost == []
     same = open_run([tmp_path / "run-2.h5", tmp_path / "run.h5"])
     assert same.rows.tobytes() == run.rows.tobytes()
+
+
+def test_what_a_job_measures_before_its_first_step_does_not_take_the_place_of_that_step(tmp_path):
+    names = ("Step/seconds", "eval")
+    first = [(series, 0, step, 0, STARTED, step) for step in (1, 2, 3) for series in (0, 1)]
+    second = [(1, 0, 3, 0, STARTED + 9, 30), (0, 0, 4, 0, STARTED + 9, 4), (1, 0, 4, 0, STARTED + 9, 40)]
+    put(tmp_path / "run.h5", np.array(first, layout.ROW), names=names)
+    put(tmp_path / "run-2.h5", np.array(second, layout.ROW), names=names, started=STARTED + 9)
+    run = open_run([tmp_path])
+    assert run.points("Step/seconds").value.tolist() == [1, 2, 3, 4]
+    assert run.points("eval").value.tolist() == [1, 2, 3, 30, 40]
 
 
 def test_a_damaged_file_of_a_folder_is_told_and_the_others_are_read(tmp_path):

@@ -277,8 +277,9 @@ def external_target(parent: h5g.GroupID, name: str) -> tuple[str, str] | None:
 
 
 def names(group: h5g.GroupID) -> list[str]:
-    """Names of all links of a group, in the order of h5py."""
-    return list(h5py.Group(group)) if group.get_num_objs() else []
+    """Names of all links of a group, in the order of h5py; of one that is no UTF-8, something that leads nowhere."""
+    found = list(h5py.Group(group)) if group.get_num_objs() else []
+    return [name.decode(errors="replace") if isinstance(name, bytes) else name for name in found]
 
 
 def attribute_names(owner: h5i.ObjectID, most: int = MOST_ATTRIBUTES) -> list[bytes]:
