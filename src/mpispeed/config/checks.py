@@ -62,6 +62,13 @@ def _check_precision(config: Config) -> Iterator[Problem]:
     yield from _check_accumulation(config)
 
 
+def _check_trace(config: Config) -> Iterator[Problem]:
+    trace = config.trace
+    if trace.end_step < trace.start_step:
+        what = f"the last traced step, {trace.end_step}, comes before the first, {trace.start_step}"
+        yield Problem("trace.end_step", what, "make it the same or larger")
+
+
 def _check_accumulation(config: Config) -> Iterator[Problem]:
     dtype, path = config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype"
     if dtype is None:
@@ -285,6 +292,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_features,
     _check_curriculum,
     _check_compression,
+    _check_trace,
 )
 
 

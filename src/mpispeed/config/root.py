@@ -21,6 +21,7 @@ from mpispeed.config.pipeline import ActivationCheckpointing, Pipeline, TensorPa
 from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
 from mpispeed.config.record import RunRecord
 from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, subsection
+from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
 from mpispeed.config.zero import ZeroOptimization
 
@@ -83,6 +84,7 @@ class Config(Section):
     aio: Aio = subsection(Aio, "Reads and writes of the nvme tier.")
     checkpoint: Checkpoint = subsection(Checkpoint, "Checkpoints.")
     guard: Guard = subsection(Guard, "Limits for hangs (mpispeed only).")
+    trace: Trace = subsection(Trace, "What all ranks do when, in some steps (mpispeed only).")
     walltime: Walltime = subsection(Walltime, "Saving before the job ends (mpispeed only).")
     run_record: RunRecord = subsection(RunRecord, "What a run did, in one file (mpispeed only).")
     nebula: Nebula = subsection(Nebula, "Accepted; no effect.")
