@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import importlib.util
 import json
 import os
@@ -34,6 +33,7 @@ from mpispeed.launch.bind import bind_rank
 from mpispeed.launch.rank import join_before_failing, run_script, show_error
 from mpispeed.launch.torch_env import TORCH_ENV, set_torch_variables
 from mpispeed.logs import rank_logs
+from mpispeed.tuning import forecast
 from mpispeed.tuning.process_state import ProcessState, noted_exits
 from mpispeed.tuning.protocol import REPLIES, TASKS, Lines, Outcome, Reply, Status, Task, append
 from mpispeed.tuning.trial import Measurement, Surveying, TrialOver
@@ -152,7 +152,6 @@ class Worker:
     def _guest(self, task: Task) -> Measurement | Surveying:
         if task.kind == "trial":
             return Measurement(task, self._comm, self._swallowed)
-        forecast = importlib.import_module("mpispeed.tuning.forecast")  # trials do without it
         return Surveying(task, self._comm, forecast.survey)
 
     def _script(self, words: Sequence[str]) -> Ending:
