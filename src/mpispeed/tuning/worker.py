@@ -140,6 +140,7 @@ class Worker:
         with noted_exits(self._script_folder) as run_exits, laid_over(laid_values(task.config)):
             with redirected(folder):
                 ending = self._script(words)
+                guest.close()
             outcome, goes_on = self._outcome(task, guest, self._comm.gather_objects(ending))
             self._reply(Reply("outcome", task.number, outcome))
             if not goes_on:
