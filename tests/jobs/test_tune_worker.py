@@ -38,10 +38,13 @@ class Trials:
         self.words = [str(SCRIPT), "--deepspeed_config", str(given)]
         self.job = WorkerJob(self.words, ranks, folder, wishes=Wishes(variables=ENVIRONMENT))
 
-    def run(self, *more, seconds=None, kind="trial", first=2, last=3, **config):
+    def run(self, *more, seconds=None, kind="trial", first=2, last=3, metric="throughput", payload=None, **config):
         self.count += 1
         name = f"t{self.count}"
-        task = Task(0, kind, name, str(self.folder / name), {**CONFIG, **config}, [*self.words[1:], *more], first, last)
+        words = [*self.words[1:], *more]
+        task = Task(
+            0, kind, name, str(self.folder / name), {**CONFIG, **config}, words, first, last, metric, payload
+        )  # fmt: skip
         return self.job.run(task, seconds)
 
     def log(self, name="stdout.log"):
@@ -78,6 +81,27 @@ def test_a_trial_measures_and_writes_only_into_its_folder(trials, tmp_path, monk
     assert "STAGE 0 4" in trials.log()
     assert not list(trials.folder.glob("**/never_written"))
     assert not Path("never_written").exists()
+
+
+def test_operations_are_counted_beside_the_measured_steps(trials):
+    found = trials.run(metric="flops", gradient_accumulation_steps=2)
+    layers = 32 * 64 + 64  # of which the first needs no gradient of its input
+    operations = 2 * 4 * 2 * (layers + 2 * layers - 32 * 64)
+    assert found.metrics["FLOPS_per_gpu"] == pytest.approx(operations / found.metrics["latency"])
+    assert "FLOPS_per_gpu" not in trials.run().metrics
+
+
+def test_a_survey_predicts_for_whole_configs(trials):
+    payload = [{**CONFIG, "zero_optimization": {"stage": stage}} for stage in (0, 1, 7)]
+    found = trials.run(kind="survey", payload=payload, zero_optimization={"stage": 1})
+    assert found.status == "ok", found.reason
+    assert found.survey["model"]["num_params"] == 32 * 64 + 64 + 64 + 1
+    held = [sum(one["held"].values()) for one in found.survey["forecasts"]]
+    assert held[0] > held[1] > held[2] == 0
+    assert "zero_optimization.stage" in found.survey["forecasts"][2]["refusal"]
+    assert "STAGE" not in trials.log()
+    assert trials.run().status == "ok"
+    assert trials.jobs() == 1
 
 
 def test_each_trial_finds_the_process_as_it_was(trials):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
     from mpispeed.launch import plan_launch, run_launch
     from mpispeed.watchdog.report import INTERRUPTED, WATCHING, wait_for_watchers  # not needed for --help
 
+    arguments = _tuned(chosen, script, arguments)
     chosen["torch_env"] = chosen["torch_env"] or chosen["as_deepspeed"]
     program = program_of(chosen, script, arguments)
     wishes = wishes_of(chosen, os.environ)
@@ -79,6 +81,18 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
             _explain(code, is_hydra=launch.is_hydra)
     _merge_logs(wishes.variables.get("MPISPEED_RUN_DIR") or os.environ.get("MPISPEED_RUN_DIR", ""))
     ctx.exit(code)
+
+
+def _tuned(chosen: dict[str, Any], script: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of the script, with --autotuning run those for the best settings; --autotuning tune ends here."""
+    if not chosen["autotuning"]:
+        return arguments
+    from mpispeed.cli.tune import autotuned  # not needed by other runs
+
+    words = autotuned(chosen, script, arguments)
+    if chosen["autotuning"] == "tune" or words is None:
+        sys.exit(0)
+    return tuple(words)
 
 
 def _make_folder(folder: Path) -> None:

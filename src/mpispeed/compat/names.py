@@ -61,6 +61,8 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.inference": "default_inference_config",
         "mpispeed.compat.names": "VERSION=__version__ GIT=__git_hash__ GIT=__git_branch__",
     },
+    "autotuning": {"mpispeed.tuning.api": "Autotuner"},
+    "autotuning.autotuner": {"mpispeed.tuning.api": "Autotuner"},
     "accelerator": {"mpispeed.compat.accelerator": "get_accelerator set_accelerator DeepSpeedAccelerator"},
     "accelerator.real_accelerator": {"mpispeed.compat.accelerator": "get_accelerator set_accelerator"},
     "accelerator.abstract_accelerator": {"mpispeed.compat.accelerator": "DeepSpeedAccelerator"},
@@ -212,7 +214,6 @@ LATER: dict[str, dict[str, str]] = {
         "module_inject.containers": "",
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
     },
-    "autotuning": {"autotuning": "Autotuner", "autotuning.autotuner": "Autotuner"},
     "compression": {
         "compression": "",
         "compression.compress": "init_compression redundancy_clean student_initialization",

@@ -69,10 +69,11 @@ class StepProfile:
         self._section, self._context = section, context
         self.profiler = FlopsProfiler(context.module, recompute_fwd_factor=section.recompute_fwd_factor)
         self._sliced: SlicedWork | None = None
-        self._is_counting = self._is_due = self._is_done = False
+        self._is_counting = self._has_stopped = self._is_due = self._is_done = False
         self._forwards = 0
         self._times, self._before = Times(), 0.0
-        self._flops, self._peak = 0, None  # type: int, float | None
+        self._flops = 0
+        self._peak: float | None = None
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class StepProfile:
                 counter.stop()
             self._is_counting = False
             return
-        if counter is None or not self._forwards:
+        if counter is None or self._has_stopped:  # a batch that failed before its update begins again
             self._begin()
         elif not self._is_counting:
             counter.start()
@@ -94,6 +95,7 @@ class StepProfile:
         self._forwards += 1
 
     def _begin(self) -> None:
+        self._forwards, self._times, self._has_stopped = 0, Times(), False
         self.profiler.start_profile()
         counter = self.profiler.counter
         if self._context.mesh["model"].size > 1 and counter is not None:
@@ -118,7 +120,7 @@ class StepProfile:
             self.profiler.stop_profile()
             if self._sliced is not None:
                 self._sliced.stop()
-            self._is_counting = False
+            self._is_counting, self._has_stopped = False, True
 
     def on_step_end(self, event: Mapping[str, Any]) -> None:
         """Note the times of a step; later steps are points of series."""

@@ -34,15 +34,18 @@ class OperatorMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, begin: Callable[[], Any], seen: Callable[[Any, Any, int | None, Any], None]) -> None:
+    def __init__(
+        self, begin: Callable[[], Any], seen: Callable[[Any, Any, int | None, Any], None], *, counts_fake: bool = False
+    ) -> None:
         """Observe.
 
         Args:
             begin: is called before an operator runs; what it gives is handed to `seen`.
             seen: takes that, the operator, its operations (None: it has no formula), and its arguments.
+            counts_fake: fake tensors are those of the model.
         """
         super().__init__()
-        self._begin, self._seen = begin, seen
+        self._begin, self._seen, self._counts_fake = begin, seen, counts_fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and tell of it."""
@@ -52,6 +55,8 @@ class OperatorMode(TorchDispatchMode):
         formula, is_free, is_composite = _known(func)
         if is_free is None:
             return NotImplemented
+        if types and not self._counts_fake and any(kind.__name__ in _FAKES for kind in types):
+            return func(*args, **kwargs)  # somebody, DTensor say, looks ahead
         if is_composite:  # reaches modes as it is only where autograd is off, in inference mode
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
@@ -66,11 +71,14 @@ class OperatorMode(TorchDispatchMode):
         return out
 
 
+_FAKES = ("FakeTensor", "FunctionalTensor")
+
+
 @functools.cache
 def _runs_others(kind: Any) -> bool:
     """True for subclasses of tensors that run operators on others; fake ones stand for the real ones."""
     has_own = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-    return has_own and kind.__name__ not in ("FakeTensor", "FunctionalTensor")
+    return has_own and kind.__name__ not in _FAKES
 
 
 _QUESTIONS = frozenset(

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpispeed.flops import formulas
+
 Numbers = tuple[int, int]
 """Operations and multiply-accumulates."""
 
@@ -232,6 +234,12 @@ def _gelu_linear(x: Tensor, bias: Tensor, weight: Tensor) -> Numbers:
     return _plus(_elements(x), _linear(x, weight))
 
 
+def _grouped(*args: Any) -> Numbers:
+    """Products of experts: DeepSpeed's profiler knew them as one linear layer for each."""
+    operations = formulas.grouped(args)
+    return operations, operations // 2
+
+
 def _multiply_codes(out: Tensor, x: Tensor, *args: Any) -> Numbers:
     macs = x.numel() * out.shape[-1]
     return 2 * macs, macs
@@ -290,6 +298,9 @@ TABLE: dict[Any, Formula] = {
 """By function, as a function mode sees it; operators are methods of tensors there."""
 
 OPERATORS: dict[str, Formula] = {
+    "flex_attention": _attention,
+    "aten::_grouped_mm": _grouped,
+    "transformers::grouped_mm_fallback": _grouped,
     "mpispeed::thin_linear": _linear,
     "mpispeed::multiply_codes": _multiply_codes,
     "mpispeed::attend": _attend,
@@ -300,4 +311,4 @@ OPERATORS: dict[str, Formula] = {
     "mpispeed::norm": _own_norm,
     "mpispeed::drop_norm": _drop_norm,
 }
-"""Our own operators, by name, as a dispatch mode sees them: the functions that they stand for."""
+"""By name, as a dispatch mode sees them: operators of ours, experts and attention, by the functions they stand for."""

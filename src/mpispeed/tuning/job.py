@@ -22,6 +22,7 @@ from mpispeed.launch.command import Launch, plan_launch, start_launch, takes_sru
 from mpispeed.launch.options import Wishes
 from mpispeed.launch.program import runner
 from mpispeed.launch.torch_env import TORCH_ENV
+from mpispeed.tuning import steps
 from mpispeed.tuning.processes import end_all
 from mpispeed.tuning.protocol import REPLIES, TASKS, Lines, Outcome, Reply, Status, Task, append, reply_of
 from mpispeed.watchdog.exits import Groups, describe_exit_code
@@ -205,15 +206,17 @@ class WorkerJob:
         wishes, more = self._wishes, {"MPISPEED_RUN_DIR": str(folder.absolute())}
         if "MPISPEED_WATCH_SECONDS" not in os.environ:
             more["MPISPEED_WATCH_SECONDS"] = WATCH_SECONDS
+        environ = steps.outside(os.environ)
         # The step shares the cores of its allocation with the tuner, which may run in a step itself.
-        if takes_srun(wishes.launcher, os.environ) and srun.is_inside_allocation(os.environ):
+        if takes_srun(wishes.launcher, environ) and srun.is_inside_allocation(environ):
             wishes = replace(wishes, extra=("--overlap", *wishes.extra))
         flags = [TORCH_ENV] if wishes.has_torch_env else []
         program = [sys.executable, *runner(), "-m", "mpispeed.tuning.worker", *flags, str(folder), "--", *self._words]
         launch = plan_launch(
-            program, None if wishes.hosts else self._ranks, mpi=self._mpi, is_debug=self._is_debug,
+            program, None if wishes.hosts else self._ranks, mpi=self._mpi, is_debug=self._is_debug, environ=environ,
             wishes=replace(wishes, variables={**wishes.variables, **more}),
         )  # fmt: skip
+        launch = steps.leaving(launch, os.environ, environ)
         return replace(launch, added={**launch.added, SAID: str(folder.absolute() / "watch" / "said")})
 
     def _start(self) -> _Running:

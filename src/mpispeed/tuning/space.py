@@ -332,10 +332,7 @@ def get(config: Mapping[str, Any], key: str) -> Any:
 
 def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without what only observes a run: trials must not write to anybody's monitors."""
-    found = {key: value for key, value in config.items() if key not in _OBSERVERS}
-    if "run_record" in added.root().model_fields:
-        found["run_record"] = {"enabled": False}  # else it may be on by itself
-    return found
+    return {key: value for key, value in config.items() if key not in _OBSERVERS}
 
 
 # -- names -----------------------------------------------------------------------------------------------------------

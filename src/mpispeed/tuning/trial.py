@@ -15,6 +15,7 @@ from mpispeed.base.tensor_tree import map_tensors
 from mpispeed.config.overlay import laid_over
 from mpispeed.engine.attached import Feature
 from mpispeed.engine.hooks import Context, Hooks, Setup
+from mpispeed.flops.by_module import ModuleCounter
 from mpispeed.mesh.comms_log import trimmed_mean
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding.sharded_param import ShardedParam
@@ -59,6 +60,7 @@ class RankTimes:
     activation_bytes: int = 0
     micro_batches: int = 1
     train_batch_size: int = 0
+    operations: int = 0
     mismatch: str = ""
 
 
@@ -71,7 +73,8 @@ class Measurement:
     The clock of a step runs on the host from the end of the step before. Barriers stand before the first measured step
     and behind the last one. What is held from forward to backward is the growth of memory over one forward pass of the
     step before the measured ones, apart from parameters that are gathered in it; on a host that is what is resident
-    when the allocator has given free memory back.
+    when the allocator has given free memory back. With the metric "flops" all operations of one step before that one
+    are counted, forward and backward.
     """
 
     def __init__(self, task: Task, comm: Comm, on_swallowed: Callable[[Measurement], None]) -> None:
@@ -83,6 +86,7 @@ class Measurement:
         self.is_over = self.has_engine = False
         self._device = devices.HOST
         self._module: nn.Module | None = None
+        self._counter: ModuleCounter | None = None
         self._now = StepTimes()
         self._began = self._held = 0.0
         self._is_new = self._is_probing = False
@@ -115,7 +119,28 @@ class Measurement:
     def _begun(self, engine: Any) -> None:
         """Keep what the script saves out of its folders, and start the clock of warm-up steps."""
         engine.save_checkpoint = engine.save_16bit_model = engine.save_fp16_model = _save_nothing
+        if self._task.metric == "flops" and self._module is not None:
+            self._counter = ModuleCounter(self._module, deepspeed=False)
+        self._count()
         self._began = time.perf_counter()
+
+    def _count(self) -> None:
+        """Count one step, the second before the measured ones, or the first one."""
+        if self._counter is None:
+            return
+        at = max(0, self._task.first_step - 3)
+        if len(self.own.steps) == at:
+            self._counter.start()
+        elif len(self.own.steps) > at:
+            self.close()
+
+    def close(self) -> None:
+        """Stop to count."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.stop()
+            found = counter.total()
+            self.own.operations = found.forward + found.backward
 
     def _look_at_batch(self, inputs: Any, is_training: bool) -> Any:
         """Count micro-batches of training; the first one has to be as large as the trial says."""
@@ -174,6 +199,7 @@ class Measurement:
         if not self._is_new:
             return
         self._is_new = False
+        self._count()
         if len(self.own.steps) == self._task.first_step - 1:
             self._comm.barrier()
             self._began = time.perf_counter()
@@ -236,7 +262,8 @@ def summary(ranks: Sequence[RankTimes], first_step: int) -> dict[str, float]:
         return {}
     micro_batches = max(rank.micro_batches for rank in ranks)
     latency = trimmed_mean(max(each.latency for each in row) for row in rows)
-    size = ranks[0].train_batch_size
+    size, operations = ranks[0].train_batch_size, sum(rank.operations for rank in ranks)
+    flops = {"FLOPS_per_gpu": operations / len(ranks) / latency} if operations and latency else {}
     return {
         "latency": latency,
         "throughput": size / latency if latency else 0.0,
@@ -248,6 +275,7 @@ def summary(ranks: Sequence[RankTimes], first_step: int) -> dict[str, float]:
         "activation_bytes": float(max(rank.activation_bytes for rank in ranks)),
         "steps": float(len(rows)),
         "train_batch_size": float(size),
+        **flops,
     }
 
 
@@ -265,6 +293,9 @@ class Surveying:
     def feature(self) -> Feature:
         """The row for the table of features."""
         return Feature(NAME, transform=self._transform)
+
+    def close(self) -> None:
+        """Nothing is under way."""
 
     def _transform(self, model: nn.Module, setup: Setup) -> None:
         """Survey, and end the script. Collective over: all ranks."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import importlib.util
 import json
 import os
@@ -34,6 +33,7 @@ from mpispeed.launch.bind import bind_rank
 from mpispeed.launch.rank import join_before_failing, run_script, show_error
 from mpispeed.launch.torch_env import TORCH_ENV, set_torch_variables
 from mpispeed.logs import rank_logs
+from mpispeed.tuning import forecast
 from mpispeed.tuning.process_state import ProcessState, noted_exits
 from mpispeed.tuning.protocol import REPLIES, TASKS, Lines, Outcome, Reply, Status, Task, append
 from mpispeed.tuning.trial import Measurement, Surveying, TrialOver
@@ -140,6 +140,7 @@ class Worker:
         with noted_exits(self._script_folder) as run_exits, laid_over(laid_values(task.config)):
             with redirected(folder):
                 ending = self._script(words)
+                guest.close()
             outcome, goes_on = self._outcome(task, guest, self._comm.gather_objects(ending))
             self._reply(Reply("outcome", task.number, outcome))
             if not goes_on:
@@ -152,7 +153,6 @@ class Worker:
     def _guest(self, task: Task) -> Measurement | Surveying:
         if task.kind == "trial":
             return Measurement(task, self._comm, self._swallowed)
-        forecast = importlib.import_module("mpispeed.tuning.forecast")  # trials do without it
         return Surveying(task, self._comm, forecast.survey)
 
     def _script(self, words: Sequence[str]) -> Ending:

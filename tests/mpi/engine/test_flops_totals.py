@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from mpispeed.flops.by_module import ModuleCounter
+from mpispeed.flops import ModuleCounter, flops_of_step, get_model_profile
 from mpispeed.flops.tables import Totals
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from tests.helpers.covering import on_ranks
 from tests.helpers.features import SHAPE, Whole, gpt_layers, layers
+from tests.helpers.tiny_models import VOCAB, tiny_model
 from tests.zoo.training import ADAM, config, own_part, start
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -87,24 +88,51 @@ def test_slices(comm, capfd, section, stage, recomputes):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize(("slices", "interval", "stage"), [(1, 0, 0), (1, 1, 1), (2, 1, 0)])
-def test_stages(comm, capfd, slices, interval, stage):
-    if slices > 1 and comm.size < 4:
-        slices = 1
+@pytest.mark.parametrize(
+    ("schedule", "slices", "interval", "stage"),
+    [("1f1b", 1, 0, 0), ("1f1b", 2, 1, 1), ("interleaved", 1, 1, 0), ("zb-h1", 2, 0, 0)],
+)
+def test_stages(comm, capfd, schedule, slices, interval, stage):
+    slices = min(slices, comm.size // 2)
     topology = PipeModelDataParallelTopology(2, slices, comm.size // 2 // slices)
     model = PipelineModule(
-        layers(), topology=topology, loss_fn=gpt_layers.cross_entropy, activation_checkpoint_interval=interval
+        layers(),
+        topology=topology,
+        loss_fn=gpt_layers.cross_entropy,
+        activation_checkpoint_interval=interval,
+        num_chunks=2 if schedule == "interleaved" else 1,
     )
-    section = SLICES if slices > 1 else {}
+    section = {"pipeline": {"schedule": schedule}, **(SLICES if slices > 1 else {})}
     engine = start(config(stage, BATCH, 2, **section, **COUNTED, **ADAM), model)
     for _ in range(2):
         engine.train_batch(iter([own_part(engine, batch(), micro) for micro in range(2)]))
     found, expected = closed(engine), whole()
-    assert found.recompute == (found.forward if interval else 0) or 0 < found.recompute < found.forward
+    assert bool(found.recompute) == bool(interval)
     assert (found.flops, found.macs, found.forward, found.backward, found.params) == (
         expected.flops, expected.macs, expected.forward, expected.backward, expected.params
     )  # fmt: skip
     assert is_written_once(capfd, comm)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("family", ["opt", "bert"])
+def test_slices_of_models_of_transformers(comm, family):
+    """Norms beside sliced layers, and sums of slices before a norm in the same module."""
+    ids = torch.randint(3, VOCAB, (4, 10), generator=torch.Generator().manual_seed(1))
+    model = tiny_model(family).train()
+    with flops_of_step(model) as counts:
+        model(input_ids=ids, labels=ids).loss.backward()
+    expected = counts.forward, counts.backward
+    flops, macs, params = get_model_profile(
+        model, kwargs={"input_ids": ids, "labels": ids}, print_profile=False, as_string=False
+    )
+    settings = {"train_micro_batch_size_per_gpu": 4, "tensor_parallel": {"autotp_size": 2}, **COUNTED, **ADAM}
+    engine = start(settings, tiny_model(family).train())
+    for _ in range(2):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    found = closed(engine)
+    assert (found.forward, found.backward, found.flops, found.macs, found.params) == (*expected, flops, macs, params)
 
 
 @pytest.mark.ranks(1, 2, 4)

@@ -11,7 +11,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.config.load import load
 from mpispeed.engine import flops_profile
@@ -125,6 +125,18 @@ def test_evaluation_between_micro_batches_does_not_count():
         engine.destroy()
         found.append((engine.flops_profiler.facts.totals, engine.flops_profiler.macs))
     assert found[0] == found[1] and found[0][1] == 4 * (10 * 20 + 20 * 5)
+
+
+def test_a_step_that_fails_is_counted_when_it_is_made_again():
+    engine = engine_of(**section(detailed=False))
+    step(engine)
+    engine(torch.ones(4, 10))
+    with pytest.raises(UsageError, match="without any backward pass"):
+        engine.step()
+    assert not installed()
+    step(engine)
+    assert engine.flops_profiler.macs == 4 * (10 * 20 + 20 * 5)
+    engine.destroy()
 
 
 def test_an_engine_that_ends_within_the_step_leaves_nothing(capsys):

@@ -124,6 +124,34 @@ def test_models_without_memory_are_counted() -> None:
         assert three(counted(fake, train(fake, rows())).total()) == expected
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_compiled_models_run_as_operators_while_they_are_counted() -> None:
+    model, x = Stack(), rows()
+    expected = three(counted(model, train(model, x)).total())
+    for compiled in (torch.compile(model, backend="eager"), model):
+        if compiled is model:
+            model.compile(backend="eager")
+        compiled(x)
+        assert three(counted(compiled, train(compiled, x)).total()) == expected
+
+
+def test_sharded_tensors_of_torch_count_their_part() -> None:
+    from torch import distributed
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model, x = Block(), rows(requires_grad=True)
+    whole = three(counted(model, train(model, x)).total())
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = distributed.init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        part = three(counted(model, train(model, x)).total())
+    finally:
+        distributed.destroy_process_group()
+    assert part == tuple(count // 2 for count in whole)
+
+
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +199,20 @@ def test_a_module_that_is_called_twice_and_passes_that_add_up() -> None:
     assert counter.own["blocks.0"].calls == 4
     counter.reset()
     assert counter.total() == Counts()
+
+
+def test_a_graph_of_an_earlier_start_is_still_known() -> None:
+    model = Stack()
+    counter = ModuleCounter(model)
+    counter.start()
+    loss = model(rows()).sum()
+    counter.stop()
+    model(rows())
+    counter.start()
+    loss.backward()
+    counter.stop()
+    assert three(counter.own["head"]) == (PRODUCT, 2 * PRODUCT, 0)
+    assert three(counter.total()) == (5 * PRODUCT, 9 * PRODUCT, 0)
 
 
 def test_a_shared_module_is_counted_where_it_was_called() -> None:

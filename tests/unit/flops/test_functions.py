@@ -171,3 +171,10 @@ def test_multi_head_attention_is_made_of_its_products() -> None:
 def test_calls_can_be_counted_one_by_one() -> None:
     assert deepspeed_count(F.linear, (x(2, 3), x(4, 3)), {"bias": None}, None) == (48, 24)
     assert deepspeed_count(torch.tanh, (x(2, 3),), {}, None) is None
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
+def test_grouped_products_are_the_linear_layers_of_experts() -> None:
+    rows, weights = x(16, 8).bfloat16(), x(2, 8, 16).bfloat16()
+    ends = torch.tensor([8, 16], dtype=torch.int32)
+    assert numbers(lambda a, b: F.grouped_mm(a, b, offs=ends), rows, weights) == both(16 * 8 * 16)
