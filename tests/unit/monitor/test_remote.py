@@ -163,7 +163,7 @@ def test_the_end_waits_5_seconds_or_as_many_as_are_asked_for(said, monkeypatch):
     monkeypatch.setenv("MPISPEED_MONITOR_SECONDS", "0.3")
     begin = time.monotonic()
     RemoteSinks({}, command=SLEEPS).close()
-    assert 0.25 < time.monotonic() - begin < 100
+    assert 0.25 < time.monotonic() - begin < 20
 
 
 def test_one_warning_tells_of_a_process_that_died(said):
