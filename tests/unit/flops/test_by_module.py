@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -233,6 +234,19 @@ def test_ignored_kinds_are_left_out_with_what_is_in_them() -> None:
     assert three(counter.total()) == (PRODUCT, 2 * PRODUCT, 0)
     assert counter.total("blocks") == Counts()
     assert counter.total().deepspeed_macs == PRODUCT // 2
+
+
+def test_other_threads_are_not_counted() -> None:
+    model, x = Stack(), rows()
+
+    def run() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model, x).result()
+        model(x)
+
+    counter = counted(model, run)
+    assert counter.total().forward == 5 * PRODUCT
+    assert counter.own[""].calls == 1
 
 
 def test_seconds_add_up() -> None:
