@@ -113,6 +113,25 @@ def test_fused_attention_counts_as_eager_attention() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_bert_and_gpt2_of_full_size_count_by_their_closed_forms(kind: str) -> None:
+    """Per layer and token 12 h^2 weights and 2 s h of attention; without memory."""
+    transformers = pytest.importorskip("transformers")
+    layers, h, tokens = 12, 768, 128
+    macs = layers * (12 * h * h * tokens + 2 * tokens * tokens * h)
+    with torch.device("meta"):
+        config = transformers.BertConfig(attn_implementation=kind)
+        bert = transformers.BertForSequenceClassification(config)
+        gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(attn_implementation=kind))
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+    assert sum(param.numel() for param in bert.parameters()) == 109_483_778
+    assert sum(param.numel() for param in gpt2.parameters()) == 124_439_808
+    for model, last in ((bert, h * h + 2 * h), (gpt2, h * 50257 * tokens)):
+        total = counted(model, lambda model=model: model(ids).logits.sum().backward()).total()
+        assert (total.forward, total.backward) == (2 * (macs + last), 4 * (macs + last))
+        assert total.deepspeed_macs == macs + last
+
+
 def test_models_without_memory_are_counted() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
