@@ -34,6 +34,7 @@ typedef struct mps_transfer {
     uint64_t length, offset, left; /* left: bytes not accounted for, under the pool's lock */
     int error;                   /* of the first failure, under the pool's lock */
     uint64_t error_at;           /* offset in the file */
+    double began, ended;         /* seconds of CLOCK_MONOTONIC: when it was made, and when it was done */
     int is_done;                 /* atomic; the fields above do not change once it is set */
     int count;
     mps_part parts[];
@@ -69,6 +70,13 @@ typedef struct {
     uint64_t bounce_size;
 } mps_slot;
 
+/* Seconds of CLOCK_MONOTONIC. */
+static double mps_io_seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 /* Whether a transfer is over; what it left behind can be read then. */
 static int mps_is_done(const mps_transfer *t) { return __atomic_load_n(&t->is_done, __ATOMIC_ACQUIRE); }
 
@@ -101,6 +109,7 @@ static int mps_cut(const mps_pool *pool, mps_part *part, mps_slot *slot) {
 /* Mark a transfer as done when nothing of it is left. Under the lock. */
 static void mps_settle(mps_pool *pool, mps_transfer *t) {
     if (t->left || t->is_done) return;
+    t->ended = mps_io_seconds();
     __atomic_store_n(&t->is_done, 1, __ATOMIC_RELEASE);
     pthread_cond_broadcast(&pool->done);
 }

@@ -91,6 +91,7 @@ static mps_transfer *mps_transfer_new(int direct, int plain, int is_write, char 
     if (t == NULL) return NULL;
     t->direct = direct, t->plain = plain, t->is_write = is_write, t->memory = memory;
     t->length = t->left = length, t->offset = offset, t->is_done = length == 0;
+    t->began = t->ended = mps_io_seconds();
     while (start < length) {
         uint64_t end = offset + start + each;
         end += (MPS_IO_ALIGN - end % MPS_IO_ALIGN) % MPS_IO_ALIGN;

@@ -14,6 +14,7 @@ cdef extern from "block_io_pool.h" nogil:
     ctypedef struct mps_transfer:
         int error, is_done
         uint64_t error_at
+        double began, ended
 
     ctypedef struct mps_io_options:
         int kind, threads, depth, is_single, is_overlapped
@@ -72,6 +73,10 @@ cdef class Job:
         The errno is 0 without a failure and -1 when the file ends before the range does.
         """
         return self.transfer.error, self.transfer.error_at
+
+    def times(self):
+        """Seconds of CLOCK_MONOTONIC at which a transfer that is done was asked for, and was done."""
+        return self.transfer.began, self.transfer.ended
 
 
 cdef class Pool:

@@ -303,6 +303,20 @@ def _logged(run: Run) -> bool:
     return comms_log.of_process().is_attached and bool(comms_log.of_process().rows())
 
 
+def _counted_flops(run: Run) -> bool:
+    """True if work was summed that all ranks together did; an engine that goes on from a checkpoint counts no more."""
+    totals = run.engine.flops_profiler.facts.totals
+    return bool(run.loaded) or (totals.forward > 0 and totals.backward > totals.forward)
+
+
+def _reported_flops(run: Run) -> bool:
+    """True if the report is there, or none where other ranks made the step."""
+    path = run.folder / "flops.txt"
+    return (
+        not path.exists() if "loaded by other ranks" in run.names else "Profile Summary at step 2" in path.read_text()
+    )
+
+
 def _drilled(run: Run) -> bool:
     return any(type(part).__name__ == "BeforeUpdate" for part in run.engine.updates._parts)
 
@@ -412,6 +426,11 @@ FEATURES: tuple[Feature, ...] = (
         left=lambda run: (run.folder / "record" / "run.h5").exists(),
     ),
     Feature("comms logger", ("comms_logger",), _logged, put("comms_logger.enabled", True)),
+    Feature(
+        "flops profiler", ("flops",), _counted_flops,
+        put("flops_profiler", {"enabled": True, "profile_step": 1, "output_file": "FOLDER/flops.txt"}),
+        left=_reported_flops,
+    ),
     Feature("drills", ("inject", "drill"), _drilled),
     Feature("registered feature", ("counted", "feature"), lambda run: run.notes["counted"] == run.steps),
     Feature(

@@ -1,12 +1,14 @@
 """Trains with the monitors of the config in SETTINGS and ends as WAY says.
 
-monitors_worker.py WAY, WAY one of forgotten (the engine is not destroyed), killed (rank 0 by a signal).
+monitors_worker.py WAY, WAY one of forgotten (the engine is not destroyed), killed (rank 0 by a signal), waiting.
 """
 
 import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
 
@@ -21,7 +23,10 @@ for step in range(8):
     engine.monitor.write_events([("own/value", 0.1 * step, 4 * step)])
 config = engine.monitor_config
 assert engine.monitor.enabled and config.wandb.enabled and config.comet.enabled
-assert config.comet.api_key is not None and "distinctive" not in repr(config)
+assert "distinctive" not in repr(config)
 mpispeed.comm.barrier()
 if way == "killed" and engine.global_rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
+if way == "waiting":
+    Path(os.environ["MPISPEED_RUN_DIR"], "trained").touch()
+    time.sleep(600)

@@ -9,9 +9,7 @@ WORKER = Path(__file__).with_name("deepspeed_worker.py")
 SCRIPTS = sorted(Path(__file__).with_name("deepspeed_scripts").glob("*.py"))
 # Scripts of features that are not there yet -> what they end with.
 LATER = {
-    "autotuning": "autotuning is not available",
     "curriculum": "curriculum learning is not available",
-    "flops_profiler": "belongs to the flops profiler, which mpispeed",
 }
 LINES = 40
 

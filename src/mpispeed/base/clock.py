@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, SupportsFloat
 
@@ -20,12 +21,13 @@ class Clock:
     Attributes:
         now: gives a mark of this moment; the difference of two marks is a number of seconds, or becomes one by `float`.
         is_of_host: marks are those of `time.perf_counter`.
-        entering: is told the name of a pass, or of a part of a step, that begins; None: nobody wants to know.
+        entering: is told the name of a backward pass, or of a part of a step, that begins; None: nobody wants to know.
     """
 
-    __slots__ = ("entering", "is_of_host", "now")
+    __slots__ = ("_listeners", "entering", "is_of_host", "now")
 
     def __init__(self) -> None:
+        self._listeners: list[Callable[[str], None]] = []
         self.now: Callable[[], Any] = time.perf_counter
         self.is_of_host = True
         self.entering: Callable[[str], None] | None = None
@@ -35,16 +37,20 @@ class Clock:
         if device.type != "cpu":
             self.now, self.is_of_host = lambda: DeviceMark(device), False
 
-    def listen(self, listener: Callable[[str], None]) -> None:
-        """Tell `listener`, too, what begins."""
-        before = self.entering
+    def listen(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """Tell `listener`, too, what begins, from now on; returns what ends that."""
+        self._listeners.append(listener)
+        self.entering = self._tell
 
-        def both(name: str) -> None:
-            if before is not None:
-                before(name)
+        def end() -> None:
+            self._listeners.remove(listener)
+            self.entering = self._tell if self._listeners else None
+
+        return end
+
+    def _tell(self, name: str) -> None:
+        for listener in self._listeners:
             listener(name)
-
-        self.entering = both
 
 
 class DeviceMark:
@@ -73,6 +79,23 @@ class Elapsed:
         self._end.event.synchronize()
         milliseconds: float = self._begin.event.elapsed_time(self._end.event)
         return 1e-3 * milliseconds
+
+
+class Both:
+    """A context in two others."""
+
+    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+        self._outer.__exit__(kind, error, trace)
 
 
 class Stopwatch:

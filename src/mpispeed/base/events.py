@@ -35,6 +35,9 @@ class Event(enum.Enum):
     # global_step, samples, layers (name -> [2, experts]: choices of each expert by all ranks since the last step, and
     # those of them that were dropped); announced on rank 0 of models with layers of experts, for monitors and the log
     EXPERT_LOADS = "expert_loads"
+    # spans (array of record.layout.SPAN: rank, lane, name, step, begin, end, bytes), names (texts of lanes and spans by
+    # number): what all ranks did in the steps of the section `trace`; announced once, on rank 0
+    SPANS = "spans"
     EVAL_END = "eval_end"  # global_step, samples, loss
     SAVE_END = "save_end"  # path, tag, seconds, stall_seconds (that training stood still), bytes; when it is complete
     LOAD_END = "load_end"  # path, tag, seconds
@@ -51,9 +54,16 @@ class Bus:
     def __init__(self) -> None:
         self._listeners: dict[Event, list[Listener]] = {}
 
-    def subscribe(self, event: Event, listener: Listener) -> None:
-        """Call `listener(payload)` whenever `event` is announced."""
-        self._listeners.setdefault(event, []).append(listener)
+    def subscribe(self, event: Event, listener: Listener) -> Callable[[], None]:
+        """Call `listener(payload)` whenever `event` is announced, from now on; returns what ends that."""
+        listeners = self._listeners.setdefault(event, [])
+        listeners.append(listener)
+
+        def end() -> None:
+            if listener in listeners:  # one that failed is dropped already
+                listeners.remove(listener)
+
+        return end
 
     def has(self, event: Event) -> bool:
         """True if somebody listens; lets the caller skip building an expensive payload."""

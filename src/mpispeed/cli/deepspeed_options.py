@@ -36,7 +36,8 @@ OPTIONS = (
     click.option("--no-local-rank", "--no_local_rank", is_flag=True,
                  help="Accepted; the script gets no --local_rank anyway."),
     click.option("--deepspeed", is_flag=True, hidden=True),
-    click.option("--autotuning", type=click.Choice(["", "tune", "run"]), default="", hidden=True),
+    click.option("--autotuning", type=click.Choice(["tune", "run"]), default=None,
+                 help="Search for fast settings first, as `mpispeed tune`; run: then train with the best ones."),
 )  # fmt: skip
 
 
@@ -49,14 +50,11 @@ def check(chosen: Mapping[str, Any], environ: Mapping[str, str], hosts: Sequence
     """Say which options are not needed, and refuse what cannot be done over MPI.
 
     Raises:
-        ConfigError: ranks on other hosts without ssh, or autotuning.
+        ConfigError: ranks on other hosts without ssh.
     """
     for name, sentence in _NOT_NEEDED.items():
         if chosen[name]:
             notice(sentence)
-    if chosen["autotuning"]:
-        msg = f"--autotuning {chosen['autotuning']} is not available; choose batch sizes with `mpispeed plan`"
-        raise ConfigError(msg)
     elsewhere = [host.name for host in hosts if not is_here(host.name)]
     is_slurm = chosen["launcher"] == "srun" or (chosen["launcher"] == "auto" and is_inside_allocation(environ))
     if chosen["no_ssh"] and elsewhere and not chosen["ssh"] and not is_slurm:

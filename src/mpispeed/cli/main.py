@@ -14,6 +14,7 @@ from mpispeed.cli.lazy import LazyGroup
 
 COMMANDS = {
     "run": ("mpispeed.cli.run", "run", "Start a training script on N ranks."),
+    "tune": ("mpispeed.cli.tune", "tune", "Find fast settings for a script by short trials in one job."),
     "generate": ("mpispeed.cli.generate", "generate", "Answer the prompts of a file with a model, on all ranks."),
     "env": ("mpispeed.cli.env", "env", "Variables of torch.distributed for a rank of srun or mpirun."),
     "sbatch": ("mpispeed.cli.sbatch", "sbatch", "Fill a batch script from a config and a plan, check it, submit it."),

@@ -370,7 +370,7 @@ def _traffic(budget: Budget) -> list[str]:
     for title, sent in steps or [("", budget.sent)]:
         rows = [(row.what, row.verb, " ".join(row.axes), format_bytes(row.bytes)) for row in sent]
         rows.append(("sum", "", "", format_bytes(sum(row.bytes for row in sent))))
-        found.append(title + _columns(("one rank sends in a step", "verb", "over", "bytes"), rows))
+        found.append(title + columns(("one rank sends in a step", "verb", "over", "bytes"), rows))
     return found
 
 
@@ -388,7 +388,7 @@ def _of_stages(stages: Sequence[RankBudget]) -> str:
         )
         for one in stages
     ]
-    return _columns(("pipeline stage", "parameters of a rank", "training", "while built", "sent in a step"), rows)
+    return columns(("pipeline stage", "parameters of a rank", "training", "while built", "sent in a step"), rows)
 
 
 def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict: Verdict) -> str:
@@ -414,16 +414,16 @@ def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict
     moved = [(row.what, row.source.value, row.target.value, format_bytes(row.bytes)) for row in budget.moved]
     axes = by_axes(budget.sent)
     if len(axes) > 1:
-        tables_of_axes = [_columns(("sent over", "bytes"), [(name, format_bytes(size)) for name, size in axes.items()])]
+        tables_of_axes = [columns(("sent over", "bytes"), [(name, format_bytes(size)) for name, size in axes.items()])]
     else:
         tables_of_axes = []
     tables = [
-        _columns(("the run", ""), [("model", whose), *_meaning(resolved)]),
+        columns(("the run", ""), [("model", whose), *_meaning(resolved)]),
         *([_of_stages(stages)] if len(stages) > 1 else []),
-        _columns(("one rank holds", "tier", "bytes"), held),
+        columns(("one rank holds", "tier", "bytes"), held),
         *_traffic(budget),
         *tables_of_axes,
-        *([_columns(("one rank moves in a step", "from", "to", "bytes"), moved)] if moved else []),
+        *([columns(("one rank moves in a step", "from", "to", "bytes"), moved)] if moved else []),
     ]
     parts = [
         f"{'GO' if verdict.is_go else 'NO-GO'}: {verdict.reason}",
@@ -436,7 +436,7 @@ def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict
     return "\n\n".join([*tables, "\n".join(parts)])
 
 
-def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A rich table on a terminal, plain columns elsewhere."""
     if sys.stdout.isatty():
         from rich.console import Console  # rich is slow to import and of use on terminals only

@@ -67,7 +67,7 @@ def _service(sink: Any) -> Target:
         sink.close()
         say(f"to be uploaded by: {sink.upload}")
 
-    return Target(lambda series, value, x, _: sink.write(series, value, x), close)
+    return Target(lambda series, value, x, seconds: sink.write(series, value, x, time=seconds), close)
 
 
 @dataclass(frozen=True, slots=True)

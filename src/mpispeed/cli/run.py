@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,9 @@ import click
 from mpispeed.base.errors import UsageError
 from mpispeed.base.units import format_bytes
 from mpispeed.cli.deepspeed_options import saved_pid
-from mpispeed.cli.run_options import program_of, runner, wishes_of, with_options
+from mpispeed.cli.run_options import program_of, wishes_of, with_options
 
-__all__ = ["run", "runner"]
+__all__ = ["run"]
 
 MERGE_BYTES = 256 << 20
 """Size of all logs above which they are merged on request only, because the end of the command waits for it."""
@@ -43,6 +44,7 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
     from mpispeed.launch import plan_launch, run_launch
     from mpispeed.watchdog.report import INTERRUPTED, WATCHING, wait_for_watchers  # not needed for --help
 
+    arguments = _tuned(chosen, script, arguments)
     chosen["torch_env"] = chosen["torch_env"] or chosen["as_deepspeed"]
     program = program_of(chosen, script, arguments)
     wishes = wishes_of(chosen, os.environ)
@@ -79,6 +81,18 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
             _explain(code, is_hydra=launch.is_hydra)
     _merge_logs(wishes.variables.get("MPISPEED_RUN_DIR") or os.environ.get("MPISPEED_RUN_DIR", ""))
     ctx.exit(code)
+
+
+def _tuned(chosen: dict[str, Any], script: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of the script, with --autotuning run those for the best settings; --autotuning tune ends here."""
+    if not chosen["autotuning"]:
+        return arguments
+    from mpispeed.cli.tune import autotuned  # not needed by other runs
+
+    words = autotuned(chosen, script, arguments)
+    if chosen["autotuning"] == "tune" or words is None:
+        sys.exit(0)
+    return tuple(words)
 
 
 def _make_folder(folder: Path) -> None:

@@ -20,10 +20,10 @@ from mpispeed.drill.faults import parse_faults
 from mpispeed.launch import hosts as hosts_of
 from mpispeed.launch.hosts import Choice, Host
 from mpispeed.launch.options import Wishes, parse_binding
+from mpispeed.launch.program import WITHOUT_FOLDER, runner
 from mpispeed.launch.srun import is_inside_allocation
 from mpispeed.launch.torch_env import TORCH_ENV
 
-_WITHOUT_FOLDER = "import sys; del sys.path[0]; from {} import main; main()"
 _CONFIG_OPTIONS = ("--deepspeed_config", "--config", "--deepspeed")
 
 # DeepSpeed's names of launchers; all of its ways to reach other hosts are mpirun's here.
@@ -37,17 +37,9 @@ _LAUNCHERS = {
 }
 
 
-def runner(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
-    """Python's flags for mpi4py's runner, which ends all ranks when one fails: the others would wait for ever.
-
-    Files of the working folder must not take the place of mpi4py's and our modules before the script starts.
-    """
-    return ["-P", "-m", "mpi4py"] if version >= (3, 11) else ["-c", _WITHOUT_FOLDER.format("mpi4py.run")]
-
-
 def wrapper_flags(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
     """Python's flags for the command `mpispeed`, likewise."""
-    return ["-P", "-m", "mpispeed"] if version >= (3, 11) else ["-c", _WITHOUT_FOLDER.format("mpispeed.cli.main")]
+    return ["-P", "-m", "mpispeed"] if version >= (3, 11) else ["-c", WITHOUT_FOLDER.format("mpispeed.cli.main")]
 
 
 def launcher_of(_ctx: click.Context, _parameter: click.Parameter, text: str) -> str:

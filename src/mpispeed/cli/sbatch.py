@@ -79,13 +79,14 @@ _UNKNOWN = 1 << 60
 def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
     """Submit SCRIPT with its arguments as a batch job; options of this command come before SCRIPT.
 
-    `mpispeed sbatch [OPTIONS] generate --model ...` submits `mpispeed generate`.
+    `mpispeed sbatch [OPTIONS] generate --model ...` submits `mpispeed generate`, `... tune CONFIG SCRIPT ...`
+    `mpispeed tune`.
     """
-    from mpispeed.launch.sbatch import GENERATE, choose_template, fill, values_of
+    from mpispeed.launch.sbatch import COMMANDS, choose_template, fill, values_of
     from mpispeed.launch.sites import Site, find_site
     from mpispeed.launch.submit import ask_partition
 
-    if script != GENERATE and not Path(script).is_file():
+    if script not in COMMANDS and not Path(script).is_file():
         msg = f"there is no script {script} (looked from {Path.cwd()}); give its path"
         raise UsageError(msg)
     site = find_site(asked["site"]) if asked["site"] else Site()
@@ -106,13 +107,13 @@ def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
 
 def _with_config(script: str, arguments: Sequence[str], site: Site, asked: dict[str, Any]) -> tuple[list[str], Any]:
     """The words of a rank, and the settings, as a run would accept them, if they are in a file that can be found."""
-    from mpispeed.launch.sbatch import GENERATE
+    from mpispeed.launch.sbatch import COMMANDS
     from mpispeed.launch.scale import CONFIG_FLAGS
 
     words, file = [script, *arguments], asked["config"]
-    if script == GENERATE:
+    if script in COMMANDS:
         if file:
-            msg = "--config before generate would be that of a training; give it after generate: the model's settings"
+            msg = f"--config before {script} would be that of a training; give what {script} needs after it"
             raise UsageError(msg)
         return words, None
     if file:
@@ -168,11 +169,11 @@ def _saves_in_time(config: Any) -> bool:
 
 
 def _request(words: Sequence[str], config: Any, site: Site, asked: dict[str, Any]) -> Request:
-    from mpispeed.launch.sbatch import GENERATE, Request, signal_seconds
+    from mpispeed.launch.sbatch import COMMANDS, Request, signal_seconds
 
     requeues = _saves_in_time(config) and config.walltime.chain == "requeue"
     # A script that does not wait for it would die of the signal, before its time.
-    saves_at_signal = words[0] == GENERATE or (_saves_in_time(config) and "USR1" in config.walltime.signals)
+    saves_at_signal = words[0] in COMMANDS or (_saves_in_time(config) and "USR1" in config.walltime.signals)
     seconds = asked["signal_seconds"]
     if seconds is None:
         seconds = signal_seconds(asked["time_limit"] or site.time) if saves_at_signal else 0
@@ -305,6 +306,8 @@ def _deliver(text: str, request: Request, output: Path | None, config: Any) -> N
 
 def _how_to_ask(folder: Path, config: Any, request: Request) -> str:
     """The way to request a save of the running job; if it does not listen, the settings that it would need."""
+    if request.words[0] == "tune":
+        return "scancel ends the search; submitted again it goes on after what was tried"
     if request.words[0] == "generate":
         return f"to stop after the batches that run: touch {folder}/STOP"
     if _saves_in_time(config):

@@ -73,7 +73,7 @@ def scale(script: str | None, arguments: tuple[str, ...], **asked: Any) -> None:
 
 
 def _run(cases: Sequence[Case], most: int, mpi: str) -> None:
-    from mpispeed.cli.run import runner
+    from mpispeed.launch.program import runner
     from mpispeed.launch.scale import run_case, threads_of
 
     threads = threads_of(most)

@@ -31,6 +31,10 @@ _LAYER = {"mpispeed.nn.block": "DeepSpeedTransformerConfig DeepSpeedTransformerL
 _ENGINE = {"mpispeed.engine": "Engine=DeepSpeedEngine"}
 _LOGGER = {"mpispeed.compat.logger": "logger log_dist LoggerFactory"}
 _COMM = {"mpispeed.compat.accelerate_state": "init_distributed is_initialized", "mpispeed.comm": "*"}
+_PROFILER = {
+    "mpispeed.flops.profiler": "FlopsProfiler",
+    "mpispeed.flops.model_profile": "get_model_profile",
+}
 _SETTINGS = {
     "mpispeed.config.inference": "InferenceConfig=DeepSpeedInferenceConfig TPConfig=DeepSpeedTPConfig "
     "MoEConfig=DeepSpeedMoEConfig QuantizationConfig WeightQuantConfig ActivationQuantConfig QKVQuantConfig "
@@ -57,6 +61,8 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.inference": "default_inference_config",
         "mpispeed.compat.names": "VERSION=__version__ GIT=__git_hash__ GIT=__git_branch__",
     },
+    "autotuning": {"mpispeed.tuning.api": "Autotuner"},
+    "autotuning.autotuner": {"mpispeed.tuning.api": "Autotuner"},
     "accelerator": {"mpispeed.compat.accelerator": "get_accelerator set_accelerator DeepSpeedAccelerator"},
     "accelerator.real_accelerator": {"mpispeed.compat.accelerator": "get_accelerator set_accelerator"},
     "accelerator.abstract_accelerator": {"mpispeed.compat.accelerator": "DeepSpeedAccelerator"},
@@ -118,6 +124,10 @@ SERVED: dict[str, dict[str, str]] = {
     "ops.transformer": _LAYER,
     "ops.transformer.transformer": _LAYER,
     "pipe": {"mpispeed.pipe": "*"},
+    "profiling": {},
+    "profiling.config": {"mpispeed.config.monitor": "FlopsProfiler=DeepSpeedFlopsProfilerConfig"},
+    "profiling.flops_profiler": _PROFILER,
+    "profiling.flops_profiler.profiler": _PROFILER,
     "runtime.activation_checkpointing.checkpointing": {"mpispeed.checkpointing": "*"},
     "runtime.base_optimizer": {"mpispeed.engine.facade": "EngineOptimizer=DeepSpeedOptimizer"},
     "runtime.config": {
@@ -204,13 +214,6 @@ LATER: dict[str, dict[str, str]] = {
         "module_inject.containers": "",
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
     },
-    "the flops profiler": {
-        "profiling": "",
-        "profiling.config": "DeepSpeedFlopsProfilerConfig",
-        "profiling.flops_profiler": "FlopsProfiler get_model_profile",
-        "profiling.flops_profiler.profiler": "FlopsProfiler get_model_profile",
-    },
-    "autotuning": {"autotuning": "Autotuner", "autotuning.autotuner": "Autotuner"},
     "compression": {
         "compression": "",
         "compression.compress": "init_compression redundancy_clean student_initialization",

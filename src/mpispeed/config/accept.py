@@ -10,6 +10,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from mpispeed.config.derive import batch_sizes, ranks_per_model
 from mpispeed.config.load import LoadedConfig, judge, read_source
+from mpispeed.config.overlay import merged
 from mpispeed.config.problems import Problem, refuse
 from mpispeed.config.root import Config
 from mpispeed.config.text import decode
@@ -48,7 +49,7 @@ def accept(
         ConfigError: as `load_for_run`.
     """
     raw, known = decode(content, where) if isinstance(content, str) else (content, [])
-    verdict = judge(raw, known)
+    verdict = judge(merged(raw), known)
     if verdict.config is not None:
         verdict.add(find_unavailable(verdict.config))
         # The meaning of a wrong key is unknown, so nothing can be said of how batch sizes divide.

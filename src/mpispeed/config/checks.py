@@ -62,6 +62,13 @@ def _check_precision(config: Config) -> Iterator[Problem]:
     yield from _check_accumulation(config)
 
 
+def _check_trace(config: Config) -> Iterator[Problem]:
+    trace = config.trace
+    if trace.end_step < trace.start_step:
+        what = f"the last traced step, {trace.end_step}, comes before the first, {trace.start_step}"
+        yield Problem("trace.end_step", what, "make it the same or larger")
+
+
 def _check_accumulation(config: Config) -> Iterator[Problem]:
     dtype, path = config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype"
     if dtype is None:
@@ -285,6 +292,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_features,
     _check_curriculum,
     _check_compression,
+    _check_trace,
 )
 
 
@@ -301,6 +309,8 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
         found.append("zero_optimization.elastic_checkpoint is ignored: every checkpoint loads at any number of ranks")
     if config.vocabulary_size is not None and config.vocabulary_size % 8:
         found.append(f"vocabulary_size {config.vocabulary_size} is no multiple of 8; matrix products may be slower")
+    if config.autotuning.enabled:
+        found.append("autotuning.enabled: a run trains all the same; search with mpispeed tune, or run --autotuning")
     optimizer = config.optimizer
     if optimizer is not None and (optimizer.type or "").lower() in known.ONEBIT:
         spelled = (f"optimizer.params.{key} has no effect here: {why}" for key, why in unused(optimizer.params).items())

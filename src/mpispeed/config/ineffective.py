@@ -79,6 +79,7 @@ NO_EFFECT: dict[str, str] = {
     f"{_ZERO}.memory_efficient_linear": "no module keeps its weights for the backward pass; they are fetched again",
     f"{_ZERO}.pipeline_loading_checkpoint": "no rank reads more of a checkpoint than its own part",
     "elasticity.min_time": "nothing is scheduled by it",
+    "autotuning.model_info.profile": "a search always reads the facts that are left out off the model",
     "aio.use_gds": "files are read into host memory, not into that of a GPU",
     "checkpoint.load_universal": "every checkpoint loads at any number of ranks",
     "checkpoint.parallel_write.pipeline_stage": "all ranks of all stages write their parts",

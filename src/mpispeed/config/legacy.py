@@ -69,6 +69,7 @@ _NEW_WINS = frozenset({"bfloat16"})
 IGNORED = {
     f"{_ZERO}.grad_hooks": "has no effect; gradients are always reduced from hooks",
     f"{_ZERO}.cpu_offload_use_pin_memory": "is deprecated and has no effect; use offload_optimizer.pin_memory",
+    "flops_profiler.step": "has no effect; profile_step says which step is counted",
 }
 
 _DOTTED = (

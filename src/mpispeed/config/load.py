@@ -22,6 +22,7 @@ from mpispeed.base.plain import printable, read_plain
 from mpispeed.config import added, legacy
 from mpispeed.config.checks import find_conflicts, find_warnings
 from mpispeed.config.ineffective import drop_unused
+from mpispeed.config.overlay import merged
 from mpispeed.config.problems import Location, Problem, find_too_deep, from_validation, path_of, refuse
 from mpispeed.config.root import Config
 from mpispeed.config.section import Section, has_secrets, is_text, knows, section_at, walk
@@ -62,7 +63,8 @@ def load(source: str | Path | Mapping[str, Any]) -> LoadedConfig:
         ConfigError: lists every mistake of the source, one per line, each with its path.
     """
     content, where = read_source(source)
-    return parse(content, where) if isinstance(content, str) else validate(content, where)
+    raw, problems = decode(content, where) if isinstance(content, str) else (content, [])
+    return validate(merged(raw), where, problems)
 
 
 def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str | Mapping[str, Any], str]:

@@ -117,13 +117,18 @@ class FlopsProfiler(Section):
 
     enabled: bool = Field(False, description="Count during one step.")
     recompute_fwd_factor: NonNegative = Field(
-        0.0, description="Forward passes repeated in backward; 1 for full recomputation."
+        0.0, description="Forward passes repeated in backward, for printed rates; 1 for full recomputation."
     )
-    profile_step: Positive = Field(1, description="The step that is counted.")
+    profile_step: Positive = Field(1, description="Steps before the one that is counted.")
     module_depth: Integer = Field(-1, description="Depth of the printed tree; -1 is the innermost.")
     top_modules: Positive = Field(1, description="Modules printed per depth.")
     detailed: bool = Field(True, description="Print every module.")
     output_file: str | None = Field(None, description="File; null is the screen.")
+    peak_flops: PositiveReal | Literal["measure"] | None = Field(
+        None,
+        description="Operations per second that one rank could do, for its utilisation; measure: those of a product of "
+        "matrices, timed on all ranks at once.",
+    )
 
 
 class Guard(Section):

@@ -177,12 +177,12 @@ class Suggestions:
 def _cure_unknown(
     suggestions: Suggestions, key: str, path: str, names: list[str], homes: Mapping[str, list[str]]
 ) -> str:
+    elsewhere = [home for home in homes.get(key, ()) if home != path]
+    if elsewhere and len(elsewhere) <= 3:  # the same name says more than a similar one
+        return f"it belongs at {' or '.join(elsewhere)}"
     close = suggestions(key, names)
     if close:
         return close
-    elsewhere = [home for home in homes.get(key, ()) if home != path]
-    if elsewhere and len(elsewhere) <= 3:
-        return f"it belongs at {' or '.join(elsewhere)}"
     return "remove it, or begin it with _ to make it a comment"
 
 

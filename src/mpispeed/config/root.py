@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from mpispeed.config.autotuning import Autotuning
 from mpispeed.config.checkpoint import Checkpoint, Nebula
 from mpispeed.config.compress import CompressionTraining, QuantizeTraining
 from mpispeed.config.data import CurriculumLearning, DataEfficiency, Eigenvalue
 from mpispeed.config.elastic import Elasticity
 from mpispeed.config.experts import ExpertParallel
-from mpispeed.config.later import Autotuning, HybridEngine, ProgressiveLayerDrop, SparseAttention, WeightQuantization
+from mpispeed.config.later import HybridEngine, ProgressiveLayerDrop, SparseAttention, WeightQuantization
 from mpispeed.config.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Guard, Tensorboard, Timers, Wandb
 from mpispeed.config.offload import Aio
 from mpispeed.config.optimizer import Optimizer, Scheduler
@@ -20,6 +21,7 @@ from mpispeed.config.pipeline import ActivationCheckpointing, Pipeline, TensorPa
 from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
 from mpispeed.config.record import RunRecord
 from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, subsection
+from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
 from mpispeed.config.zero import ZeroOptimization
 
@@ -82,6 +84,7 @@ class Config(Section):
     aio: Aio = subsection(Aio, "Reads and writes of the nvme tier.")
     checkpoint: Checkpoint = subsection(Checkpoint, "Checkpoints.")
     guard: Guard = subsection(Guard, "Limits for hangs (mpispeed only).")
+    trace: Trace = subsection(Trace, "What all ranks do when, in some steps (mpispeed only).")
     walltime: Walltime = subsection(Walltime, "Saving before the job ends (mpispeed only).")
     run_record: RunRecord = subsection(RunRecord, "What a run did, in one file (mpispeed only).")
     nebula: Nebula = subsection(Nebula, "Accepted; no effect.")

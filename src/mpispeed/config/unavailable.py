@@ -47,8 +47,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     ),
     Row("fp16.fp16_master_weights_and_grads", bool, "fp16 masters are not available; use false"),
     Row("amp", _is_on, "Apex amp is not available; use fp16 or bf16"),
-    Row("flops_profiler", _is_on, "counting floating-point operations is not available; set enabled to false"),
-    Row("autotuning", _is_on, "autotuning is not available; set enabled to false"),
     Row(
         "expert_parallel.score_apply",
         lambda value: value == "pre",

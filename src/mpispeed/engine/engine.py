@@ -93,13 +93,10 @@ class Engine(Getters):
         if parts.plan.device.type != "cpu":
             inputs, kwargs = move((inputs, kwargs), parts.plan.device)
         inputs = parts.casting.inputs(inputs)
-        clock = parts.clock
-        if clock.entering is not None:
-            clock.entering("forward")
-        start = clock.now()
+        start = parts.clock.now()
         with parts.sharding.unwinding(), parts.casting.named():
             output = self.module(*inputs, **kwargs)
-        parts.bus.announce(Event.FORWARD_END, seconds=clock.now() - start)
+        parts.bus.announce(Event.FORWARD_END, seconds=parts.clock.now() - start)
         return output
 
     def backward(
@@ -130,10 +127,9 @@ class Engine(Getters):
         own = self.mpispeed
         parts, is_local = own.parts, own.accumulation.is_local
         parts.require("backward", (Kind.lp_params, Kind.lp_grads))
-        grads, clock = parts.trained("backward").grads, parts.clock
-        if clock.entering is not None:
-            clock.entering("backward")
-        start = clock.now()
+        grads, start = parts.trained("backward").grads, parts.clock.now()
+        if parts.clock.entering is not None:
+            parts.clock.entering("backward")
         own.direct.settle()
         if not allreduce_gradients:
             parts.require_whole_grads("engine.backward(allreduce_gradients=False)")
@@ -146,7 +142,7 @@ class Engine(Getters):
             backward_scaled(loss, parts.scaler.scale, retain_graph=retain_graph)
         parts.end_backward()
         own.updates.losses.append(start_reading(loss))
-        parts.bus.announce(Event.BACKWARD_END, seconds=clock.now() - start)
+        parts.bus.announce(Event.BACKWARD_END, seconds=parts.clock.now() - start)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

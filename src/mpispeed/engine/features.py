@@ -8,8 +8,9 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.config import added
 from mpispeed.config.record import RunRecord
+from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
-from mpispeed.engine import drills, expert_loads, experts, preemption, run_record
+from mpispeed.engine import drills, expert_loads, experts, flops_profile, preemption, run_record, tracing
 from mpispeed.engine.attached import Feature
 from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.slicing import fit_layers
@@ -63,14 +64,17 @@ BUILT_IN = (
     Feature("run_record", run_record.attach, section=RunRecord),
     Feature("expert_loads", expert_loads.attach),
     Feature("loader", attach_loader, is_of_data=True),
+    Feature("trace", tracing.attach, section=Trace),
     Feature("drills", drills.attach),
     Feature("walltime", preemption.attach, section=Walltime),
+    Feature("flops_profiler", flops_profile.attach),
 )
 """Features that are always in the table, before those of scripts.
 
 Order has a meaning: a row sees the model as the rows before it have left it, and what they have published. Slices come
 first, so that others add whole layers to a model that is sliced; monitors come before what may write to them. What ends
-something runs in reverse: `walltime` may end the program after a step when the features of scripts are done with it.
+something runs in reverse: `walltime` may end the program after a step when the features of scripts are done with it,
+and `flops_profiler` has reported.
 """
 
 _table: dict[str, Feature] = {feature.name: feature for feature in BUILT_IN}

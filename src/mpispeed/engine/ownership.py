@@ -91,6 +91,21 @@ def newest_mesh() -> Mesh | None:
     return _ENGINES[max(open_ones)].mpispeed.parts.mesh if open_ones else None
 
 
+def destroy_all(comm: Comm) -> None:
+    """Destroy all open engines, newest first; those that some ranks have let go of lose their hooks.
+
+    Collective over: all ranks.
+    """
+    gc.collect()  # so that unreferenced engines are gone on all ranks alike
+    own = {number: engine for number, engine in _ENGINES.items() if not engine.mpispeed.parts.is_closed}
+    common = set.intersection(*map(set, comm.gather_objects(sorted(own))))
+    for number, engine in sorted(own.items(), reverse=True):
+        if number in common:
+            engine.destroy()
+        elif engine.mpispeed.parts.optimization is not None:
+            engine.mpispeed.parts.optimization.hooks.remove()
+
+
 def release(model: nn.Module, comm: Comm) -> None:
     """Destroy engines of `model` or of a part of it; the model keeps its weights.
 

@@ -154,19 +154,13 @@ class StageDuties:
 
     def forward(self, chunk: int, inputs: Any) -> Any:
         """Run the layers of a chunk."""
-        counters, bus, clock = self._parts.counters, self._parts.bus, self._parts.clock
-        bus.announce(
-            Event.BATCH_START,
-            micro_step=counters.micro_steps,
-            global_step=counters.global_steps,
-            is_training=self._is_training,
-        )
-        if clock.entering is not None:
-            clock.entering("forward")
-        start = clock.now()
-        with self._parts.sharding.running(self._model), self._parts.casting.named():
+        parts, counters = self._parts, self._parts.counters
+        steps = {"micro_step": counters.micro_steps, "global_step": counters.global_steps}
+        parts.bus.announce(Event.BATCH_START, **steps, is_training=self._is_training)
+        start = parts.clock.now()
+        with parts.sharding.running(self._model), parts.casting.named():
             outputs = self._model.chunk(chunk)(inputs)
-        bus.announce(Event.FORWARD_END, seconds=clock.now() - start)
+        parts.bus.announce(Event.FORWARD_END, seconds=parts.clock.now() - start)
         return outputs
 
     def leave_out(self, *, is_loss: bool = False) -> None:
@@ -195,34 +189,30 @@ class StageDuties:
 
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, *, is_last: bool) -> None:
         """Run backward through a chunk."""
-        parts, clock = self._parts, self._parts.clock
-        if clock.entering is not None:
-            clock.entering("backward")
-        start = clock.now()
-        self._begin_backward(reduces=is_last)
+        parts, start = self._parts, self._begin_backward(reduces=is_last)
         with self._ending_alike(), parts.sharding.unwinding():
             if grads is not None:
                 if tensors:
                     torch.autograd.backward(tensors, list(grads))
             else:
                 backward_scaled(scale_loss(tensors[0], self._micro_batches), parts.scaler.scale)
-        parts.bus.announce(Event.BACKWARD_END, seconds=clock.now() - start)
+        parts.bus.announce(Event.BACKWARD_END, seconds=parts.clock.now() - start)
 
     def deliver(self, backlog: Backlog) -> None:
         """Compute the weight gradients that a backward pass deferred."""
-        clock = self._parts.clock
-        if clock.entering is not None:
-            clock.entering("backward of weights")
-        start = clock.now()
-        self._begin_backward(reduces=False)
+        start = self._begin_backward("backward of weights", reduces=False)
         with self._ending_alike():
             if self._parts.optimization is not None:
                 backlog.work_off(self._parts.optimization.hooks.deliver)
-        self._parts.bus.announce(Event.BACKWARD_END, seconds=clock.now() - start)
+        self._parts.bus.announce(Event.BACKWARD_END, seconds=self._parts.clock.now() - start)
 
-    def _begin_backward(self, *, reduces: bool) -> None:
-        if self._parts.optimization is not None:
-            self._parts.optimization.grads.begin_backward(reduces=reduces)
+    def _begin_backward(self, name: str = "backward", *, reduces: bool) -> Any:
+        parts, start = self._parts, self._parts.clock.now()
+        if parts.clock.entering is not None:
+            parts.clock.entering(name)
+        if parts.optimization is not None:
+            parts.optimization.grads.begin_backward(reduces=reduces)
+        return start
 
     @contextmanager
     def _ending_alike(self) -> Iterator[None]:

@@ -26,6 +26,9 @@ from mpispeed.flops import functions
 from mpispeed.flops.counter import FunctionMode, Modes, OperatorMode
 from mpispeed.flops.formulas import name_of
 
+_MOST_KEPT = 1 << 20
+"""Borders of modules that are remembered for backward passes to come."""
+
 OUTSIDE = -1
 """What torch gives as number of the backward pass where there is none."""
 
@@ -134,9 +137,9 @@ class ModuleCounter:
         for path, module in _walk(self.model):
             self._paths.setdefault(id(module), []).append(path)
             self.own.setdefault(path, Counts())
-        self._backward.forget()
         self._frames.clear()
-        modes: list[Any] = [OperatorMode(self._begin, self._count)]
+        is_fake = any(type(param).__name__ == "FakeTensor" for param in self.model.parameters())
+        modes: list[Any] = [OperatorMode(self._begin, self._count, counts_fake=is_fake)]
         if self._has_deepspeed:
             modes.append(FunctionMode(functions.TABLE, self._count_function))
         self._modes = Modes(modes)
@@ -157,7 +160,8 @@ class ModuleCounter:
         self._hooks.clear()
         self._frames.clear()
         self._paths.clear()
-        self._backward.forget()
+        self._backward.end()
+        self._backward.note_owner(None)
 
     def total(self, path: str = "") -> Counts:
         """What ran in a module and in all modules inside of it; `calls` are those of the module itself.
@@ -225,7 +229,7 @@ class ModuleCounter:
             return self._frames[-1].counts, "forward"
         return (self.own[""], "backward") if split_grads.is_working_off() else (None, "")
 
-    def _count(self, place: tuple[Counts | None, str], func: Any, operations: int | None, _: Any) -> None:
+    def _count(self, place: tuple[Counts | None, str], func: Any, operations: int | None, args: Any) -> None:
         counts, kind = place
         if operations is None:
             self._note_unknown(name_of(func), counts)
@@ -233,6 +237,8 @@ class ModuleCounter:
             self.outside += operations
         else:
             setattr(counts, kind, getattr(counts, kind) + operations)
+        if self._has_deepspeed and kind == "forward" and (formula := functions.OPERATORS.get(name_of(func))):
+            self._count_function(formula, args, {}, None)
 
     def _note_unknown(self, name: str, counts: Counts | None) -> None:
         if counts is not None:
@@ -280,6 +286,8 @@ class _Backward:
         if self._starts and self._starts[-1] == number:
             self._owners[-1] = counts
         elif not self._starts or self._starts[-1] < number:  # threads of a device have numbers of their own
+            if len(self._starts) >= _MOST_KEPT:
+                del self._starts[: _MOST_KEPT // 2], self._owners[: _MOST_KEPT // 2]
             self._starts.append(number)
             self._owners.append(counts)
 

@@ -34,15 +34,18 @@ class OperatorMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, begin: Callable[[], Any], seen: Callable[[Any, Any, int | None, Any], None]) -> None:
+    def __init__(
+        self, begin: Callable[[], Any], seen: Callable[[Any, Any, int | None, Any], None], *, counts_fake: bool = False
+    ) -> None:
         """Observe.
 
         Args:
             begin: is called before an operator runs; what it gives is handed to `seen`.
             seen: takes that, the operator, its operations (None: it has no formula), and its arguments.
+            counts_fake: fake tensors are those of the model.
         """
         super().__init__()
-        self._begin, self._seen = begin, seen
+        self._begin, self._seen, self._counts_fake = begin, seen, counts_fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and tell of it."""
@@ -50,6 +53,10 @@ class OperatorMode(TorchDispatchMode):
         if types and any(map(_runs_others, types)) and not isinstance(func, HigherOrderOperator):
             return NotImplemented
         formula, is_free, is_composite = _known(func)
+        if is_free is None:
+            return NotImplemented
+        if types and not self._counts_fake and any(kind.__name__ in _FAKES for kind in types):
+            return func(*args, **kwargs)  # somebody, DTensor say, looks ahead
         if is_composite:  # reaches modes as it is only where autograd is off, in inference mode
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
@@ -59,22 +66,42 @@ class OperatorMode(TorchDispatchMode):
             self._seen(place, func, _counted(formula, args, kwargs, out), args)
         elif not is_free:
             self._seen(place, func, None, args)
+        elif func.namespace == "mpispeed":
+            self._seen(place, func, 0, args)
         return out
+
+
+_FAKES = ("FakeTensor", "FunctionalTensor")
 
 
 @functools.cache
 def _runs_others(kind: Any) -> bool:
-    """True for subclasses of tensors that run operators on others."""
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    """True for subclasses of tensors that run operators on others; fake ones stand for the real ones."""
+    has_own = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return has_own and kind.__name__ not in _FAKES
+
+
+_QUESTIONS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "sym_is_contiguous", "is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense", "size",
+        "sym_size", "stride", "sym_stride", "storage_offset", "sym_storage_offset", "numel", "sym_numel", "dim",
+    )
+) | {"prim::layout"}  # fmt: skip
+"""What tensors without memory answer themselves."""
 
 
 @functools.cache
-def _known(func: Any) -> tuple[formulas.Formula | None, bool, bool]:
-    """The formula of an operator, whether it needs none, and whether it is made of others."""
+def _known(func: Any) -> tuple[formulas.Formula | None, bool | None, bool]:
+    """The formula of an operator, whether it needs none (None: it is a question), and whether it is made of others."""
+    name = formulas.name_of(func)
+    if name in _QUESTIONS:
+        return None, None, False
     formula = formulas.formula_of(func)
     is_composite = (
         formula is None
         and isinstance(func, OpOverload)
+        and not name.startswith("prim::")
         and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
     )
     return formula, formula is None and formulas.is_free(func), is_composite

@@ -120,23 +120,25 @@ def _vector(matrix: int) -> Formula:
     return lambda args, kwargs, out: 2 * args[matrix].numel()
 
 
-def _grouped(ends: int) -> Formula:
+def grouped(args: Sequence[Any], ends: int = 2, offsets: Any = None) -> int:
     """Groups of rows or columns, each with a matrix of its own; rows behind the last group are nobody's.
 
-    Argument `ends` has the ends of groups. Those on a device are not waited for: there all rows count.
+    Args:
+        args: of the call.
+        ends: number of the argument with the ends of groups. On a device they are not waited for: there all rows count.
+        offsets: the ends, if they are not among `args`.
     """
+    (a, b), offsets = args[:2], args[ends] if len(args) > ends else offsets
+    sizes = [a.shape[-2], a.shape[-1], b.shape[-1]]
+    if offsets is not None and offsets.is_cpu and offsets.numel() and type(offsets) is Tensor:
+        cut = 1 if a.dim() == b.dim() else 0 if a.dim() < b.dim() else 2
+        sizes[cut] = min(sizes[cut], int(offsets[-1]))
+    is_batch = a.dim() == b.dim() == 3
+    return int(2 * prod(sizes) * (a.shape[0] if is_batch else 1))
 
-    def formula(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-        del out
-        (a, b), offsets = args[:2], args[ends] if len(args) > ends else kwargs.get("offs")
-        sizes = [a.shape[-2], a.shape[-1], b.shape[-1]]
-        if offsets is not None and offsets.is_cpu and offsets.numel() and type(offsets) is Tensor:
-            cut = 1 if a.dim() == b.dim() else 0 if a.dim() < b.dim() else 2
-            sizes[cut] = min(sizes[cut], int(offsets[-1]))
-        is_batch = a.dim() == b.dim() == 3
-        return 2 * prod(sizes) * (a.shape[0] if is_batch else 1)
 
-    return formula
+def _grouped(ends: int, times: int = 1) -> Formula:
+    return lambda args, kwargs, out: times * grouped(args, ends, kwargs.get("offs"))
 
 
 def _linear_backward(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -231,6 +233,11 @@ def _layers_on_device_backward(args: Sequence[Any], kwargs: Mapping[str, Any], o
 # -- our own operators -------------------------------------------------------------------------------------------------
 
 
+def _attend(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """One query for each sequence. Shapes: [batch, heads, size], and [batch, key heads, keys, size] twice."""
+    return int(4 * args[0].numel() * args[1].shape[2])
+
+
 def _gelu_linear_backward(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     grad, _, _, weight = args
     return 4 * grad.numel() * int(weight.shape[1])
@@ -256,7 +263,7 @@ _FORMULAS: dict[str, Formula] = {
     "aten::_grouped_mm": _grouped(2),
     "aten::_scaled_grouped_mm": _grouped(4),
     "transformers::grouped_mm_fallback": _grouped(2),
-    "transformers::grouped_mm_fallback_backward": lambda args, kwargs, out: 2 * _grouped(2)(args, kwargs, out),
+    "transformers::grouped_mm_fallback_backward": _grouped(2, 2),
     **{f"aten::{name}": _any_convolution for name in ("convolution", "_convolution", "convolution_overrideable")},
     **{f"aten::{name}": _convolution for name in ("cudnn_convolution", "mkldnn_convolution", "_slow_conv2d_forward")},
     "aten::convolution_backward": _convolution_backward,
@@ -289,6 +296,9 @@ _FORMULAS: dict[str, Formula] = {
     "aten::_cudnn_rnn_backward": _layers_on_device_backward,
     "aten::miopen_rnn": _layers_on_device,
     "aten::miopen_rnn_backward": _layers_on_device_backward,
+    "mpispeed::thin_linear": _product(0),
+    "mpispeed::multiply_codes": lambda args, kwargs, out: 2 * args[1].numel() * args[0].shape[-1],
+    "mpispeed::attend": _attend,
     "mpispeed::gelu_linear": _product(0),
     "mpispeed::gelu_linear_backward": _gelu_linear_backward,
     "mpispeed::attention": _attention(0, 1),

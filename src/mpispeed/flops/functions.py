@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpispeed.flops import formulas
+
 Numbers = tuple[int, int]
 """Operations and multiply-accumulates."""
 
@@ -42,7 +44,7 @@ def deepspeed_count(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], o
     return None if formula is None else formula(*args, **kwargs)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Numbers:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any) -> Numbers:
     macs = input.numel() * weight.shape[0]
     return 2 * macs, macs
 
@@ -221,6 +223,46 @@ def _cell(per_unit: int) -> Formula:
     return formula
 
 
+# -- our own operators -------------------------------------------------------------------------------------------------
+
+
+def _plus(first: Numbers, second: Numbers) -> Numbers:
+    return first[0] + second[0], first[1] + second[1]
+
+
+def _gelu_linear(x: Tensor, bias: Tensor, weight: Tensor) -> Numbers:
+    return _plus(_elements(x), _linear(x, weight))
+
+
+def _grouped(*args: Any) -> Numbers:
+    """Products of experts: DeepSpeed's profiler knew them as one linear layer for each."""
+    operations = formulas.grouped(args)
+    return operations, operations // 2
+
+
+def _multiply_codes(out: Tensor, x: Tensor, *args: Any) -> Numbers:
+    macs = x.numel() * out.shape[-1]
+    return 2 * macs, macs
+
+
+def _own_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Numbers:
+    """Two products, and a softmax between them."""
+    return _plus(_attention(q, k, v), (q.numel() // q.shape[-1] * k.shape[-2], 0))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Numbers:
+    macs = 2 * q.numel() * k.shape[-2]
+    return 2 * macs, macs
+
+
+def _own_norm(x: Tensor, residual: Any, weight: Tensor | None, *args: Any) -> Numbers:
+    return _norm(x, weight is not None)
+
+
+def _drop_norm(x: Tensor, x_bias: Any, residual: Any, weight: Tensor | None, *args: Any) -> Numbers:
+    return _norm(x, weight is not None)
+
+
 _PER_UNIT = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 7, "lstm": 10}
 
 _POOLS = [
@@ -254,3 +296,19 @@ TABLE: dict[Any, Formula] = {
     **{getattr(torch, f"{name}_cell"): _cell(per_unit) for name, per_unit in _PER_UNIT.items()},
 }
 """By function, as a function mode sees it; operators are methods of tensors there."""
+
+OPERATORS: dict[str, Formula] = {
+    "flex_attention": _attention,
+    "aten::_grouped_mm": _grouped,
+    "transformers::grouped_mm_fallback": _grouped,
+    "mpispeed::thin_linear": _linear,
+    "mpispeed::multiply_codes": _multiply_codes,
+    "mpispeed::attend": _attend,
+    "mpispeed::attention": _own_attention,
+    "mpispeed::gelu_linear": _gelu_linear,
+    "mpispeed::bias_gelu": _elements,
+    "mpispeed::masked_softmax": _elements,
+    "mpispeed::norm": _own_norm,
+    "mpispeed::drop_norm": _drop_norm,
+}
+"""By name, as a dispatch mode sees them: operators of ours, experts and attention, by the functions they stand for."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch import env, srun
@@ -274,7 +275,7 @@ def run_launch(
         number: signal.signal(number, forward) for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
-        process = _start(launch, list(before))
+        process = start_launch(launch, list(before))
         if on_start is not None:
             on_start(process)
         forward.begin(process)
@@ -286,9 +287,20 @@ def run_launch(
     return code if code >= 0 else 128 - code
 
 
-def _start(launch: Launch, handled: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the job, tied to us. A signal that comes to it before it runs ends it, as one that comes later."""
-    tie = _tie_to_parent()
+def start_launch(
+    launch: Launch, handled: Sequence[int] = (), *, out: IO[bytes] | None = None, err: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the job, tied to us: it ends when we do.
+
+    Args:
+        launch: the job.
+        handled: signals that this process has handlers for; one that comes to the job before it runs ends it, as one
+            that comes later.
+        out: takes its output, and `err` its errors; then it has no input, and a session of its own, so that what the
+            terminal sends to us does not come to it.
+        err: by default ours, as for `out`.
+    """
+    tie, is_apart = _tie_to_parent(), out is not None
     as_before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
     def begin() -> None:
@@ -299,6 +311,9 @@ def _start(launch: Launch, handled: Sequence[int]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, as_before)
 
     try:
-        return subprocess.Popen(launch.argv, env={**os.environ, **launch.added}, preexec_fn=begin)
+        return subprocess.Popen(
+            launch.argv, env={**os.environ, **launch.added}, preexec_fn=begin, stdout=out, stderr=err,
+            stdin=subprocess.DEVNULL if is_apart else None, start_new_session=is_apart,
+        )  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, as_before)

@@ -18,9 +18,10 @@ from mpispeed.launch.mpirun import Family, find_mpirun
 from mpispeed.launch.sites import Site, seconds_of
 from mpispeed.launch.submit import Partition
 
-TEMPLATES = ("single", "multi", "array", "requeue", "container", "torch", "generate")
-GENERATE = "generate"
-"""In place of a script: batch generation, by the command of that name."""
+TEMPLATES = ("single", "multi", "array", "requeue", "container", "torch", "generate", "tune")
+GENERATE, TUNE = "generate", "tune"
+COMMANDS = (GENERATE, TUNE)
+"""In place of a script: batch generation, and the search for fast settings, by the commands of that name."""
 
 SIGNAL_SECONDS = 120
 """Seconds before the time limit at which SLURM sends USR1; the run asks for the limit and is usually done before."""
@@ -79,8 +80,8 @@ def choose_template(request: Request) -> str:
     if request.template:
         _refuse_misfit(request)
         return request.template
-    if request.words[0] == GENERATE:
-        return GENERATE
+    if request.words[0] in COMMANDS:
+        return request.words[0]
     if request.image:
         return "container"
     if request.array:
@@ -97,17 +98,17 @@ def _refuse_misfit(request: Request) -> None:
         "array needs the numbers of its tasks: --array 0-9": name == "array" and not request.array,
         "{name} takes no --array; ask for array": name in TEMPLATES and name != "array" and request.array,
         "container needs the file of an image: --image FILE.sif": name == "container" and not request.image,
-        "generate starts `mpispeed generate`, not a script: mpispeed sbatch ... generate --model ...": (
-            name == GENERATE and request.words[0] != GENERATE
+        "{name} starts `mpispeed {name}`, not a script: mpispeed sbatch ... {name} ...": (
+            name in COMMANDS and request.words[0] != name
         ),
-        "{name} starts a script, and generate is none; leave out --template": (
-            name in TEMPLATES and name != GENERATE and request.words[0] == GENERATE
+        "{name} starts a script, and {word} is none; leave out --template": (
+            name in TEMPLATES and name not in COMMANDS and request.words[0] in COMMANDS
         ),
         "{name} takes no --image; ask for container": name in TEMPLATES and name != "container" and request.image,
     }
     for message, holds in misfits.items():
         if holds:
-            raise UsageError("the template " + message.format(nodes=request.nodes, name=name))
+            raise UsageError("the template " + message.format(nodes=request.nodes, name=name, word=request.words[0]))
 
 
 def read_template(name: str) -> str:

@@ -388,10 +388,10 @@ class Mesh:
             channel.close()
         self._channels.clear()
         if self._progress is not None:
-            self._progress.close()
+            self.world.close_channel(self._progress)
         for comm in self._comms.values():
             if comm.progress is not None:
-                comm.progress.close()
+                self.world.close_channel(comm.progress)
             comm.close()
         self._comms.clear()
         self._found.clear()

@@ -86,9 +86,17 @@ class World:
 
     def new_channel(self, name: str) -> Progress:
         """A queue for started verbs that `close` will end."""
-        channel = Progress(name, number=len(self._channels), is_threaded=self.has_threads)
+        taken = {channel.number for channel in self._channels}
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        channel = Progress(name, number=number, is_threaded=self.has_threads)
         self._channels.append(channel)
         return channel
+
+    def close_channel(self, channel: Progress) -> None:
+        """End a channel and give its number free. Collective over: all ranks, whose numbers have to stay equal."""
+        channel.close()
+        if channel in self._channels:
+            self._channels.remove(channel)
 
     def alone(self, axes: tuple[str, ...], reduction: str, trace: CommTrace, progress: Progress | None = None) -> Comm:
         """A group of this rank alone. Local."""

@@ -6,7 +6,6 @@ elsewhere.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ class CometSink:
 
     Args:
         section: a `comet` section, with the key itself as `api_key`.
-        folder: where archives go; COMET_OFFLINE_DIRECTORY comes first.
+        folder: archives go to its folder `comet`.
         is_online: send now. Otherwise nothing is sent, and no key is needed.
         run_id: continues this experiment.
+        program: not used.
+        environ: its COMET_OFFLINE_DIRECTORY is the folder for archives instead.
 
     Attributes:
         where: the address of an experiment that is sent, else its archive, complete after `close`.
@@ -39,10 +40,11 @@ class CometSink:
         is_online: bool = False,
         run_id: str | None = None,
         program: str | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         import comet_ml
 
-        folder = Path(os.environ.get("COMET_OFFLINE_DIRECTORY") or folder / "comet")
+        folder = Path((environ or {}).get("COMET_OFFLINE_DIRECTORY") or folder / "comet")
         folder.mkdir(parents=True, exist_ok=True)
         self._interval = int(section.get("samples_log_interval") or 100)
         self._logged: dict[str, int] = {}
@@ -68,8 +70,8 @@ class CometSink:
         self.where = self._experiment.url if is_online else str(archives[-1] if archives else folder)
         self.upload = "" if is_online else f"comet upload {self.where}"
 
-    def write(self, series: str, value: float, x: int) -> None:
-        """Log one point, unless it is too close to the one before."""
+    def write(self, series: str, value: float, x: int, *, time: float | None = None) -> None:
+        """Log one point, unless it is too close to the one before; the library knows no `time` but now."""
         last = self._logged.get(series)
         if last is None or x - last >= self._interval:
             self._experiment.log_metric(series, value, step=x)

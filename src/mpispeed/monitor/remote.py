@@ -111,7 +111,7 @@ class RemoteSinks:
             self._dropped += len(points)
             points = []
         if points or close:
-            self._put({"points": points, "close": close})
+            self._put({"points": points, "time": time.time(), "close": close})
 
     def _put(self, message: Mapping[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"

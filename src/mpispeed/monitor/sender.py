@@ -39,7 +39,7 @@ def serve(lines: Iterable[bytes], reply: Reply) -> None:
             folder, sections = Path(message["folder"]), message["open"]
             services = [Service(name, section, folder, message["program"], reply) for name, section in sections.items()]
             continue
-        points = [(series, value, x) for series, value, x in message["points"]]
+        points = [(series, value, x, message["time"]) for series, value, x in message["points"]]
         for service in services if points else ():
             service.put(points)
         close_seconds = message["close"]

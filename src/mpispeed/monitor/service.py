@@ -16,7 +16,8 @@ from mpispeed.base.plain import SET, printable
 from mpispeed.monitor.comet_sink import CometSink
 from mpispeed.monitor.wandb_sink import WandbSink
 
-Point = tuple[str, float, int]
+Point = tuple[str, float, int, float]
+"""Series, value, samples, and seconds since 1970."""
 Reply = Callable[..., None]
 
 KINDS: dict[str, type[WandbSink] | type[CometSink]] = {"wandb": WandbSink, "comet": CometSink}
@@ -97,8 +98,8 @@ class Service:
         """Write points; with a new sink if the library's process is gone, which may have lost some."""
         while True:
             try:
-                for series, value, x in points:
-                    sink.write(series, value, x)
+                for series, value, x, seconds in points:
+                    sink.write(series, value, x, time=seconds)
                 sink.flush()
             except Exception as error:
                 sink.abandon()
@@ -144,8 +145,14 @@ class Service:
         return sink, why
 
     def _made(self, *, is_online: bool) -> WandbSink | CometSink:
-        kind = KINDS[self.name]
-        return kind(self._section, self._folder, is_online=is_online, run_id=self._run_id, program=self._program)
+        return KINDS[self.name](
+            self._section,
+            self._folder,
+            is_online=is_online,
+            run_id=self._run_id,
+            program=self._program,
+            environ=os.environ,
+        )
 
     def _text(self, error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"

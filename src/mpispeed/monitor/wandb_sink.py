@@ -6,7 +6,6 @@ Not for processes of MPI: the library starts a process of its own and may hang. 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 SAMPLES = "samples"
 """What all charts have on their horizontal axis. It is logged as a value, because the library drops rows whose step is
 lower than the last one: the loss of a step stands before its samples, the learning rate after them."""
+_TIME = "_timestamp"  # of the library
 _INIT_SECONDS = 15.0
 _MOST_ROWS = 1000  # that wait for a flush
 _FLUSH_SECONDS = 2.0  # 15 unless set: what the library has not written yet is lost with its process
@@ -24,10 +24,11 @@ class WandbSink:
 
     Args:
         section: a `wandb` section.
-        folder: where the library makes its folder `wandb`; WANDB_DIR comes first.
+        folder: where the library makes its folder `wandb`.
         is_online: send now. Otherwise nothing is sent, and no key is needed.
         run_id: continues this run.
         program: the script's name, for the run's page.
+        environ: its WANDB_DIR comes before `folder`.
 
     Attributes:
         where: the address of a run that is sent, else its folder.
@@ -46,6 +47,7 @@ class WandbSink:
         is_online: bool = False,
         run_id: str | None = None,
         program: str | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         import wandb
 
@@ -55,7 +57,7 @@ class WandbSink:
             "x_transaction_log_flush_interval": _FLUSH_SECONDS,
         }  # fmt: skip
         known = getattr(wandb.Settings, "model_fields", {})
-        folder = Path(os.environ.get("WANDB_DIR") or folder)
+        folder = Path((environ or {}).get("WANDB_DIR") or folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=section.get("project") or "deepspeed",
@@ -75,11 +77,12 @@ class WandbSink:
         self._run.define_metric("*", step_metric=SAMPLES)
         self._rows: dict[int, dict[str, float]] = {}
 
-    def write(self, series: str, value: float, x: int) -> None:
-        """Add one point; `flush` gives it to the library."""
+    def write(self, series: str, value: float, x: int, *, time: float | None = None) -> None:
+        """Add one point; `flush` gives it to the library. `time` is in seconds since 1970, the flush's if left out."""
         if series in self._rows.get(x, ()) or len(self._rows) > _MOST_ROWS:
             self.flush()
-        self._rows.setdefault(x, {})[series] = value
+        row = self._rows.setdefault(x, {} if time is None else {_TIME: time})
+        row[series] = value
 
     def flush(self) -> None:
         """Give all rows to the library, in the order of their first points."""

@@ -6,8 +6,9 @@ import errno
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ __all__ = [
     "BlockFile",
     "BlockIO",
     "Counters",
+    "Moved",
     "Options",
     "Probe",
     "Transfer",
@@ -79,6 +81,15 @@ class Counters:
     requests_read: int
     bytes_written: int
     requests_written: int
+
+
+class Moved(NamedTuple):
+    """A transfer that is over; times in seconds of CLOCK_MONOTONIC, which `time.perf_counter` reads."""
+
+    is_write: bool
+    nbytes: int
+    begin: float
+    end: float
 
 
 class Transfer:
@@ -184,6 +195,7 @@ class BlockIO:
                 raise
             self.backend, self.reason = "threads", f"no queue of the kernel: {error.strerror}"
             self._pools.get(self.backend)
+        self._noted: list[tuple[bool, int, Any]] | None = None
         self._end = weakref.finalize(self, self._pools.close)
 
     def read(self, file: BlockFile, buffer: torch.Tensor, offset: int = 0) -> Transfer:
@@ -232,9 +244,21 @@ class BlockIO:
             msg = f"{file.path}: the BlockIO was closed; make a new one"
             raise UsageError(msg)
         transfer = Transfer(job, pool, file, buffer, offset, is_write)
+        if self._noted is not None:
+            self._noted.append((is_write, nbytes, job))
         file.watch(job, pool)
         self._pools.keep(transfer)
         return transfer
+
+    def note(self) -> Callable[[], list[Moved]]:
+        """Note transfers from now on; the returned function ends that, and gives those that are over."""
+        noted = self._noted = []
+
+        def end() -> list[Moved]:
+            self._noted = None
+            return [Moved(is_write, nbytes, *job.times()) for is_write, nbytes, job in noted if job.is_done()]
+
+        return end
 
     @property
     def counters(self) -> Counters:

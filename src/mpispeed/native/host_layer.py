@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpispeed.native import status
+from mpispeed.native.cuda import ops
 from mpispeed.native.norm import norm_reference
 
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -173,6 +174,13 @@ def attend(
         ValueError: shapes, dtypes or devices do not fit.
     """
     _check_heads(q, k, v, mask, slopes)
+    if torch._C._len_torch_dispatch_stack():  # somebody counts or traces what is computed
+        seen: Tensor = _attend.op(q, k, v, mask, scale, slopes)
+        return seen
+    return _run_attend(q, k, v, mask, scale, slopes)
+
+
+def _run_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, slopes: Tensor | None) -> Tensor:
     module = status.compiled("layer_loops")
     if module is None:
         return attend_reference(q, k, v, mask, scale, slopes=slopes)
@@ -189,6 +197,13 @@ def attend(
     strides = (k.stride()[:3], v.stride()[:3])
     module.attend(*addresses, slope_at, sizes, *strides, scale, KINDS[q.dtype], torch.get_num_threads())
     return out
+
+
+_attend = ops.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, Tensor? slopes) -> Tensor",
+    _run_attend,
+    lambda q, k, v, mask, scale, slopes: q.new_empty(q.shape),
+)
 
 
 def attend_reference(

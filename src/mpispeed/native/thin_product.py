@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mpispeed.native import status
+from mpispeed.native.cuda import ops
 
 KINDS = {torch.float32: 1, torch.bfloat16: 2}
 """Dtypes with a loop. With fp16, torch's product of one row is the faster one."""
@@ -67,6 +68,13 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, thread
     _check(x, weight, bias)
     threads = torch.get_num_threads() if threads is None else threads
     status.check_threads("thin_linear", threads)
+    if torch._C._len_torch_dispatch_stack():  # somebody counts or traces what is computed
+        seen: Tensor = _thin.op(x, weight, bias, threads)
+        return seen
+    return _run(x, weight, bias, threads)
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, threads: int) -> Tensor:
     module = status.compiled("layer_loops")
     if module is None:
         return thin_linear_reference(x, weight, bias)
@@ -77,6 +85,13 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, thread
     rows, kind = x.numel() // max(inputs, 1), KINDS[x.dtype]
     module.thin(out.data_ptr(), x.data_ptr(), weight.data_ptr(), address, rows, outputs, inputs, kind, threads)
     return out
+
+
+_thin = ops.define(
+    "thin_linear(Tensor x, Tensor weight, Tensor? bias, int threads) -> Tensor",
+    _run,
+    lambda x, weight, bias, threads: x.new_empty((*x.shape[:-1], weight.shape[0])),
+)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpispeed.native import block_quant, status
 from mpispeed.native.codes import BLOCK_MOST, BLOCK_UNIT, CODE_DTYPES, LEVELS, Coded, Grid
-from mpispeed.native.cuda import launcher
+from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.flat import KINDS, REFERENCE_SPAN
 from mpispeed.native.status import check_threads
 
@@ -279,6 +279,17 @@ def multiply(out: Tensor, x: Tensor, weight: WeightCodes, bias: Tensor | None = 
         ValueError: shapes, layouts, devices, dtypes or threads do not fit.
     """
     _check_product("multiply", out, x, weight, bias, threads)
+    if torch._C._len_torch_dispatch_stack():  # somebody counts or traces what is computed
+        _multiply.op(out, x, *weight[:5], bias, threads)
+    else:
+        _run_multiply(out, x, *weight[:5], bias, threads)
+
+
+def _run_multiply(
+    out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, width: int, group: int,
+    bias: Tensor | None, threads: int,
+) -> None:  # fmt: skip
+    weight = WeightCodes(codes, scales, offsets, width, group)
     module = _host_loops(weight, x.dtype)
     if out.is_meta or not out.numel():
         return
@@ -289,6 +300,14 @@ def multiply(out: Tensor, x: Tensor, weight: WeightCodes, bias: Tensor | None = 
     module.multiply(
         out.data_ptr(), x.data_ptr(), at, x.shape[0], KINDS[x.dtype], *_numbers(weight), threads
     )  # fmt: skip
+
+
+_multiply = ops.define(
+    "multiply_codes(Tensor(a!) out, Tensor x, Tensor codes, Tensor scales, Tensor? offsets, int width, int group, "
+    "Tensor? bias, int threads) -> ()",
+    _run_multiply,
+    lambda *_: None,
+)
 
 
 @torch.no_grad()

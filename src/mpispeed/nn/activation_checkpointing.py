@@ -165,6 +165,12 @@ def configure(
     _process.is_configured = True
 
 
+def unconfigure() -> None:
+    """Go back to the state before the first `configure`."""
+    global _process
+    _process = _Process()
+
+
 def current() -> Checkpointer:
     """The checkpointer that `checkpoint` uses now."""
     return _process.current

@@ -16,6 +16,9 @@ from mpispeed.record.summary import flat, median
 LOSS_ENDING = "_loss"
 """What the last part of the names of losses ends with."""
 
+OF_PROCESSES = frozenset({"command.pid", "environment.MPISPEED_RANK_PID", "environment.MPISPEED_SAID"})
+"""Facts that no two runs have in common."""
+
 _MISSING = "(none)"
 
 
@@ -122,14 +125,21 @@ def is_loss(name: str) -> bool:
 
 
 def different_facts(one: Run, other: Run) -> list[tuple[str, Any, Any]]:
-    """Values of facts that differ, by their path in both."""
+    """Values of facts that differ, by their path in both; of lists of one length the elements."""
     first, second = flat(one.facts), flat(other.facts)
     found = []
     for name in [*first, *(name for name in second if name not in first)]:
         values = first.get(name, _MISSING), second.get(name, _MISSING)
-        if not _same(*values):
-            found.append((name, *values))
+        if name not in OF_PROCESSES and not _same(*values):
+            found += _elements(name, *values)
     return found
+
+
+def _elements(name: str, one: Any, other: Any) -> list[tuple[str, Any, Any]]:
+    if not (isinstance(one, list) and isinstance(other, list) and len(one) == len(other)):
+        return [(name, one, other)]
+    pairs = enumerate(zip(one, other, strict=True))
+    return [(f"{name}[{place}]", *pair) for place, pair in pairs if not _same(*pair)]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -99,7 +99,24 @@ def open_run(sources: Sequence[Path]) -> Run:
             unread += [str(failure) for failure in failures]
         else:
             records.append(open_record(source))
-    return Run(records, unread)
+    kept, copies = _without_copies(records)
+    return Run(kept, [*unread, *copies])
+
+
+def _without_copies(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
+    """One record of each job, the fullest, and a sentence for each other file that has it, too."""
+    kept: dict[str, Record] = {}
+    copies = []
+    for record in records:
+        name = record.run or str(record.path)
+        known = kept.setdefault(name, record)
+        if known is record:
+            continue
+        kept[name] = record if len(record.rows) > len(known.rows) else known
+        if known.path.resolve() != record.path.resolve():
+            other = known if kept[name] is record else record
+            copies.append(f"{other.path} has the same job as {kept[name].path}, and is left out")
+    return list(kept.values()), copies
 
 
 def _of_folder(folder: Path) -> tuple[list[Record], list[RecordError]]:

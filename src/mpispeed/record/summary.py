@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,9 +73,20 @@ def state_of(record: Record, now: float) -> tuple[str, str]:
         after = f"{when(last)} after {format_duration(max(0.0, last - record.started))}"
         return (FAILED, f"failed {after}{_reason(record)}") if _has_failed(record) else (ENDED, f"ended {after}")
     since = f"last written {format_duration(max(0.0, age))} ago, {when(last)}"
+    if _is_gone(record):
+        return STOPPED, f"stopped without an end, its process is gone: {since}"
     if age <= max(SILENT_SECONDS, _SILENT_GAPS * _gap(record)):
         return RUNNING, f"still running: {since}"
     return STOPPED, f"stopped without an end, as a job that was killed, or that hangs: {since}"
+
+
+def _is_gone(record: Record) -> bool:
+    """True if the process that wrote a record was on this machine and is there no more."""
+    command = record.facts.get("command")
+    pid = command.get("pid") if isinstance(command, Mapping) else None
+    if record.host != os.uname().nodename or not isinstance(pid, int) or not 0 < pid < 1 << 31:
+        return False
+    return Path("/proc/self").exists() and not Path(f"/proc/{pid}").exists()
 
 
 def _state_before(record: Record) -> str:

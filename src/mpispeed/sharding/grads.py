@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from mpispeed.base.clock import Both
 from mpispeed.base.errors import UsageError
 from mpispeed.base.units import format_list
 from mpispeed.sharding.reducers import Backlog, Held, UnitGradient, limit_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
-    from mpispeed.base.clock import Stopwatch
     from mpispeed.mesh.collectives.work import Work
     from mpispeed.mesh.comm import Comm
     from mpispeed.sharding.grad_shards import GradShards
@@ -96,7 +97,7 @@ class GradStore:
         self._is_due = True
         self.reduces_now = True
         self.is_given_up = False  # gradients may be missing: they are going to be dropped
-        self._stopwatch: Stopwatch | None = None
+        self._stopwatch: AbstractContextManager[None] | None = None
 
     # -- one micro-step ------------------------------------------------------------------------------------
 
@@ -232,9 +233,18 @@ class GradStore:
             with self._stopwatch:
                 reduction.settle(wait)
 
-    def time_sums(self, stopwatch: Stopwatch) -> None:
-        """Measure from now on how long this rank carries sums out itself, or waits for those that were started."""
-        self._stopwatch = stopwatch
+    def time_sums(self, watch: AbstractContextManager[None]) -> Callable[[], None]:
+        """From now on enter `watch` while this rank carries sums out itself, or waits for those that were started.
+
+        Returns what ends that; who began last has to end first.
+        """
+        before = self._stopwatch
+        self._stopwatch = watch if before is None else Both(before, watch)
+
+        def end() -> None:
+            self._stopwatch = before
+
+        return end
 
     def finish(self, *, is_final: bool = True) -> None:
         """Complete all sums over ranks, starting those not started; `is_final`: no more gradients will come.

@@ -17,8 +17,9 @@ import torch
 from mpispeed.base.cgroups import machine_limits
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import MpispeedError
-from mpispeed.config.accept import accept
 from mpispeed.config.derive import ranks_per_model
+from mpispeed.config.load import validate
+from mpispeed.config.unavailable import require_available
 from mpispeed.engine.estimate.stages import examine_rank
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding import sharded_param
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the first rank would hold and do in one optimizer step. Units: bytes.
+    """Predicted memory and traffic of the first rank in one optimizer step. Units: bytes.
 
     Attributes:
         refusal: why these settings cannot be; "" if they can, and all else is empty if not.
@@ -108,11 +109,11 @@ def survey(
     ranks_per_node: int | None = None,
     device: torch.device = HOST,
 ) -> dict[str, Any]:
-    """Predict every candidate for this model; a candidate that cannot be has a sentence. Local.
+    """Predict every candidate for a model; a candidate that cannot be has a sentence. Local.
 
     Args:
         candidates: settings, each as the content of a config file.
-        model: what the script gave to `initialize`, before an engine took it.
+        model: what an engine would take; it stays as it is.
         ranks: of the job.
         ranks_per_node: on this node; None: all.
         device: of this rank.
@@ -183,7 +184,8 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 def _forecast(source: Mapping[str, Any], shapes: _Shapes, ranks: int, node: int) -> Forecast:
     try:
-        config = accept(source, "candidate").config
+        config = validate(source, "candidate").config  # not what the worker lays over the settings of its script
+        require_available(config, "candidate")
         if ranks_per_model(config) > 1 and not shapes.is_copy and not shapes.is_stage:
             return Forecast(
                 "this model cannot be copied, so that its slices cannot be predicted; leave lists of them out"

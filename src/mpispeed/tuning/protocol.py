@@ -1,24 +1,22 @@
-"""Tasks that the tuner gives to its worker job, and outcomes that come back; both travel as JSON files.
+"""Tasks that the tuner gives to its worker job, and replies that come back, as lines of JSON in two files of a folder.
 
-The folder of a job has `tasks/NUMBER.json`, written by the tuner, and `outcomes/NUMBER.json`, written by rank 0. Both
-are renamed into their places, so that a reader sees a whole file or none.
+The tuner appends to `tasks.jsonl`, rank 0 to `replies.jsonl`; a line counts when it has its end. Both files are there
+before the job: clients of a network file system see what was appended to a known file at once, and new names late.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from mpispeed.base.errors import UsageError
-
 Kind = Literal["survey", "trial", "stop"]
 Status = Literal["ok", "error", "hang", "killed", "memory", "skipped"]
 
-TASKS, OUTCOMES = "tasks", "outcomes"
+TASKS, REPLIES = "tasks.jsonl", "replies.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class Task:
     """One run of the script.
 
     Attributes:
-        number: unique within a folder, ascending.
+        number: unique within a job, ascending from 1; `WorkerJob` sets it.
         kind: "trial" measures; "survey" stops in `initialize`, and predicts there; "stop" ends the job.
         name: of the trial, for messages.
         folder: takes ds_config.json, stdout.log and stderr.log of this run; "" for none.
@@ -86,54 +84,59 @@ class Runs(Protocol):
         """End the job, if one runs."""
 
 
-def task_file(folder: Path, number: int) -> Path:
-    """The place of a task's file."""
-    return folder / TASKS / f"{number}.json"
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A line of the worker job.
+
+    Attributes:
+        kind: "ready" for the next task; "outcome" of one; "leaving": after that, the job takes no other task.
+        number: of the task that is over; 0 at the start of the job.
+        outcome: of the task.
+        step: the number of this job as a step of SLURM, such as 12.3; "" elsewhere.
+    """
+
+    kind: Literal["ready", "outcome", "leaving"]
+    number: int = 0
+    outcome: Outcome | None = None
+    step: str = ""
 
 
-def outcome_file(folder: Path, number: int) -> Path:
-    """The place of the file of a task's outcome."""
-    return folder / OUTCOMES / f"{number}.json"
-
-
-def write(path: Path, value: Task | Outcome) -> None:
-    """Write a file that is whole as soon as it can be seen."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(asdict(value)))
-    unfinished.replace(path)
-
-
-def read_task(path: Path) -> Task | None:
-    """The task of a file; None as long as there is no file.
+def append(path: Path, value: Task | Reply) -> None:
+    """Add a line; it is with whoever reads the file when this returns.
 
     Raises:
-        UsageError: the file holds no task.
+        OSError: the file is not there, or cannot be written.
     """
-    found = _read(path, Task)
-    return None if found is None else Task(**found)
-
-
-def read_outcome(path: Path) -> Outcome | None:
-    """The outcome of a file; None as long as there is no file.
-
-    Raises:
-        UsageError: the file holds no outcome.
-    """
-    found = _read(path, Outcome)
-    return None if found is None else Outcome(**found)
-
-
-def _read(path: Path, kind: type[Task | Outcome]) -> dict[str, Any] | None:
+    line = json.dumps(asdict(value)).encode() + b"\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return None
-    try:
-        values = json.loads(text)
-    except ValueError:
-        values = None
-    if not isinstance(values, dict) or values.keys() != kind.__dataclass_fields__.keys():
-        msg = f"{path} holds no {kind.__name__.lower()} of this version of mpispeed; give the tuner an empty folder"
-        raise UsageError(msg)
-    return values
+        os.write(file, line)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+class Lines:
+    """Reads what another process appends to a file. Each look opens it again, as network file systems ask for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Whole lines that were not read yet.
+
+        Raises:
+            OSError: the file has gone.
+        """
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        yield from map(json.loads, whole.splitlines())
+
+
+def reply_of(line: Mapping[str, Any]) -> Reply:
+    """The reply of a line."""
+    outcome = line["outcome"]
+    return Reply(**{**line, "outcome": None if outcome is None else Outcome(**outcome)})

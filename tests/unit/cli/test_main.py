@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import mpispeed
 from mpispeed.cli.main import COMMANDS, LazyGroup, cli
-from mpispeed.cli.run import runner
+from mpispeed.launch.program import runner
 
 HEAVY = ("torch", "numpy", "pydantic", "h5py", "mpi4py", "rich")
 

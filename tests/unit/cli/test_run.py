@@ -13,7 +13,8 @@ from mpispeed.base.errors import UsageError
 from mpispeed.cli import run_options
 from mpispeed.cli.deepspeed_options import saved_pid
 from mpispeed.cli.main import cli, deepspeed_main, main
-from mpispeed.cli.run import _with_signals, runner
+from mpispeed.cli.run import _with_signals
+from mpispeed.launch.program import runner
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_what_is_refused(here, capsys, words, why):
     ("words", "why"),
     [
         (["-H", "hosts", "--no_ssh", "train.py"], "has to reach far-a, far-b; start inside a SLURM job"),
-        (["--autotuning", "run", "train.py"], "--autotuning run is not available"),
+        (["--autotuning", "run", "train.py"], "give the script its settings with --deepspeed_config FILE.json"),
     ],
 )
 def test_options_of_deepspeed_that_are_not_served_say_why(here, capsys, words, why):

@@ -344,7 +344,7 @@ ASKS = {
 } | {
     name: {name: True}
     for name in (
-        "amp", "flops_profiler", "autotuning", "data_efficiency", "quantize_training", "eigenvalue", "hybrid_engine",
+        "amp", "data_efficiency", "quantize_training", "eigenvalue", "hybrid_engine",
     )
 } | {
     f"zero_optimization.{name}": {"zero_optimization": {name: True}}
@@ -474,3 +474,9 @@ def test_parameters_of_1_bit_optimizers_without_effect_warn():
         "optimizer.params.bias_correction", "optimizer.params.cuda_aware", "optimizer.params.comm_backend_name"
     ]  # fmt: skip
     assert not load({"optimizer": {"type": "OneBitAdam", "params": {"comm_backend_name": "mpi"}}}).warnings
+
+
+def test_a_trace_ends_after_it_begins():
+    assert load({"trace": {"enabled": True, "start_step": 7, "end_step": 7}}).config.trace.end_step == 7
+    with pytest.raises(ConfigError, match=r"trace\.end_step.*the last traced step, 5, comes before the first, 7"):
+        load({"trace": {"start_step": 7}})

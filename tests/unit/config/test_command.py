@@ -36,8 +36,8 @@ def test_check_lists_all_mistakes_on_stderr(run):
 
 
 def test_check_refuses_missing_parts_and_impossible_batches(run):
-    result = run("check", "FILE", settings={"flops_profiler": {"enabled": True}})
-    assert result.exit_code == 2 and "flops_profiler: " in result.stderr
+    result = run("check", "FILE", settings={"hybrid_engine": {"enabled": True}})
+    assert result.exit_code == 2 and "hybrid_engine: " in result.stderr
     result = run("check", "FILE", "-n", "3", settings={"train_batch_size": 8})
     assert result.exit_code == 2 and "ds.json: train_batch_size 8: " in result.stderr
 

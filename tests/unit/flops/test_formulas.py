@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpispeed.flops.by_module import ModuleCounter
-from mpispeed.native import attention, gelu_linear
+from mpispeed.flops.formulas import count
+from mpispeed.native import attention, gelu_linear, host_layer, thin_product, weight_codes
 from mpispeed.native.cuda import ops
 
 
@@ -207,6 +208,54 @@ def test_grouped_products_count_as_a_loop(last: int) -> None:
     assert counts(grouped, rows, weights) == counts(loop, rows, weights)
 
 
+# -- operators of devices, by the shapes of their tensors --------------------------------------------------------------
+
+
+def of_device(name: str, *args: Any, out: Any = None) -> int | None:
+    return count(getattr(torch.ops.aten, name).default, args, {}, out)
+
+
+def meta(*sizes: int) -> Tensor:
+    return torch.empty(*sizes, device="meta")
+
+
+def test_fused_attention_of_devices_is_two_products_and_four() -> None:
+    q, k, v = meta(2, 4, 6, 8), meta(2, 2, 5, 8), meta(2, 2, 5, 3)
+    once = 2 * (2 * 4 * 6 * 5) * (8 + 3)
+    for kind in ("flash", "efficient", "cudnn"):
+        name = f"_scaled_dot_product_{kind}_attention"
+        assert of_device(name, q, k, v) == once
+        assert of_device(f"{name}_backward", meta(2, 4, 6, 3), q, k, v) == 2 * once
+
+
+def test_attention_over_packed_sequences_counts_each_of_them() -> None:
+    q, ends = torch.empty(5, 4, 8), torch.tensor([0, 3, 5])
+    once = sum(2 * 4 * length * length * (8 + 8) for length in (3, 2))
+    assert of_device("_flash_attention_forward", q, q, q, ends, ends, 3, 3) == once
+    backward = (q, q, q, q, q, q[..., 0], ends, ends, 3, 3)
+    assert of_device("_flash_attention_backward", *backward) == 2 * once
+    batch = q[None]
+    assert of_device("_efficient_attention_forward", batch, batch, batch, None, ends, ends, 3, 3) == once
+    backward = (batch, batch, batch, batch, None, batch, ends, ends, 3, 3)
+    assert of_device("_efficient_attention_backward", *backward) == 2 * once
+
+
+def test_recurrent_layers_of_devices_count_all_matrices() -> None:
+    weights = [meta(20, 4), meta(20, 5), meta(20), meta(20), meta(20, 5), meta(20, 5), meta(20), meta(20)]
+    once = 2 * 6 * (20 * 4 + 3 * 20 * 5)
+    assert of_device("_cudnn_rnn", meta(3, 2, 4), weights, 4) == once
+    for mask, times in (([True, False, False, True], 2), ([True, True, True, False], 1)):
+        assert of_device("_cudnn_rnn_backward", meta(3, 2, 4), weights, 4, mask) == times * once
+
+
+def test_convolutions_of_devices() -> None:
+    x, weight, out = meta(2, 6, 9, 9), meta(8, 3, 3, 3), meta(2, 8, 7, 7)
+    once = 2 * 2 * 49 * weight.numel()
+    settings = ([0, 0], [1, 1], [1, 1], 2, True, False, True)
+    assert of_device("cudnn_convolution", x, weight, *settings, out=out) == once
+    assert of_device("mkldnn_convolution", x, weight, None, *settings[:4], out=out) == once
+
+
 # -- our own operators -------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +265,17 @@ def test_our_attention_and_mlp_count_as_their_plain_forms() -> None:
     x, bias, weight = drawn(3, 2, 8), drawn(8), drawn(5, 8)
     plain = lambda x, bias, weight: F.linear(F.gelu(x + bias, approximate="tanh"), weight)  # noqa: E731
     assert counts(gelu_linear.gelu_linear, x, bias, weight) == counts(plain, x, bias, weight)
+
+
+@torch.no_grad()
+def test_our_loops_count_as_the_products_they_are() -> None:
+    x, weight = torch.randn(3, 2, 8), torch.randn(5, 8)
+    assert counts(thin_product.thin_linear, x, weight) == counts(F.linear, x, weight)
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    assert counts(lambda q: host_layer.attend(q, k, v, None, 1.0), q[:, :, 0]) == counts(eager, q, k, v)
+    codes, rows = weight_codes.encode(torch.randn(5, 32), 8, 16), torch.randn(3, 32)
+    coded = counts(lambda x: weight_codes.multiply(torch.empty(3, 5), x, codes), rows)
+    assert coded == counts(lambda x: weight_codes.linear(x, codes), rows) == counts(F.linear, rows, torch.randn(5, 32))
 
 
 def test_every_operator_of_ours_is_known() -> None:

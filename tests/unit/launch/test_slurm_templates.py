@@ -14,6 +14,7 @@ from mpispeed.base import assets
 from mpispeed.launch import sbatch
 
 TEMPLATES = sorted((assets.folder("slurm") / "templates").glob("*.sbatch"))
+THROUGH_SRUN = [path for path in TEMPLATES if path.stem != "tune"]
 # An srun that runs its command so many times, and an apptainer that leaves out what is before the image.
 FAKE_SRUN = """#!/bin/bash
 while [ $# -gt 0 ] && [[ "$1" == --* ]]; do echo "flag $1" >> "$SRUN_LOG"; shift; done
@@ -76,7 +77,7 @@ def start(template, folder, world, **changes):
 
 def in_front_of(template, folder):
     """What starts the script in this template."""
-    others = {"torch": f"-m mpispeed env -- {folder}/python", "generate": "-m mpispeed"}
+    others = {"torch": f"-m mpispeed env -- {folder}/python", "generate": "-m mpispeed", "tune": "-m mpispeed"}
     return others.get(template.stem, "-m mpi4py")
 
 
@@ -99,7 +100,7 @@ def test_shell_accepts_the_filled_template(template, tmp_path):
     assert re.findall(r"^#SBATCH --(?:job-name|time)=(\S+)", job.read_text(), re.MULTILINE) == ["gpt", "00:10:00"]
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("template", THROUGH_SRUN, ids=lambda path: path.stem)
 def test_starts_the_script_through_srun(template, tmp_path):
     done = start(template, tmp_path, world=6)
     assert done.returncode == 0, done.stderr
@@ -208,6 +209,19 @@ def test_state_of_an_earlier_job_does_not_requeue(tmp_path):
 def test_job_ends_as_the_ranks_do(template, tmp_path):
     done = start(template, tmp_path, world=6, python=shlex.join(["bash", "-c", "echo 6; [[ $1 != mpi* ]] || exit 3"]))
     assert done.returncode == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_tuner_starts_ranks_itself_and_is_ended_before_the_limit(tmp_path, number):
+    words = f"trap 'exit 7' TERM; echo \"$* $SLURM_MPI_TYPE\" > {tmp_path}/told; while :; do sleep 0.02; done"
+    job, environ = prepare(named("tune"), tmp_path, world=6, python=shlex.join(["bash", "-c", words]))
+    process = subprocess.Popen(["bash", job], env=environ)
+    while not (tmp_path / "told").exists():
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(60) == 7
+    assert (tmp_path / "told").read_text() == "mpispeed train.py --deepspeed_config ds.json --steps 3 pmi2\n"
+    assert not (tmp_path / "log").exists()
 
 
 def test_readme_names_every_value():

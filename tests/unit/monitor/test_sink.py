@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from mpispeed.base.events import Bus, Event
 from mpispeed.monitor import sinks
 from mpispeed.monitor.csv_sink import CsvSink
 from mpispeed.monitor.tensorboard_sink import TensorBoardSink
-from tests.helpers.services import NOWHERE, comet_points, wandb_points
-from tests.helpers.system import CHECKOUT
 
 
 class Record:
@@ -150,31 +146,6 @@ def test_a_folder_of_the_name_is_no_package(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(NativeMissing, match="package wandb is not installed"):
         monitor.build({"wandb": {"enabled": True}}, 0)
-
-
-def test_programs_that_are_no_ranks_write_by_the_same_sinks(tmp_path: Path) -> None:
-    """In a process of its own: the libraries change it."""
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom mpispeed.monitor.sinks import write_here\n"
-        "for name in ('csv_monitor', 'wandb', 'comet'):\n"
-        "    sink = write_here(name, {'samples_log_interval': 1}, Path(sys.argv[1]) / name)\n"
-        "    for x in range(300):\n"
-        "        sink.write('a/b', x / 7, 2 * x)\n"
-        "        sink.write('c', -x / 3, 2 * x)\n"
-        "    sink.flush()\n"
-        "    sink.close()\n"
-    )
-    environ = {
-        **os.environ, **NOWHERE, "PYTHONPATH": CHECKOUT, "WANDB_X_DISABLE_STATS": "true", "WANDB_MODE": "offline",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=environ, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    wanted = {"a/b": [(2 * x, x / 7) for x in range(300)], "c": [(2 * x, -x / 3) for x in range(300)]}
-    assert wandb_points(tmp_path / "wandb") == wanted
-    assert comet_points(tmp_path / "comet" / "comet") == wanted
-    assert (tmp_path / "csv_monitor" / "c.csv").read_text().count("\n") == 301
 
 
 def test_times_of_passes_in_milliseconds() -> None:

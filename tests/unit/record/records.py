@@ -42,7 +42,11 @@ def put(
         "spans": np.asarray(spans, layout.SPAN).tobytes(),
     }
     counts = {name: len(raw) // layout.TABLES[name].itemsize for name, raw in tables.items()}
-    own = {"run": "a" * 32, "started": started, "host": "node1"} if attributes is None else attributes
+    own = (
+        {"run": path.name.encode().hex().ljust(32, "0"), "started": started, "host": "node1"}
+        if attributes is None
+        else attributes
+    )
     texts = {name: layout.fact(value) for name, value in facts.items()}
     places = layout.lay_out(path, own, texts, {name: count + room for name, count in counts.items()})
     checksums = {name: crc32c(raw) for name, raw in tables.items()}

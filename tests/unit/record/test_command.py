@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import struct
+import subprocess
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from mpispeed.base.plain import printable
 from mpispeed.cli.main import main
 from mpispeed.record import layout
-from tests.unit.record.records import LOSS, LR, SECONDS, STARTED, note_lines, put, rows
+from tests.unit.record.records import FACTS, LOSS, LR, SECONDS, STARTED, note_lines, put, rows
 
 SAVE = {"time": STARTED + 3, "kind": "save", "tag": "step3\x1b[31m\nnext"}
 
@@ -136,6 +138,19 @@ def test_a_run_that_goes_on(capsys, tmp_path, monkeypatch):
     assert "state      stopped without an end" in out
 
 
+def test_a_process_that_is_gone_runs_no_more(capsys, tmp_path, monkeypatch):
+    own = {"run": "a", "started": STARTED, "host": os.uname().nodename}
+    monkeypatch.setattr("time.time", lambda: STARTED + 4)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for pid, said in ((gone.pid, "its process is gone"), (os.getpid(), "still running")):
+        path = tmp_path / f"{pid}.h5"
+        put(path, rows(range(1, 4)), is_ended=False, attributes=own, facts={"command": {"pid": pid}})
+        assert said in command(capsys, "show", path)[1]
+    put(tmp_path / "far.h5", rows(range(1, 4)), is_ended=False, facts={"command": {"pid": gone.pid}})
+    assert "still running" in command(capsys, "show", tmp_path / "far.h5")[1]
+
+
 def test_a_run_of_long_steps_is_not_taken_for_dead(capsys, tmp_path, monkeypatch):
     slow = rows(range(1, 6))
     slow["time"] = STARTED + 600 * (slow["step"].astype(float))
@@ -237,8 +252,10 @@ def test_one_bit_is_a_difference(capsys, tmp_path):
     one, other = rows(range(1, 6)), rows(range(1, 6))
     loss = np.flatnonzero(other["series"] == 0)
     other["value"][loss[2]] = np.nextafter(other["value"][loss[2]], 10)
-    put(tmp_path / "a.h5", one)
-    put(tmp_path / "b.h5", other, facts={"config": {"train_batch_size": 16, "bf16": {"enabled": True}}})
+    put(tmp_path / "a.h5", one, facts={**FACTS, "command": {"words": ["x", "--a", "1"], "pid": 1}})
+    changed = {"train_batch_size": 16, "bf16": {"enabled": True}}
+    facts = {"config": changed, "command": {"words": ["x", "--a", "2"], "pid": 2}}
+    put(tmp_path / "b.h5", other, facts=facts)
     code, out, _ = command(capsys, "compare", tmp_path / "a.h5", tmp_path / "b.h5", "--json")
     found = json.loads(out)
     assert code == 1
@@ -246,6 +263,7 @@ def test_one_bit_is_a_difference(capsys, tmp_path):
         {"name": "config.train_batch_size", "a": 8, "b": 16},
         {"name": "config.zero_optimization.stage", "a": 2, "b": "(none)"},
         {"name": "versions.mpispeed", "a": "1", "b": "(none)"},
+        {"name": "command.words[2]", "a": "1", "b": "2"},
         {"name": "config.bf16.enabled", "a": "(none)", "b": True},
     ]
     (series,) = found["series"]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mpispeed.record import layout
+from mpispeed.record.reader import open_record
 from tests.helpers.system import CHECKOUT
 from tests.unit.record.reading import proven_contents
 
@@ -66,6 +67,9 @@ def write_and_kill(start_writer, folder, seconds):
 def check(path, flushed):
     """Compare all that is in a record with what the worker wrote; returns whether it has grown."""
     state, capacity, found = proven_contents(path)
+    record = open_record(path)
+    assert record.rows.tobytes() == found["rows"]
+    assert record.lost is None or state.dropped
     rows = np.frombuffer(found["rows"], layout.ROW)
     assert len(rows) >= flushed
     numbers = rows["step"].astype(np.int64)

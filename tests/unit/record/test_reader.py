@@ -41,7 +41,12 @@ def test_what_was_written_is_read(path):
     expected = rows(range(1, 5))
     put(path, expected, notes=NOTES, spans=SPANS)
     record = open_record(path)
-    assert (record.run, record.host, record.started, record.is_ended) == ("a" * 32, "node1", STARTED, True)
+    assert (record.run, record.host, record.started, record.is_ended) == (
+        b"run.h5".hex().ljust(32, "0"),
+        "node1",
+        STARTED,
+        True,
+    )
     assert record.facts == FACTS
     assert record.lost is None
     assert record.rows.tobytes() == expected.tobytes()
@@ -412,6 +417,17 @@ def test_jobs_of_a_run_are_joined_and_the_later_one_counts(tmp_path):
     assert run.lost == []
     same = open_run([tmp_path / "run-2.h5", tmp_path / "run.h5"])
     assert same.rows.tobytes() == run.rows.tobytes()
+
+
+def test_copies_of_a_record_count_once(tmp_path):
+    own = {"run": "b" * 32, "started": STARTED, "host": ""}
+    put(tmp_path / "old.h5", rows(range(1, 4)), attributes=own, is_ended=False)
+    put(tmp_path / "run.h5", rows(range(1, 9)), attributes=own)
+    shutil.copy(tmp_path / "run.h5", tmp_path / "saved.h5")
+    run = open_run([tmp_path, tmp_path / "run.h5"])
+    assert [record.path.name for record in run.records] == ["run.h5"]
+    assert len(run.written) == len(run.rows) == 32
+    assert sorted(sentence.split()[0].rpartition("/")[2] for sentence in run.lost) == ["old.h5", "saved.h5"]
 
 
 def test_what_a_job_measures_before_its_first_step_does_not_take_the_place_of_that_step(tmp_path):

@@ -34,8 +34,9 @@ class Record:
 
     Units: `message_bytes` of the tensor that counts for the verb's size (the whole one of all_gather and
     reduce_scatter); `sent_bytes` to others by the ring formula; `seconds` inside the verb, waiting included; 0 for
-    messages that were only posted. `size` is the number of ranks of the group, `site` the caller: "file:line in
-    function", empty unless a reader asked for it or the recorder is open.
+    messages that were only posted; `begin` in seconds of `time.perf_counter`, 0 for those. `size` is the number of
+    ranks of the group, `site` the caller: "file:line in function", empty unless a reader asked for it or the recorder
+    is open.
     """
 
     verb: str
@@ -45,6 +46,7 @@ class Record:
     sent_bytes: int
     seconds: float
     site: str = ""
+    begin: float = 0.0
 
 
 Reader = Callable[[Record], None]
@@ -311,7 +313,7 @@ class Call:
         seconds = time.perf_counter() - self._begin
         if self._recorder is not None:
             self._recorder.end(self._row)
-        self._group.comm_trace.enter(self.record(seconds))
+        self._group.comm_trace.enter(self.record(seconds, self._begin))
 
     def post(self) -> int:
         """Record a message that is only posted; returns its row, to be ended when it has arrived."""
@@ -345,11 +347,11 @@ class Call:
             site=self._site,
         )
 
-    def record(self, seconds: float) -> Record:
+    def record(self, seconds: float, begin: float = 0.0) -> Record:
         """The record for the trace."""
         group, tensor = self._group, self._tensor
         size = tensor.nbytes if tensor is not None else 0
-        return Record(self._verb, group.axes, group.size, size, self._sent_bytes, seconds, self._site)
+        return Record(self._verb, group.axes, group.size, size, self._sent_bytes, seconds, self._site, begin)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,3 @@
+"""A module of the script: each run imports it anew."""
+
+COUNT = 0
