@@ -144,6 +144,7 @@ class Recorder:
         self._writer, self._counters, self._trace = writer, counters, trace
         self.sink = RecordSink(writer, counters)
         self._warnings = WarningNotes(writer)
+        self._run_end: Any = None
         self._is_closed = False
 
     def attach(self, context: Context) -> None:
@@ -166,7 +167,8 @@ class Recorder:
         return {"run": self._writer.run, "file": str(self._writer.path.absolute())}
 
     def begin(self, engine: Any) -> None:
-        """Say where the record is."""
+        """Say where the record is. Local."""
+        self._run_end = engine.mpispeed.parts.features.published.get("run_end")
         log.info("%-10s %s", "record", self._writer.path)
         self._writer.note("begin", step=self._counters.global_steps, samples=self._counters.global_samples)
 
@@ -239,12 +241,12 @@ class Recorder:
         has_failed = error is not None and not isinstance(error, (StopIteration, GeneratorExit, SystemExit))
         if has_failed and not state:
             self._writer.note("fault", text=f"{type(error).__name__}: {error}"[:MOST_TEXT])
+        if not state:
+            stops = self._run_end is not None and self._run_end.must_stop
+            state = "failed" if has_failed else "interrupted" if stops else "finished"
         self._write_traffic()
-        counters = self._counters
-        self._writer.note(
-            "close", state=state or ("failed" if has_failed else "finished"), step=counters.global_steps,
-            samples=counters.global_samples,
-        )  # fmt: skip
+        steps, samples = self._counters.global_steps, self._counters.global_samples
+        self._writer.note("close", state=state, step=steps, samples=samples)
         self._writer.close() if limit_seconds is None else self._writer.close(limit_seconds)
 
 

@@ -85,7 +85,7 @@ def open_run(sources: Sequence[Path]) -> Run:
     """Read the records of a run: files, or folders with the files of their jobs.
 
     A file of a folder that is damaged is left out, and said so, if another can be read; so are symbolic links there,
-    and files that are something else.
+    files that are something else, and the jobs of other runs than the one whose job was started last.
 
     Raises:
         NoRecord: there is none.
@@ -95,12 +95,41 @@ def open_run(sources: Sequence[Path]) -> Run:
     for source in sources:
         if source.is_dir():
             own, failures = _of_folder(source)
-            records += own
+            kept, strangers = _of_one_run(own)
+            records += kept
             unread += [str(failure) for failure in failures]
+            if strangers:
+                names = ", ".join(record.path.name for record in strangers)
+                unread.append(f"{source} has records of other runs, which are left out unless they are named: {names}")
         else:
             records.append(open_record(source))
     kept, copies = _without_copies(records)
     return Run(kept, [*unread, *copies])
+
+
+def _of_one_run(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Records of the run that the last job belongs to, and those of others.
+
+    Jobs are of one run if notes lead from both to the same first job. A job that began anew is a run of its own.
+    """
+    before = {record.run: _followed(record) for record in records if record.run}
+
+    def first(record: Record) -> str:
+        name, seen = record.run or str(record.path), set[str]()
+        while before.get(name) and name not in seen:
+            seen.add(name)
+            name = before[name]
+        return name
+
+    last = first(max(records, key=lambda record: (record.started, record.path.name)))
+    kept = [record for record in records if first(record) == last]
+    return kept, [record for record in records if record not in kept]
+
+
+def _followed(record: Record) -> str:
+    """The run id of the record that this one follows, "" if it follows none."""
+    ids = [note.get("run") for note in record.notes() if note["kind"] == "follows"]
+    return next((name for name in ids if isinstance(name, str) and name != record.run), "")
 
 
 def _without_copies(records: Sequence[Record]) -> tuple[list[Record], list[str]]:

@@ -91,6 +91,7 @@ def check(record, ranks, csv):
         assert [value for _, value in record.points[series, 0]] == table[:, 1].tolist()
 
 
+@pytest.mark.ranks(1, 3)
 def test_a_run_that_goes_on_has_a_record_of_its_own_that_names_the_one_before(mpi_tmp_path):
     for number in (1, 2):
         engine = start(settings(1, mpi_tmp_path), TinyLM())
@@ -112,6 +113,26 @@ def test_a_run_that_goes_on_has_a_record_of_its_own_that_names_the_one_before(mp
     assert [step for step, _ in second.points["Ranks/step_seconds", 0]] == [4]
 
 
+@pytest.mark.ranks(1, 3)
+def test_a_run_that_ends_in_time_says_so(mpi_tmp_path, comm, monkeypatch):
+    monkeypatch.setattr("mpispeed.walltime.last_safe_step.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("mpispeed.walltime.requests.LOOK_SECONDS", 0.0)
+    section = {"save_dir": str(mpi_tmp_path / "ckpt"), "signals": ["USR2"], "ends_program": False}
+    engine = start(settings(1, mpi_tmp_path / "runs", walltime=section), TinyLM())
+    train_averaged(engine, batches(2, BATCH))
+    if comm.rank == 0:
+        (mpi_tmp_path / "ckpt").mkdir(exist_ok=True)
+        (mpi_tmp_path / "ckpt" / "STOP").touch()
+    comm.barrier()
+    train_averaged(engine, batches(1, BATCH))
+    assert engine.run_end.must_stop
+    engine.destroy()
+    if comm.rank == 0:
+        notes = read(mpi_tmp_path / "runs" / "run.h5").notes
+        assert [note["kind"] for note in notes] == ["begin", "save", "close"] and notes[2]["state"] == "interrupted"
+
+
+@pytest.mark.ranks(2)
 def test_a_checkpoint_of_a_recorded_run_loads_without_a_record(mpi_tmp_path):
     engine = start(settings(2, mpi_tmp_path), TinyLM())
     train_averaged(engine, batches(1, BATCH))
@@ -122,6 +143,7 @@ def test_a_checkpoint_of_a_recorded_run_loads_without_a_record(mpi_tmp_path):
     engine.destroy()
 
 
+@pytest.mark.ranks(1, 2)
 def test_a_path_that_was_asked_for_and_cannot_be_written_is_refused_on_all_ranks(mpi_tmp_path, comm):
     if comm.rank == 0:
         (mpi_tmp_path / "file").write_text("")
@@ -130,7 +152,9 @@ def test_a_path_that_was_asked_for_and_cannot_be_written_is_refused_on_all_ranks
         start(settings(1, mpi_tmp_path / "file"), TinyLM())
 
 
+@pytest.mark.ranks(2)
 def test_a_run_folder_that_cannot_be_written_is_a_warning(mpi_tmp_path, comm, monkeypatch, caplog):
+    monkeypatch.setattr("mpispeed.logs.rank_logs.begin", lambda *_: None)  # they go into that folder too
     if comm.rank == 0:
         (mpi_tmp_path / "file").write_text("")
     comm.barrier()
@@ -142,7 +166,9 @@ def test_a_run_folder_that_cannot_be_written_is_a_warning(mpi_tmp_path, comm, mo
     assert ("the run goes on without it" in caplog.text) == (comm.rank == 0)
 
 
+@pytest.mark.ranks(1, 2)
 def test_auto_is_on_where_rank_0_knows_a_run_folder(mpi_tmp_path, comm, monkeypatch):
+    monkeypatch.setattr("mpispeed.logs.rank_logs.begin", lambda *_: None)  # they go into that folder too
     engine = start(config(1, BATCH, 1, **WARM), TinyLM())
     assert not engine.monitor.enabled and "run_record" not in engine.parts.features.published
     engine.destroy()

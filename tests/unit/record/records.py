@@ -30,6 +30,11 @@ def note_lines(*notes):
     return b"".join(json.dumps(note).encode() + b"\n" for note in notes)
 
 
+def run_id(name):
+    """The id of the run of a file of this name."""
+    return name.encode().hex().ljust(32, "0")
+
+
 def put(
     path, rows=NONE, *, names=NAMES, notes=b"", facts=FACTS, spans=NO_SPANS, sequence=1, is_ended=True, dropped=0,
     started=STARTED, attributes=None, room=16,
@@ -42,11 +47,7 @@ def put(
         "spans": np.asarray(spans, layout.SPAN).tobytes(),
     }
     counts = {name: len(raw) // layout.TABLES[name].itemsize for name, raw in tables.items()}
-    own = (
-        {"run": path.name.encode().hex().ljust(32, "0"), "started": started, "host": "node1"}
-        if attributes is None
-        else attributes
-    )
+    own = {"run": run_id(path.name), "started": started, "host": "node1"} if attributes is None else attributes
     texts = {name: layout.fact(value) for name, value in facts.items()}
     places = layout.lay_out(path, own, texts, {name: count + room for name, count in counts.items()})
     checksums = {name: crc32c(raw) for name, raw in tables.items()}

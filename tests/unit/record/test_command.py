@@ -12,7 +12,7 @@ import pytest
 from mpispeed.base.plain import printable
 from mpispeed.cli.main import main
 from mpispeed.record import layout
-from tests.unit.record.records import FACTS, LOSS, LR, SECONDS, STARTED, note_lines, put, rows
+from tests.unit.record.records import FACTS, LOSS, LR, SECONDS, STARTED, note_lines, put, rows, run_id
 
 SAVE = {"time": STARTED + 3, "kind": "save", "tag": "step3\x1b[31m\nnext"}
 
@@ -21,7 +21,9 @@ SAVE = {"time": STARTED + 3, "kind": "save", "tag": "step3\x1b[31m\nnext"}
 def folder(tmp_path):
     """Two jobs; the second repeats steps 7 to 10 and was killed."""
     put(tmp_path / "run.h5", rows(range(1, 11)), notes=note_lines(SAVE))
-    put(tmp_path / "run-2.h5", rows(range(7, 16), seed=1, started=STARTED + 100), started=STARTED + 100, is_ended=False)
+    follows, began = {"time": STARTED + 100, "kind": "follows", "run": run_id("run.h5")}, STARTED + 100
+    second = rows(range(7, 16), seed=1, started=began)
+    put(tmp_path / "run-2.h5", second, started=began, notes=note_lines(follows), is_ended=False)
     return tmp_path
 
 
@@ -59,7 +61,7 @@ def test_show_as_json(capsys, folder):
     assert (found["steps"], found["samples"], found["repeated"]) == (15, 120, 16)
     assert found["ranks"][0]["highest_rank"] == 1
     assert found["facts"]["config"]["train_batch_size"] == 8
-    assert found["notes"] == [SAVE]
+    assert found["notes"][0] == SAVE and found["notes"][1]["kind"] == "follows"
 
 
 def test_facts_states_and_waits(capsys, tmp_path):

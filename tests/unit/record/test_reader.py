@@ -17,7 +17,7 @@ from mpispeed.record.errors import NoRecord, RecordError
 from mpispeed.record.reader import is_record, open_record
 from mpispeed.record.runs import open_run
 from tests.helpers import mutations
-from tests.unit.record.records import FACTS, LOSS, LR, SECONDS, STARTED, note_lines, put, put_state, rows
+from tests.unit.record.records import FACTS, LOSS, LR, SECONDS, STARTED, note_lines, put, put_state, rows, run_id
 
 SEED, FLIPS, MUTATIONS = 24, 200, 150
 NOTES = note_lines({"time": STARTED + 3, "kind": "save", "path": "a"}, {"time": STARTED + 4, "kind": "close"})
@@ -399,7 +399,9 @@ def test_names_of_others_do_not_steer_a_terminal(path):
 def test_jobs_of_a_run_are_joined_and_the_later_one_counts(tmp_path):
     first, second = rows(range(1, 11)), rows(range(7, 16), seed=1, ranks=3, started=STARTED + 100)
     second["series"] = np.array([1, 2, 0], np.uint32)[second["series"]]  # other numbers in the other file
-    put(tmp_path / "run-2.h5", second, names=(SECONDS, LOSS, LR), started=STARTED + 100, is_ended=False)
+    follows = note_lines({"time": STARTED, "kind": "follows", "run": run_id("run.h5")})
+    more = {"names": (SECONDS, LOSS, LR), "started": STARTED + 100, "is_ended": False, "notes": follows}
+    put(tmp_path / "run-2.h5", second, **more)
     put(tmp_path / "run.h5", first, notes=NOTES)
     (tmp_path / "link.h5").symlink_to("run.h5")
     (tmp_path / ".run.h5.successor.h5").write_bytes(b"half")
@@ -413,10 +415,33 @@ def test_jobs_of_a_run_are_joined_and_the_later_one_counts(tmp_path):
     assert points.value.tolist() == kept + open_record(tmp_path / "run-2.h5").points(LOSS).value.tolist()
     assert len(run.written) == len(first) + len(second)
     assert [info.ranks for info in run.series() if info.name == SECONDS] == [(0, 1, 2)]
-    assert len(run.notes()) == 2
+    assert len(run.notes()) == 3
     assert run.lost == []
     same = open_run([tmp_path / "run-2.h5", tmp_path / "run.h5"])
     assert same.rows.tobytes() == run.rows.tobytes()
+
+
+def test_jobs_of_other_runs_in_the_same_folder_are_left_out_and_said_so(tmp_path):
+    """Two jobs go on from the first one, the last from none of them; a circle of notes leads nowhere."""
+    after = {1: None, 2: 1, 3: 1, 4: None, 5: 5, 6: 7, 7: 6}
+
+    def job(number):
+        before = after[number]
+        note = {"time": STARTED, "kind": "follows", "run": run_id(f"{before}.h5") if before else 7}
+        put(tmp_path / f"{number}.h5", rows(range(number, number + 4)), notes=note_lines(note), started=number)
+
+    for number in (1, 2, 3):
+        job(number)
+    assert [record.path.name for record in open_run([tmp_path]).records] == ["1.h5", "2.h5", "3.h5"]
+    job(4)
+    run = open_run([tmp_path])
+    assert [record.path.name for record in run.records] == ["4.h5"]
+    assert len(run.lost) == 1 and run.lost[0].endswith("left out unless they are named: 1.h5, 2.h5, 3.h5")
+    named = [tmp_path / f"{number}.h5" for number in (1, 2, 3)]
+    assert len(open_run(named).records) == 3 and not open_run(named).lost
+    for number in (5, 6, 7):
+        job(number)
+    assert {record.path.name for record in open_run([tmp_path]).records} <= {"6.h5", "7.h5"}
 
 
 def test_copies_of_a_record_count_once(tmp_path):
@@ -435,7 +460,8 @@ def test_what_a_job_measures_before_its_first_step_does_not_take_the_place_of_th
     first = [(series, 0, step, 0, STARTED, step) for step in (1, 2, 3) for series in (0, 1)]
     second = [(1, 0, 3, 0, STARTED + 9, 30), (0, 0, 4, 0, STARTED + 9, 4), (1, 0, 4, 0, STARTED + 9, 40)]
     put(tmp_path / "run.h5", np.array(first, layout.ROW), names=names)
-    put(tmp_path / "run-2.h5", np.array(second, layout.ROW), names=names, started=STARTED + 9)
+    follows = note_lines({"time": STARTED, "kind": "follows", "run": run_id("run.h5")})
+    put(tmp_path / "run-2.h5", np.array(second, layout.ROW), names=names, started=STARTED + 9, notes=follows)
     run = open_run([tmp_path])
     assert run.points("Step/seconds").value.tolist() == [1, 2, 3, 4]
     assert run.points("eval").value.tolist() == [1, 2, 3, 30, 40]
