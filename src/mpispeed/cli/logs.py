@@ -13,6 +13,7 @@ from mpispeed.logs.merge import MERGED, find_logs, merge_logs, merged_lines
 
 COMMANDS = {
     "merge": ("mpispeed.cli.logs", "merge", "Put the logs of all ranks in one file, in the order of time."),
+    "trace": ("mpispeed.cli.trace", "trace", "Write the traced steps of a run for a browser, in Chrome's format."),
     "record": ("mpispeed.cli.record", "record", "Show, draw, compare and export the records of runs."),
 }
 

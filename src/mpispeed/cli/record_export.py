@@ -14,11 +14,13 @@ import click
 from mpispeed.base.errors import UsageError
 from mpispeed.base.plain import printable
 from mpispeed.cli.ckpt_report import say
+from mpispeed.cli.trace import FILE, export_spans
 from mpispeed.record.errors import RecordError
 from mpispeed.record.export import Target, feed, selected
 from mpispeed.record.runs import Run, open_run
 from mpispeed.record.summary import OWN
 
+CHROME = "chrome"
 _SETTINGS = ("project", "group", "team", "workspace", "experiment_name")
 """Keys of the sections of services that say where a run belongs."""
 _MOST_SIGNS = 128
@@ -97,7 +99,7 @@ _FORMS: Mapping[str, _Form] = {
 
 @click.command("export")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--to", "form", required=True, type=click.Choice(list(_FORMS)), help="What to write.")
+@click.option("--to", "form", required=True, type=click.Choice([*_FORMS, CHROME]), help="What to write.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A folder that is new or empty.")
 @click.option("--series", "patterns", multiple=True, help="Names of series: shell-style, or a part of the name.")
 @click.option("--all", "wants_all", is_flag=True, help="Also what no monitor gets: times, memory, traffic of ranks.")
@@ -114,9 +116,12 @@ def export(
 ) -> None:
     """Write the points of a run as the monitors of the run would have written them; wandb and comet: to upload later.
 
-    These are the series that monitors get; with --all, --rank or --series also others.
+    These are the series that monitors get; with --all, --rank or --series also others. chrome: spans of traced steps.
     """
     run = open_run(sources)
+    if form == CHROME:
+        _write_spans(run, output)
+        return
     names = selected([info.name for info in run.series() if rank in info.ranks], patterns)
     if not (wants_all or patterns or rank):
         names = [name for name in names if not name.startswith(OWN)]
@@ -126,6 +131,16 @@ def export(
     section = settings_of(run.facts, _FORMS[form].section) | ({} if project is None else {"project": project})
     count = _write(run, _FORMS[form], output, section, names, rank)
     say(f"{output}: {count} points of {len(names)} series")
+
+
+def _write_spans(run: Run, output: Path) -> None:
+    _check_empty(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        msg = f"{output} cannot be made: {failure}"
+        raise UsageError(msg) from failure
+    export_spans(run, output / FILE)
 
 
 def settings_of(facts: Mapping[str, Any], name: str) -> dict[str, Any]:

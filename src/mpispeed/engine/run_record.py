@@ -152,6 +152,7 @@ class Recorder:
         monitor.attach(bus, [self.sink])
         bus.subscribe(Event.STEP_END, self._on_step)
         bus.subscribe(Event.SWAP, self._on_swap)
+        bus.subscribe(Event.SPANS, self._on_spans)
         bus.subscribe(Event.SAVE_END, self._on_save)
         bus.subscribe(Event.LOAD_END, self._on_load)
         bus.subscribe(Event.CLOSE, lambda _: self.close())
@@ -207,6 +208,10 @@ class Recorder:
     def _on_swap(self, event: Mapping[str, Any]) -> None:
         for name in SWAP:
             self._row(f"Swap/{name}", event[name])
+
+    def _on_spans(self, event: Mapping[str, Any]) -> None:
+        self._writer.spans(event["spans"], event["names"])
+        self._writer.note("trace", step=self._counters.global_steps, spans=len(event["spans"]))
 
     def _on_save(self, event: Mapping[str, Any]) -> None:
         self._writer.note("save", step=self._counters.global_steps, **event)

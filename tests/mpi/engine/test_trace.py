@@ -11,6 +11,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
 from mpispeed.engine.observe.spans import FILES, MAIN, WAIT
 from mpispeed.mesh.clocks import measure_offset
+from mpispeed.record.runs import open_run
 from tests.zoo.models import samples
 from tests.zoo.training import ADAM, config, start, train
 
@@ -94,6 +95,22 @@ def check_sums(spans, names, size):
         assert len({len(own) for own in ordered}) == 1
         begins, ends = (np.stack([own[column] for own in ordered]) for column in ("begin", "end"))
         assert (begins.max(0) <= ends.min(0)).all()
+
+
+def test_the_run_record_has_the_spans(mpi_tmp_path, comm):
+    engine, told = start({**traced(1), "run_record": {"enabled": True, "path": str(mpi_tmp_path / "run.h5")}}), []
+    engine.bus.subscribe(Event.SPANS, told.append)
+    train(engine, samples(LAST, BATCH))
+    engine.destroy()
+    if comm.rank:
+        return
+    run, spans, names = open_run([mpi_tmp_path / "run.h5"]), told[0]["spans"], told[0]["names"]
+    found = run.spans()
+    for column in ("rank", "step", "begin", "end", "bytes"):
+        assert (found[column] == spans[column]).all()
+    for column in ("lane", "name"):
+        assert [run.names[number] for number in found[column]] == [names[number] for number in spans[column]]
+    assert [note["spans"] for note in run.notes() if note["kind"] == "trace"] == [len(spans)]
 
 
 @pytest.mark.parametrize(("start_step", "end_step"), [(1, 1), (1, 2)])
