@@ -303,6 +303,11 @@ def _logged(run: Run) -> bool:
     return comms_log.of_process().is_attached and bool(comms_log.of_process().rows())
 
 
+def _traced(settings: dict[str, Any], folder: Path) -> None:
+    settings["wall_clock_breakdown"] = True
+    settings["trace"] = {"enabled": True, "start_step": 1, "end_step": 1, "path": str(folder / "trace.json")}
+
+
 def _counted_flops(run: Run) -> bool:
     """True if work was summed that all ranks together did; an engine that goes on from a checkpoint counts no more."""
     totals = run.engine.flops_profiler.facts.totals
@@ -424,6 +429,10 @@ FEATURES: tuple[Feature, ...] = (
         "run record", ("record",), lambda run: "run_record" in run.engine.mpispeed.parts.features.published,
         put("run_record", {"enabled": True, "path": "FOLDER/record", "every": 1}),
         left=lambda run: (run.folder / "record" / "run.h5").exists(),
+    ),
+    Feature(
+        "times and traces", ("wall_clock", "trace"), lambda run: run.engine.wall_clock_breakdown(), _traced,
+        left=lambda run: (run.folder / "trace.json").exists(),
     ),
     Feature("comms logger", ("comms_logger",), _logged, put("comms_logger.enabled", True)),
     Feature(
