@@ -176,7 +176,7 @@ ENDS = {
     "raise": ("error", "ValueError: planted"),
     "memory": ("memory", "MemoryError"),
     "kill": ("killed", "was killed from outside (SIGKILL)"),
-    "leave": ("killed", "exit code 3"),
+    "leave": ("error", "exit code 3"),
     "swallow": ("ok", "the script caught the end of its trial"),
 }
 
