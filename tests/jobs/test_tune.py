@@ -54,6 +54,9 @@ def test_a_search_measures_and_the_run_uses_what_it_found(tuned, folder):
     assert len(good) == 3
     assert all(row["seconds"] > 0 and row["metrics"]["fwd"] > 0 for row in good)
     assert {"z0_gas1_tmbspg2"} < {row["name"] for row in good}
+    assert all(row["sent_bytes"] == row["metrics"]["sent_bytes"] for row in good), (
+        "what is sent is predicted to the byte"
+    )
     assert all(row["predicted_seconds"] > 0 for row in good[1:])
     best = max(good, key=lambda row: row["metric"])
     found = json.loads((folder / "autotuning_results" / "ds_config_optimal.json").read_text())

@@ -247,7 +247,8 @@ class Tuner:
     def _row(self, name: str) -> Row:
         one, forecast = self._candidates[name], self._forecasts[name]
         steps = int(one.point["gradient_accumulation_steps"])
-        return Row(name, one.stage, one.micro_batch, steps, forecast.train_batch, "ok")
+        sent = sum(forecast.sent.values())
+        return Row(name, one.stage, one.micro_batch, steps, forecast.train_batch, "ok", sent_bytes=sent)
 
     def _learn(self, memory: Memory, row: Row) -> None:
         if row.status == "memory":
