@@ -53,6 +53,7 @@ GRID = {
 LEFT_OUT = {"reduce_bucket_size": 200_000, "overlap_comm": True}
 """This way makes it 60 of 80."""
 
+SETTINGS = 60
 FIRST, LAST = 3, 5
 
 
@@ -91,7 +92,7 @@ def settings(options: argparse.Namespace, part: str) -> Path:
     path = options.folder / f"{part}.json"
     kind = {"tuner_type": "gridsearch", "tuner_early_stopping": 0} if part == "exhaustive" else {}
     section = {
-        "enabled": True, "tuner_num_trials": 60, "start_profile_step": FIRST, "end_profile_step": LAST,
+        "enabled": True, "tuner_num_trials": SETTINGS, "start_profile_step": FIRST, "end_profile_step": LAST,
         "results_dir": str(options.folder / part), "exps_dir": str(options.folder / f"{part}-exps"), **kind,
     }  # fmt: skip
     path.write_text(json.dumps({**GRID, "autotuning": section}, indent=1))
@@ -107,7 +108,7 @@ def tune(options: argparse.Namespace) -> None:
     """All 60, or the search."""
     raw, section = read(settings(options, options.part))
     space = GridSpace(raw, section, options.ranks)
-    if len(space.first()) != 60:
+    if len(space.first()) != SETTINGS:
         sys.exit(f"the grid has {len(space.first())} settings")
     folders = Folders(Path(section.results_dir), Path(section.exps_dir))
     with tempfile.TemporaryDirectory() as kept, worker(options, Path(kept)) as job:
@@ -186,9 +187,9 @@ def report(options: argparse.Namespace) -> None:
     forecasts = Survey.of_values(json.loads((options.folder / "survey.json").read_text())).forecasts
     order = Predicted(forecasts, [one.point for one in space], per_sample=True)
     order.fit([Trial(names.index(name), row["seconds"] / row["train_batch"]) for name, row in searched.items()])
-    wrong = [abs(order.model.predict(n).seconds / everything[name]["seconds"] - 1) for n, name in enumerate(names)]
-    sizes = {n: everything[name]["metrics"].get("sent_bytes") for n, name in enumerate(names)}
-    sent = [abs(sum(forecasts[n].sent.values()) / size - 1) for n, size in sizes.items() if size]
+    known = [(n, everything[name]) for n, name in enumerate(names) if name in everything]
+    wrong = [abs(order.model.predict(n).seconds / row["seconds"] - 1) for n, row in known]
+    sent = [abs(row["sent_bytes"] / row["metrics"]["sent_bytes"] - 1) for _, row in known if row["sent_bytes"]]
     figures = {
         "settings": len(everything),
         "trials": len(searched),
