@@ -89,7 +89,6 @@ class ModuleCounter:
     Attributes:
         own: by path of every module, what ran in itself and not in modules inside of it; the model's path is "".
         unknown: operators without a formula that are not element-wise, by name, with the number of their calls.
-        outside: operations of calls in no module of the model and in no backward pass.
     """
 
     def __init__(self, model: nn.Module, *, ignore: Collection[type[nn.Module]] = (), deepspeed: bool = True) -> None:
@@ -110,7 +109,7 @@ class ModuleCounter:
         self._backward = _Backward(_waiter(model))
         self.own: dict[str, Counts] = {}
         self.unknown: dict[str, int] = {}
-        self.outside = 0
+        self._others = Counts()
         self.reset()
 
     @property
@@ -118,10 +117,15 @@ class ModuleCounter:
         """True between `start` and `stop`."""
         return self._modes is not None
 
+    @property
+    def outside(self) -> int:
+        """Operations in no module of the model, forward and backward: of losses, of other models, of an update."""
+        return self._others.forward + self._others.backward + self._others.recompute
+
     def reset(self) -> None:
         """Forget all that was counted."""
         self.own = {path: Counts() for path, _ in _walk(self.model)}
-        self.unknown, self.outside = {}, 0
+        self.unknown, self._others = {}, Counts()
         for frame in self._frames:
             frame.counts = Counts() if frame.is_ignored else self.own.setdefault(frame.path, Counts())
         self._backward.forget()
@@ -150,6 +154,7 @@ class ModuleCounter:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
+        self._backward.note_owner(self._others)
         self._modes.enter()
 
     def stop(self) -> None:
@@ -164,7 +169,7 @@ class ModuleCounter:
         self._frames.clear()
         self._paths.clear()
         self._backward.end()
-        self._backward.note_owner(None)
+        self._backward.note_owner(self._others)
 
     def total(self, path: str = "") -> Counts:
         """What ran in a module and in all modules inside of it; `calls` are those of the module itself.
@@ -215,11 +220,11 @@ class ModuleCounter:
             frame.counts.seconds += seconds - frame.inner
             if outer is not None:
                 outer.inner += seconds
-        self._backward.note_owner(outer.counts if outer else None)
+        self._backward.note_owner(outer.counts if outer else self._others)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> tuple[Counts | None, str]:
+    def _begin(self) -> tuple[Counts, str]:
         """Whose the operator is that runs next, and what it is of."""
         task = torch._C._current_graph_task_id()
         if task != OUTSIDE:
@@ -227,29 +232,30 @@ class ModuleCounter:
             is_again = frame is not None or self._backward.is_recomputing(task)
             counts = frame.counts if frame is not None else self._backward.owner()
             counts = self.own[""] if counts is None else counts
+            if is_again and frame is None:
+                self._backward.note_owner(counts)
             self._backward.spend_on(counts)
             return counts, "recompute" if is_again else "backward"
         self._backward.end()
         if self._frames:
             return self._frames[-1].counts, "forward"
+        self._backward.note_owner(self._others)
         postponed = split_grads.working_off()
         if postponed is None:
-            return None, ""
+            return self._others, "forward"
         return self._backward.maker(postponed) or self.own[""], "backward"
 
-    def _count(self, place: tuple[Counts | None, str], func: Any, operations: int | None, args: Any) -> None:
+    def _count(self, place: tuple[Counts, str], func: Any, operations: int | None, args: Any) -> None:
         counts, kind = place
         if operations is None:
             self._note_unknown(name_of(func), counts)
-        elif counts is None:
-            self.outside += operations
         else:
             setattr(counts, kind, getattr(counts, kind) + operations)
         if self._has_deepspeed and kind == "forward" and (formula := functions.OPERATORS.get(name_of(func))):
             self._count_function(formula, args, {}, None)
 
-    def _note_unknown(self, name: str, counts: Counts | None) -> None:
-        if counts is not None:
+    def _note_unknown(self, name: str, counts: Counts) -> None:
+        if counts is not self._others:
             self.unknown[name] = self.unknown.get(name, 0) + 1
 
     def _count_function(self, formula: functions.Formula, args: Any, kwargs: Any, _: Any) -> None:
@@ -272,7 +278,7 @@ class _Backward:
         """`wait` waits for the device; None: there is none."""
         self._wait = wait
         self._starts: list[int] = []
-        self._owners: list[Counts | None] = []
+        self._owners: list[Counts] = []
         self._makes_graph: dict[int, bool] = {}
         self._last: Counts | None = None
         self._since = 0.0
@@ -288,8 +294,10 @@ class _Backward:
             self._wait()
         return time.perf_counter()
 
-    def note_owner(self, counts: Counts | None) -> None:
-        """Whose the nodes are that are made from now on; None: nobody's."""
+    def note_owner(self, counts: Counts) -> None:
+        """Whose the nodes are that are made from now on."""
+        if self._owners and self._owners[-1] is counts:
+            return
         number = torch._C._autograd._get_sequence_nr()
         if self._starts and self._starts[-1] == number:
             self._owners[-1] = counts
@@ -300,7 +308,7 @@ class _Backward:
             self._owners.append(counts)
 
     def owner(self) -> Counts | None:
-        """Whose the node is that runs; that of the one before for nodes that no forward pass makes."""
+        """Whose the node is that runs, if it was made since the start; for nodes of parameters the one before."""
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         if self._starts and number > torch._C._autograd._get_sequence_nr():  # gradients are handed over

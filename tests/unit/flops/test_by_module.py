@@ -198,6 +198,21 @@ def test_losses_and_other_models_are_outside() -> None:
     assert counter.total().deepspeed_macs == 5 * PRODUCT // 2
 
 
+def test_backward_through_another_model_is_outside() -> None:
+    """As of a generator that learns from a critic."""
+    model, critic, x = Stack(), Stack(1), rows()
+    counter = counted(model, lambda: critic(model(x)).sum().backward())
+    assert three(counter.total()) == (5 * PRODUCT, 9 * PRODUCT, 0)
+    assert counter.outside == (3 + 6) * PRODUCT
+
+
+def test_graphs_from_before_the_start_are_the_model_s() -> None:
+    model = Stack()
+    loss = model(rows()).sum()
+    counter = counted(model, loss.backward)
+    assert three(counter.own[""]) == (0, 9 * PRODUCT, 0)
+
+
 def test_modules_called_by_themselves_are_counted() -> None:
     model = Stack()
     counter = counted(model, lambda: model.head(model.blocks[0](rows())))
