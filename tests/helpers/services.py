@@ -36,6 +36,16 @@ def wandb_points(folder):
     return dict(found)
 
 
+def comet_facts(folder):
+    """The facts of the one archive in `folder`, with the experiment's name as `Name`."""
+    (path,) = folder.glob("*.zip")
+    with zipfile.ZipFile(path) as archive:
+        facts = json.loads(archive.read("experiment.json"))
+        messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]
+    others = [message["payload"] for message in messages if message["type"] == "log_other"]
+    return facts | {other["key"]: other["value"] for other in others}
+
+
 def comet_points(folder):
     """Series -> its (samples, value) pairs, of all archives in `folder`; without what the library measures itself."""
     found = defaultdict(list)

@@ -10,6 +10,7 @@ switch gradients on for it.
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator
@@ -82,8 +83,8 @@ class _Frame:
 class ModuleCounter:
     """Counts the operations of a model between `start` and `stop`, on this rank.
 
-    Not started, it has no mode, no hook and no attribute anywhere. Passes are those of one thread at a time. Compiled
-    modules are seen as operators only where torch runs them as such.
+    Not started, it has no mode, no hook and no attribute anywhere. Passes are those of the thread that started it, and
+    of threads of autograd. Compiled models run as they were written meanwhile.
 
     Attributes:
         own: by path of every module, what ran in itself and not in modules inside of it; the model's path is "".
@@ -105,6 +106,7 @@ class ModuleCounter:
         self._modes: Modes | None = None
         self._paths: dict[int, list[str]] = {}
         self._frames: list[_Frame] = []
+        self._thread = threading.get_ident()
         self._backward = _Backward(_waiter(model))
         self.own: dict[str, Counts] = {}
         self.unknown: dict[str, int] = {}
@@ -138,6 +140,7 @@ class ModuleCounter:
             self._paths.setdefault(id(module), []).append(path)
             self.own.setdefault(path, Counts())
         self._frames.clear()
+        self._thread = threading.get_ident()
         is_fake = any(type(param).__name__ == "FakeTensor" for param in self.model.parameters())
         modes: list[Any] = [OperatorMode(self._begin, self._count, counts_fake=is_fake)]
         if self._has_deepspeed:
@@ -184,9 +187,9 @@ class ModuleCounter:
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         paths = self._paths.get(id(module))
-        if paths is None:
-            return
         task = torch._C._current_graph_task_id()
+        if paths is None or (task == OUTSIDE and threading.get_ident() != self._thread):
+            return
         outer = self._frames[-1] if self._frames else None
         if outer is not None and module is self.model and task == OUTSIDE:
             self._frames.clear()  # of a pass that was interrupted
@@ -202,6 +205,8 @@ class ModuleCounter:
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         if not self._frames or self._frames[-1].module is not module:
+            return
+        if self._frames[-1].task == OUTSIDE and threading.get_ident() != self._thread:
             return
         frame = self._frames.pop()
         outer = self._frames[-1] if self._frames else None

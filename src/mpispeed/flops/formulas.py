@@ -105,12 +105,20 @@ _OWN_FREE = frozenset(
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+
+
+def _elements(x: Tensor) -> int:
+    """Elements that are stored."""
+    return int(x._nnz() if x.layout in _SPARSE else x.numel())
+
+
 def _product(left: int) -> Formula:
     """Of matrices whose left one is argument number `left`: all its elements, for every column of the result."""
 
     def formula(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
         del kwargs
-        return 2 * args[left].numel() * out.shape[-1]
+        return 2 * _elements(args[left]) * int(out.shape[-1])
 
     return formula
 
@@ -144,6 +152,19 @@ def _grouped(ends: int, times: int = 1) -> Formula:
 def _linear_backward(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     _, grad, weight, mask = args
     return 2 * grad.numel() * weight.shape[1] * (bool(mask[0]) + bool(mask[1]))
+
+
+def _trilinear(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Two products, one after the other: what the third tensor lacks is summed in the first one."""
+    del kwargs, out
+    expands, sums = args[3:6], args[6]
+    first, second, third = (list(tensor.shape) for tensor in args[:3])
+    for sizes, dims in zip((first, second, third), expands, strict=True):
+        for dim in sorted(dims):
+            sizes.insert(dim, 1)
+    both = [max(sizes) for sizes in zip(first, second, strict=True)]
+    left = [1 if dim in sums and dim in expands[2] else size for dim, size in enumerate(both)]
+    return 2 * (prod(both) + prod(max(sizes) for sizes in zip(left, third, strict=True)))
 
 
 def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -259,6 +280,8 @@ _FORMULAS: dict[str, Formula] = {
     "aten::dot": _vector(0),
     "aten::vdot": _vector(0),
     "aten::addmv": _vector(1),
+    "aten::_sparse_addmm": _product(1),
+    "aten::_trilinear": _trilinear,
     "aten::linear_backward": _linear_backward,
     "aten::_grouped_mm": _grouped(2),
     "aten::_scaled_grouped_mm": _grouped(4),

@@ -51,12 +51,12 @@ class CometSink:
         # Of this process neither the code, nor the arguments, nor the output tell anything about the run.
         settings = comet_ml.ExperimentConfig(
             offline_directory=str(folder), log_code=False, log_graph=False, parse_args=False, auto_output_logging=False,
-            display_summary_level=0, name=section.get("experiment_name"),
+            display_summary_level=0,
         )  # fmt: skip
         self._experiment = comet_ml.start(
             api_key=section.get("api_key") if is_online else None,
             workspace=section.get("workspace"),
-            project_name=section.get("project"),
+            project=section.get("project"),  # in newer versions also project_name
             experiment_key=run_id or section.get("experiment_key"),
             mode="get_or_create" if run_id else section.get("mode"),
             online=is_online,
@@ -65,6 +65,8 @@ class CometSink:
         if is_online and not self._experiment.alive:
             msg = "the server did not accept the experiment"
             raise OSError(msg)
+        if section.get("experiment_name"):
+            self._experiment.set_name(section["experiment_name"])
         self.run_id: str = self._experiment.get_key()
         archives = sorted(folder.glob(f"{self.run_id}*.zip"), key=lambda path: path.stat().st_mtime_ns)
         self.where = self._experiment.url if is_online else str(archives[-1] if archives else folder)

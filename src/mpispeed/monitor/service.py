@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import queue
 import sys
@@ -21,6 +23,8 @@ Point = tuple[str, float, int, float]
 Reply = Callable[..., None]
 
 KINDS: dict[str, type[WandbSink] | type[CometSink]] = {"wandb": WandbSink, "comet": CometSink}
+_MODULES = {"wandb": "wandb", "comet": "comet_ml"}
+_LOADING = threading.Lock()
 _PROBE_SECONDS = 3.0
 _MOST_POINTS = 200_000  # that wait
 _MOST_OPENINGS = 3
@@ -85,6 +89,8 @@ class Service:
 
     def _serve(self, why_offline: str) -> None:
         try:
+            with _LOADING:
+                _load(_MODULES[self.name])
             sink = self._opened(why_offline)
             while (points := self._batches.get()) is not None:
                 sink = self._take(sink, points)
@@ -162,6 +168,13 @@ class Service:
 
     def _warn(self, text: str) -> None:
         self._reply(kind="warning", name=self.name, text=text)
+
+
+def _load(module: str) -> None:
+    """Import a library, one at a time: NumPy, which both use, cannot be imported by two threads at once."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("numpy")
+    importlib.import_module(module)
 
 
 def unreachable(address: str, seconds: float = _PROBE_SECONDS) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -110,6 +111,25 @@ def test_fused_attention_counts_as_eager_attention() -> None:
         counter = counted(model, lambda model=model: model(ids, labels=ids).loss.backward())
         found.append({path: three(counts) for path, counts in counter.own.items()})
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_bert_and_gpt2_of_full_size_count_by_their_closed_forms(kind: str) -> None:
+    """Per layer and token 12 h^2 weights and 2 s h of attention; without memory."""
+    transformers = pytest.importorskip("transformers")
+    layers, h, tokens = 12, 768, 128
+    macs = layers * (12 * h * h * tokens + 2 * tokens * tokens * h)
+    with torch.device("meta"):
+        config = transformers.BertConfig(attn_implementation=kind)
+        bert = transformers.BertForSequenceClassification(config)
+        gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(attn_implementation=kind))
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+    assert sum(param.numel() for param in bert.parameters()) == 109_483_778
+    assert sum(param.numel() for param in gpt2.parameters()) == 124_439_808
+    for model, last in ((bert, h * h + 2 * h), (gpt2, h * 50257 * tokens)):
+        total = counted(model, lambda model=model: model(ids).logits.sum().backward()).total()
+        assert (total.forward, total.backward) == (2 * (macs + last), 4 * (macs + last))
+        assert total.deepspeed_macs == macs + last
 
 
 def test_models_without_memory_are_counted() -> None:
@@ -233,6 +253,19 @@ def test_ignored_kinds_are_left_out_with_what_is_in_them() -> None:
     assert three(counter.total()) == (PRODUCT, 2 * PRODUCT, 0)
     assert counter.total("blocks") == Counts()
     assert counter.total().deepspeed_macs == PRODUCT // 2
+
+
+def test_other_threads_are_not_counted() -> None:
+    model, x = Stack(), rows()
+
+    def run() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model, x).result()
+        model(x)
+
+    counter = counted(model, run)
+    assert counter.total().forward == 5 * PRODUCT
+    assert counter.own[""].calls == 1
 
 
 def test_seconds_add_up() -> None:

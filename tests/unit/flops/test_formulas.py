@@ -100,6 +100,24 @@ def test_a_vector_is_a_matrix_of_one_column() -> None:
     assert counts(torch.addmv, drawn(3), matrix, vector)[0] == 30
 
 
+def test_bilinear_layers_count_as_two_products() -> None:
+    x, weight, y = drawn(3, 4), drawn(6, 4, 5), drawn(3, 5)
+    plain = lambda x, y, weight: torch.einsum("bi,oij,bj->bo", x, weight, y)  # noqa: E731
+    forward, backward, unknown = counts(F.bilinear, x, y, weight)
+    assert forward == counts(plain, x, y, weight)[0]
+    assert not unknown
+    assert backward > forward  # three more of its kind, which share nothing
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_matrices_count_their_elements() -> None:
+    x = torch.randn(4, 5)
+    for layout in (torch.sparse_coo, torch.sparse_csr):
+        for call in (torch.mm, torch.sparse.mm, lambda a, x: a @ x):
+            matrix = torch.eye(4).to_sparse(layout=layout)
+            assert counts(call, matrix, x) == (2 * 4 * 5, 0, {})
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 

@@ -51,12 +51,19 @@ def start_writer():
     worker.stdout.close()
 
 
-def write_and_kill(start_writer, folder, seconds):
-    """The record, and how many rows had been flushed."""
-    child, path, deadline = start_writer(folder), folder / "run.h5", time.monotonic() + 30
-    while not path.exists():
+def wait_until(happened, deadline):
+    while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def write_and_kill(start_writer, folder, seconds, *, when_grown):
+    """The record, and how many rows had been flushed."""
+    child, path, deadline = start_writer(folder), folder / "run.h5", time.monotonic() + 60
+    wait_until(path.exists, deadline)
+    first = path.stat().st_ino
+    if when_grown:  # into a larger file, which takes the place of the first
+        wait_until(lambda: path.stat().st_ino != first, deadline)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     while Path(f"/proc/{child}").exists():  # until its parent has seen it die
@@ -91,7 +98,8 @@ def test_a_kill_at_any_instant_leaves_what_was_flushed(tmp_path, start_writer):
     for number in range(KILLS):
         folder = tmp_path / str(number)
         folder.mkdir()
-        path, flushed = write_and_kill(start_writer, folder, generator.uniform(0, LONGEST_SECONDS))
+        seconds = generator.uniform(0, LONGEST_SECONDS)
+        path, flushed = write_and_kill(start_writer, folder, seconds, when_grown=number == KILLS - 1)
         grown += check(path, flushed)
         shutil.rmtree(folder)
     assert grown, "no record was killed after it had grown"
