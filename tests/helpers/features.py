@@ -17,16 +17,13 @@ import torch
 from torch import nn
 
 import mpispeed
-from mpispeed.base.rng import seed_torch
 from mpispeed.moe import MoE
-from mpispeed.pipe import LayerSpec
-from tests.helpers.pipes import gpt, gpt_layers
+from tests.helpers.feature_models import Block, Whole
+from tests.helpers.pipes import gpt_layers
 
 if TYPE_CHECKING:
     from tests.helpers.pairs import Run
 
-SHAPE = gpt.Shape(layers=2, heads=2, width=16, block=8)
-SEED = 5
 BATCH = 24
 FINAL, CLOSE, EXACT = "runs", "near", "bits"
 """Promises about a pair: losses are finite; near those of the other feature alone; the same to the bit."""
@@ -35,70 +32,6 @@ PROMISES = (EXACT, CLOSE, FINAL)
 """From the strongest to the weakest."""
 
 ANY, CUT, UP = (0, 1, 2, 3), (1, 2, 3), (3,)
-
-
-class Block(gpt_layers.PipeBlock):  # type: ignore[misc]
-    """Counts how often blocks are run."""
-
-    runs = 0
-
-    def __init__(self, shape: gpt.Shape, ep_size: int = 0) -> None:
-        super().__init__(shape)
-        if ep_size:
-            plain = {"drop_tokens": False, "top2_2nd_expert_sampling": False}
-            self.mlp = OnlyOutput(MoE(shape.width, self.mlp, num_experts=4, ep_size=ep_size, k=2, **plain))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Block.runs += 1
-        return super().forward(x)  # type: ignore[no-any-return]
-
-
-class OnlyOutput(nn.Module):
-    """A layer of experts without its loss and counts."""
-
-    def __init__(self, layer: MoE) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)[0]  # type: ignore[no-any-return]
-
-
-def layers(*, ep_size: int = 0) -> list[LayerSpec]:
-    """Of a pipeline; the last block has experts on `ep_size` ranks, unless that is 0."""
-    blocks = [LayerSpec(Block, SHAPE, ep_size * (number == SHAPE.layers - 1)) for number in range(SHAPE.layers)]
-    ends = LayerSpec(gpt_layers.Bytes, SHAPE), LayerSpec(gpt_layers.Head, SHAPE)
-    return [ends[0], *blocks, LayerSpec(nn.LayerNorm, SHAPE.width), ends[1]]
-
-
-class Whole(nn.Module):
-    """The same layers with the same values as one module; takes bytes and the next ones, returns the mean loss."""
-
-    def __init__(
-        self, *, seed: int = SEED, recomputes: bool = False, is_sparse: bool = False, ep_size: int = 0
-    ) -> None:
-        super().__init__()
-        made = []
-        with torch.random.fork_rng(devices=[]):
-            for index, spec in enumerate(layers(ep_size=ep_size)):
-                seed_torch(seed + index)
-                made.append(spec.build())
-        self.embedding, *blocks, self.norm, self.head = made
-        self.blocks = nn.ModuleList(blocks)
-        self.embedding.sparse, self.recomputes = is_sparse, recomputes
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = mpispeed.checkpointing.checkpoint(block, x) if self.recomputes else block(x)
-        return gpt_layers.cross_entropy(self.head(self.norm(x)), y)  # type: ignore[no-any-return]
-
-
-class WholeWithExperts(Whole):
-    """The same with experts in the last block, for `mpispeed plan`."""
-
-    def __init__(self) -> None:
-        super().__init__(ep_size=2)
 
 
 Change = Callable[[dict[str, Any], Path], None]
@@ -303,6 +236,11 @@ def _logged(run: Run) -> bool:
     return comms_log.of_process().is_attached and bool(comms_log.of_process().rows())
 
 
+def _traced(settings: dict[str, Any], folder: Path) -> None:
+    settings["wall_clock_breakdown"] = True
+    settings["trace"] = {"enabled": True, "start_step": 1, "end_step": 1, "path": str(folder / "trace.json")}
+
+
 def _counted_flops(run: Run) -> bool:
     """True if work was summed that all ranks together did; an engine that goes on from a checkpoint counts no more."""
     totals = run.engine.flops_profiler.facts.totals
@@ -424,6 +362,10 @@ FEATURES: tuple[Feature, ...] = (
         "run record", ("record",), lambda run: "run_record" in run.engine.mpispeed.parts.features.published,
         put("run_record", {"enabled": True, "path": "FOLDER/record", "every": 1}),
         left=lambda run: (run.folder / "record" / "run.h5").exists(),
+    ),
+    Feature(
+        "times and traces", ("wall_clock", "trace"), lambda run: run.engine.wall_clock_breakdown(), _traced,
+        left=lambda run: (run.folder / "trace.json").exists(),
     ),
     Feature("comms logger", ("comms_logger",), _logged, put("comms_logger.enabled", True)),
     Feature(

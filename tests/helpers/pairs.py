@@ -31,7 +31,8 @@ from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from mpispeed.sharding.sharded_param import is_sharded
 from mpispeed.walltime import last_safe_step, requests
 from tests.helpers import features as rows
-from tests.helpers.features import BATCH, CLOSE, EXACT, FINAL, PROMISES, SEED, SHAPE, Block, Feature, Whole, layers
+from tests.helpers.feature_models import SEED, SHAPE, Block, Whole, layers
+from tests.helpers.features import BATCH, CLOSE, EXACT, FINAL, PROMISES, Feature
 from tests.zoo.training import own_part
 
 STEPS = 3

@@ -18,15 +18,12 @@ LIMIT_SECONDS = 240
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("tune")
-    settings = {
-        "train_micro_batch_size_per_gpu": [2, 16],
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": [0, 3]},
-        "csv_monitor": {"enabled": True, "output_path": str(place / "csv")},
-        "autotuning": {
-            "enabled": True, "tuner_num_trials": 3, "start_profile_step": 2, "end_profile_step": 3,
-            "metric_path": str(place / "metric.json"),
-        },
+    settings = json.loads((EXAMPLE.with_name("tune_config.json")).read_text())
+    settings["csv_monitor"] = {"enabled": True, "output_path": str(place / "csv")}
+    settings["zero_optimization"]["stage"] = [0, 3]
+    settings["autotuning"] |= {
+        "tuner_num_trials": 3, "start_profile_step": 2, "end_profile_step": 3,
+        "metric_path": str(place / "metric.json"),
     }  # fmt: skip
     (place / "ds.json").write_text(json.dumps(settings))
     return place
@@ -53,7 +50,11 @@ def test_a_search_measures_and_the_run_uses_what_it_found(tuned, folder):
     good = [row for row in rows if row["metric"]]
     assert len(good) == 3
     assert all(row["seconds"] > 0 and row["metrics"]["fwd"] > 0 for row in good)
-    assert {"z0_gas1_tmbspg2"} < {row["name"] for row in good}
+    assert "z0_gas12_tmbspg1" in {row["name"] for row in good}
+    assert {row["train_batch"] for row in rows} == {24}
+    assert all(row["sent_bytes"] == row["metrics"]["sent_bytes"] for row in good), (
+        "what is sent is predicted to the byte"
+    )
     assert all(row["predicted_seconds"] > 0 for row in good[1:])
     best = max(good, key=lambda row: row["metric"])
     found = json.loads((folder / "autotuning_results" / "ds_config_optimal.json").read_text())

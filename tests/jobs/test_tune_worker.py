@@ -91,6 +91,14 @@ def test_operations_are_counted_beside_the_measured_steps(trials):
     assert "FLOPS_per_gpu" not in trials.run().metrics
 
 
+def test_pipelines_are_measured_for_their_slowest_stage(trials):
+    found = trials.run("--do", "pipeline", gradient_accumulation_steps=3)
+    assert (found.status, found.reason) == ("ok", "")
+    assert found.metrics["train_batch_size"] == 4 * 3
+    assert 0 < 3 * (found.metrics["fwd"] + found.metrics["bwd"]) < 2 * found.metrics["latency"]
+    assert trials.jobs() == 1
+
+
 def test_a_survey_predicts_for_whole_configs(trials):
     payload = [{**CONFIG, "zero_optimization": {"stage": stage}} for stage in (0, 1, 7)]
     found = trials.run(kind="survey", payload=payload, zero_optimization={"stage": 1})
@@ -139,6 +147,9 @@ def test_mistakes_and_short_scripts_are_rows_of_the_same_job(trials):
     found = trials.run("--do", "other rows", "--rows", "7")
     assert found.status == "error"
     assert "feeds batches of 7 samples" in found.reason
+    found = trials.run("--do", "nothing")
+    assert found.status == "error"
+    assert "without a call of mpispeed.initialize" in found.reason
     assert trials.jobs() == 1
 
 
@@ -165,7 +176,7 @@ ENDS = {
     "raise": ("error", "ValueError: planted"),
     "memory": ("memory", "MemoryError"),
     "kill": ("killed", "was killed from outside (SIGKILL)"),
-    "leave": ("killed", "exit code 3"),
+    "leave": ("error", "exit code 3"),
     "swallow": ("ok", "the script caught the end of its trial"),
 }
 

@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import itertools
 import json
 import logging
 import os
@@ -118,8 +119,22 @@ def train():
         engine.save_checkpoint("never_written")
 
 
+def train_pipeline():
+    """A stage on each rank."""
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)]
+    model = mpispeed.PipelineModule(layers, num_stages=2, loss_fn=lambda out, _: out.square().mean())
+    engine, _, _, _ = mpispeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    say("STAGE", engine.stage_id)
+    batch = torch.ones(engine.train_micro_batch_size_per_gpu(), 32), torch.zeros(1)
+    while engine.global_steps < args.steps:
+        engine.train_batch(itertools.repeat(batch))
+
+
+if args.do == "nothing":
+    sys.exit()
 try:
-    train()
+    train_pipeline() if args.do == "pipeline" else train()
 finally:
     say("finally")
 if args.do == "exit":

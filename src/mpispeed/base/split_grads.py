@@ -23,6 +23,8 @@ from mpispeed.base.instance_attributes import put_on
 Deliver = Callable[[torch.Tensor, torch.Tensor], None]
 """Takes a parameter and its gradient."""
 
+NOBODY = -1
+
 Compute = Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]
 
 
@@ -30,37 +32,41 @@ class Backlog:
     """Postponed weight gradients, in order."""
 
     def __init__(self) -> None:
-        self._todo: deque[Compute] = deque()
+        self._todo: deque[tuple[Compute, int]] = deque()
 
     def __len__(self) -> int:
         return len(self._todo)
 
     def add(self, compute: Compute) -> None:
         """Postpone a computation that returns pairs of a parameter and its gradient."""
-        self._todo.append(compute)
+        node = torch._C._current_autograd_node()
+        self._todo.append((compute, NOBODY if node is None else node._sequence_nr()))
 
     def work_off(self, deliver: Deliver) -> None:
         """Compute all of them and deliver the gradients."""
-        global _is_working_off
+        global _working_off
         with torch.no_grad():
             while self._todo:
-                _is_working_off = True
+                compute, _working_off = self._todo.popleft()
                 try:
-                    found = self._todo.popleft()()
+                    found = compute()
                 finally:
-                    _is_working_off = False
+                    _working_off = None
                 for param, grad in found:
                     deliver(param, grad)
 
 
 # A plain global and no context variable: autograd runs backward functions of a device on threads of its own.
 _collecting: Backlog | None = None
-_is_working_off = False
+_working_off: int | None = None
 
 
-def is_working_off() -> bool:
-    """True while a backlog computes: work of a backward pass outside of it."""
-    return _is_working_off
+def working_off() -> int | None:
+    """The number of the node that postponed what a backlog computes now; None while none does.
+
+    This is work of a backward pass outside of it. `NOBODY` is no node's number.
+    """
+    return _working_off
 
 
 @contextmanager

@@ -13,14 +13,15 @@ from mpispeed.config.root import Config
 _ZERO = "zero_optimization"
 _BUILT = "a PipelineModule is built before the config is read; give it to the constructor"
 _GROUP = "groups of ranks are made for tensor_parallel.autotp_size; or pass an mpu to initialize"
-PINNED = "page-locked memory is for transfers to a GPU"
-"""True only if training runs on the host; callers that know the device drop such sentences."""
+_PINNED = "page-locked memory is for transfers to a GPU"
+_UNSYNCHRONIZED = "there is no device to wait for"
+OF_DEVICES = (_PINNED, _UNSYNCHRONIZED)
+"""Reasons that are true only if training runs on the host; callers that know the device drop such sentences."""
 
 _STAGE_0 = "every rank updates all parameters at stage 0"
 _WHOLE = "parameters are whole on every rank below stage 3"
 _NOT_CUT = "updates go in parts at stage 3, and for states in files (device nvme)"
 _FILES = "it is for states in files (device nvme), and none are"
-_THROUGHPUT = "steps are always timed, by the clock of the host, and reported by steps_per_print"
 
 
 def _is_in_files(*names: str) -> Callable[[Config], bool]:
@@ -92,12 +93,14 @@ NO_EFFECT: dict[str, str] = {
     "tensor_parallel.keep_module_on_host": "modules are cut in host memory",
     "tensor_parallel.replace_with_kernel_inject": "there are no fused modules to put in their place",
     **{f"expert_parallel.{key}": why for key, why in _EXPERTS.items()},
-    "timers.throughput.enabled": _THROUGHPUT,
-    "timers.throughput.synchronized": _THROUGHPUT,
 }
 
 # As NO_EFFECT where the model is on the host.
-ON_HOST = dict.fromkeys((f"{_ZERO}.offload_param.pin_memory", f"{_ZERO}.offload_optimizer.pin_memory"), PINNED)
+ON_HOST = {
+    f"{_ZERO}.offload_param.pin_memory": _PINNED,
+    f"{_ZERO}.offload_optimizer.pin_memory": _PINNED,
+    "timers.throughput.synchronized": _UNSYNCHRONIZED,
+}
 
 # Path -> whether the settings give the key its effect, and why it has none without them.
 _IN_FILES = (

@@ -102,8 +102,8 @@ class CommsLogger(Section):
 class Throughput(Section):
     """Samples per second."""
 
-    enabled: bool = Field(True, description="Measure the throughput.")
-    synchronized: bool = Field(True, description="Synchronize the device around the measured part.")
+    enabled: bool = Field(True, description="Measure the throughput, and report it every steps_per_print steps.")
+    synchronized: bool = Field(True, description="Wait for the device before the throughput is reported.")
 
 
 class Timers(Section):

@@ -124,8 +124,8 @@ class StepProfile:
 
     def on_step_end(self, event: Mapping[str, Any]) -> None:
         """Note the times of a step; later steps are points of series."""
-        if self._forwards and not self._is_done:
-            self._is_due = True
+        if event["global_step"] == self._section.profile_step + 1 and not self._is_done:
+            self._is_due = True  # on all ranks, also on one whose counter has failed
             self._times = replace(self._times, step=event["update_seconds"], before=self._before)
         elif self._flops and self._context.mesh.rank == 0:
             self._write(event["seconds"])
@@ -149,7 +149,16 @@ class StepProfile:
         self._is_due, self._is_done = False, True
         context, peak = self._context, self._peak_of_rank()
         found = context.mesh.world.comm.gather_objects((self._totals(), peak))
-        totals, peaks = summed([each for each, _ in found]), [rate for _, rate in found if rate]
+        parts, peaks = [each for each, _ in found if each is not None], [rate for _, rate in found if rate]
+        if len(parts) < len(found):
+            if context.mesh.rank == 0:
+                log.warning(
+                    "flops_profiler: %d of %d ranks counted no forward pass of engine(...) in step %d: no report",
+                    len(found) - len(parts), len(found), context.counters.global_steps,
+                )  # fmt: skip
+            self.profiler.end_profile()
+            return
+        totals = summed(parts)
         self._peak = sum(peaks) if peaks else None
         self._flops = totals.forward + totals.backward
         self.profiler.passes = self._micro_batches
@@ -164,9 +173,11 @@ class StepProfile:
         chunks = self._context.module.num_chunks if isinstance(self._context.module, PipelineModule) else 1
         return max(1, self._forwards // chunks)
 
-    def _totals(self) -> Totals:
-        """What this rank adds to the sums over all ranks."""
+    def _totals(self) -> Totals | None:
+        """What this rank adds to the sums over all ranks; None if it has counted nothing."""
         context, counter = self._context, self.profiler.counter
+        if counter is None or not self._forwards:
+            return None
         mesh, model = context.mesh, context.module
         slices, sharing, place = mesh["model"], context.parts.sharing, mesh["data"].rank
         kinds = kinds_of(model, slices.size)
@@ -177,7 +188,7 @@ class StepProfile:
             return is_first and place < distinct_over(param)
 
         params, of_experts = own_elements(model, slices.rank, slices.size, counts, is_moe_param)
-        work = Totals() if counter is None else counted_work(counter, self._sliced, is_first=slices.rank == 0)
+        work = counted_work(counter, self._sliced, is_first=slices.rank == 0)
         return replace(work, params=params, expert_params=of_experts)
 
     def _peak_of_rank(self) -> float | None:

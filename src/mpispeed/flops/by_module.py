@@ -232,7 +232,10 @@ class ModuleCounter:
         self._backward.end()
         if self._frames:
             return self._frames[-1].counts, "forward"
-        return (self.own[""], "backward") if split_grads.is_working_off() else (None, "")
+        postponed = split_grads.working_off()
+        if postponed is None:
+            return None, ""
+        return self._backward.maker(postponed) or self.own[""], "backward"
 
     def _count(self, place: tuple[Counts | None, str], func: Any, operations: int | None, args: Any) -> None:
         counts, kind = place
@@ -300,10 +303,14 @@ class _Backward:
         """Whose the node is that runs; that of the one before for nodes that no forward pass makes."""
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
+        if self._starts and number > torch._C._autograd._get_sequence_nr():  # gradients are handed over
+            return self._last
+        return self.maker(number)
+
+    def maker(self, number: int) -> Counts | None:
+        """Whose the node of this number is."""
         if not self._starts or number < self._starts[0]:
             return None
-        if number > torch._C._autograd._get_sequence_nr():  # gradients are handed over
-            return self._last
         return self._owners[bisect_right(self._starts, number) - 1]
 
     def is_recomputing(self, task: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -100,10 +101,10 @@ class WorkerJob:
             wishes: hosts, launcher, binding and variables, as for `mpispeed run`.
             is_debug: as for `plan_launch`.
         """
-        self._words, self._ranks, self._folder = tuple(words), ranks, folder
+        self._words, self._ranks, self._folder = tuple(words), ranks, folder.absolute()  # scripts go elsewhere
         self._mpi, self._wishes, self._is_debug = mpi, wishes or Wishes(), is_debug
         self._running: _Running | None = None
-        self._started, self._longest = 0, 0.0
+        self._longest = 0.0
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> WorkerJob:
@@ -130,7 +131,7 @@ class WorkerJob:
             ConfigError: an option is not possible.
             UsageError: there is no launcher.
         """
-        return self._plan(self._folder / "job-1")
+        return self._plan(self._next_folder())
 
     def run(self, task: Task, limit_seconds: float | None = None) -> Outcome:
         """Run one task to its end, whatever that is; starts a job if none is there.
@@ -147,7 +148,8 @@ class WorkerJob:
         began = time.monotonic()
         running = self._ready()
         running.tasks += 1
-        task = replace(task, number=running.tasks)
+        place = str(Path(task.folder).absolute()) if task.folder else ""
+        task = replace(task, number=running.tasks, folder=place)
         _prepare(task)
         given = time.monotonic()
         append(running.folder / TASKS, task)
@@ -203,7 +205,7 @@ class WorkerJob:
         return False
 
     def _plan(self, folder: Path) -> Launch:
-        wishes, more = self._wishes, {"MPISPEED_RUN_DIR": str(folder.absolute())}
+        wishes, more = self._wishes, {"MPISPEED_RUN_DIR": str(folder)}
         if "MPISPEED_WATCH_SECONDS" not in os.environ:
             more["MPISPEED_WATCH_SECONDS"] = WATCH_SECONDS
         environ = steps.outside(os.environ)
@@ -217,11 +219,14 @@ class WorkerJob:
             wishes=replace(wishes, variables={**wishes.variables, **more}),
         )  # fmt: skip
         launch = steps.leaving(launch, os.environ, environ)
-        return replace(launch, added={**launch.added, SAID: str(folder.absolute() / "watch" / "said")})
+        return replace(launch, added={**launch.added, SAID: str(folder / "watch" / "said")})
+
+    def _next_folder(self) -> Path:
+        """A folder that no job has had, of this tuner or of one before."""
+        return next(path for n in itertools.count(1) if not (path := self._folder / f"job-{n}").exists())
 
     def _start(self) -> _Running:
-        self._started += 1
-        folder = self._folder / f"job-{self._started}"
+        folder = self._next_folder()
         launch = self._plan(folder)
         (folder / "watch").mkdir(parents=True, exist_ok=True)
         for name in (TASKS, REPLIES):
@@ -265,9 +270,10 @@ class WorkerJob:
                 failed_since = now
             if now > end or (failed_since is not None and now > failed_since + FAILED_SECONDS):
                 self._end(running)
-                return _told(running.folder, task) or Outcome(
-                    task.name, "hang", f"the trial was ended after {limit_seconds:.0f} s, its limit, and so was its job"
-                )
+                text = f"the trial was ended after {limit_seconds:.0f} s, its limit, and so was its job"
+                where = running.folder / "report.txt"
+                more = f"; the last operations of its ranks are in {where}" if where.exists() else ""
+                return _told(running.folder, task) or Outcome(task.name, "hang", text + more)
             time.sleep(POLL_SECONDS)
 
     def _explain(self, running: _Running, task: Task) -> Outcome:
@@ -288,7 +294,8 @@ class WorkerJob:
         if before is not None and now is not None and now > before:
             limit = running.groups.limiting()[1]
             return Outcome(task.name, "memory", f"the kernel killed a rank at the memory limit of {limit} bytes")
-        return Outcome(task.name, "killed", text)
+        is_signal = code > 128 or (running.launch.is_hydra and code in _FATAL)
+        return Outcome(task.name, "killed" if is_signal else "error", text)
 
 
 def _prepare(task: Task) -> None:
@@ -326,6 +333,10 @@ def _told(folder: Path, task: Task) -> Outcome | None:
     return Outcome(task.name, told["status"], f"rank {rank}: {told['reason']}{more}")
 
 
+_FATAL = (4, 6, 7, 8, 9, 11, 15)
+"""Signals that hydra reports by their bare numbers."""
+
+_OWN = ("error", "exit", "left", "refused", "import", "start")
 _HANGS = ("hang", "late", "slow", "mismatch")
 _MEMORY = ("memory", "device_memory", "memory_limit", "node_memory", "address_limit", "shared_memory")
 
@@ -341,7 +352,8 @@ def _reported(folder: Path, task: Task) -> Outcome | None:
     first = str(report["text"]).splitlines()[0].removeprefix("mpispeed: ")
     if kind in _HANGS:
         return Outcome(task.name, "hang", first)
-    status: Status = "memory" if kind.removeprefix("death: ") in _MEMORY else "killed"
+    kind = kind.removeprefix("death: ")
+    status: Status = "memory" if kind in _MEMORY else "error" if kind in _OWN else "killed"
     return Outcome(task.name, status, str(report.get("reason") or first))
 
 

@@ -60,8 +60,9 @@ class Outcome:
         metrics: of a trial, for whole steps and the slowest rank; units: seconds and bytes. `latency` of a global step,
             `throughput` (samples per second), `fwd` and `bwd` of a micro-batch, `step` of an update, `peak_bytes` and
             `base_bytes` (resident memory of a process at its peak, and before the trial; on an accelerator of its
-            memory), `activation_bytes` (held from forward to backward for one micro-batch), `steps` (that were
-            measured), `train_batch_size`, and with the metric "flops" `FLOPS_per_gpu` (per second and rank).
+            memory), `activation_bytes` (held from forward to backward for one micro-batch), `sent_bytes` (by the engine
+            in a step, to other ranks), `steps` (that were measured), `train_batch_size`, and with the metric "flops"
+            `FLOPS_per_gpu` (per second and rank).
         survey: what the survey found.
         seconds: that the task took, with the start of a job if it needed one.
     """

@@ -37,6 +37,7 @@ class Row:
         seconds: measured, of a step; 0 for none.
         predicted_seconds: of a step, before it was tried; 0 for none.
         need_bytes: predicted of one rank's device.
+        sent_bytes: predicted, of one rank in a step.
         metric: what was measured of the wanted metric; None for none.
         metrics: all that was measured.
     """
@@ -51,6 +52,7 @@ class Row:
     seconds: float = 0.0
     predicted_seconds: float = 0.0
     need_bytes: int = 0
+    sent_bytes: int = 0
     metric: float | None = None
     metrics: Mapping[str, float] | None = None
 

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 Point = Mapping[str, Any]
 """Setting -> value, of those that candidates differ in."""
 
-NOISE = 0.04
-"""Standard deviation of a measured step time from the model's, relative."""
+NOISES = (0.02, 0.04, 0.08, 0.16, 0.32)
+"""Standard deviations of a measured step time from the model's, relative; the likeliest counts, as machines differ."""
+
+USUAL_NOISE = 0.04
 
 CORRECTION = 0.12
 """Standard deviation of the correction for one value of a setting, relative."""
@@ -116,8 +118,9 @@ class TimeModel:
         design = np.hstack([self._amounts[chosen] * scales / measured[:, None], self._marks[chosen]])
         weights = np.concatenate([np.ones(len(TERMS)), np.full(self._marks.shape[1], CORRECTION**-2)])
         prior = np.concatenate([means / scales, np.zeros(self._marks.shape[1])])
-        hessian = design.T @ design / NOISE**2 + np.diag(weights)
-        right = design.sum(axis=0) / NOISE**2 + weights * prior
+        noise = max(NOISES, key=lambda one: _evidence(design, weights, prior, one))
+        hessian = design.T @ design / noise**2 + np.diag(weights)
+        right = design.sum(axis=0) / noise**2 + weights * prior
         is_bounded = np.arange(len(prior)) < len(TERMS)
         found = solve_bounded(hessian, right, is_bounded)
         self._rates, self._scales = found[: len(TERMS)] * scales, scales
@@ -130,6 +133,14 @@ class TimeModel:
         seconds = max(float(amounts @ self._rates), 1e-9) / share
         row = np.concatenate([amounts * self._scales / seconds, marks])
         return Prediction(seconds, math.sqrt(max(float(row @ self._covariance @ row), 0.0)))
+
+
+def _evidence(design: np.ndarray, weights: np.ndarray, prior: np.ndarray, noise: float) -> float:
+    """Logarithm of the probability of the measurements, relative ones of 1, and of so much noise."""
+    covariance = noise**2 * np.eye(len(design)) + (design / weights) @ design.T
+    rest = 1.0 - design @ prior
+    _, size = np.linalg.slogdet(covariance)
+    return -0.5 * float(rest @ np.linalg.solve(covariance, rest) + size) - 0.5 * math.log(noise / USUAL_NOISE) ** 2
 
 
 def solve_bounded(hessian: np.ndarray, right: np.ndarray, is_bounded: np.ndarray) -> np.ndarray:

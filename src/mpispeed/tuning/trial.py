@@ -24,6 +24,7 @@ from mpispeed.tuning import resident
 if TYPE_CHECKING:
     from torch import nn
 
+    from mpispeed.mesh.collectives.group import CommTrace
     from mpispeed.mesh.comm import Comm
     from mpispeed.tuning.protocol import Task
 
@@ -52,7 +53,10 @@ class StepTimes:
 
 @dataclass(slots=True)
 class RankTimes:
-    """All that one rank has measured. Units: seconds, bytes. `mismatch` tells of sizes other than the trial's."""
+    """All that one rank has measured. Units: seconds, bytes; `sent_bytes` in one measured step by the engine.
+
+    `mismatch` tells of sizes other than the trial's.
+    """
 
     steps: list[StepTimes] = field(default_factory=list)
     peak_bytes: int = 0
@@ -62,6 +66,7 @@ class RankTimes:
     train_batch_size: int = 0
     operations: int = 0
     mismatch: str = ""
+    sent_bytes: float = 0.0
 
 
 _MAPPING = "let autotuning.arg_mappings name the script's word for it, or take it from the engine"
@@ -89,6 +94,8 @@ class Measurement:
         self._counter: ModuleCounter | None = None
         self._now = StepTimes()
         self._began = self._held = 0.0
+        self._trace: CommTrace | None = None
+        self._sent = 0
         self._is_new = self._is_probing = False
         self._fed = 0
 
@@ -100,6 +107,7 @@ class Measurement:
     def _attach(self, context: Context) -> Hooks | None:
         if self.has_engine or context.parts.optimization is None:
             return None
+        self._trace = context.mesh.comm_trace
         self.has_engine, self._module, self._device = True, context.module, context.plan.device
         self._batch = context.plan.batch
         self._subscribe(context.bus)
@@ -202,6 +210,7 @@ class Measurement:
         self._count()
         if len(self.own.steps) == self._task.first_step - 1:
             self._comm.barrier()
+            self._sent = self._sent_bytes()
             self._began = time.perf_counter()
         if len(self.own.steps) >= self._task.last_step:
             self.is_over = True
@@ -218,6 +227,7 @@ class Measurement:
                 self._batch.gradient_accumulation_steps,
                 self._batch.train_batch_size,
             )
+        own.sent_bytes = (self._sent_bytes() - self._sent) / max(1, len(own.steps) - self._task.first_step + 1)
         own.peak_bytes = (
             torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else resident.peak_bytes()
         )
@@ -225,6 +235,10 @@ class Measurement:
         ranks = [_rank_times(values) for values in found]
         self.mismatch = next((rank.mismatch for rank in ranks if rank.mismatch), "")
         self.metrics = summary(ranks, self._task.first_step)
+
+    def _sent_bytes(self) -> int:
+        """Bytes that the engine's verbs have sent to other ranks, by the ring formula."""
+        return 0 if self._trace is None else sum(entry.bytes for entry in self._trace.entries().values())
 
     def _used(self) -> int:
         if self._device.type == "cuda":
@@ -273,6 +287,7 @@ def summary(ranks: Sequence[RankTimes], first_step: int) -> dict[str, float]:
         "peak_bytes": float(max(rank.peak_bytes for rank in ranks)),
         "base_bytes": float(max(rank.base_bytes for rank in ranks)),
         "activation_bytes": float(max(rank.activation_bytes for rank in ranks)),
+        "sent_bytes": float(max(rank.sent_bytes for rank in ranks)),
         "steps": float(len(rows)),
         "train_batch_size": float(size),
         **flops,

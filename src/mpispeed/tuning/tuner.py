@@ -101,8 +101,9 @@ class Tuner:
                 ended.append(self._round(self._space.full(best, self._survey)))
         finally:
             self._job.close()
-        rows, seconds = list(self._rows.values()), time.monotonic() - start
-        self._folders.conclude(rows, self._tuning.metric, seconds)
+            rows, seconds = list(self._rows.values()), time.monotonic() - start
+            if rows:  # also those of a search that was interrupted
+                self._folders.conclude(rows, self._tuning.metric, seconds)
         self._write_figures()
         return Found(rows, self._best(), seconds, [why for why in ended if why])
 
@@ -151,6 +152,7 @@ class Tuner:
         configs = [one.config for one in new]
         folder = str(self._folders.of_model())
         words = self.arguments(configs[0])
+        self._say(f"{len(new)} candidates; the script runs until it has its model, to predict them")
         task = self._task("survey", "survey", bare(configs[0]), payload=configs, folder=folder, arguments=words)
         outcome = self._job.run(task, self._tuning.trial_timeout)
         if outcome.status != "ok":
@@ -247,7 +249,8 @@ class Tuner:
     def _row(self, name: str) -> Row:
         one, forecast = self._candidates[name], self._forecasts[name]
         steps = int(one.point["gradient_accumulation_steps"])
-        return Row(name, one.stage, one.micro_batch, steps, forecast.train_batch, "ok")
+        sent = sum(forecast.sent.values())
+        return Row(name, one.stage, one.micro_batch, steps, forecast.train_batch, "ok", sent_bytes=sent)
 
     def _learn(self, memory: Memory, row: Row) -> None:
         if row.status == "memory":

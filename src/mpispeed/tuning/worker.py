@@ -255,7 +255,7 @@ def words_of(words: Sequence[str], task: Task) -> list[str]:
     found = [*words[:count], *(words[count:] if task.arguments is None else task.arguments)]
     if not task.folder:
         return found
-    path = str(Path(task.folder).absolute() / "ds_config.json")
+    path = str(Path(task.folder) / "ds_config.json")
     for place in range(count, len(found)):
         name, equals, value = found[place].partition("=")
         if name in CONFIG_OPTIONS and equals and value.endswith(".json"):

@@ -13,7 +13,7 @@ from mpispeed.moe import MoE
 from mpispeed.nn.expert import RoutedExperts, Router, RouterOptions, SwiGLUExperts
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from tests.helpers.experts import HIDDEN, Block
-from tests.helpers.features import SHAPE, gpt_layers, layers
+from tests.helpers.feature_models import SHAPE, gpt_layers, layers
 from tests.helpers.tensor import assert_near
 from tests.zoo.training import ADAM, config, own_part, start, weights
 

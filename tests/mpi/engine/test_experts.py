@@ -28,7 +28,7 @@ from tests.helpers.expert_training import (
     whole_of,
 )
 from tests.helpers.experts import HIDDEN, Block
-from tests.helpers.features import SHAPE, gpt_layers, layers
+from tests.helpers.feature_models import SHAPE, gpt_layers, layers
 from tests.helpers.tensor import assert_near
 from tests.zoo.training import ADAM, config, own_part, start, weights
 

@@ -7,7 +7,7 @@ from mpispeed.flops import ModuleCounter, flops_of_step, get_model_profile
 from mpispeed.flops.tables import Totals
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from tests.helpers.covering import on_ranks
-from tests.helpers.features import SHAPE, Whole, gpt_layers, layers
+from tests.helpers.feature_models import SHAPE, Whole, gpt_layers, layers
 from tests.helpers.tiny_models import VOCAB, tiny_model
 from tests.zoo.training import ADAM, config, own_part, start
 

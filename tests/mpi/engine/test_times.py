@@ -85,6 +85,15 @@ def test_nothing_is_measured_or_told_unless_asked(lines):
     engine.destroy()
 
 
+def test_the_flops_profiler_switches_the_times_on(mpi_tmp_path, comm):
+    engine = start(config(2, BATCH, flops_profiler={"enabled": True}, **ADAM, **monitored(mpi_tmp_path)))
+    assert engine.wall_clock_breakdown() is True
+    train(engine, samples(STEPS, BATCH))
+    engine.destroy()
+    if comm.rank == 0:
+        assert set(read_series(mpi_tmp_path, STEPS, BATCH)) == set(NAMES)
+
+
 def test_passes_that_a_script_starts_itself(comm, lines):
     engine = start(config(1, BATCH, wall_clock_breakdown=True, **ADAM))
     for batch in samples(STEPS, BATCH):

@@ -26,6 +26,7 @@ READ = {
     "checkpoint.writing", "checkpoint.files", "checkpoint.window_bytes",
     "checkpoint.read_back", "checkpoint.load_verify", "checkpoint.keep_last", "checkpoint.keep_every",
     "zero_optimization.load_from_fp32_weights",
+    "timers.throughput.enabled",
     "comms_logger.enabled", "comms_logger.prof_all", "comms_logger.prof_ops", "comms_logger.verbose",
     "comms_logger.debug", "zero_optimization.stage", "zero_optimization.prefetch_bucket_size",
     "zero_optimization.param_persistence_threshold", "zero_optimization.model_persistence_threshold",

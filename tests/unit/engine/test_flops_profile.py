@@ -139,6 +139,18 @@ def test_a_step_that_fails_is_counted_when_it_is_made_again():
     engine.destroy()
 
 
+def test_a_step_without_a_pass_of_the_engine_has_no_report(capsys, caplog):
+    engine = engine_of(**section())
+    logging.getLogger("mpispeed").addHandler(caplog.handler)
+    for _ in range(3):
+        engine.backward(engine.module(torch.ones(4, 10)))
+        engine.step()
+    logging.getLogger("mpispeed").removeHandler(caplog.handler)
+    assert caplog.text.count("counted no forward pass of engine(...) in step 2") == 1
+    assert capsys.readouterr().out == "" and engine.flops_profiler.facts.totals is None
+    engine.destroy()
+
+
 def test_an_engine_that_ends_within_the_step_leaves_nothing(capsys):
     engine = engine_of(**section())
     step(engine)

@@ -55,6 +55,25 @@ def test_buckets_and_micro_steps_change_the_calls():
     assert twice.calls["reduce_scatter"] == narrow.calls["reduce_scatter"]  # stage 1 sums once in a step
 
 
+def test_values_that_a_trainer_fills_in_are_predicted_as_defaults():
+    zero = {"stage": 2, "reduce_bucket_size": "auto"}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    sources = [
+        {
+            **sizes,
+            "train_batch_size": "auto",
+            "optimizer": optimizer,
+            "zero_optimization": zero,
+            "bf16": {"enabled": "auto"},
+        },
+        {**sizes, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}},
+    ]
+    filled, plain = ask(sources, Mlp()).forecasts
+    assert filled.refusal == ""
+    assert filled == plain
+
+
 def test_states_in_files_are_moved(tmp_path):
     files = {"device": "nvme", "nvme_path": str(tmp_path)}
     source = config(3, 8, 1, zero={"offload_optimizer": files}, **WARM)

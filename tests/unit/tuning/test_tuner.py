@@ -38,7 +38,10 @@ def test_a_search_leaves_deepspeeds_files(tmp_path):
     found, job, told = search(tmp_path)
     results, best = tmp_path / "results", found.best
     assert job.is_closed
-    assert told == list(found.rows)
+    assert [row for row in told if isinstance(row, Row)] == list(found.rows)
+    assert [text for text in told if isinstance(text, str)] == [
+        "12 candidates; the script runs until it has its model, to predict them"
+    ]
     assert {path.stem for path in (tmp_path / "exps").iterdir()} == set(job.trials)
     for name in job.trials:
         folder = results / name
@@ -177,6 +180,22 @@ def test_a_search_goes_on_with_what_is_finished(tmp_path):
     assert other.trials == job.trials, "other words are another experiment"
     _, other, _ = search(tmp_path, words=["--other"], overwrite=True)
     assert other.trials == job.trials
+
+
+def test_a_search_that_is_interrupted_leaves_its_rows(tmp_path):
+    class Interrupted(SyntheticJob):
+        def run(self, task, limit_seconds=None):
+            if len(self.trials) == 2:
+                raise KeyboardInterrupt
+            return super().run(task, limit_seconds)
+
+    job = Interrupted(Machine(1))
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path, job=job)
+    assert job.is_closed
+    assert len(json.loads((tmp_path / "results" / "trials.json").read_text())) == 2
+    _, other, _ = search(tmp_path)
+    assert not set(job.trials) & set(other.trials)
 
 
 def test_overwriting_removes_only_what_searches_have_written(tmp_path):

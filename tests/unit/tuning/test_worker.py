@@ -58,7 +58,7 @@ def test_a_summary_is_of_the_slowest_rank_in_each_step():
     ]
     assert summary(times, 2) == pytest.approx({
         "latency": 2.5, "throughput": 6.4, "fwd": 0.25, "bwd": 0.3, "step": 0.25, "peak_bytes": 20, "base_bytes": 6,
-        "activation_bytes": 3, "steps": 2, "train_batch_size": 16,
+        "activation_bytes": 3, "sent_bytes": 0, "steps": 2, "train_batch_size": 16,
     })  # fmt: skip
     assert summary(times, 4) == {}
 

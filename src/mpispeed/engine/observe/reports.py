@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,12 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus, Event
 from mpispeed.base.units import format_bytes, format_duration
 from mpispeed.config.derive import measures_wall_clock
-from mpispeed.config.ineffective import PINNED
+from mpispeed.config.ineffective import OF_DEVICES
 from mpispeed.config.monitor import MonitorConfig
 from mpispeed.engine.delegation import momenta
 from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.observe.memory import PassMemory, report_memory
+from mpispeed.engine.observe.throughput import Speed
 from mpispeed.engine.observe.times import Times
 from mpispeed.engine.step import Place
 from mpispeed.mesh import comms_log
@@ -68,17 +69,18 @@ def attach(context: Context) -> Hooks:
         ConfigError: a monitor cannot make its folder or files.
     """
     parts, throughput = context.parts, Throughput()
-    throughput.attach(parts.bus)
+    if parts.plan.config.timers.throughput.enabled:
+        throughput.attach(parts.bus)
     monitors = _attach_monitors(parts)
     hooks = Hooks(published={"monitor": monitors, "tput_timer": throughput})
     start_comms_log(parts)
     if parts.mesh.rank == 0:
         for warning in context.given.warnings:
-            if parts.plan.device.type == "cpu" or PINNED not in warning:
+            if parts.plan.device.type == "cpu" or not any(reason in warning for reason in OF_DEVICES):
                 log.warning("%s", warning)
         for row in parts.plan.describe():
             log.info("%-10s %s", *row)
-        observe(parts)
+        observe(parts, throughput)
         if measures_wall_clock(parts.plan.config):
             return replace(hooks, **time_passes(parts))
     return hooks
@@ -175,29 +177,6 @@ class SwapTraffic:
                      self._steps)  # fmt: skip
 
 
-def report_memory(parts: Parts) -> None:
-    """`memory_breakdown`: bytes of each kind of model state on rank 0 by tier, and the process's peak."""
-    params, tiers, optimization = parts.params, parts.params.tiers, parts.optimization
-    rows = {"parameters": params.shards.param_bytes, "masters": params.shards.master_bytes}
-    files = {"parameters and masters": params.shards.swapped_bytes}
-    if optimization is not None:
-        rows["gradients"] = optimization.grads.shards.rest_bytes
-        rows["optimizer state"] = optimization.states.state_bytes
-        rows |= optimization.exchange.memory()
-        files["gradients"] = optimization.grads.shards.swapped_bytes
-        files["optimizer state"] = optimization.states.swapped_bytes
-    if tiers.is_swapping:
-        rows["swap buffers"] = tiers.buffer_bytes
-    rows["peak resident"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    log.info("memory | %s", _line(rows))
-    if any(files.values()):
-        log.info("swap files | %s", _line(files))
-
-
-def _line(rows: Mapping[str, int]) -> str:
-    return " | ".join(f"{name}: {format_bytes(size)}" for name, size in rows.items())
-
-
 def describe_pipeline(parts: Parts, schedule: PipeSchedule, name: str) -> list[tuple[str, str]]:
     """Rows (name, value) for the log at the start of a pipeline: its bubble, and memory spent to save traffic."""
     steps, stages, chunks = schedule.num_micro_batches, schedule.num_stages, schedule.num_chunks
@@ -220,11 +199,13 @@ def describe_pipeline(parts: Parts, schedule: PipeSchedule, name: str) -> list[t
     return rows
 
 
-def observe(parts: Parts) -> None:
+def observe(parts: Parts, throughput: Throughput) -> None:
     """Attach the observers that the config switches on; called on rank 0."""
     config = parts.plan.config
     if parts.plan.steps_per_print:
         Progress(parts, parts.plan.steps_per_print).attach(parts.bus)
+        if config.timers.throughput.enabled:
+            Speed(parts, throughput, parts.plan.steps_per_print).attach(parts.bus)
     if config.comms_logger.enabled:
         Traffic(parts.mesh.comm_trace).attach(parts.bus)
     io = parts.params.tiers.io
@@ -234,6 +215,7 @@ def observe(parts: Parts) -> None:
         parts.optimization.exchange.watch(parts.bus, parts.plan.steps_per_print)
     if config.memory_breakdown:
         report_memory(parts)
+        PassMemory().attach(parts.bus)
         parts.bus.subscribe(Event.STEP_END, lambda _: report_memory(parts))
     if config.dump_state:
         log.info("config | %s", config.model_dump_json())
