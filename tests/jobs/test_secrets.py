@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mpispeed.record.runs import open_run
+from mpispeed.record.summary import summary
 from tests.helpers.system import CHECKOUT
 
 WORKER = Path(__file__).with_name("secret_worker.py")
@@ -60,6 +62,7 @@ def test_a_key_of_the_config_is_in_no_file_and_no_line_of_a_run(job, tmp_path, w
     assert list((tmp_path / "ckpt").rglob("state.h5")) and list((tmp_path / "csv").rglob("*.csv"))
     assert way != "hang" or (run / "report.json").exists()
     assert b'"--api_key", "(set)"' in (run / "run.h5").read_bytes()
+    assert way != "hang" or "ended from outside" in summary(open_run([run]), 0.0)["said"]
     assert "(set)" in done.stderr + done.stdout  # dump_state
     assert not leaks(tmp_path, done.stdout, done.stderr)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpispeed.base.plain import printable
 from mpispeed.base.units import format_duration
+from mpispeed.record.job_report import report_of
 from mpispeed.record.reader import Record
 from mpispeed.record.runs import STEP_SECONDS, Run
 from mpispeed.record.series import Points
@@ -44,10 +45,13 @@ def summary(run: Run, now: float) -> dict[str, Any]:
         jobs: one row for each file (file, run, host, started, seconds, first_step, last_step, state);
         state: ended, failed, running or stopped; said: the same in a sentence; lost: sentences about what is missing;
         steps, samples: the last; seconds_per_step: median; repeated: points that were left out; series: rows of
-        `series_row`; ranks: rows of `spread`; slowest: `slowest_rank`; traffic: rows of `traffic`; notes: all of them.
+        `series_row`; ranks: rows of `spread`; slowest: `slowest_rank`; traffic: rows of `traffic`; notes: all, and the
+        watchdog's reports beside records without an end.
     """
     infos = [info for info in run.series() if not info.name.startswith(TRAFFIC)]
     state, said = state_of(run.last, now)
+    reports = [report_of(record, run.records) for record in run.records if not record.is_ended]
+    notes = [*run.notes(), *(note for note in reports if note is not None)]
     return {
         "jobs": [job_row(record, state if record is run.last else _state_before(record)) for record in run.records],
         "state": state,
@@ -61,7 +65,7 @@ def summary(run: Run, now: float) -> dict[str, Any]:
         "ranks": [spread(run, info.name, info.ranks) for info in infos if len(info.ranks) > 1],
         "slowest": slowest_rank(run),
         "traffic": traffic(run),
-        "notes": run.notes(),
+        "notes": notes,
     }
 
 
@@ -73,6 +77,10 @@ def state_of(record: Record, now: float) -> tuple[str, str]:
         after = f"{when(last)} after {format_duration(max(0.0, last - record.started))}"
         return (FAILED, f"failed {after}{_reason(record)}") if _has_failed(record) else (ENDED, f"ended {after}")
     since = f"last written {format_duration(max(0.0, age))} ago, {when(last)}"
+    report = report_of(record)
+    if report is not None:
+        first, _, _ = report["text"].partition("\n")
+        return STOPPED, f"ended from outside, {when(report['time'])}: {printable(first, 200)}"
     if _is_gone(record):
         return STOPPED, f"stopped without an end, its process is gone: {since}"
     if age <= max(SILENT_SECONDS, _SILENT_GAPS * _gap(record)):

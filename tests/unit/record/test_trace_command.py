@@ -7,7 +7,7 @@ import pytest
 
 from mpispeed.cli.main import main
 from mpispeed.record.layout import SPAN
-from tests.unit.record.records import STARTED, put, rows
+from tests.unit.record.records import STARTED, note_lines, put, rows, run_id
 
 NAMES = ("Train/Samples/train_loss", "main", "step", "grads", "all_reduce data")
 SPANS = np.array(
@@ -34,7 +34,8 @@ def test_spans_of_two_jobs_that_number_names_differently(tmp_path, capsys, is_ex
     others["lane"], others["name"] = SPANS["lane"] + 1, SPANS["name"] + 1
     others["begin"] += 100
     others["end"] += 100
-    put(tmp_path / "run" / "run-2.h5", spans=others, names=("x", *NAMES), started=STARTED + 100)
+    follows = note_lines({"time": STARTED + 100, "kind": "follows", "run": run_id("run.h5")})
+    put(tmp_path / "run" / "run-2.h5", spans=others, names=("x", *NAMES), started=STARTED + 100, notes=follows)
     path = tmp_path / "out" / "trace.json"
     if is_export:
         assert command("record", "export", tmp_path / "run", "--to", "chrome", "-o", path.parent) == 0
