@@ -236,11 +236,6 @@ def _logged(run: Run) -> bool:
     return comms_log.of_process().is_attached and bool(comms_log.of_process().rows())
 
 
-def _traced(settings: dict[str, Any], folder: Path) -> None:
-    settings["wall_clock_breakdown"] = True
-    settings["trace"] = {"enabled": True, "start_step": 1, "end_step": 1, "path": str(folder / "trace.json")}
-
-
 def _counted_flops(run: Run) -> bool:
     """True if work was summed that all ranks together did; an engine that goes on from a checkpoint counts no more."""
     totals = run.engine.flops_profiler.facts.totals
@@ -329,9 +324,7 @@ FEATURES: tuple[Feature, ...] = (
         "activation checkpointing", ("activation", "recompute"), _recomputed,
         put("activation_checkpointing.partition_activations", True),
     ),
-    Feature(
-        "sparse gradients", ("sparse",), _sends_rows, put("sparse_gradients", True), (0,), CLOSE,
-    ),
+    Feature("sparse gradients", ("sparse",), _sends_rows, put("sparse_gradients", True), (0,), CLOSE),
     _client("torch.optim.AdamW", lambda model, params: torch.optim.AdamW(params, lr=1e-2), CLOSE),
     _client("mpispeed.optim.CPUAdam", lambda model, params: mpispeed.optim.CPUAdam(params, lr=1e-2), CLOSE),
     _client("torch.optim.SparseAdam", _sparse_adam, FINAL, stages=(0,)),
@@ -340,13 +333,9 @@ FEATURES: tuple[Feature, ...] = (
         put("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}}), keeps=FINAL,
     ),
     Feature("checkpoint", ("checkpoint",), lambda run: bool(run.loaded), saves=True),
-    Feature(
-        "async save", ("async_save", "background"), lambda run: bool(run.loaded), put("checkpoint.async_save", True),
-        saves=True,
-    ),
-    Feature(
-        "node-local checkpoints", ("node",), _in_nodes, put("checkpoint.use_node_local_storage", True), saves=True
-    ),
+    Feature("async save", ("async_save", "background"), lambda run: bool(run.loaded),
+            put("checkpoint.async_save", True), saves=True),
+    Feature("node-local checkpoints", ("node",), _in_nodes, put("checkpoint.use_node_local_storage", True), saves=True),
     Feature("loaded by other ranks", ("ranks",), lambda run: bool(run.loaded), keeps=CLOSE),
     Feature(
         "walltime", ("walltime",), lambda run: bool(run.engine.resumed_from),
@@ -364,7 +353,9 @@ FEATURES: tuple[Feature, ...] = (
         left=lambda run: (run.folder / "record" / "run.h5").exists(),
     ),
     Feature(
-        "times and traces", ("wall_clock", "trace"), lambda run: run.engine.wall_clock_breakdown(), _traced,
+        "times and traces", ("wall_clock", "trace"), lambda run: run.engine.wall_clock_breakdown(),
+        _all(put("wall_clock_breakdown", True), put("trace", {
+            "enabled": True, "start_step": 1, "end_step": 1, "path": "FOLDER/trace.json"})),
         left=lambda run: (run.folder / "trace.json").exists(),
     ),
     Feature("comms logger", ("comms_logger",), _logged, put("comms_logger.enabled", True)),
