@@ -15,6 +15,7 @@ from mpispeed.flops.peak import measure_peak
 from mpispeed.flops.profiler import FlopsProfiler, prepare_file
 from mpispeed.flops.tables import Facts, Times, Totals
 from mpispeed.flops.totals import SlicedWork, counted_work, own_elements, summed
+from mpispeed.nn.expert import RoutedExperts
 from mpispeed.optim.expert_groups import is_moe_param
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.units import PLAIN, kinds_of
@@ -187,7 +188,13 @@ class StepProfile:
             is_first = all(sharing.ranks_of(each).rank == 0 for each in copies) if sharing else True
             return is_first and place < distinct_over(param)
 
-        params, of_experts = own_elements(model, slices.rank, slices.size, counts, is_moe_param)
+        routed = [layer.experts for layer in model.modules() if isinstance(layer, RoutedExperts)]
+        experts = {id(param) for layer in routed for param in layer.parameters()}
+
+        def is_of_expert(param: Any) -> bool:
+            return id(param) in experts or is_moe_param(param)
+
+        params, of_experts = own_elements(model, slices.rank, slices.size, counts, is_of_expert)
         work = counted_work(counter, self._sliced, is_first=slices.rank == 0)
         return replace(work, params=params, expert_params=of_experts)
 

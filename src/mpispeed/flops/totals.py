@@ -28,24 +28,26 @@ def is_opening(module: nn.Module) -> bool:
     """True for a layer whose output is sliced."""
     if isinstance(module, ColumnLinear | VocabLinear):
         return not module.gather_output
-    return any(_own_dim(module, name) == 0 for name in marks_of(module).cuts) and not _is_table(module)
+    return 0 in _own_dims(module)
 
 
 def is_closing(module: nn.Module) -> bool:
     """True for a layer whose input is sliced, and its output not."""
     if isinstance(module, RowLinear):
         return not module.input_is_whole
-    return any(_own_dim(module, name) == 1 for name in marks_of(module).cuts) and not _is_table(module)
+    return 1 in _own_dims(module)
 
 
-def _own_dim(module: nn.Module, name: str) -> int | None:
-    """The dim of a matrix that the model's own code has sliced, None for others."""
-    cut: TensorCut = marks_of(module).cuts[name]
-    return cut.dim if cut.kind == OWN and len(cut.shape) == 2 else None
+def _own_dims(module: nn.Module) -> set[int]:
+    """Dims of matrices that the model's own code has sliced; tables of embeddings are left out."""
+    if "embedding" in type(module).__name__.lower():
+        return set()
+    return {cut.dim for cut in _cuts_of(module) if cut.kind == OWN and len(cut.shape) == 2}
 
 
-def _is_table(module: nn.Module) -> bool:
-    return "embedding" in type(module).__name__.lower()
+def _cuts_of(module: nn.Module) -> list[TensorCut]:
+    """Slicing of a module's own parameters."""
+    return [cut for name, cut in marks_of(module).cuts.items() if module._parameters.get(name) is not None]
 
 
 class SlicedWork:
@@ -61,7 +63,7 @@ class SlicedWork:
         self._handles: list[Any] = []
         self._before: dict[str, _Amounts] | None = None  # at the begin of what is on slices
         self._found: dict[str, _Amounts] = {}
-        self._in_sequence = False
+        self._around = 0  # calls under way that are on slices from begin to end
         self._whole = {path for path, module in model.named_modules() if _is_on_slices(module)}
 
     def start(self) -> None:
@@ -71,10 +73,13 @@ class SlicedWork:
                 self._handles.append(module.register_forward_hook(lambda *_: self._open()))
             elif is_closing(module):
                 self._handles.append(module.register_forward_pre_hook(lambda *_: self._close()))
+            elif _is_on_slices(module) and not isinstance(module, CutLayer):
+                self._handles.append(module.register_forward_pre_hook(lambda *_: self._enter()))
+                self._handles.append(module.register_forward_hook(lambda *_: self._leave()))
             if any(isinstance(hook, Cut) for hook in module._forward_pre_hooks.values()):
                 self._handles.append(module.register_forward_pre_hook(self._enter_sequence))
             if any(isinstance(hook, Join) for hook in module._forward_hooks.values()):
-                self._handles.append(module.register_forward_hook(lambda *_: self._leave_sequence()))
+                self._handles.append(module.register_forward_hook(lambda *_: self._leave()))
 
     def stop(self) -> None:
         """Watch no more."""
@@ -85,18 +90,21 @@ class SlicedWork:
 
     def end_pass(self) -> None:
         """End what is on slices, at the end of a forward pass."""
-        self._leave_sequence()
+        self._around = 0
         self._close()
 
     def _enter_sequence(self, module: nn.Module, _: Any) -> None:
         hooks = module._forward_pre_hooks.values()
         if any(isinstance(hook, Cut) and hook.sequence.is_on for hook in hooks):
-            self._open()
-            self._in_sequence = True
+            self._enter()
 
-    def _leave_sequence(self) -> None:
-        was_in, self._in_sequence = self._in_sequence, False
-        if was_in:
+    def _enter(self) -> None:
+        self._open()
+        self._around += 1
+
+    def _leave(self) -> None:
+        if self._around:
+            self._around -= 1
             self._close()
 
     def _open(self) -> None:
@@ -104,7 +112,7 @@ class SlicedWork:
             self._before = self._amounts()
 
     def _close(self) -> None:
-        if self._before is None or self._in_sequence:
+        if self._before is None or self._around:
             return
         before, self._before = self._before, None
         for path, now in self._amounts().items():
@@ -140,7 +148,7 @@ def _is_on_slices(module: nn.Module) -> bool:
     """True for a layer that has sliced parameters, or its part of an input."""
     if isinstance(module, CutLayer):
         return True
-    return any(cut.kind not in WHOLE_KINDS for cut in marks_of(module).cuts.values())
+    return any(cut.kind not in WHOLE_KINDS for cut in _cuts_of(module))
 
 
 def counted_work(counter: ModuleCounter, sliced: SlicedWork | None, *, is_first: bool) -> Totals:

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+import mpispeed
 from mpispeed.flops import ModuleCounter, flops_of_step, get_model_profile
 from mpispeed.flops.tables import Totals
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from tests.helpers.covering import on_ranks
 from tests.helpers.feature_models import SHAPE, Whole, gpt_layers, layers
+from tests.helpers.own_cut import Mpu, OwnCut
 from tests.helpers.tiny_models import VOCAB, tiny_model
+from tests.zoo.models import batches as token_batches
 from tests.zoo.training import ADAM, config, own_part, start
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -26,10 +29,14 @@ def batch():
 
 def whole(**options):
     """What one process computes of the global batch."""
-    model = Whole(**options)
+    return alone(Whole(**options), batch())
+
+
+def alone(model, inputs):
+    """What a model computes in one process."""
     counter = ModuleCounter(model)
     counter.start()
-    model(*batch()).backward()
+    model(*inputs).backward()
     counter.stop()
     total, params = counter.total(), sum(param.numel() for param in model.parameters())
     experts = sum(param.numel() for name, param in model.named_parameters() if "experts" in name)
@@ -112,6 +119,19 @@ def test_stages(comm, capfd, schedule, slices, interval, stage):
         expected.flops, expected.macs, expected.forward, expected.backward, expected.params
     )  # fmt: skip
     assert is_written_once(capfd, comm)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_slices_that_a_model_has_cut_itself(comm, stage):
+    mpu, (tokens, *_) = Mpu(2), token_batches(1, BATCH)
+    settings = config(stage, BATCH, 1, **COUNTED, **ADAM)
+    engine = mpispeed.initialize(model=OwnCut(mpu), mpu=mpu, config=settings)[0]
+    for _ in range(2):
+        engine.backward(engine(*own_part(engine, tokens)))
+        engine.step()
+    assert closed(engine) == alone(OwnCut(), (tokens,))
+    mpu.free()
 
 
 @pytest.mark.ranks(2)
