@@ -2,9 +2,11 @@
 
 import argparse
 import atexit
+import builtins
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -44,12 +46,14 @@ def facts():
         "features": [row.name for row in features.registered()],
         "generators": [random.random(), float(np.random.rand()), torch.rand(1).item()],
         "torch": [torch.get_num_threads(), str(torch.get_default_dtype()), torch.is_grad_enabled()],
-        "loggers": [len(logging.root.handlers), logging.root.level],
+        "loggers": [len(logging.root.handlers), logging.root.level, len(logging.getLogger("of script").handlers)],
         "signal": str(signal.getsignal(signal.SIGUSR1)),
         "folder": str(Path.cwd()),
         "variable": os.environ.get("TUNE_WORKER"),
         "distributed": torch.distributed.is_initialized(),
         "imported": tune_helper.COUNT,
+        "print": print.__module__,
+        "start method": multiprocessing.get_start_method(allow_none=True),
     }
 
 
@@ -64,12 +68,15 @@ def change():
     torch.manual_seed(1)
     torch.set_num_threads(torch.get_num_threads() + 1)
     logging.basicConfig(level=logging.DEBUG)
+    logging.getLogger("of script").addHandler(logging.StreamHandler())
     signal.signal(signal.SIGUSR1, lambda *_: None)
     os.environ["TUNE_WORKER"] = "was here"
     sys.argv.append("--more")
     features.register(features.Feature("of_the_script"))
     atexit.register(say, "atexit of the script")
     torch.distributed.new_group([0])
+    multiprocessing.set_start_method("spawn")
+    builtins.print = say
     os.chdir("/")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -77,7 +79,8 @@ class ProcessState:
     )
     generators: dict[str, bytes] = field(default_factory=rng.capture)
     comms: Settings = field(default_factory=lambda: comms_log.of_process().settings)
-    torch_settings: dict[str, Any] = field(default_factory=lambda: {name: get() for name, (get, _) in _TORCH.items()})
+    settings: dict[str, Any] = field(default_factory=lambda: {name: get() for name, (get, _) in _SETTINGS.items()})
+    builtins: dict[str, Any] = field(default_factory=lambda: dict(vars(builtins)))
 
     def restore(self) -> str:
         """Put everything back; returns what could not be, in words, or "".
@@ -89,17 +92,15 @@ class ProcessState:
         for name in [row.name for row in features.registered() if row.name not in self.rows]:
             features.unregister(name)
         activation_checkpointing.unconfigure()
-        for name, logger in _loggers().items():
-            if name in self.loggers:
-                self.loggers[name].give(logger)
-        for name, (_, put) in _TORCH.items():
-            put(self.torch_settings[name])
+        for name, (_, put) in _SETTINGS.items():
+            put(self.settings[name])
         rng.restore(self.generators)
         rng.get_rng_tracker().reset()
         comms_log.of_process().detach()
         comms_log.of_process().settings = self.comms
         _end_children()
         self._forget_modules()
+        self._restore_loggers()
         _forget_libraries()
         trim()
         return self._left_over()
@@ -111,6 +112,7 @@ class ProcessState:
                 stream.flush()
         sys.stdin, sys.stdout, sys.stderr = self.streams
         sys.excepthook, threading.excepthook, sys.displayhook = self.hooks
+        vars(builtins).update(self.builtins)  # some put a print of rank 0 alone there
         os.chdir(self.working_folder)
         for name in os.environ.keys() - self.environment.keys():
             del os.environ[name]
@@ -121,6 +123,16 @@ class ProcessState:
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _restore_loggers(self) -> None:
+        """Those of packages that were imported meanwhile stay as their packages have made them."""
+        fresh = LoggerState(logging.NOTSET, (), propagate=True, disabled=False)
+        for name, logger in _loggers().items():
+            top = name.partition(".")[0]
+            if name in self.loggers:
+                self.loggers[name].give(logger)
+            elif top == "__main__" or top not in sys.modules:
+                fresh.give(logger)
 
     def _forget_modules(self) -> None:
         """Let go of modules of the script's own, which a new start would import anew."""
@@ -185,15 +197,26 @@ def _loggers() -> dict[str, logging.Logger]:
     return {"": logging.root, **found}
 
 
-_TORCH: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+def _no_default_device(_: Any) -> None:
+    torch.set_default_device(None)  # a mode, of which there is none before
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "device": (lambda: None, _no_default_device),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "start method": (
+        lambda: multiprocessing.get_start_method(allow_none=True),
+        lambda name: multiprocessing.set_start_method(name, force=True),
+    ),
+    "collector": (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
+    "recursion": (sys.getrecursionlimit, sys.setrecursionlimit),
 }
-"""Settings of torch: how to read and how to set each."""
+"""Settings of torch and of the interpreter: the ways to read and to set each."""
 
 
 def _end_children() -> None:
