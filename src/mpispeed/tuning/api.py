@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from mpispeed.config.autotuning import Autotuning
 
-JOBS = "jobs"
-"""Folder below that of results, with one folder for each worker job: its output, and reports of its end."""
-
 CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--config")
 
 
@@ -104,24 +101,14 @@ def search(request: Request, say: Callable[[Row | str], None] = lambda _: None) 
     least = mapped_value(request.arguments, mappings_of(tuning), MICRO_BATCH)
     space, folders = Space(raw, tuning, ranks, least), Folders(Path(tuning.results_dir), Path(tuning.exps_dir))
     space.first()  # before anything is started
-    # A folder that the nodes of ranks see too; what a job says of its end stays there.
-    kept = folders.results / JOBS
-    place = os.environ.get("MPISPEED_RUN_DIR") or request.wishes.variables.get("MPISPEED_RUN_DIR") or kept
-    job = WorkerJob(
-        [*request.script, *request.arguments], ranks, Path(place), mpi=request.mpi, wishes=request.wishes,
-        is_debug=request.is_debug,
-    )  # fmt: skip
-    with job:
+    words = [*request.script, *request.arguments]
+    with WorkerJob(
+        words, ranks, folders.of_jobs(), mpi=request.mpi, wishes=request.wishes, is_debug=request.is_debug
+    ) as job:
         tuner = Tuner(
-            space,
-            tuning,
-            job,
-            folders,
-            ranks=ranks,
-            words=request.arguments,
-            memory_bytes=request.memory_bytes,
+            space, tuning, job, folders, ranks=ranks, words=request.arguments, memory_bytes=request.memory_bytes,
             say=say,
-        )
+        )  # fmt: skip
         found = tuner.run()
     return _conclude(request, raw, tuning, ranks, tuner, found, folders)
 

@@ -17,7 +17,7 @@ from mpispeed.base.units import format_bytes, format_duration
 SUMMARY, OPTIMAL, COMMAND, TRIALS, PICTURE = (
     "summary.txt", "ds_config_optimal.json", "cmd_optimal.txt", "trials.json", "search.png",
 )  # fmt: skip
-MODEL_INFO = "profile_model_info"
+MODEL_INFO, JOBS = "profile_model_info", "jobs"
 _OF_TRIAL = ("cmd.txt", "ds_config.json", "exp.json", "metrics.json", "stdout.log", "stderr.log")
 _NAMES = {"latency": "latency", "throughput": "throughput", "flops": "FLOPS_per_gpu"}
 
@@ -106,7 +106,7 @@ class Folders:
 
     def _remove(self, folder: Path) -> None:
         for path in folder.iterdir():
-            is_ours = (path / "ds_config.json").is_file() or path.name == MODEL_INFO
+            is_ours = (path / "ds_config.json").is_file() or path.name in (MODEL_INFO, JOBS)
             if path.is_dir() and not path.is_symlink() and is_ours:
                 shutil.rmtree(path)
             elif path.is_file() and (path.name in (SUMMARY, OPTIMAL, COMMAND, TRIALS, PICTURE) or _is_experiment(path)):
@@ -165,6 +165,13 @@ class Folders:
     def write_model(self, facts: Mapping[str, Any]) -> None:
         """Write the facts about the model."""
         _write(self.of_model() / "model_info.json", dict(facts))
+
+    def of_jobs(self) -> Path:
+        """An empty folder for worker jobs: all nodes have to see it, so it is no temporary one."""
+        folder = self.results / JOBS
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
+        return folder
 
     def of_model(self) -> Path:
         """The folder of the look at the model."""

@@ -201,10 +201,12 @@ class Tuner:
     def _discard(self, search: Search, memory: Memory, names: Sequence[str]) -> None:
         gone = []
         for place in search.left:
-            refusal = memory.refusal(self._forecasts[names[place]])
+            name = names[place]
+            point, forecast = self._candidates[name].point, self._forecasts[name]
+            refusal = memory.refusal(point, forecast)
             if refusal:
                 gone.append(place)
-                self._note(self._skipped(names[place], refusal, memory.need(self._forecasts[names[place]])))
+                self._note(self._skipped(name, refusal, memory.need(point, forecast)))
         search.drop(gone)
 
     def _skipped(self, name: str, reason: str, need: int = 0) -> Row:
@@ -214,7 +216,7 @@ class Tuner:
 
     def _try(self, name: str, order: Order, place: int, memory: Memory) -> Row:
         candidate, words = self._candidates[name], self.arguments(self._candidates[name].config)
-        row = replace(self._row(name), need_bytes=memory.need(self._forecasts[name]))
+        row = replace(self._row(name), need_bytes=memory.need(candidate.point, self._forecasts[name]))
         if isinstance(order, Predicted) and order.is_fitted:
             row = replace(row, predicted_seconds=order.model.predict(place).seconds)
         figures = self._folders.finished(name, candidate.config, words, self._ranks)
@@ -256,7 +258,7 @@ class Tuner:
         if row.status == "memory":
             memory.failed(row.name, self._forecasts[row.name])
         elif row.is_good and row.metrics is not None and of_metrics(row.metrics):
-            memory.measured(row.micro_batch, of_metrics(row.metrics))
+            memory.measured(self._candidates[row.name].point, row.micro_batch, of_metrics(row.metrics))
 
     def _cost(self, row: Row) -> float:
         """What is minimised: seconds of a step, or of a sample."""

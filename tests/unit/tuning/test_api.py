@@ -12,6 +12,7 @@ from mpispeed.compat.names import SERVED
 from mpispeed.launch.hosts import Host
 from mpispeed.launch.options import Wishes
 from mpispeed.tuning.api import Autotuner, Request, config_of, count, optimal_of, read, with_config
+from mpispeed.tuning.results import Folders
 
 SETTINGS = {"train_micro_batch_size_per_gpu": [1, 2], "autotuning": {"enabled": True, "metric": "FLOPS"}}
 
@@ -63,6 +64,15 @@ def test_ranks_are_counted_as_a_start_counts_them(file, monkeypatch):
     assert count(Request(file, ("x.py",)), {}) == 1
     hosts = Wishes(hosts=(Host("a", (0, 1)), Host("b", (0,))))
     assert count(Request(file, ("x.py",), wishes=hosts), {}) == 3
+
+
+def test_the_folder_of_jobs_is_empty_and_beside_the_results(tmp_path):
+    folders = Folders(tmp_path, tmp_path)
+    folders.of_jobs().mkdir()
+    (folders.of_jobs().parent / "jobs").mkdir()
+    (tmp_path / "jobs" / "old").touch()
+    assert folders.of_jobs() == tmp_path / "jobs"
+    assert not (tmp_path / "jobs").exists()
 
 
 # -- DeepSpeed's tests -------------------------------------------------------------------------------------------------

@@ -99,6 +99,14 @@ def test_each_tuner_finds_a_good_candidate(tmp_path, kind):
     assert found.best.micro_batch == 16
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_any_number_of_ranks_is_searched(tmp_path, ranks):
+    found, job, _ = search(tmp_path, job=SyntheticJob(Machine(1), ranks), fast=False)
+    assert found.best is not None
+    assert {row.train_batch for row in found.rows if row.micro_batch == 4} == {4 * ranks}
+    assert len(job.trials) == len(set(job.trials)) == sum(row.status == "ok" for row in found.rows)
+
+
 def test_powers_of_two_are_followed_by_sizes_around_the_best(tmp_path):
     found, job, _ = search(
         tmp_path, raw={"optimizer": ADAM, "zero_optimization": {"stage": 1}}, max_train_micro_batch_size_per_gpu=16,
@@ -293,11 +301,12 @@ def test_activations_grow_with_the_micro_batch():
     survey = Survey([], {}, 2, 2, {"MemAvailable": GIB})
     memory = Memory(survey)
     small, large = (Forecast(held={"device": 100}, micro_batch=size) for size in (2, 8))
-    assert memory.need(large) == 100
-    memory.measured(2, 1000.0)
-    assert memory.need(large) == 100 + 4000
-    memory.measured(4, 1600.0)
-    assert memory.need(large) == 100 + 2800
-    assert memory.need(small) == 100 + 1000
-    assert memory.refusal(large) == ""
-    assert "on the accelerator" in Memory(Survey([], {}, 2, 2, {}, "cuda", 50)).refusal(large)
+    assert memory.need({}, large) == 100
+    memory.measured({"zero_optimization.stage": 1}, 2, 1000.0)
+    assert memory.need({}, large) == 100 + 4000
+    memory.measured({}, 4, 1600.0)
+    assert memory.need({}, large) == 100 + 2800
+    assert memory.need({}, small) == 100 + 1000
+    assert memory.need({"tensor_parallel.autotp_size": 2}, large) == 100, "slices keep other activations"
+    assert memory.refusal({}, large) == ""
+    assert "on the accelerator" in Memory(Survey([], {}, 2, 2, {}, "cuda", 50)).refusal({}, large)
