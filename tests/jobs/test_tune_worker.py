@@ -221,8 +221,10 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_the_tuner_end_the_job(tmp_path, number):
     code = f"""
+import signal
 from pathlib import Path
 from tests.jobs.test_tune_worker import Trials
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell that started the tests with &
 trials = Trials(Path({str(tmp_path)!r}))
 with trials.job:
     trials.run("--do", "hang")
