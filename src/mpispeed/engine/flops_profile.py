@@ -94,6 +94,8 @@ class StepProfile:
             counter.start()
         self._is_counting = True
         self._forwards += 1
+        if self._runs_in_parts and self.profiler.counter is not None:
+            self.profiler.counter.begin_pass()
 
     def _begin(self) -> None:
         self._forwards, self._times, self._has_stopped = 0, Times(), False
@@ -106,6 +108,8 @@ class StepProfile:
     def on_forward_end(self, event: Mapping[str, Any]) -> None:
         """Add the time of a pass."""
         if self._is_counting:
+            if self._runs_in_parts and self.profiler.counter is not None:
+                self.profiler.counter.end_pass()
             self._times = replace(self._times, forward=self._times.forward + event["seconds"])
             if self._sliced is not None:
                 self._sliced.end_pass()
@@ -137,6 +141,11 @@ class StepProfile:
         if self._sliced is not None:
             self._sliced.stop()
         self.profiler.end_profile()
+
+    @property
+    def _runs_in_parts(self) -> bool:
+        """True for a pipeline, whose chunks run without a call of the model."""
+        return isinstance(self._context.module, PipelineModule)
 
     # -- the end of the step -------------------------------------------------------------------------------------------
 

@@ -188,6 +188,14 @@ class ModuleCounter:
                 found.add(counts)
         return found
 
+    def begin_pass(self) -> None:
+        """Count what runs from now on as the model's own: layers, and functions between them, without a call of it."""
+        self._enter(self.model, None)
+
+    def end_pass(self) -> None:
+        """End what `begin_pass` began."""
+        self._leave(self.model, None, None)
+
     # -- modules -----------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, _: Any) -> None:

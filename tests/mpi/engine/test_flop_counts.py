@@ -112,3 +112,19 @@ def test_stages_together_count_as_the_plain_model(comm, schedule, stage):
     assert not counter.unknown
     assert summed(comm, counter.total()) == three(expected.total())
     engine.destroy()
+
+
+def test_a_tied_head_counts_although_it_is_a_function(comm):
+    stages = 3 if comm.size == 3 else min(comm.size, 2)
+    profile = {"flops_profiler": {"enabled": True, "profile_step": 1, "detailed": False}}
+    engine = Case(Layout(stages, 1, comm.size // stages), is_tied=True).engine(**profile)
+    train(engine, [0, 1])
+    totals = engine.flops_profiler.facts.totals
+    engine.destroy()
+    plain = Plain(is_tied=True)
+    expected = ModuleCounter(plain)
+    expected.start()
+    plain(*batch(1)).backward()
+    expected.stop()
+    assert (totals.forward, totals.backward, totals.recompute) == three(expected.total())
+    assert totals.macs == expected.total().deepspeed_macs
