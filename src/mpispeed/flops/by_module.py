@@ -10,6 +10,7 @@ switch gradients on for it.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from bisect import bisect_right
@@ -139,6 +140,7 @@ class ModuleCounter:
         if self._modes is not None:
             msg = "this counter of operations was started already; stop it first, or use another one"
             raise UsageError(msg)
+        importlib.import_module("torch._dynamo")  # takes seconds, and the first call of a mode would do it
         self._paths = {}
         for path, module in _walk(self.model):
             self._paths.setdefault(id(module), []).append(path)
