@@ -29,6 +29,7 @@ from mpispeed.record.writer import RecordWriter
 
 STEPS = 200
 ROUNDS = 15
+KINDS = ("clock", "computing")
 
 
 def engine(section: dict[str, Any]) -> Any:
@@ -64,7 +65,7 @@ def measure_steps(folder: str) -> dict[str, Any]:
     on.destroy()
     off.destroy()
     results: dict[str, Any] = {}
-    for place, kind in enumerate(("clock", "computing")):
+    for place, kind in enumerate(KINDS):
         own = {name: [both[place] for both in found] for name, found in times.items()}
         differences = [one - other for one, other in zip(own["on"], own["off"], strict=True)]
         results |= {f"{kind}_{name}_us": statistics.median(values) for name, values in own.items()}
@@ -100,11 +101,11 @@ def main() -> None:
         results = measure_steps(world.comm.share(own))
         if world.rank == 0:
             results |= measure_calls(own)
+            clock, computing = ([results[f"{kind}_{name}_us"] for name in ("off", "more")] for kind in KINDS)
             print(
-                f"{world.size} ranks: a step takes {results['clock_off_us']:.0f} us without a record, "
-                f"{results['clock_more_us']:+.1f} us with one; its thread computes "
-                f"{results['computing_off_us']:.0f} us, {results['computing_more_us']:+.1f} us with one; a point {results['row_us']:.2f} us, "
-                f"those of 256 ranks {results['rows_of_256_ranks_us']:.0f} us"
+                f"{world.size} ranks: a step takes {clock[0]:.0f} us without a record, {clock[1]:+.1f} us with one; "
+                f"its thread computes {computing[0]:.0f} us, {computing[1]:+.1f} us with one; a point "
+                f"{results['row_us']:.2f} us, those of 256 ranks {results['rows_of_256_ranks_us']:.0f} us"
             )
             peers.write_record(args.json, "record/overhead", {"ranks": world.size, "steps": STEPS}, results)
         world.comm.barrier()
