@@ -183,8 +183,8 @@ class Modes:
 
     def enter(self) -> None:
         """Switch all on."""
-        if "torch._dynamo.eval_frame" in sys.modules:  # before, nothing can have been compiled, and it loads slowly
-            self._stance = torch.compiler.set_stance("force_eager")
+        # Loads torch._dynamo, which takes seconds; the first operator under a dispatch mode would do so, and be timed.
+        self._stance = torch.compiler.set_stance("force_eager")
         for mode in self._modes:
             mode.__enter__()
 

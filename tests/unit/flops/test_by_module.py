@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -470,3 +472,19 @@ def test_a_counter_holds_no_graph() -> None:
     gc.collect()
     assert reference() is None
     assert not counter.is_started
+
+
+def test_what_torch_loads_for_a_dispatch_mode_is_in_no_time():
+    code = (
+        "import sys, torch\n"
+        "from mpispeed.flops.by_module import ModuleCounter\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "counter = ModuleCounter(model)\n"
+        "counter.start()\n"
+        "before = set(sys.modules)\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "counter.stop()\n"
+        "print(len(set(sys.modules) - before))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20, done.stdout  # it was 800, and 2 seconds
