@@ -50,16 +50,9 @@ CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--
 """Words of a script before the name of its config."""
 
 QUIET = (
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
-    "comet",
-    "walltime",
-    "run_record",
-    "trace",
-    "flops_profiler",
+    "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "walltime", "run_record", "trace", "flops_profiler",
     "autotuning",
-)
+)  # fmt: skip
 """Sections that are off in trials: they write into folders of the run that is tuned, or measure it themselves."""
 
 _MEMORY = ("memory", "device_memory")
