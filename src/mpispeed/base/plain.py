@@ -21,9 +21,12 @@ _SECRET = re.compile(
 )
 #: names under which a number is a count, as in max_tokens
 _SECRET_TEXT = re.compile(r"tokens?([_-]?value)?$|auth(orization)?$|bearer", re.IGNORECASE)
+#: further names of options, of which any key is one: a config's experiment_key is none
+_SECRET_OPTION = re.compile(r"[_-]keys?$", re.IGNORECASE)
+_SIGNS = re.compile(r"[=:]")
 _NUMBER = re.compile(r"[+-]?[0-9][0-9.eE+-]*")
-#: the user part of an address, with its password
-_USER = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
+#: the user part of an address with a password, or with a token as the user
+_USER = re.compile(r"(?<=://)(?:[^/@\s]*:[^/@\s]*|[^/@\s]{20,})(?=@)")
 
 
 def read_plain(path: Path, limit_bytes: int, *, follows_links: bool = False) -> bytes:
@@ -80,20 +83,31 @@ def hide_secrets(tree: Any) -> Any:
 def hide_in_words(words: Sequence[str]) -> list[str]:
     """Copy the words of a command, with `SET` for what a key or a password is given as.
 
-    Known are `--name value`, `--name=value`, `NAME=value`, JSON objects, and passwords within addresses.
+    Known are `--name value`, `--name=value`, `NAME=value`, `--set=section.name=value`, `name: value`, JSON objects, and
+    passwords within addresses.
     """
     shown: list[str] = []
     name = ""  # of an option whose value may be the next word
     for word in words:
-        head, sign, value = word.partition("=")
-        if name and not word.startswith("-") and _is_secret(name, _value_of(word)):
+        if name and not word.startswith("-") and _is_secret_word(name, word):
             shown.append(SET)
-        elif sign and _is_secret(head.lstrip("-"), _value_of(value)):
-            shown.append(f"{head}={SET}")
         else:
-            shown.append(_USER.sub(SET, _hidden_json(word)))
-        name = word.lstrip("-") if word.startswith("-") and not sign else ""
+            shown.append(_USER.sub(SET, _hidden_json(word) if "{" in word else _hidden_value(word)))
+        name = word.lstrip("-") if word.startswith("-") and "=" not in word else ""
     return shown
+
+
+def _hidden_value(word: str) -> str:
+    """A word without the value behind a name of a secret and "=" or ":", wherever that is in the word."""
+    for sign in _SIGNS.finditer(word):
+        name = re.split(r"[=:.?&/\s]", word[: sign.start()])[-1].lstrip("-")
+        if name and _is_secret_word(name, word[sign.end() :].strip()):
+            return f"{word[: sign.end()]}{SET}"
+    return word
+
+
+def _is_secret_word(name: str, value: str) -> bool:
+    return bool(value and _SECRET_OPTION.search(name)) or _is_secret(name, _value_of(value))
 
 
 def _value_of(word: str) -> str | float:
@@ -103,9 +117,11 @@ def _value_of(word: str) -> str | float:
 def _hidden_json(word: str) -> str:
     """A word that may be a JSON object, alone or behind "=", without its secrets."""
     head, sign, value = word.partition("=")
+    if sign and "{" not in head and _is_secret_word(head.lstrip("-"), value):
+        return f"{head}={SET}"
     text = value if sign and value.lstrip().startswith("{") else word
     if not text.lstrip().startswith("{"):
-        return word
+        return _hidden_value(word)
     try:
         hidden = json.dumps(hide_secrets(json.loads(text)))
     except (ValueError, RecursionError):

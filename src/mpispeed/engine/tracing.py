@@ -57,12 +57,12 @@ class Tracer:
         self._steps = 0  # ended since the engine was made
         self._is_on = self._is_over = False
         context.bus.subscribe(Event.STEP_END, self._on_step)
-        context.bus.subscribe(Event.CLOSE, self._on_close)
 
     def begin(self, _: Any) -> None:
         """Start with the first step, if that is traced; say where nothing would keep the spans."""
         if self._parts.mesh.rank == 0 and self._settings.path is None and not self._parts.bus.has(Event.SPANS):
             log.warning("trace: nothing keeps the spans; set trace.path to a file, or run_record.enabled to true")
+        self._parts.bus.subscribe(Event.CLOSE, self._on_close)  # where initialize fails, its error says enough
         if self._settings.start_step == 1:
             self._start()
 

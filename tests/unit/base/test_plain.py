@@ -85,6 +85,15 @@ KEY = "kY7-distinctive-9Qz-secret"
         ([f'{{"comet": {{"api_key": "{KEY}"}}}}'], ['{"comet": {"api_key": "(set)"}}']),
         ([f'--config={{"token": "{KEY}"}}'], ['--config={"token": "(set)"}']),
         ([f"{{'token': '{KEY}'"], ["(set)"]),
+        (["--wandb_key", KEY, f"--hf-key={KEY}"], ["--wandb_key", "(set)", "--hf-key=(set)"]),
+        (
+            [f"--set=comet.api_key={KEY}", f"--env=HF_TOKEN={KEY}"],
+            ["--set=comet.api_key=(set)", "--env=HF_TOKEN=(set)"],
+        ),
+        ([f"comet.api_key:{KEY}", f"Authorization: Bearer {KEY}"], ["comet.api_key:(set)", "Authorization:(set)"]),
+        ([f"https://host/x?token={KEY}"], ["https://host/x?token=(set)"]),
+        ([f"https://{KEY}@host/x", "ssh://git@host/x"], ["https://(set)@host/x", "ssh://git@host/x"]),
+        (["--set=train.max_tokens=5", "host:8080", "a/b:c"], ["--set=train.max_tokens=5", "host:8080", "a/b:c"]),
         (["-m", "train", "lr=0.1", "a=b=c"], ["-m", "train", "lr=0.1", "a=b=c"]),
     ],
 )
