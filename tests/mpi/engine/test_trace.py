@@ -137,6 +137,14 @@ def test_a_folder_that_is_not_there_is_an_error_on_all_ranks(mpi_tmp_path):
         start(traced(0, path=str(mpi_tmp_path / "none" / "trace.json")))
 
 
+def test_a_run_that_cannot_begin_tells_of_no_trace(mpi_tmp_path, caplog):
+    report = mpi_tmp_path / "file" / "report.txt"
+    report.parent.write_text("no folder")
+    with pytest.raises(ConfigError, match="output_file"):
+        start(traced(0) | {"flops_profiler": {"enabled": True, "output_file": str(report)}})
+    assert "no trace" not in caplog.text
+
+
 def test_transfers_of_swap_files_have_lanes(mpi_tmp_path, comm):
     settings = traced(3)
     settings["zero_optimization"] |= {"offload_optimizer": {"device": "nvme", "nvme_path": str(mpi_tmp_path)}}
