@@ -110,14 +110,14 @@ class StepProfile:
         if self._is_counting:
             if self._runs_in_parts and self.profiler.counter is not None:
                 self.profiler.counter.end_pass()
-            self._times = replace(self._times, forward=self._times.forward + event["seconds"])
+            self._times = replace(self._times, forward=self._times.forward + float(event["seconds"]))
             if self._sliced is not None:
                 self._sliced.end_pass()
 
     def on_backward_end(self, event: Mapping[str, Any]) -> None:
         """Add the time of a pass."""
         if self._is_counting:
-            self._times = replace(self._times, backward=self._times.backward + event["seconds"])
+            self._times = replace(self._times, backward=self._times.backward + float(event["seconds"]))
 
     def stop(self, ctx: StepContext) -> None:
         """Part of a step, before the update: count no more. Local."""
@@ -157,9 +157,10 @@ class StepProfile:
         if not self._is_due:
             return
         self._is_due, self._is_done = False, True
-        context, peak = self._context, self._peak_of_rank()
-        found = context.mesh.world.comm.gather_objects((self._totals(), peak))
-        parts, peaks = [each for each, _ in found if each is not None], [rate for _, rate in found if rate]
+        context = self._context
+        found = context.mesh.world.comm.gather_objects((self._totals(), *self._peak_of_rank()))
+        parts, peaks = [each for each, _, _ in found if each is not None], [rate for _, rate, _ in found if rate]
+        problem = next((text for _, _, text in found if text), "")
         if len(parts) < len(found):
             if context.mesh.rank == 0:
                 log.warning(
@@ -169,13 +170,18 @@ class StepProfile:
             self.profiler.end_profile()
             return
         totals = summed(parts)
-        self._peak = sum(peaks) if peaks else None
+        self._peak = sum(peaks) if len(peaks) == len(found) else None
         self._flops = totals.forward + totals.backward
         self.profiler.passes = self._micro_batches
         self.profiler.facts = self._facts(totals)
         self.profiler.end_profile()
         self._sliced = None
         if context.mesh.rank == 0:
+            if problem:
+                log.warning(
+                    "flops_profiler: the peak of a rank could not be measured (%s), so the report has no utilisation; "
+                    "set flops_profiler.peak_flops to a number", problem,
+                )  # fmt: skip
             self._print()
 
     @property
@@ -207,9 +213,15 @@ class StepProfile:
         work = counted_work(counter, self._sliced, is_first=slices.rank == 0)
         return replace(work, params=params, expert_params=of_experts)
 
-    def _peak_of_rank(self) -> float | None:
+    def _peak_of_rank(self) -> tuple[float | None, str]:
+        """Operations per second, None if unknown; and why they could not be measured, as without memory."""
         wanted, plan = self._section.peak_flops, self._context.plan
-        return measure_peak(plan.policy.compute, plan.device) if wanted == "measure" else wanted
+        if wanted != "measure":
+            return wanted, ""
+        try:
+            return measure_peak(plan.policy.compute, plan.device), ""
+        except RuntimeError as error:  # the other ranks are on their way to the sum
+            return None, str(error).partition("\n")[0]
 
     def _facts(self, totals: Totals) -> Facts:
         context, counter = self._context, self.profiler.counter

@@ -16,6 +16,7 @@ from mpispeed.base.events import Event
 from mpispeed.config.load import load
 from mpispeed.engine import flops_profile
 from mpispeed.engine.flops_profile import FLOPS_SERIES, MFU_SERIES
+from mpispeed.flops import FlopsProfiler
 from tests.zoo.training import ADAM, config, start
 
 TIMES = r"[0-9.]+ (?:s|ms|us)\b|[0-9.]+ [KMGT]?FLOPS\b|(?<=samples/second:)  +[0-9.]+"
@@ -185,6 +186,58 @@ def test_later_steps_are_points_of_series(tmp_path):
         rows = (tmp_path / "run" / f"{series.replace('/', '_')}.csv").read_text().splitlines()[1:]
         assert [row.split(",")[0] for row in rows] == ["12", "16"]
         assert all(float(row.split(",")[1]) > 0 for row in rows)
+
+
+def test_times_of_a_device_are_added_up():
+    """Marks of a device have differences that only become numbers by `float`."""
+    engine, clock = engine_of(batch=8, accumulation=2, **section(detailed=False)), [0]
+
+    class Lap:
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        def __float__(self):
+            return float(self.seconds)
+
+    class Mark:
+        def __init__(self):
+            clock[0] += 1
+            self.at = clock[0]
+
+        def __sub__(self, begin):
+            return Lap(self.at - begin.at)
+
+    parts = engine.mpispeed.parts
+    parts.clock.now, parts.clock.is_of_host = Mark, False
+    for _ in range(2):
+        step(engine, 2)
+    times = engine.flops_profiler.facts.times
+    assert times.forward == 2 and times.backward >= 2 and times.step >= 1
+    engine.destroy()
+
+
+def test_a_peak_that_cannot_be_measured_does_not_end_the_run(monkeypatch, capsys, caplog):
+    def fails(*_):
+        msg = "out of memory\nand more"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(flops_profile, "measure_peak", fails)
+    engine = engine_of(**section(detailed=False, peak_flops="measure"))
+    logging.getLogger("mpispeed").addHandler(caplog.handler)
+    for _ in range(2):
+        step(engine)
+    logging.getLogger("mpispeed").removeHandler(caplog.handler)
+    out = capsys.readouterr().out
+    assert "Profile Summary" in out and "MFU" not in out
+    assert caplog.text.count("could not be measured (out of memory), so") == 1
+    engine.destroy()
+
+
+def test_a_profiler_of_an_engine_knows_the_sizes_of_the_run():
+    engine = engine_of()
+    facts = FlopsProfiler(engine.module, engine).facts
+    assert (facts.world_size, facts.data_size, facts.model_size, facts.micro_batch) == (1, 1, 1, 4)
+    engine.destroy()
 
 
 def test_a_report_that_cannot_be_written_is_refused_at_the_start(tmp_path):
