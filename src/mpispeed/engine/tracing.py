@@ -117,8 +117,9 @@ class Tracer:
         if brought is None:
             return
         found, names = brought
+        epoch = time.time() - time.perf_counter()
         for column in ("begin", "end"):
-            found[column] += time.time() - time.perf_counter()
+            found[column] += epoch
         log.info(
             "trace: %d spans of steps %d to %d on %d ranks; their clocks agree within %.1f us",
             len(found), self._settings.start_step, self._settings.end_step, comm.size,
