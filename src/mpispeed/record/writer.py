@@ -195,7 +195,7 @@ class _Carrier:
     def __init__(self, file: RecordFile, take: Callable[[], tuple[dict[str, bytes], int]], seconds: float) -> None:
         self._file, self._take, self._seconds = file, take, seconds
         self._parts: dict[str, bytes] = {}
-        self._dropped = 0
+        self._dropped = self._lost = 0  # rows: by callers, and here at the end
         self._has_warned = False
         self._looked = time.monotonic()
 
@@ -212,10 +212,12 @@ class _Carrier:
 
     def end(self) -> None:
         """Write what is left, and that this is all."""
+        later, self._dropped = self._take()
+        self._parts = {table: self._parts.get(table, b"") + data for table, data in later.items()}
         self._flush(is_ended=True)
         if any(self._parts.values()):  # refused: what has happened is told all the same, if that is possible
-            self._dropped += len(self._parts.pop("rows", b"")) // ROW.itemsize
-            self._parts.pop("spans", None)
+            self._lost += len(self._parts.pop("rows")) // ROW.itemsize
+            del self._parts["spans"]
             self._flush(is_ended=True)
         self._look()
 
@@ -227,7 +229,7 @@ class _Carrier:
             if not has_news:
                 return
         try:
-            self._file.append(self._parts, dropped=self._dropped, is_ended=is_ended)
+            self._file.append(self._parts, dropped=self._dropped + self._lost, is_ended=is_ended)
         except OSError as error:
             self._warn("cannot be written (%s): rows are kept for a while and then lost; training goes on", error)
         else:
