@@ -247,6 +247,8 @@ class RecordFile:
         found = self._successor
         if found is None:
             return
+        if os.path.lexists(self.path) and not self.is_in_place():
+            raise OSError(errno.EEXIST, "another file has its name by now", str(self.path))
         state = replace(self.state, sequence=self.state.sequence + 1)
         found.file.put_state(state)
         os.fsync(found.file.handle)  # the name must not come to a file whose bytes a node takes down with it
@@ -304,7 +306,11 @@ def _publish(work: Path, wish: Path) -> Path:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, FILE_MODE))
             except FileExistsError:
                 continue
-            work.replace(path)
+            try:
+                work.replace(path)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
             return path
         work.unlink()
         return path

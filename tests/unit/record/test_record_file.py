@@ -129,6 +129,19 @@ def test_a_burst_larger_than_the_successor_has_one_of_its_own(tmp_path):
     assert names_in(tmp_path) == ["run.h5"]
 
 
+def test_a_successor_leaves_the_file_that_has_its_name_by_now(tmp_path):
+    file = RecordFile(tmp_path, CONTENTS, SMALL)
+    file.append({"rows": rows_of(0, 13)})
+    file.path.rename(tmp_path / "moved.h5")
+    file.path.write_text("of another run")
+    with pytest.raises(OSError, match="cannot be made larger: another file has its name by now"):
+        file.append({"rows": rows_of(13, 100)})
+    assert file.path.read_text() == "of another run"
+    assert proven_contents(tmp_path / "moved.h5")[0].counts["rows"] == 13
+    file.close()
+    assert names_in(tmp_path) == ["moved.h5", "run.h5"]
+
+
 LIMITED = """
 import os, resource, sys
 from pathlib import Path
