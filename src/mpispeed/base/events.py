@@ -76,4 +76,5 @@ class Bus:
                 listener(payload)
             except Exception:
                 log.exception("a listener of %s failed and is dropped", event.value)
-                self._listeners[event].remove(listener)
+                if listener in self._listeners[event]:  # it may have ended its subscription before
+                    self._listeners[event].remove(listener)

@@ -262,5 +262,9 @@ class WarningNotes(logging.Handler):
         if self._left <= 0:
             return
         self._left -= 1
-        text = record.getMessage()[:MOST_TEXT]
+        try:
+            text = record.getMessage()[:MOST_TEXT]
+        except Exception:
+            self.handleError(record)  # a wrong call of the log must not end a training run
+            return
         self._writer.note("warning", level=record.levelname, text=text, logger=record.name)

@@ -244,8 +244,9 @@ class BlockIO:
             msg = f"{file.path}: the BlockIO was closed; make a new one"
             raise UsageError(msg)
         transfer = Transfer(job, pool, file, buffer, offset, is_write)
-        if self._noted is not None:
-            self._noted.append((is_write, nbytes, job))
+        noted = self._noted  # another thread may end the noting now
+        if noted is not None:
+            noted.append((is_write, nbytes, job))
         file.watch(job, pool)
         self._pools.keep(transfer)
         return transfer

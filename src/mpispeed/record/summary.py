@@ -136,7 +136,7 @@ def job_row(record: Record, state: str) -> dict[str, Any]:
         "host": record.host,
         "started": record.started,
         "seconds": last_written(record) - record.started,
-        "first_step": int(steps.min(initial=0)) if not len(steps) else int(steps.min()),
+        "first_step": int(steps.min()) if len(steps) else 0,
         "last_step": int(steps.max(initial=0)),
         "state": state,
     }
