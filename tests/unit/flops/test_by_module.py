@@ -285,16 +285,6 @@ def test_other_threads_are_not_counted() -> None:
     assert counter.own[""].calls == 1
 
 
-def test_seconds_add_up() -> None:
-    model = nn.Sequential(nn.Linear(512, 512), nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512)))
-    counter = counted(model, train(model, torch.randn(256, 512)))
-    whole = counter.total()
-    parts = [counter.own[path] for path in counter.own]
-    assert whole.seconds == pytest.approx(sum(each.seconds for each in parts))
-    assert 0 < counter.own["0"].seconds < counter.total("1").seconds < whole.seconds
-    assert 0 < counter.own["0"].backward_seconds < counter.total("1").backward_seconds < whole.backward_seconds
-
-
 # -- recomputation -----------------------------------------------------------------------------------------------------
 
 CHECKPOINTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -487,4 +477,4 @@ def test_what_torch_loads_for_a_dispatch_mode_is_in_no_time():
         "print(len(set(sys.modules) - before))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 20, done.stdout  # it was 800, and 2 seconds
+    assert int(done.stdout) < 20, done.stdout  # torch._dynamo alone has hundreds
