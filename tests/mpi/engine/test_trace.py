@@ -58,7 +58,7 @@ def test_spans_of_all_ranks(stage, mpi_tmp_path, comm):
     spans, names = told[0]["spans"], told[0]["names"]
     assert set(spans["rank"].tolist()) == set(range(comm.size))
     assert set(spans["step"].tolist()) == set(range(FIRST, LAST + 1))
-    assert abs(time.time() - spans["end"].max()) < 60
+    assert abs(time.time() - spans["end"].max()) < 3600  # seconds since 1970
     assert (spans["end"] >= spans["begin"]).all()
     for rank in range(comm.size):
         own = spans[spans["rank"] == rank]
