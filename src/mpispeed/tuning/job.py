@@ -25,16 +25,28 @@ from mpispeed.launch.program import runner
 from mpispeed.launch.torch_env import TORCH_ENV
 from mpispeed.tuning import steps
 from mpispeed.tuning.processes import end_all
-from mpispeed.tuning.protocol import REPLIES, TASKS, Lines, Outcome, Reply, Status, Task, append, reply_of
+from mpispeed.tuning.protocol import (
+    REPLIES,
+    TASKS,
+    Kind,
+    Lines,
+    Outcome,
+    Reply,
+    Status,
+    Task,
+    append,
+    pause,
+    reply_of,
+    write_private,
+)
 from mpispeed.watchdog.exits import Groups, describe_exit_code
 from mpispeed.watchdog.report import WATCHING, wait_for_watchers
 
-POLL_SECONDS = 0.02
 START_SECONDS = 600.0
 """Time for a job to start: a batch system may take its time for a step, and a file system for the imports."""
 
 FIRST_SECONDS = 1800.0
-"""Limit of a task as long as none has ended well."""
+"""Limit of a trial as long as none has ended well, and of each survey."""
 
 TIMES_LONGEST, LEAST_SECONDS = 5.0, 60.0
 """After that the limit is so many times what the longest good one took, and not less than so many seconds."""
@@ -153,9 +165,9 @@ class WorkerJob:
         _prepare(task)
         given = time.monotonic()
         append(running.folder / TASKS, task)
-        limit = self._limit() if limit_seconds is None else limit_seconds
+        limit = limit_of(task.kind, self._longest) if limit_seconds is None else limit_seconds
         outcome = self._wait(running, task, limit)
-        if outcome.status == "ok":
+        if outcome.status == "ok" and task.kind == "trial":
             self._longest = max(self._longest, time.monotonic() - given)
         return replace(outcome, seconds=time.monotonic() - began)
 
@@ -165,16 +177,15 @@ class WorkerJob:
         if running is None:
             return
         is_between = running.tasks == 0 or running.has("outcome", running.tasks) is not None
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            if is_between and self._gets_ready(running, running.tasks, STOP_SECONDS):
-                append(running.folder / TASKS, Task(running.tasks + 1, "stop"))
-                running.process.wait(STOP_SECONDS)
-        self._end(running)
+        try:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                if is_between and self._gets_ready(running, running.tasks, STOP_SECONDS):
+                    append(running.folder / TASKS, Task(running.tasks + 1, "stop"))
+                    running.process.wait(STOP_SECONDS)
+        finally:  # also when another Ctrl-C ends the wait
+            self._end(running)
 
     # -- a job -------------------------------------------------------------------------------------------------------
-
-    def _limit(self) -> float:
-        return max(LEAST_SECONDS, TIMES_LONGEST * self._longest) if self._longest else FIRST_SECONDS
 
     def _ready(self) -> _Running:
         """A job that waits for a task."""
@@ -185,23 +196,23 @@ class WorkerJob:
         if running is None:
             running = self._start()
             if not self._gets_ready(running, 0, START_SECONDS):
+                is_over = running.process.poll() is not None
                 code = self._end(running)
-                msg = (
-                    f"the worker job did not start: it ended with exit code {code}, or was not ready after "
-                    f"{START_SECONDS:.0f} s; see {running.folder}/stderr.log{_tail(running.folder / 'stderr.log')}"
-                )
+                what = f"it ended with exit code {code}" if is_over else f"it was not ready after {START_SECONDS:.0f} s"
+                log = running.folder / "stderr.log"
+                msg = f"the worker job did not start: {what}; see {log}{_tail(log)}"
                 raise UsageError(msg)
         return running
 
     def _gets_ready(self, running: _Running, number: int, limit_seconds: float) -> bool:
-        end = time.monotonic() + limit_seconds
-        while time.monotonic() < end:
+        began = time.monotonic()
+        while time.monotonic() < began + limit_seconds:
             running.look()
             if running.has("ready", number):
                 return True
             if running.is_leaving or running.process.poll() is not None:
                 return False
-            time.sleep(POLL_SECONDS)
+            pause(began)
         return False
 
     def _plan(self, folder: Path) -> Launch:
@@ -230,7 +241,7 @@ class WorkerJob:
         launch = self._plan(folder)
         (folder / "watch").mkdir(parents=True, exist_ok=True)
         for name in (TASKS, REPLIES):
-            (folder / name).write_bytes(b"")
+            write_private(folder / name, "")
         (folder / "watch" / WATCHING).touch()
         with _logs(folder) as (out, err):
             process = start_launch(launch, list(self._handlers), out=out, err=err)
@@ -241,8 +252,7 @@ class WorkerJob:
         return self._running
 
     def _end(self, running: _Running) -> int:
-        """End a job as a whole; returns the exit code of its launcher."""
-        self._running = None
+        """End a job as a whole; returns the exit code of its launcher. What a signal cuts short, `close` does again."""
         if running.process.poll() is None:
             running.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -251,13 +261,15 @@ class WorkerJob:
             _cancel(running.step)
             running.process.kill()
         end_all(f"{SAID}={running.launch.added[SAID]}")
-        return running.process.wait()
+        code = running.process.wait()
+        self._running = None
+        return code
 
     # -- a task ------------------------------------------------------------------------------------------------------
 
     def _wait(self, running: _Running, task: Task, limit_seconds: float) -> Outcome:
         """Wait for the outcome of a task, or for the end of the job."""
-        end, failed_since = time.monotonic() + limit_seconds, None
+        began, failed_since = time.monotonic(), None
         while True:
             running.look()
             reply = running.has("outcome", task.number)
@@ -268,13 +280,13 @@ class WorkerJob:
             now = time.monotonic()
             if failed_since is None and _failures(running.folder, task.number):
                 failed_since = now
-            if now > end or (failed_since is not None and now > failed_since + FAILED_SECONDS):
+            if now > began + limit_seconds or (failed_since is not None and now > failed_since + FAILED_SECONDS):
                 self._end(running)
                 text = f"the trial was ended after {limit_seconds:.0f} s, its limit, and so was its job"
                 where = running.folder / "report.txt"
                 more = f"; the last operations of its ranks are in {where}" if where.exists() else ""
                 return _told(running.folder, task) or Outcome(task.name, "hang", text + more)
-            time.sleep(POLL_SECONDS)
+            pause(began)
 
     def _explain(self, running: _Running, task: Task) -> Outcome:
         """The outcome of a task whose job has ended: by a rank's own error, the watchdog's report, the exit code."""
@@ -298,12 +310,22 @@ class WorkerJob:
         return Outcome(task.name, "killed" if is_signal else "error", text)
 
 
+def limit_of(kind: Kind, longest_seconds: float) -> float:
+    """The longest that a task may take, after a longest good trial of so many seconds; 0 for none.
+
+    A survey says nothing of how long steps take, and steps nothing of how long it takes to look at many candidates.
+    """
+    if kind != "trial" or not longest_seconds:
+        return FIRST_SECONDS
+    return max(LEAST_SECONDS, TIMES_LONGEST * longest_seconds)
+
+
 def _prepare(task: Task) -> None:
     """Make the folder of a task, with the config that the script gets."""
     if task.folder:
         folder = Path(task.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "ds_config.json").write_text(json.dumps(dict(task.config), indent=4) + "\n")
+        write_private(folder / "ds_config.json", json.dumps(dict(task.config), indent=4) + "\n")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,9 @@ Kind = Literal["survey", "trial", "stop"]
 Status = Literal["ok", "error", "hang", "killed", "memory", "skipped"]
 
 TASKS, REPLIES = "tasks.jsonl", "replies.jsonl"
+
+POLL_SECONDS, LONGEST_POLL_SECONDS = 0.02, 0.5
+_POLL_SHARE = 0.02  # of a wait that may pass before its end is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +115,28 @@ def append(path: Path, value: Task | Reply) -> None:
     line = json.dumps(asdict(value)).encode() + b"\n"
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
-        os.write(file, line)
+        rest = memoryview(line)
+        while rest:  # on a full file system a part may be written, and the next call says why
+            rest = rest[os.write(file, rest) :]
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read, whatever it was before: settings may hold keys of services."""
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(text)
+
+
+def pause(began: float) -> None:
+    """Sleep until the next look at a file: longer the longer a wait takes, which keeps file servers at rest.
+
+    Args:
+        began: when the wait began, by `time.monotonic`.
+    """
+    time.sleep(min(max(POLL_SECONDS, _POLL_SHARE * (time.monotonic() - began)), LONGEST_POLL_SECONDS))
 
 
 class Lines:

@@ -1,8 +1,11 @@
 """Lines between the tuner and its job."""
 
+import os
+import stat
+
 import pytest
 
-from mpispeed.tuning.protocol import Lines, Outcome, Reply, Task, append, reply_of
+from mpispeed.tuning.protocol import Lines, Outcome, Reply, Task, append, reply_of, write_private
 
 
 def test_lines_are_read_once_and_only_whole(tmp_path):
@@ -35,3 +38,19 @@ def test_replies_come_back_as_they_were(tmp_path):
     for reply in told:
         append(path, reply)
     assert [reply_of(line) for line in Lines(path).new()] == told
+
+
+def test_a_line_is_written_to_its_end(tmp_path, monkeypatch):
+    path, write = tmp_path / "tasks.jsonl", os.write
+    path.touch()
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))  # as a full file system may
+    append(path, Task(1, "trial", "t"))
+    assert [Task(**line) for line in Lines(path).new()] == [Task(1, "trial", "t")]
+
+
+def test_private_files_are_so_whatever_they_were(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text("a longer text")
+    path.chmod(0o644)
+    write_private(path, "{}")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("{}", 0o600)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from mpispeed.tuning.job import limit_of
 from mpispeed.tuning.processes import end_all, marked
 from mpispeed.tuning.protocol import Task
 from mpispeed.tuning.trial import RankTimes, StepTimes, summary
@@ -61,6 +62,11 @@ def test_a_summary_is_of_the_slowest_rank_in_each_step():
         "activation_bytes": 3, "sent_bytes": 0, "steps": 2, "train_batch_size": 16,
     })  # fmt: skip
     assert summary(times, 4) == {}
+
+
+def test_limits_follow_the_longest_trial_and_surveys_have_the_first_one():
+    assert [limit_of("trial", seconds) for seconds in (0.0, 3.0, 100.0)] == [1800.0, 60.0, 500.0]
+    assert [limit_of("survey", seconds) for seconds in (0.0, 3.0, 1000.0)] == [1800.0] * 3
 
 
 def test_marked_processes_are_found_after_their_parents_and_ended():
