@@ -72,7 +72,8 @@ def tuned(chosen: dict[str, Any], file: Path, script: str, arguments: Sequence[s
 
 
 def _request(chosen: dict[str, Any], file: Path, script: str, arguments: list[str]) -> Request:
-    from mpispeed.tuning.api import Request, config_of
+    from mpispeed.tuning.api import Request
+    from mpispeed.tuning.words import config_of
 
     if chosen.get("no_python") or chosen["elastic"]:
         msg = "trials run a Python script on ranks that stay; leave out --no_python and --elastic"
@@ -147,7 +148,8 @@ def autotuned(chosen: dict[str, Any], script: str, arguments: Sequence[str]) -> 
     Raises:
         ConfigError: the words name no file of settings, or its section does not say `enabled`.
     """
-    from mpispeed.tuning.api import config_of, read
+    from mpispeed.tuning.api import read
+    from mpispeed.tuning.words import config_of
 
     file = config_of(arguments)
     if file is None:

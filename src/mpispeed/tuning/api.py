@@ -23,13 +23,12 @@ from mpispeed.tuning.job import WorkerJob
 from mpispeed.tuning.results import OPTIMAL, PICTURE, SUMMARY, Folders, Row, draw
 from mpispeed.tuning.space import MICRO_BATCH, SECTION, STAGE, Space, lists_of, put
 from mpispeed.tuning.tuner import Found, Tuner, mapped_value, mappings_of
+from mpispeed.tuning.words import config_of, with_config
 
 if TYPE_CHECKING:
     import argparse
 
     from mpispeed.config.autotuning import Autotuning
-
-CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--config")
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def optimal_of(raw: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-# -- the file and the words --------------------------------------------------------------------------------------------
+# -- the file and the ranks --------------------------------------------------------------------------------------------
 
 
 def read(file: Path) -> tuple[dict[str, Any], Autotuning]:
@@ -193,29 +192,6 @@ def count(request: Request, environ: Mapping[str, str] | None = None) -> int:
     if request.ranks is not None:
         return request.ranks
     return srun.allocation_size(environ)[0] if takes_srun(request.wishes.launcher, environ) else 1
-
-
-def config_of(arguments: Sequence[str]) -> Path | None:
-    """The file of settings among the words of a script; None without one that ends in .json."""
-    for place, word in enumerate(arguments):
-        name, equals, value = word.partition("=")
-        if name in CONFIG_OPTIONS:
-            text = value if equals else next(iter(arguments[place + 1 :]), "")
-            if text.endswith(".json"):
-                return Path(text)
-    return None
-
-
-def with_config(arguments: Sequence[str], file: Path) -> list[str]:
-    """The words of a script with another file of settings; words without one stay as they are."""
-    found = list(arguments)
-    for place, word in enumerate(found):
-        name, equals, value = word.partition("=")
-        if name in CONFIG_OPTIONS and equals and value.endswith(".json"):
-            found[place] = f"{name}={file}"
-        elif place and found[place - 1] in CONFIG_OPTIONS and word.endswith(".json"):
-            found[place] = str(file)
-    return found
 
 
 # -- DeepSpeed's class -------------------------------------------------------------------------------------------------

@@ -31,9 +31,10 @@ MOST_SIZES = 12
 
 MOST_CANDIDATES = 4000
 
-_OBSERVERS = (
+OBSERVERS = (
     "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "trace", "run_record",
 )  # fmt: skip
+"""Sections of what only observes a run."""
 
 Sizes = Callable[[int | None], Sequence[int]]
 """Micro-batches to try, by the samples of a rank in a step, where these are fixed."""
@@ -332,7 +333,7 @@ def get(config: Mapping[str, Any], key: str) -> Any:
 
 def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without what only observes a run: trials must not write to anybody's monitors."""
-    return {key: value for key, value in config.items() if key not in _OBSERVERS}
+    return {key: value for key, value in config.items() if key not in OBSERVERS}
 
 
 # -- names -----------------------------------------------------------------------------------------------------------

@@ -131,6 +131,14 @@ class Measurement:
             self._counter = ModuleCounter(self._module, deepspeed=False)
         self._count()
         self._began = time.perf_counter()
+        self._begin_measured_steps()
+
+    def _begin_measured_steps(self) -> None:
+        """Begin with them if the next step is the first one. Collective over: all ranks, then."""
+        if len(self.own.steps) == self._task.first_step - 1:
+            self._comm.barrier()
+            self._sent = self._sent_bytes()
+            self._began = time.perf_counter()
 
     def _count(self) -> None:
         """Count one step, the second before the measured ones, or the first one."""
@@ -208,10 +216,7 @@ class Measurement:
             return
         self._is_new = False
         self._count()
-        if len(self.own.steps) == self._task.first_step - 1:
-            self._comm.barrier()
-            self._sent = self._sent_bytes()
-            self._began = time.perf_counter()
+        self._begin_measured_steps()
         if len(self.own.steps) >= self._task.last_step:
             self.is_over = True
             self.finish()

@@ -35,24 +35,19 @@ from mpispeed.launch.torch_env import TORCH_ENV, set_torch_variables
 from mpispeed.logs import rank_logs
 from mpispeed.tuning import forecast
 from mpispeed.tuning.process_state import ProcessState, noted_exits
-from mpispeed.tuning.protocol import REPLIES, TASKS, Lines, Outcome, Reply, Status, Task, append
+from mpispeed.tuning.protocol import REPLIES, TASKS, Lines, Outcome, Reply, Status, Task, append, pause
+from mpispeed.tuning.space import OBSERVERS
 from mpispeed.tuning.trial import Measurement, Surveying, TrialOver
+from mpispeed.tuning.words import with_config
 from mpispeed.watchdog.exits import of_words
 
 if TYPE_CHECKING:
     from mpispeed.mesh.world import World
 
-POLL_SECONDS = 0.02
 FAILURE = "failure-rank-{}.json"
 """A rank's own error in the job's folder, for when the other ranks do not come to where it is told."""
 
-CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--config")
-"""Words of a script before the name of its config."""
-
-QUIET = (
-    "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "walltime", "run_record", "trace", "flops_profiler",
-    "autotuning",
-)  # fmt: skip
+QUIET = (*OBSERVERS, "walltime", "autotuning")
 """Sections that are off in trials: they write into folders of the run that is tuned, or measure it themselves."""
 
 _MEMORY = ("memory", "device_memory")
@@ -81,6 +76,8 @@ class Worker:
     def __init__(self, world: World, folder: Path, words: Sequence[str]) -> None:
         """Collective over: all ranks."""
         self._world, self._comm, self._folder, self._words = world, world.comm.duplicate(), folder, tuple(words)
+        # Apart from the other: a rank that has failed must not answer for its trial to ranks that still measure.
+        self._trial_comm = world.comm.duplicate()
         self._script_folder = script_folder(words)
         self._lines = Lines(folder / TASKS)
         self._task = Task(0, "stop")
@@ -99,6 +96,7 @@ class Worker:
 
     def _next(self) -> Task:
         """Wait for a task; without the folder there is nobody to work for."""
+        began = time.monotonic()
         while True:
             try:
                 found = [Task(**line) for line in self._lines.new()]
@@ -106,7 +104,7 @@ class Worker:
                 return Task(0, "stop")
             if found:
                 return found[0]
-            time.sleep(POLL_SECONDS)
+            pause(began)
 
     def _reply(self, reply: Reply) -> None:
         if self._comm.rank == 0:
@@ -141,12 +139,16 @@ class Worker:
             with redirected(folder):
                 problem = self._take_apart(run_exits)
         del guest
-        return not any(self._comm.gather_objects(problem or state.restore()))
+        problems = filter(None, self._comm.gather_objects(problem or state.restore()))
+        first = next(problems, "")
+        if first and self._comm.rank == 0:
+            sys.stderr.write(f"mpispeed: tune: the next trial gets another job: {first}\n")
+        return not first
 
     def _guest(self, task: Task) -> Measurement | Surveying:
         if task.kind == "trial":
-            return Measurement(task, self._comm, self._swallowed)
-        return Surveying(task, self._comm, forecast.survey)
+            return Measurement(task, self._trial_comm, self._swallowed)
+        return Surveying(task, self._trial_comm, forecast.survey)
 
     def _script(self, words: Sequence[str]) -> Ending:
         """Run the script to its end, whatever that is."""
@@ -245,17 +247,10 @@ def words_of(words: Sequence[str], task: Task) -> list[str]:
     The file is that of `task.folder`; without a folder, and without such a word, the settings come by themselves.
     """
     count = 2 if words[0] == "-m" else 1
-    found = [*words[:count], *(words[count:] if task.arguments is None else task.arguments)]
-    if not task.folder:
-        return found
-    path = str(Path(task.folder) / "ds_config.json")
-    for place in range(count, len(found)):
-        name, equals, value = found[place].partition("=")
-        if name in CONFIG_OPTIONS and equals and value.endswith(".json"):
-            found[place] = f"{name}={path}"
-        elif found[place - 1] in CONFIG_OPTIONS and found[place].endswith(".json"):
-            found[place] = path
-    return found
+    own = words[count:] if task.arguments is None else task.arguments
+    if task.folder:
+        own = with_config(own, Path(task.folder) / "ds_config.json")
+    return [*words[:count], *own]
 
 
 def laid_values(config: Mapping[str, Any]) -> dict[str, Any]:
