@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from mpispeed.base.errors import UsageError
-from mpispeed.base.plain import hide_secrets
+from mpispeed.base.plain import hide_in_words, hide_secrets
 from mpispeed.base.plotting import picture
 from mpispeed.base.units import format_bytes, format_duration
+from mpispeed.tuning.protocol import TASKS, write_private
 
 SUMMARY, OPTIMAL, COMMAND, TRIALS, PICTURE = (
     "summary.txt", "ds_config_optimal.json", "cmd_optimal.txt", "trials.json", "search.png",
 )  # fmt: skip
 MODEL_INFO, JOBS = "profile_model_info", "jobs"
-_OF_TRIAL = ("cmd.txt", "ds_config.json", "exp.json", "metrics.json", "stdout.log", "stderr.log")
 _NAMES = {"latency": "latency", "throughput": "throughput", "flops": "FLOPS_per_gpu"}
 
 
@@ -106,7 +107,7 @@ class Folders:
 
     def _remove(self, folder: Path) -> None:
         for path in folder.iterdir():
-            is_ours = (path / "ds_config.json").is_file() or path.name in (MODEL_INFO, JOBS)
+            is_ours = path.name == MODEL_INFO or _is_experiment(path / "exp.json")
             if path.is_dir() and not path.is_symlink() and is_ours:
                 shutil.rmtree(path)
             elif path.is_file() and (path.name in (SUMMARY, OPTIMAL, COMMAND, TRIALS, PICTURE) or _is_experiment(path)):
@@ -120,11 +121,11 @@ class Folders:
         """Write what is to be tried, before it is."""
         folder = self.of_trial(name)
         folder.mkdir(parents=True, exist_ok=True)
-        experiment = {"name": name, "ds_config": hide_secrets(config), "num_ranks": ranks, "arguments": list(words)}
+        experiment = _experiment(name, config, words, ranks)
         _write(self.experiments / f"{name}.json", experiment)
         _write(folder / "exp.json", experiment)
         _write(folder / "ds_config.json", hide_secrets(config))
-        (folder / "cmd.txt").write_text(" ".join(words) + "\n")
+        (folder / "cmd.txt").write_text(shlex.join(experiment["arguments"]) + "\n")
         (folder / "metrics.json").unlink(missing_ok=True)
 
     def finished(self, name: str, config: Mapping[str, Any], words: Sequence[str], ranks: int) -> Mapping[str, float]:
@@ -134,8 +135,7 @@ class Folders:
             experiment, metrics = (json.loads((folder / file).read_text()) for file in ("exp.json", "metrics.json"))
         except (OSError, ValueError):
             return {}
-        same = {"name": name, "ds_config": hide_secrets(config), "num_ranks": ranks, "arguments": list(words)}
-        plain = json.loads(json.dumps(same))
+        plain = json.loads(json.dumps(_experiment(name, config, words, ranks)))
         is_same = isinstance(experiment, dict) and all(experiment.get(key) == value for key, value in plain.items())
         return metrics if is_same and isinstance(metrics, dict) else {}
 
@@ -156,21 +156,23 @@ class Folders:
         return best
 
     def write_optimal(self, config: Mapping[str, Any], command: str) -> None:
-        """Write the best settings, which may hold keys of services, and the command that trains with them."""
-        path = self.results / OPTIMAL
-        path.touch(mode=0o600)
-        _write(path, dict(config))
-        (self.results / COMMAND).write_text(command + "\n")
+        """Write the best settings and the command that trains with them, for their owner only: they may hold keys."""
+        for name, text in ((OPTIMAL, json.dumps(dict(config), indent=2)), (COMMAND, command)):
+            write_private(self.results / name, text + "\n")
 
     def write_model(self, facts: Mapping[str, Any]) -> None:
         """Write the facts about the model."""
         _write(self.of_model() / "model_info.json", dict(facts))
 
     def of_jobs(self) -> Path:
-        """An empty folder for worker jobs: all nodes have to see it, so it is no temporary one."""
+        """The folder for worker jobs, without those of earlier searches; what else is in it stays.
+
+        All nodes have to see it, so it is no temporary one.
+        """
         folder = self.results / JOBS
-        if folder.is_dir() and not folder.is_symlink():
-            shutil.rmtree(folder)
+        for path in folder.glob("job-*"):
+            if not path.is_symlink() and (path / TASKS).is_file():
+                shutil.rmtree(path)
         return folder
 
     def of_model(self) -> Path:
@@ -178,6 +180,11 @@ class Folders:
         folder = self.results / MODEL_INFO
         folder.mkdir(exist_ok=True)
         return folder
+
+
+def _experiment(name: str, config: Mapping[str, Any], words: Sequence[str], ranks: int) -> dict[str, Any]:
+    """The description of a trial, without secrets."""
+    return {"name": name, "ds_config": hide_secrets(config), "num_ranks": ranks, "arguments": hide_in_words(words)}
 
 
 def _is_experiment(path: Path) -> bool:

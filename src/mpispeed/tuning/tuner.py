@@ -82,36 +82,45 @@ class Tuner:
         self._candidates: dict[str, Candidate] = {}
         self._forecasts: dict[str, Forecast] = {}
         self._survey: Survey | None = None
+        self._ended: list[str] = []
 
     def run(self) -> Found:
         """Search, write all files, and end the job.
 
         Raises:
-            UsageError: the folders cannot be used, or the script does not come to `initialize`.
+            UsageError: the folders cannot be used, the script does not come to `initialize`, or no job starts. Once
+                something is measured, that only ends the search.
         """
         start = time.monotonic()
         self._folders.prepare(overwrite=self._tuning.overwrite)
         try:
-            ended = [self._round(self._space.first())]
-            best = self._best()
-            if best is not None and not self._space.has_own_sizes:
-                ended.append(self._round(self._space.around(best)))
-            best = self._best()
-            if best is not None and not self._tuning.fast and self._survey is not None:
-                ended.append(self._round(self._space.full(best, self._survey)))
+            self._rounds()
+        except UsageError as error:
+            if self._best() is None:
+                raise
+            self._ended.append(f"the search ended early: {error}")
         finally:
             self._job.close()
             rows, seconds = list(self._rows.values()), time.monotonic() - start
             if rows:  # also those of a search that was interrupted
                 self._folders.conclude(rows, self._tuning.metric, seconds)
         self._write_figures()
-        return Found(rows, self._best(), seconds, [why for why in ended if why])
+        return Found(rows, self._best(), seconds, [why for why in self._ended if why])
 
     def arguments(self, config: Mapping[str, Any]) -> list[str]:
         """The script's words with the values of these settings for mapped options."""
         return mapped(self._words, self._mappings, config)
 
     # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def _rounds(self) -> None:
+        self._ended.append(self._round(self._space.first()))
+        best = self._best()
+        if best is not None and not self._space.has_own_sizes:
+            self._ended.append(self._round(self._space.around(best)))
+        best = self._best()
+        if best is not None and not self._tuning.fast and self._survey is not None:
+            self._ended.append(self._round(self._space.full(best, self._survey)))
 
     def _round(self, candidates: Sequence[Candidate]) -> str:
         """Try candidates that are new, by the model of all trials so far; why it ended."""
@@ -325,5 +334,5 @@ def mapped_value(words: Sequence[str], mappings: Mapping[str, str], key: str) ->
         name, equals, value = word.partition("=")
         if flag is not None and name == flag:
             text = value if equals else next(iter(words[place + 1 :]), "")
-            return int(text) if text.isdigit() else None
+            return int(text) if text.isdecimal() else None
     return None

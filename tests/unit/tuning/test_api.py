@@ -11,8 +11,9 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.compat.names import SERVED
 from mpispeed.launch.hosts import Host
 from mpispeed.launch.options import Wishes
-from mpispeed.tuning.api import Autotuner, Request, config_of, count, optimal_of, read, with_config
+from mpispeed.tuning.api import Autotuner, Request, count, optimal_of, read
 from mpispeed.tuning.results import Folders
+from mpispeed.tuning.words import config_of, with_config
 
 SETTINGS = {"train_micro_batch_size_per_gpu": [1, 2], "autotuning": {"enabled": True, "metric": "FLOPS"}}
 
@@ -66,13 +67,16 @@ def test_ranks_are_counted_as_a_start_counts_them(file, monkeypatch):
     assert count(Request(file, ("x.py",), wishes=hosts), {}) == 3
 
 
-def test_the_folder_of_jobs_is_empty_and_beside_the_results(tmp_path):
+def test_the_folder_of_jobs_loses_those_of_earlier_searches_and_nothing_else(tmp_path):
     folders = Folders(tmp_path, tmp_path)
-    folders.of_jobs().mkdir()
-    (folders.of_jobs().parent / "jobs").mkdir()
-    (tmp_path / "jobs" / "old").touch()
     assert folders.of_jobs() == tmp_path / "jobs"
-    assert not (tmp_path / "jobs").exists()
+    for name in ("job-1/tasks.jsonl", "job-12/tasks.jsonl", "job-2/mine", "results/tasks.jsonl"):
+        path = tmp_path / "jobs" / name
+        path.parent.mkdir(parents=True)
+        path.touch()
+    (tmp_path / "jobs" / "job-3").symlink_to(tmp_path / "jobs" / "job-1")
+    folders.of_jobs()
+    assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == ["job-2", "job-3", "results"]
 
 
 # -- DeepSpeed's tests -------------------------------------------------------------------------------------------------

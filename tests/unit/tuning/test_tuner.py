@@ -9,6 +9,7 @@ from mpispeed.base.errors import UsageError
 from mpispeed.config.autotuning import Autotuning
 from mpispeed.tuning.forecast import Forecast, Survey
 from mpispeed.tuning.memory_filter import Memory
+from mpispeed.tuning.protocol import Outcome
 from mpispeed.tuning.results import Folders, Row, best_of, draw, summary
 from mpispeed.tuning.space import Space
 from mpispeed.tuning.tuner import Tuner, mapped, mapped_value, mappings_of
@@ -208,9 +209,11 @@ def test_a_search_that_is_interrupted_leaves_its_rows(tmp_path):
 
 def test_overwriting_removes_only_what_searches_have_written(tmp_path):
     search(tmp_path)
-    kept = [tmp_path / "results" / "mine.txt", tmp_path / "exps" / "mine.json", tmp_path / "results" / "own" / "data"]
-    kept[2].parent.mkdir()
+    results = tmp_path / "results"
+    kept = [results / "mine.txt", tmp_path / "exps" / "mine.json", results / "own" / "data", results / "jobs" / "mine"]
+    kept.append(results / "run" / "ds_config.json")  # a name that folders of users have, too
     for path in kept:
+        path.parent.mkdir(exist_ok=True)
         path.write_text("{}")
     search(tmp_path, overwrite=True, tuner_num_trials=1)
     assert all(path.exists() for path in kept)
@@ -222,6 +225,28 @@ def test_a_script_that_does_not_start_is_told(tmp_path):
     with pytest.raises(UsageError, match="ImportError: x"):
         search(tmp_path, job=job)
     assert job.is_closed
+
+
+def test_a_search_that_cannot_go_on_ends_with_what_it_has(tmp_path):
+    class Lost(SyntheticJob):
+        def run(self, task, limit_seconds=None):
+            if task.kind == "survey" and self.trials:
+                return Outcome("survey", "hang", "rank 1 waited")
+            return super().run(task, limit_seconds)
+
+    job = Lost(Machine(1))
+    found, _, _ = search(tmp_path, job=job, raw={"optimizer": ADAM}, max_train_micro_batch_size_per_gpu=4)
+    assert found.best is not None
+    assert len(found.ended) == 2
+    assert "the search ended early" in found.ended[1] and "rank 1 waited" in found.ended[1]
+    assert len(json.loads((tmp_path / "results" / "trials.json").read_text())) == len(found.rows)
+
+
+def test_keys_among_the_words_are_not_written(tmp_path):
+    _, job, _ = search(tmp_path, words=["--name", "a b", "--api_key", "distinctive"], tuner_num_trials=1)
+    (name,) = job.trials
+    assert (tmp_path / "results" / name / "cmd.txt").read_text() == "--name 'a b' --api_key '(set)'\n"
+    assert not any(b"distinctive" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_candidates_that_cannot_be_are_rows(tmp_path):
@@ -293,7 +318,8 @@ def test_the_best_settings_are_for_their_owner_only(tmp_path):
     folders = Folders(tmp_path / "r", tmp_path / "e")
     folders.prepare(overwrite=False)
     folders.write_optimal({"wandb": {"api_key": "x"}}, "mpispeed run")
-    assert stat.S_IMODE((tmp_path / "r" / "ds_config_optimal.json").stat().st_mode) & 0o077 == 0
+    for name in ("ds_config_optimal.json", "cmd_optimal.txt"):
+        assert stat.S_IMODE((tmp_path / "r" / name).stat().st_mode) & 0o077 == 0
     assert (tmp_path / "r" / "cmd_optimal.txt").read_text() == "mpispeed run\n"
 
 
