@@ -179,9 +179,9 @@ def _check_features(config: Config) -> Iterator[Problem]:
     if comet.enabled and comet.mode == "get" and not comet.experiment_key:
         cure = "set comet.experiment_key, or the mode to get_or_create"
         yield Problem("comet.mode", "get continues an experiment and needs its key", cure)
-    if tune.enabled and tune.start_profile_step > tune.end_profile_step:
+    if tune.start_profile_step > tune.end_profile_step:
         what = f"{tune.start_profile_step} is after end_profile_step {tune.end_profile_step}"
-        yield Problem("autotuning.start_profile_step", what)
+        yield Problem("autotuning.start_profile_step", what, "make it the same or smaller")
     kept = config.activation_checkpointing
     if kept.contiguous_memory_optimization and not (kept.partition_activations and kept.number_checkpoints):
         yield Problem(

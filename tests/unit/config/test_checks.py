@@ -476,6 +476,13 @@ def test_parameters_of_1_bit_optimizers_without_effect_warn():
     assert not load({"optimizer": {"type": "OneBitAdam", "params": {"comm_backend_name": "mpi"}}}).warnings
 
 
+def test_measured_steps_of_a_search_end_after_they_begin():
+    steps = {"start_profile_step": 7, "end_profile_step": 7}
+    assert load({"autotuning": steps}).config.autotuning.end_profile_step == 7
+    with pytest.raises(ConfigError, match=r"autotuning\.start_profile_step.*7 is after end_profile_step 5"):
+        load({"autotuning": {"start_profile_step": 7}})
+
+
 def test_a_trace_ends_after_it_begins():
     assert load({"trace": {"enabled": True, "start_step": 7, "end_step": 7}}).config.trace.end_step == 7
     with pytest.raises(ConfigError, match=r"trace\.end_step.*the last traced step, 5, comes before the first, 7"):
