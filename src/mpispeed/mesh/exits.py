@@ -360,6 +360,7 @@ def keep_silent_errors(keep: Callable[[str], object]) -> None:
 
 def tell_errors(listener: Callable[[BaseException], object]) -> None:
     """Call a method with the error that ends this process's program, before the job ends, unless its object is gone."""
+    _TOLD[:] = [told for told in _TOLD if told() is not None]
     _TOLD.append(weakref.WeakMethod(listener))
 
 
