@@ -96,12 +96,19 @@ class RemoteSinks:
         self._put_points(close=self._close_seconds)
         while not self._is_off and time.monotonic() < end:
             self._push()
-            wanted = [self._out] if self._lines else []
-            select.select([self._in], wanted, [], max(0.0, end - time.monotonic()))
+            self._wait(end - time.monotonic())
             self._hear()
         if not self._is_off:
             self._give_up(f"it did not end within {self._close_seconds:g} seconds and is stopped")
         atexit.unregister(self.close)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until the process says something, or takes something, if there is anything for it."""
+        poll = select.poll()  # `select` knows only the first 1024 files of a process
+        poll.register(self._in, select.POLLIN)
+        if self._lines:
+            poll.register(self._out, select.POLLOUT)
+        poll.poll(1000 * max(0.0, seconds))
 
     def _put_points(self, *, close: float = 0) -> None:
         points, self._points = self._points, []

@@ -1,9 +1,12 @@
 """The process of Weights & Biases and Comet: what arrives, and what a rank notices of one that hangs or dies."""
 
+import fcntl
+import itertools
 import json
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +29,13 @@ SECTIONS = {
         "experiment_name": "small", "experiment_key": "k7" * 16, "mode": "create",
     },
 }  # fmt: skip
+ENDS = """
+import sys
+for line in sys.stdin.buffer:
+    if b'"close": 60' in line:
+        print('{"kind": "end"}')
+        break
+"""
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -53,7 +63,8 @@ def children(pid):
     return [int(n) for path in Path(f"/proc/{pid}/task").glob("*/children") for n in path.read_text().split()]
 
 
-def wait_until(test, seconds=20.0):
+def wait_until(test, seconds=200.0):
+    """The limit only ends a test that would wait for ever: a busy machine takes tens of seconds to load a library."""
     end = time.monotonic() + seconds
     while not test():
         assert time.monotonic() < end
@@ -114,26 +125,36 @@ def test_all_points_stand_in_offline_folders_and_no_key_is_shown(tmp_path, said)
 
 def test_a_service_process_that_is_killed_is_begun_anew(tmp_path, said):
     sinks = RemoteSinks({"wandb": {}})
-    sinks.write("a", 0.0, 0)
+    sinks.write("first series", 0.0, 0)
     sinks.flush()
-    wait_until(lambda: list(tmp_path.rglob("offline-run-*/*.wandb")))
+    files = lambda: tmp_path.rglob("offline-run-*/*.wandb")  # noqa: E731
+    wait_until(lambda: any(b"first series" in path.read_bytes() for path in files()))
     (core,) = (pid for pid in children(sinks._pid) if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    time.sleep(3)  # what it has is written every 2 seconds
     os.kill(core, signal.SIGKILL)
     wait_until(lambda: not is_running(core))
-    for x in range(1, 40):
-        sinks.write("a", float(x), x)
+    count = itertools.count(1)
+
+    def is_begun_anew():
+        sinks.write("a", 1.0, next(count))  # some of these are lost with the process
         sinks.flush()
-        time.sleep(0.01)
+        return any("(begun anew: " in text for text in said())
+
+    wait_until(is_begun_anew)
+    last = [(x, x / 3) for x in itertools.islice(count, 10)]
+    for x, value in last:
+        sinks.write("a", value, x)
+        sinks.flush()
     sinks.close()
-    found = [x for x, _ in wandb_points(tmp_path)["a"]]
-    assert sorted(set(found))[0] == 0 and found[-1] == 39 and len(set(found)) > 30
-    assert "(begun anew: " in said()[-1] and "wandb sync" in said()[-1]
+    found = wandb_points(tmp_path)
+    assert found["first series"] == [(0, 0.0)]
+    assert found["a"][-10:] == last
+    assert "wandb sync" in said()[-1]
 
 
 def test_a_process_that_does_not_read_slows_no_step_and_ends(said, monkeypatch):
     monkeypatch.setattr(remote, "MOST_BYTES", 1 << 20)
-    sinks = RemoteSinks({"wandb": {}}, command=SLEEPS, close_seconds=0.5)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    sinks = RemoteSinks({"wandb": {}}, command=command, close_seconds=0.5)
     begin, slowest = time.monotonic(), 0.0
     for step in range(8000):
         for number in range(5):
@@ -141,11 +162,11 @@ def test_a_process_that_does_not_read_slows_no_step_and_ends(said, monkeypatch):
         now = time.monotonic()
         sinks.flush()
         slowest = max(slowest, time.monotonic() - now)
-    # The process sleeps for 60 s: whoever waits for it waits so long. The machine may be slow, too.
-    assert time.monotonic() - begin < 50 and slowest < 10
+    # The process sleeps: whoever waits for it waits so long. The machine may be slow, too.
+    assert time.monotonic() - begin < 500 and slowest < 50
     begin = time.monotonic()
     sinks.close()
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 500
     dropped, ended = said()
     assert "takes no points; from now on they are dropped" in dropped
     assert "did not end within 0.5 seconds and is stopped" in ended and " points were dropped" in ended
@@ -163,7 +184,21 @@ def test_the_end_waits_5_seconds_or_as_many_as_are_asked_for(said, monkeypatch):
     monkeypatch.setenv("MPISPEED_MONITOR_SECONDS", "0.3")
     begin = time.monotonic()
     RemoteSinks({}, command=SLEEPS).close()
-    assert 0.25 < time.monotonic() - begin < 20
+    assert 0.25 < time.monotonic() - begin < 50  # the process sleeps for 60
+
+
+def test_a_process_with_very_many_files_ends_its_run_as_well(said):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    sinks = RemoteSinks({"wandb": {}}, command=[sys.executable, "-c", ENDS])
+    for name in ("_in", "_out"):
+        low = getattr(sinks, name)
+        setattr(sinks, name, fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1500))
+        os.close(low)
+    sinks.write("a", 1.0, 1)
+    sinks.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert said() == [] and not is_running(sinks._pid)
 
 
 def test_one_warning_tells_of_a_process_that_died(said):
@@ -200,7 +235,7 @@ def test_when_the_rank_is_killed_the_rest_is_written(tmp_path):
     words = [sys.executable, "-c", script, json.dumps(SECTIONS)]
     done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False)  # ends: no pipe is kept open
     assert done.returncode == -signal.SIGKILL, done.stderr
-    wait_until(lambda: not is_running(int(done.stdout)), 60)
+    wait_until(lambda: not is_running(int(done.stdout)))
     wanted = [(10 * x, x / 3) for x in range(50)]
     assert wandb_points(tmp_path)["a"] == comet_points(tmp_path / "comet")["a"] == wanted
     (run,) = wandb_records(tmp_path)
