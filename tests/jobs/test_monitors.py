@@ -39,7 +39,7 @@ def test_every_monitor_gets_the_same_points(job, tmp_path, way):
         WANDB_X_DISABLE_STATS="true", MPISPEED_MONITOR_SECONDS="60", **NOWHERE,
     )  # fmt: skip
     assert (done.returncode == 0) == (way != "killed"), done.stderr
-    end = time.monotonic() + 30
+    end = time.monotonic() + 200
     while not is_complete(tmp_path):
         assert way == "killed" and time.monotonic() < end, done.stderr
         time.sleep(0.2)

@@ -168,7 +168,7 @@ def test_a_hang_is_ended_at_its_limit_with_all_processes(trials):
     found = trials.run("--do", "hang", seconds=3)
     assert found.status == "hang"
     assert "3 s, its limit" in found.reason
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300, "the script sleeps for 600 s"
     assert not [pid for mark in trials.marks() for pid in marked(mark)]
 
 
@@ -236,6 +236,6 @@ with trials.job:
     mark = f"{SAID}={tmp_path / 'job-1' / 'watch' / 'said'}"
     assert list(marked(mark))
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode != 0
     assert not list(marked(mark))
