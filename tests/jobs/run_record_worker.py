@@ -12,13 +12,22 @@ from pathlib import Path
 import torch
 
 import mpispeed
-from mpispeed.record.writer import FLUSH_SECONDS
+from mpispeed.record.reader import open_record
 
 way, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 settings = {
     "train_batch_size": 12, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "zero_optimization": {"stage": 1},
     "run_record": {"enabled": True, "path": str(folder / "record"), "rows": 100},
 }  # fmt: skip
+
+
+def written():
+    """Steps that the file has."""
+    record = open_record(folder / "record" / "run.h5")
+    has_steps = any(info.name == "Step/seconds" for info in record.series())
+    return len(record.points("Step/seconds").step) if has_steps else 0
+
+
 engine, *_ = mpispeed.initialize(model=torch.nn.Linear(4, 1), config=settings)
 if (folder / "ckpt").exists():
     engine.load_checkpoint(str(folder / "ckpt"))
@@ -28,7 +37,9 @@ while engine.global_steps < steps:
     if engine.global_steps == 20:
         engine.save_checkpoint(str(folder / "ckpt"))
 if way == "killed":
-    time.sleep(2 * FLUSH_SECONDS)
+    while engine.global_rank == 0 and written() < steps:
+        time.sleep(0.2)
+    mpispeed.comm.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 if way == "failed" and engine.global_rank == 0:
     message = f"planted after {steps} steps"
