@@ -19,6 +19,7 @@ from mpispeed.launch import srun
 from mpispeed.launch.command import takes_srun
 from mpispeed.launch.hosts import Host, count_ranks
 from mpispeed.launch.options import Wishes
+from mpispeed.tuning import steps
 from mpispeed.tuning.job import WorkerJob
 from mpispeed.tuning.results import OPTIMAL, PICTURE, SUMMARY, Folders, Row, draw
 from mpispeed.tuning.space import MICRO_BATCH, SECTION, STAGE, Space, lists_of, put
@@ -180,13 +181,13 @@ def check_files(tuning: Autotuning) -> None:
 
 
 def count(request: Request, environ: Mapping[str, str] | None = None) -> int:
-    """Ranks of the job, as `plan_launch` counts them.
+    """Ranks of the job, as `plan_launch` counts them; in a step of the tuner's own, those of the whole allocation.
 
     Raises:
         ConfigError: the launcher is none of those there are.
-        UsageError: a variable of SLURM is no number.
+        UsageError: a variable of SLURM is no number, or the step has several tasks.
     """
-    environ = os.environ if environ is None else environ
+    environ = steps.outside(os.environ if environ is None else environ)
     if request.wishes.hosts:
         return count_ranks(request.wishes.hosts)
     if request.ranks is not None:

@@ -19,6 +19,11 @@ Status = Literal["ok", "error", "hang", "killed", "memory", "skipped"]
 
 TASKS, REPLIES = "tasks.jsonl", "replies.jsonl"
 
+OBSERVERS = (
+    "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "trace", "run_record",
+)  # fmt: skip
+"""Sections of what only observes a run; trials do without."""
+
 POLL_SECONDS, LONGEST_POLL_SECONDS = 0.02, 0.5
 _POLL_SHARE = 0.02  # of a wait that may pass before its end is seen
 

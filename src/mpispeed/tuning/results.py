@@ -126,7 +126,8 @@ class Folders:
         _write(folder / "exp.json", experiment)
         _write(folder / "ds_config.json", hide_secrets(config))
         (folder / "cmd.txt").write_text(shlex.join(experiment["arguments"]) + "\n")
-        (folder / "metrics.json").unlink(missing_ok=True)
+        for name in ("metrics.json", "stdout.log", "stderr.log"):  # of an earlier trial
+            (folder / name).unlink(missing_ok=True)
 
     def finished(self, name: str, config: Mapping[str, Any], words: Sequence[str], ranks: int) -> Mapping[str, float]:
         """Figures of an earlier trial of the same settings; empty if there is none."""

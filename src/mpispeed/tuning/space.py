@@ -14,6 +14,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.config import added, legacy
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from mpispeed.config.section import Section, walk
+from mpispeed.tuning.protocol import OBSERVERS
 
 if TYPE_CHECKING:
     from mpispeed.config.autotuning import Autotuning
@@ -30,11 +31,6 @@ MOST_SIZES = 12
 """Micro-batches that divide a fixed batch, at most; of more, those in equal ratios are taken."""
 
 MOST_CANDIDATES = 4000
-
-OBSERVERS = (
-    "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler", "trace", "run_record",
-)  # fmt: skip
-"""Sections of what only observes a run."""
 
 Sizes = Callable[[int | None], Sequence[int]]
 """Micro-batches to try, by the samples of a rank in a step, where these are fixed."""

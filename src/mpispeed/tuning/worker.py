@@ -35,8 +35,7 @@ from mpispeed.launch.torch_env import TORCH_ENV, set_torch_variables
 from mpispeed.logs import rank_logs
 from mpispeed.tuning import forecast
 from mpispeed.tuning.process_state import ProcessState, noted_exits
-from mpispeed.tuning.protocol import REPLIES, TASKS, Lines, Outcome, Reply, Status, Task, append, pause
-from mpispeed.tuning.space import OBSERVERS
+from mpispeed.tuning.protocol import OBSERVERS, REPLIES, TASKS, Lines, Outcome, Reply, Status, Task, append, pause
 from mpispeed.tuning.trial import Measurement, Surveying, TrialOver
 from mpispeed.tuning.words import with_config
 from mpispeed.watchdog.exits import of_words

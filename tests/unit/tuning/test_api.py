@@ -60,11 +60,19 @@ def test_the_best_settings_have_no_lists_and_no_search():
     }  # fmt: skip
 
 
-def test_ranks_are_counted_as_a_start_counts_them(file, monkeypatch):
+def test_ranks_are_counted_as_a_start_counts_them(file, tmp_path):
     assert count(Request(file, ("x.py",), ranks=3), {}) == 3
     assert count(Request(file, ("x.py",)), {}) == 1
     hosts = Wishes(hosts=(Host("a", (0, 1)), Host("b", (0,))))
     assert count(Request(file, ("x.py",), wishes=hosts), {}) == 3
+    srun = tmp_path / "srun"
+    srun.touch(mode=0o755)
+    script = {"PATH": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "3"}
+    step = {**script, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}
+    for environ in (script, step):
+        assert count(Request(file, ("x.py",)), environ) == 3
+    with pytest.raises(UsageError, match="started 2 times"):
+        count(Request(file, ("x.py",)), {**step, "SLURM_STEP_NUM_TASKS": "2"})
 
 
 def test_the_folder_of_jobs_loses_those_of_earlier_searches_and_nothing_else(tmp_path):
