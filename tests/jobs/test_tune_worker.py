@@ -83,6 +83,12 @@ def test_a_trial_measures_and_writes_only_into_its_folder(trials, tmp_path, monk
     assert not Path("never_written").exists()
 
 
+def test_a_measurement_may_begin_with_the_first_step(trials):
+    first, later = (trials.run(first=step, last=step + 1).metrics for step in (1, 2))
+    assert first["steps"] == later["steps"] == 2
+    assert first["sent_bytes"] == later["sent_bytes"] > 0, "what the engine sends while it is made does not count"
+
+
 def test_operations_are_counted_beside_the_measured_steps(trials):
     found = trials.run(metric="flops", gradient_accumulation_steps=2)
     layers = 32 * 64 + 64  # of which the first needs no gradient of its input

@@ -217,9 +217,10 @@ def test_the_tuner_starts_ranks_itself_and_is_ended_before_the_limit(tmp_path, n
     job, environ = prepare(named("tune"), tmp_path, world=6, python=shlex.join(["bash", "-c", words]))
     process = subprocess.Popen(["bash", job], env=environ)
     while not (tmp_path / "told").exists():
+        assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(number)
-    assert process.wait(60) == 7
+    assert process.wait(300) == 7
     assert (tmp_path / "told").read_text() == "mpispeed train.py --deepspeed_config ds.json --steps 3 pmi2\n"
     assert not (tmp_path / "log").exists()
 
