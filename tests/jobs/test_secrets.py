@@ -76,6 +76,6 @@ def test_commands_that_read_a_config_do_not_show_its_key(tmp_path):
     ):  # fmt: skip
         argv = [sys.executable, "-m", "mpispeed.cli.main", *map(str, words)]
         environment = {**os.environ, "PYTHONPATH": CHECKOUT}
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120, env=environment)
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=400, env=environment)
         assert done.returncode in (0, 1), done.stderr
         assert not leaks(done.stdout, done.stderr), words

@@ -38,7 +38,7 @@ class Trials:
         self.words = [str(SCRIPT), "--deepspeed_config", str(given)]
         self.job = WorkerJob(self.words, ranks, folder, wishes=Wishes(variables=ENVIRONMENT))
 
-    def run(self, *more, seconds=None, kind="trial", first=2, last=3, metric="throughput", payload=None, **config):
+    def run(self, *more, seconds=400, kind="trial", first=2, last=3, metric="throughput", payload=None, **config):
         self.count += 1
         name = f"t{self.count}"
         words = [*self.words[1:], *more]
