@@ -93,7 +93,8 @@ def search(request: Request, say: Callable[[Row | str], None] = lambda _: None) 
 
     Raises:
         ConfigError: the file is wrong, or has no candidates.
-        UsageError: there is no launcher, a folder cannot be used, or the script does not come to `initialize`.
+        UsageError: there is no launcher, a folder cannot be used or has another search, or the script does not come to
+            `initialize`.
     """
     raw, tuning = read(request.file)
     check_files(tuning)
@@ -102,9 +103,12 @@ def search(request: Request, say: Callable[[Row | str], None] = lambda _: None) 
     space, folders = Space(raw, tuning, ranks, least), Folders(Path(tuning.results_dir), Path(tuning.exps_dir))
     space.first()  # before anything is started
     words = [*request.script, *request.arguments]
-    with WorkerJob(
-        words, ranks, folders.of_jobs(), mpi=request.mpi, wishes=request.wishes, is_debug=request.is_debug
-    ) as job:
+    with (
+        folders.claimed(),
+        WorkerJob(
+            words, ranks, folders.of_jobs(), mpi=request.mpi, wishes=request.wishes, is_debug=request.is_debug
+        ) as job,
+    ):
         tuner = Tuner(
             space, tuning, job, folders, ranks=ranks, words=request.arguments, memory_bytes=request.memory_bytes,
             say=say,

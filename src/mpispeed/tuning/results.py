@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from mpispeed.tuning.protocol import TASKS, write_private
 SUMMARY, OPTIMAL, COMMAND, TRIALS, PICTURE = (
     "summary.txt", "ds_config_optimal.json", "cmd_optimal.txt", "trials.json", "search.png",
 )  # fmt: skip
-MODEL_INFO, JOBS = "profile_model_info", "jobs"
+MODEL_INFO, JOBS, LOCK = "profile_model_info", "jobs", ".mpispeed.lock"
 _NAMES = {"latency": "latency", "throughput": "throughput", "flops": "FLOPS_per_gpu"}
 
 
@@ -87,6 +89,31 @@ class Folders:
     def __init__(self, results: Path, experiments: Path) -> None:
         self.results, self.experiments = results, experiments
 
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Context in which no other search may use the results, as far as the file system knows locks.
+
+        Raises:
+            UsageError: another one does, or the folder cannot be made or written to.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                self.results.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context((self.results / LOCK).open("w"))
+            except OSError as error:
+                raise _unusable("results_dir", self.results, error) from error
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                msg = (
+                    f"another search uses autotuning.results_dir {self.results}; wait for its end, or name another "
+                    "folder"
+                )
+                raise UsageError(msg) from error
+            except OSError:  # a file system without locks, such as Lustre on many sites
+                pass
+            yield
+
     def prepare(self, *, overwrite: bool) -> None:
         """Make the folders; with `overwrite`, first remove what earlier searches left in them, and nothing else.
 
@@ -102,8 +129,7 @@ class Folders:
                 probe.touch()
                 probe.unlink()
             except OSError as error:
-                msg = f"autotuning.{key} {folder} cannot be used: {error.strerror or error}; name another folder"
-                raise UsageError(msg) from error
+                raise _unusable(key, folder, error) from error
 
     def _remove(self, folder: Path) -> None:
         for path in folder.iterdir():
@@ -181,6 +207,10 @@ class Folders:
         folder = self.results / MODEL_INFO
         folder.mkdir(exist_ok=True)
         return folder
+
+
+def _unusable(key: str, folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"autotuning.{key} {folder} cannot be used: {error.strerror or error}; name another folder")
 
 
 def _experiment(name: str, config: Mapping[str, Any], words: Sequence[str], ranks: int) -> dict[str, Any]:

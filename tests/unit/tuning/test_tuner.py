@@ -263,6 +263,20 @@ def test_folders_that_cannot_be_used_are_named(tmp_path):
         search(tmp_path)
 
 
+def test_two_searches_do_not_share_results(tmp_path):
+    one, other = (Folders(tmp_path / "results", tmp_path / name) for name in ("a", "b"))
+    with one.claimed():
+        with pytest.raises(UsageError, match="another search uses"), other.claimed():
+            pass
+        with Folders(tmp_path / "elsewhere", tmp_path / "a").claimed():
+            pass
+    with other.claimed():
+        assert not other.of_jobs().exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="name another folder"), Folders(tmp_path / "file", tmp_path / "a").claimed():
+        pass
+
+
 def test_facts_of_the_file_win(tmp_path):
     path = tmp_path / "model.json"
     search(tmp_path, model_info={"hidden_size": 99}, model_info_path=str(path), tuner_num_trials=1)
