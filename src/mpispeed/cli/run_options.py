@@ -23,8 +23,7 @@ from mpispeed.launch.options import Wishes, parse_binding
 from mpispeed.launch.program import WITHOUT_FOLDER, runner
 from mpispeed.launch.srun import is_inside_allocation
 from mpispeed.launch.torch_env import TORCH_ENV
-
-_CONFIG_OPTIONS = ("--deepspeed_config", "--config", "--deepspeed")
+from mpispeed.tuning.words import config_of
 
 # DeepSpeed's names of launchers; all of its ways to reach other hosts are mpirun's here.
 _LAUNCHERS = {
@@ -244,7 +243,7 @@ def elastic_counts_of(arguments: Sequence[str]) -> list[int] | None:
     Raises:
         ConfigError: the section is wrong.
     """
-    path = _config_path(arguments)
+    path = config_of(arguments)
     if path is None:
         return None
     try:
@@ -262,18 +261,7 @@ def elastic_counts_of(arguments: Sequence[str]) -> list[int] | None:
 
 def save_dir_of(arguments: Sequence[str]) -> str:
     """`walltime.save_dir` of the script's config; "" if it has none."""
-    path = _config_path(arguments)
+    path = config_of(arguments)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text())["walltime"]["save_dir"] or "") if path else ""
     return ""
-
-
-def _config_path(arguments: Sequence[str]) -> Path | None:
-    for place, word in enumerate(arguments):
-        name, equals, value = word.partition("=")
-        if name not in _CONFIG_OPTIONS:
-            continue
-        text = value if equals else next(iter(arguments[place + 1 :]), "")
-        if text.endswith(".json"):
-            return Path(text)
-    return None
