@@ -143,27 +143,26 @@ class Folders:
         """The folder of a trial."""
         return self.results / name
 
-    def describe(self, name: str, config: Mapping[str, Any], words: Sequence[str], ranks: int) -> None:
-        """Write what is to be tried, before it is."""
-        folder = self.of_trial(name)
+    def describe(self, experiment: Mapping[str, Any]) -> None:
+        """Write what is to be tried, as `experiment_of` gives it, before it is."""
+        folder = self.of_trial(experiment["name"])
         folder.mkdir(parents=True, exist_ok=True)
-        experiment = _experiment(name, config, words, ranks)
-        _write(self.experiments / f"{name}.json", experiment)
+        _write(self.experiments / f"{experiment['name']}.json", experiment)
         _write(folder / "exp.json", experiment)
-        _write(folder / "ds_config.json", hide_secrets(config))
+        _write(folder / "ds_config.json", experiment["ds_config"])
         (folder / "cmd.txt").write_text(shlex.join(experiment["arguments"]) + "\n")
-        for name in ("metrics.json", "stdout.log", "stderr.log"):  # of an earlier trial
-            (folder / name).unlink(missing_ok=True)
+        for stale in ("metrics.json", "stdout.log", "stderr.log"):
+            (folder / stale).unlink(missing_ok=True)
 
-    def finished(self, name: str, config: Mapping[str, Any], words: Sequence[str], ranks: int) -> Mapping[str, float]:
-        """Figures of an earlier trial of the same settings; empty if there is none."""
-        folder = self.of_trial(name)
+    def finished(self, experiment: Mapping[str, Any]) -> Mapping[str, float]:
+        """Figures of an earlier trial of the same experiment; empty if there is none."""
+        folder = self.of_trial(experiment["name"])
         try:
-            experiment, metrics = (json.loads((folder / file).read_text()) for file in ("exp.json", "metrics.json"))
+            earlier, metrics = (json.loads((folder / file).read_text()) for file in ("exp.json", "metrics.json"))
         except (OSError, ValueError):
             return {}
-        plain = json.loads(json.dumps(_experiment(name, config, words, ranks)))
-        is_same = isinstance(experiment, dict) and all(experiment.get(key) == value for key, value in plain.items())
+        plain = json.loads(json.dumps(experiment))
+        is_same = isinstance(earlier, dict) and all(earlier.get(key) == value for key, value in plain.items())
         return metrics if is_same and isinstance(metrics, dict) else {}
 
     def note(self, row: Row) -> None:
@@ -175,12 +174,10 @@ class Folders:
         experiment = json.loads(path.read_text())
         _write(path, {**experiment, "status": row.status, "reason": row.reason})
 
-    def conclude(self, rows: Sequence[Row], metric: str, seconds: float) -> Row | None:
-        """Write the tables of a whole search; returns the best row."""
-        best = best_of(rows, metric)
+    def conclude(self, rows: Sequence[Row], metric: str, seconds: float) -> None:
+        """Write the tables of a whole search."""
         _write(self.results / TRIALS, [asdict(row) for row in rows])
         (self.results / SUMMARY).write_text(summary(rows, metric, seconds))
-        return best
 
     def write_optimal(self, config: Mapping[str, Any], command: str) -> None:
         """Write the best settings and the command that trains with them, for their owner only: they may hold keys."""
@@ -213,9 +210,14 @@ def _unusable(key: str, folder: Path, error: OSError) -> UsageError:
     return UsageError(f"autotuning.{key} {folder} cannot be used: {error.strerror or error}; name another folder")
 
 
-def _experiment(name: str, config: Mapping[str, Any], words: Sequence[str], ranks: int) -> dict[str, Any]:
-    """The description of a trial, without secrets."""
-    return {"name": name, "ds_config": hide_secrets(config), "num_ranks": ranks, "arguments": hide_in_words(words)}
+def experiment_of(
+    name: str, config: Mapping[str, Any], words: Sequence[str], ranks: int, steps: tuple[int, int]
+) -> dict[str, Any]:
+    """All that decides what a trial measures, without secrets; `steps` are the first and the last measured one."""
+    return {
+        "name": name, "ds_config": hide_secrets(config), "num_ranks": ranks, "arguments": hide_in_words(words),
+        "measured_steps": list(steps),
+    }  # fmt: skip
 
 
 def _is_experiment(path: Path) -> bool:

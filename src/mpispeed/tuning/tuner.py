@@ -20,7 +20,7 @@ from mpispeed.base.errors import UsageError
 from mpispeed.tuning.forecast import Survey
 from mpispeed.tuning.memory_filter import Memory, of_metrics
 from mpispeed.tuning.protocol import Task
-from mpispeed.tuning.results import Folders, Row, best_of, metric_of
+from mpispeed.tuning.results import Folders, Row, best_of, experiment_of, metric_of
 from mpispeed.tuning.search import Listed, Predicted, Search, Shuffled
 from mpispeed.tuning.space import Candidate, Space, get
 
@@ -77,6 +77,7 @@ class Tuner:
         self._space, self._tuning, self._job, self._folders = space, tuning, job, folders
         self._ranks, self._words, self._memory_bytes, self._say = ranks, list(words), memory_bytes, say
         self._mappings = mappings_of(tuning)
+        self._steps = max(1, tuning.start_profile_step), max(1, tuning.end_profile_step)
         self._number = 0
         self._rows: dict[str, Row] = {}
         self._candidates: dict[str, Candidate] = {}
@@ -228,11 +229,12 @@ class Tuner:
         row = replace(self._row(name), need_bytes=memory.need(candidate.point, self._forecasts[name]))
         if isinstance(order, Predicted) and order.is_fitted:
             row = replace(row, predicted_seconds=order.model.predict(place).seconds)
-        figures = self._folders.finished(name, candidate.config, words, self._ranks)
+        experiment = experiment_of(name, candidate.config, words, self._ranks, self._steps)
+        figures = self._folders.finished(experiment)
         if metric_of(figures, self._tuning.metric) is not None:
             row = self._measured(replace(row, status="reused"), figures)
             return self._note(row)
-        self._folders.describe(name, candidate.config, words, self._ranks)
+        self._folders.describe(experiment)
         task = self._task("trial", name, candidate.config, folder=str(self._folders.of_trial(name)), arguments=words)
         outcome = self._job.run(task, self._tuning.trial_timeout)
         row = self._measured(replace(row, status=outcome.status, reason=outcome.reason), outcome.metrics)
@@ -251,10 +253,10 @@ class Tuner:
 
     def _task(self, kind: Any, name: str, config: Mapping[str, Any], **more: Any) -> Task:
         self._number += 1
-        tuning = self._tuning
+        first, last = self._steps
         return Task(
-            self._number, kind, name, config=config, metric=tuning.metric,
-            first_step=max(1, tuning.start_profile_step), last_step=max(1, tuning.end_profile_step), **more,
+            self._number, kind, name, config=config, metric=self._tuning.metric, first_step=first, last_step=last,
+            **more,
         )  # fmt: skip
 
     def _row(self, name: str) -> Row:

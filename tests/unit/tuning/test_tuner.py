@@ -187,6 +187,8 @@ def test_a_search_goes_on_with_what_is_finished(tmp_path):
     assert again.best.name == first.best.name
     _, other, _ = search(tmp_path, words=["--other"])
     assert other.trials == job.trials, "other words are another experiment"
+    _, other, _ = search(tmp_path, words=["--other"], end_profile_step=9)
+    assert other.trials == job.trials, "and so are other steps"
     _, other, _ = search(tmp_path, words=["--other"], overwrite=True)
     assert other.trials == job.trials
 
