@@ -71,4 +71,6 @@ class Speed:
         on_device = device_bytes()
         if not math.isnan(on_device):
             return on_device, float(torch.cuda.max_memory_allocated())
-        return self._resident.nbytes(), 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        now = self._resident.nbytes()
+        # The kernel brings its highest mark up to date later than what is resident now.
+        return now, max(now, 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
