@@ -25,6 +25,7 @@ SOURCES = {
     "meeting": "node/meeting.pyx",
     "layer_loops": "layer/layer_loops.pyx",
     "block_io": "io/block_io.pyx",
+    "token_reads": "io/token_reads.pyx",
     "launch": "device/launch.pyx",
 }
 # top-level folder -> suffixes that go into a wheel, as mpispeed/_<folder>

@@ -35,6 +35,7 @@ MODULES = {
     "meeting": "small sums and gathers of ranks on one node",
     "layer_loops": "transformer layers of inference on host memory",
     "block_io": "asynchronous reads and writes of files",
+    "token_reads": "batches of token ids from files",
     "launch": "launches of kernels on a GPU",
 }
 

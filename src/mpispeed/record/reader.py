@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from h5py import h5a, h5d, h5f, h5g, h5p, h5s
+from h5py import h5a, h5f, h5g
 
 from mpispeed.base.plain import printable
 from mpispeed.ckpt.format import hdf5
@@ -195,27 +195,8 @@ def _read(path: Path, handle: int, size: int, file: Any) -> Record:
 
 def _place(parent: h5g.GroupID, name: str, dtype: np.dtype, size: int) -> _Table:
     """Where a dataset of this name and type lies. Raises as `open_record`, without the path."""
-    found = hdf5.hard_child(parent, name)
-    if not isinstance(found, h5d.DatasetID):
-        msg = f"/{name} is no dataset"
-        raise ValueError(msg)  # noqa: TRY004 - the file is wrong, not the call
-    if found.get_space().get_simple_extent_type() != h5s.SIMPLE or len(found.shape) != 1:
-        msg = f"/{name} has not one dim"
-        raise ValueError(msg)
-    # before the properties: for a type of variable length HDF5 would read its fill value from the heap
-    if found.dtype != dtype:
-        msg = f"/{name} is of type {found.dtype}; expected {dtype}"
-        raise ValueError(msg)
-    count = int(found.shape[0])
-    plan: h5p.PropDCID = found.get_create_plist()
-    if plan.get_layout() != h5d.CONTIGUOUS or plan.get_external_count() or plan.get_nfilters():
-        msg = f"the elements of /{name} are chunked, filtered, virtual, or in another file; expected contiguous ones"
-        raise ValueError(msg)
-    offset = found.get_offset() if count else 0
-    if offset is None or offset + count * dtype.itemsize > size:
-        msg = f"/{name} says that it has {count} elements of {dtype.itemsize} bytes, and they do not lie in the file"
-        raise ValueError(msg)
-    return _Table(name, int(offset), count, dtype)
+    offset, count, _ = hdf5.contiguous_place(parent, name, (dtype,), size)
+    return _Table(name, offset, count, dtype)
 
 
 def _elements(handle: int, table: _Table, count: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import functools
 import io
 import math
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,41 @@ def check_bytes(parent: h5g.GroupID, name: str, dataset: h5d.DatasetID) -> None:
     if problem:
         msg = f"{_path(parent, name)} {problem}, as nothing in a checkpoint is"
         raise ValueError(msg)
+
+
+def contiguous_place(
+    parent: h5g.GroupID, name: str, kinds: Collection[np.dtype], size: int
+) -> tuple[int, int, np.dtype]:
+    """Offset in the file, number and dtype of the elements of a dataset with one dim, for reads by position.
+
+    Args:
+        parent: group of the dataset.
+        name: of the dataset.
+        kinds: dtypes that it may have.
+        size: of the file in bytes.
+
+    Raises:
+        KeyError: there is nothing of that name.
+        ValueError: it is no such dataset, or its elements are not one after the other in this file.
+    """
+    found, path = child_place(parent, name), _path(parent, name)
+    if found.get_space().get_simple_extent_type() != h5s.SIMPLE or len(found.shape) != 1:
+        msg = f"{path} has not one dim"
+        raise ValueError(msg)
+    # before the properties: for a type of variable length HDF5 would read its fill value from the heap
+    if found.dtype not in kinds:
+        msg = f"{path} is of type {found.dtype}; expected {' or '.join(map(str, kinds))}"
+        raise ValueError(msg)
+    plan: h5p.PropDCID = found.get_create_plist()
+    if plan.get_layout() != h5d.CONTIGUOUS or plan.get_external_count() or plan.get_nfilters():
+        msg = f"the elements of {path} are chunked, filtered, virtual, or in another file; expected contiguous ones"
+        raise ValueError(msg)
+    count, nbytes = int(found.shape[0]), found.dtype.itemsize
+    offset = found.get_offset() if count else 0
+    if offset is None or offset + count * nbytes > size:
+        msg = f"{path} says that it has {count} elements of {nbytes} bytes, and they do not lie in the file"
+        raise ValueError(msg)
+    return int(offset), count, found.dtype
 
 
 def external_target(parent: h5g.GroupID, name: str) -> tuple[str, str] | None:
