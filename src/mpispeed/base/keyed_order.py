@@ -28,7 +28,8 @@ def mix(words: Words) -> Words:
 
 def seed_word(seed: int) -> np.uint64:
     """A whole number as a word that differs in many bits from that of its neighbours."""
-    return np.uint64((seed * GOLDEN) & MASK)
+    found: np.uint64 = np.uint64((seed * GOLDEN) & MASK)
+    return found
 
 
 def permuted(offsets: Words, lengths: Words | np.uint64, keys: Words) -> Words:
@@ -53,7 +54,8 @@ def _root(lengths: Words | np.uint64) -> Words:
     """The least numbers whose squares are not below `lengths`."""
     found = np.asarray(np.sqrt(np.asarray(lengths).astype(np.float64)), np.uint64)  # off by one at most
     found = found - (found * found > lengths)
-    return np.maximum(found + (found * found < lengths), np.uint64(1))
+    root: Words = np.maximum(found + (found * found < lengths), np.uint64(1))
+    return root
 
 
 def _scrambled(cells: Words, keys: Words, rows: Words, columns: Words) -> Words:
