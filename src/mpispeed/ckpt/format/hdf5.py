@@ -40,18 +40,20 @@ def _no_times(kind: h5p.PropClassID) -> h5p.PropCreateID:
 class Builder:
     """Creates the objects of one new file. Use as a context manager; leaving it puts the file on disk.
 
+    Space of the file is reserved on the disk where that is possible, if `is_reserved`.
+
     Raises:
         OSError: the file exists or cannot be made.
     """
 
-    def __init__(self, path: Path, mode: int = 0o666) -> None:
+    def __init__(self, path: Path, mode: int = 0o666, *, is_reserved: bool = True) -> None:
         access = h5p.create(h5p.FILE_ACCESS)
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
         access.set_alignment(schema.ALIGN_THRESHOLD_BYTES, schema.ALIGN_BYTES)
         access.set_meta_block_size(_META_BLOCK_BYTES)
         # closing must not wait for groups that a caller still holds
         access.set_fclose_degree(h5f.CLOSE_STRONG)
-        self._path, self._mode, self._image = path, mode, SparseImage()
+        self._path, self._mode, self._image, self._is_reserved = path, mode, SparseImage(), is_reserved
         access.set_fileobj_driver(h5fd.fileobj_driver, self._image)
         creation = _no_times(h5p.FILE_CREATE)
         creation.set_link_creation_order(_TRACKED)
@@ -76,7 +78,7 @@ class Builder:
     def __exit__(self, kind: object, *_: object) -> None:
         self.root.close()
         if kind is None:
-            self._image.put(self._path, self._mode)
+            self._image.put(self._path, self._mode, is_reserved=self._is_reserved)
 
     def group(self, parent: h5g.GroupID | h5f.FileID, name: str) -> h5g.GroupID:
         """A new group; `name` is escaped already."""
@@ -92,6 +94,11 @@ class Builder:
     def reserved(self, parent: h5g.GroupID | h5f.FileID, name: str, count: int, kind: np.dtype) -> int:
         """A new contiguous dataset of so many elements, which may be records; returns its offset in the file."""
         return _offset_of(self._reserved(parent, name, (count,), kind))
+
+    def reserved_text(self, parent: h5g.GroupID | h5f.FileID, name: str, size: int) -> int:
+        """A new dataset of one text of so many bytes, which is not written; returns its offset in the file."""
+        made = h5d.create(parent, name.encode(), self._text(size), self._scalar, dcpl=self._datasets, lcpl=self._links)
+        return _offset_of(made)
 
     def _reserved(
         self, parent: h5g.GroupID | h5f.FileID, name: str, shape: tuple[int, ...], kind: np.dtype

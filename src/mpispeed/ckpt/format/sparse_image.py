@@ -61,22 +61,23 @@ class SparseImage(io.RawIOBase):
     def flush(self) -> None:
         """No operation: the image is put on disk once, when it is complete."""
 
-    def put(self, path: Path, mode: int = 0o666) -> None:
+    def put(self, path: Path, mode: int = 0o666, *, is_reserved: bool = True) -> None:
         """Create the file; space of pages never written is reserved, or left as holes if that is not possible.
 
         Args:
             path: of a file that does not exist.
             mode: its permissions, before the mask of the process.
+            is_reserved: False leaves holes in any case.
 
         Raises:
             OSError: the file exists, there is no room for it, or the file system refuses.
         """
         with open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
             try:
-                is_reserved = reserve(file.fileno(), self._size)
+                has_space = is_reserved and reserve(file.fileno(), self._size)
             except OSError as failure:
                 raise OSError(failure.errno, failure.strerror, str(path)) from None
-            if not is_reserved:
+            if not has_space:
                 os.truncate(file.fileno(), self._size)
             for page in sorted(self._pages):
                 part = memoryview(self._pages[page])[: self._size - page * _PAGE_BYTES]
