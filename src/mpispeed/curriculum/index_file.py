@@ -121,6 +121,34 @@ class MMapIndexedDataset:
         offsets, sizes = self._read_index(start, stop)
         return self._values(int(offsets[0]), int(sizes.sum(dtype=np.int64))), sizes
 
+    @property
+    def value_count(self) -> int:
+        """Values of all rows together."""
+        return self._data.size // self.dtype.itemsize
+
+    def first_value(self, row: int) -> int:
+        """Number of values in all rows before `row`, which may be the number of rows.
+
+        Raises:
+            IndexError: there is no such row.
+            IndexFileError: the offset of the row does not hold.
+        """
+        if row == self._rows:
+            return self.value_count
+        self._check_range(row, row + 1)
+        return int(self._read_index(row, row + 1)[0][0]) // self.dtype.itemsize
+
+    def read_values(self, start: int, stop: int) -> Array:
+        """Values by their numbers in the order of the file, whatever row they are in.
+
+        Raises:
+            IndexError: there are no such values.
+        """
+        if not 0 <= start <= stop <= self.value_count:
+            msg = f"{self.path} has {self.value_count} values; those from {start} to {stop} were asked for"
+            raise IndexError(msg)
+        return self._values(start * self.dtype.itemsize, stop - start)
+
     def read_sizes(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """Lengths of rows from `start` to `stop`, checked. Raises as `read`."""
         self._check_range(start, stop)
