@@ -22,6 +22,7 @@ SOURCES = {
     "weight_codes": "bits/weight_codes.pyx",
     "one_bit": "bits/one_bit.pyx",
     "permute": "rows/permute.pyx",
+    "token_choice": "rows/token_choice.pyx",
     "meeting": "node/meeting.pyx",
     "layer_loops": "layer/layer_loops.pyx",
     "block_io": "io/block_io.pyx",

@@ -14,7 +14,7 @@
 #include <emmintrin.h>
 #endif
 
-enum { MPS_DO_PICK, MPS_DO_COMBINE, MPS_DO_SPREAD, MPS_DO_DOT };
+enum { MPS_DO_PICK, MPS_DO_COMBINE, MPS_DO_SPREAD, MPS_DO_DOT, MPS_DO_MERGE };
 
 #define MPS_WRITE_TILE 512u            /* elements */
 #define MPS_READ_BYTES 256u            /* of a tile whose successor is asked for: more at once would wait for memory */
@@ -24,9 +24,9 @@ enum { MPS_DO_PICK, MPS_DO_COMBINE, MPS_DO_SPREAD, MPS_DO_DOT };
 
 /* Token t chooses the rows index[t * choices + j]; -1 is none. Matrices have `width` elements in a row. */
 typedef struct {
-    int what, kind;          /* 1 fp32, 2 bf16, 3 fp16, 4 fp64; MPS_DO_PICK knows bytes only */
-    void *out;               /* pick, combine: [tokens, width]; spread: [rows, width]; dot: [tokens, choices] */
-    const void *x, *y;       /* x: the rows, or what is spread to them; y: the other factor of dot */
+    int what, kind;          /* 1 fp32, 2 bf16, 3 fp16, 4 fp64; pick and merge know bytes only */
+    void *out;               /* pick, combine, merge: [tokens, width]; spread: [rows, width]; dot: [tokens, choices] */
+    const void *x, *y;       /* x: the rows, or what is spread to them; y: the other factor of dot, the rest of merge */
     const int64_t *index;
     const void *weights;     /* fp32 (fp64 for fp64) [tokens, choices]; NULL: ones */
     const uint8_t *named;    /* spread: [rows], 0 where a row becomes zero; NULL: nowhere */
@@ -114,6 +114,20 @@ static void mps_pick_range(const mps_row_job *job, size_t begin, size_t end) {
             mps_expect(job, t + 1, end, at);
             mps_put(to + at, from + at, mps_tile(bytes, at, MPS_READ_BYTES), is_past_cache);
         }
+    }
+    mps_put_end(is_past_cache);
+}
+
+/* A row of x where `index` names one, else the own row of y; NULL: zeros. */
+static void mps_merge_range(const mps_row_job *job, size_t begin, size_t end) {
+    size_t bytes = job->width * job->element;
+    int is_past_cache = mps_is_past_cache(job, job->tokens);
+    for (size_t t = begin; t < end; t++) {
+        int is_put = job->index[t] >= 0;
+        const char *matrix = (const char *)(is_put ? job->x : job->y);
+        char *to = (char *)job->out + t * bytes;
+        if (matrix) mps_put(to, matrix + (is_put ? (size_t)job->index[t] : t) * bytes, bytes, is_past_cache);
+        else memset(to, 0, bytes);
     }
     mps_put_end(is_past_cache);
 }
@@ -286,6 +300,7 @@ static void mps_clear_range(const mps_row_job *job, size_t begin, size_t end) {
 static void mps_row_part(const mps_row_job *job, int parts, int part) {
     mps_range tokens = mps_cut(job->tokens, 1, parts, part), rows = mps_cut(job->rows, 1, parts, part);
     if (job->what == MPS_DO_PICK) mps_pick_range(job, tokens.begin, tokens.end);
+    else if (job->what == MPS_DO_MERGE) mps_merge_range(job, tokens.begin, tokens.end);
     else if (job->what == MPS_DO_SPREAD && !job->weights) mps_copy_range(job, tokens.begin, tokens.end);
     else mps_row_loops[job->what][job->kind](job, tokens.begin, tokens.end);
     if (job->named) mps_clear_range(job, rows.begin, rows.end);

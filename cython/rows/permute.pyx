@@ -1,5 +1,5 @@
 # cython: autotestdict=False
-"""Rows of host matrices picked, spread, summed and multiplied by index; the loops are in row_loops.h."""
+"""Rows of host matrices picked, put, spread, summed and multiplied by index; the loops are in row_loops.h."""
 
 from libc.stddef cimport ptrdiff_t
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
@@ -17,7 +17,7 @@ cdef extern from "row_loops.h" nogil:
         const uint8_t *named
         size_t tokens, choices, rows, width, element
 
-    int MPS_DO_PICK, MPS_DO_COMBINE, MPS_DO_SPREAD, MPS_DO_DOT
+    int MPS_DO_PICK, MPS_DO_COMBINE, MPS_DO_SPREAD, MPS_DO_DOT, MPS_DO_MERGE
     ptrdiff_t mps_wrong_place(const int64_t *index, size_t n, size_t rows, int may_drop, uint8_t *named)
     void mps_run_rows(const mps_row_job *job, int threads)
 
@@ -42,6 +42,17 @@ cdef mps_row_job job_of(int what, uintptr_t out, uintptr_t x, uintptr_t index, t
 def pick(uintptr_t out, uintptr_t x, uintptr_t index, tuple sizes, int threads):
     """Copy the rows of `x` that `index` names to `out`, one after the other."""
     cdef mps_row_job job = job_of(MPS_DO_PICK, out, x, index, sizes)
+    with nogil:
+        mps_run_rows(&job, threads)
+
+
+def merge(uintptr_t out, uintptr_t x, uintptr_t rest, uintptr_t index, tuple sizes, int threads):
+    """Copy to each row of `out` the row of `x` that `index` names, or where that is negative its own of `rest`.
+
+    Rows of an address that is 0 are zero.
+    """
+    cdef mps_row_job job = job_of(MPS_DO_MERGE, out, x, index, sizes)
+    job.y = <const void *>rest
     with nogil:
         mps_run_rows(&job, threads)
 

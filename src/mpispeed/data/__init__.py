@@ -8,6 +8,7 @@ communicates.
 from __future__ import annotations
 
 from mpispeed.data.loader import RepeatingLoader, ShardedLoader
+from mpispeed.data.order import BatchOrder, EpochOrder
 from mpispeed.data.sampler import SampleOrder
 
-__all__ = ["RepeatingLoader", "SampleOrder", "ShardedLoader"]
+__all__ = ["BatchOrder", "EpochOrder", "RepeatingLoader", "SampleOrder", "ShardedLoader"]

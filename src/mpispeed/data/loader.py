@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.tensor_tree import move
-from mpispeed.data.sampler import RankBatches, SampleOrder
+from mpispeed.data.order import BatchOrder, EpochOrder, require_length
+from mpispeed.data.sampler import SampleOrder
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +90,25 @@ class ShardedLoader:
         pin_memory: bool = False,
         step_samples: int | None = None,
         device: torch.device = HOST,
+        order: BatchOrder | None = None,
     ) -> None:
         """Prepare the loader of data rank `rank` of `size`.
+
+        Args:
+            dataset: map-style or iterable.
+            micro_batch: samples of a batch.
+            rank: index on the data axis.
+            size: ranks of the data axis.
+            seed: of the order.
+            shuffle: each epoch anew.
+            collate_fn: makes a batch of a list of samples; None: torch's.
+            drop_last: leave out a last block that is short.
+            workers: processes that read; 0: this one.
+            pin_memory: as torch's DataLoader.
+            step_samples: samples of a global batch.
+            device: of the batches' tensors.
+            order: which samples come when, for map-style data, instead of epochs of all samples; seed, shuffle,
+                drop_last and step_samples are not used then.
 
         Raises:
             ConfigError: sizes that do not fit, or a data set that is neither map-style nor iterable.
@@ -101,22 +119,20 @@ class ShardedLoader:
         self.device = device  # of the batches' tensors
         self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None  # (batch, state) -> batch
         self._is_stream = isinstance(dataset, IterableDataset)
-        self._unit = step_samples or micro_batch * size
+        self._seed = seed
         self._epoch = self._offset = self._loads = 0
         self._is_placed = False  # load_state_dict has put the data set itself at `_offset`
-        if self._is_stream:
-            self.order = SampleOrder(0, seed, shuffle=False)
-            if workers > 1:
-                log.warning("an iterable data set is read by 1 worker process, not by %d, to keep its order", workers)
-                self.workers = 1
-        elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            self.order = SampleOrder(len(dataset), seed, shuffle)
-        else:
-            msg = (
-                f"training data of type {type(dataset).__name__} cannot be loaded; give a data set with "
-                "__getitem__ and __len__, or a torch.utils.data.IterableDataset"
+        self.order: BatchOrder | None = None  # of a stream
+        if not self._is_stream:
+            _require_map_style(dataset)
+            unit = step_samples or micro_batch * size
+            samples = SampleOrder(len(dataset), seed, shuffle)  # type: ignore[arg-type]
+            self.order = order or EpochOrder(
+                samples, micro_batch=micro_batch, rank=rank, size=size, unit=unit, drop_last=drop_last
             )
-            raise ConfigError(msg)
+        elif workers > 1:
+            log.warning("an iterable data set is read by 1 worker process, not by %d, to keep its order", workers)
+            self.workers = 1
 
     @property
     def position(self) -> int:
@@ -124,12 +140,15 @@ class ShardedLoader:
         return self._position_of(self._offset)
 
     def _position_of(self, offset: int) -> int:
-        return offset if self._is_stream else self._epoch * self.order.length + min(offset, self.order.length)
+        return offset if self.order is None else self._epoch * self.order.length + min(offset, self.order.length)
+
+    def _epoch_of(self, position: int) -> int:
+        return self._epoch if self.order is None else position // max(1, self.order.length)
 
     @property
     def epoch(self) -> int:
         """Number of the epoch in which the next sample lies, from 0."""
-        return self._epoch if self._is_stream else self.position // max(1, self.order.length)
+        return self._epoch_of(self.position)
 
     def __len__(self) -> int:
         """Number of micro-batches of a whole epoch.
@@ -137,11 +156,11 @@ class ShardedLoader:
         Raises:
             TypeError: the data set is a stream without a length.
         """
-        if self._is_stream:
+        if self.order is None:
             length = len(self.dataset)  # type: ignore[arg-type]
             block = self.micro_batch * self.size
             return length // block if self.drop_last else -(-length // block)
-        return self._steps_left(0)
+        return self.order.count(self.epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -171,10 +190,9 @@ class ShardedLoader:
         """
         offset = max(0, self._offset - unused_batches * self.micro_batch * self.size)
         position = self._position_of(offset)
-        epoch = self._epoch if self._is_stream else position // max(1, self.order.length)
-        state: dict[str, Any] = {"position": position, "epoch": epoch}
-        if not self._is_stream:
-            return state | {"length": self.order.length, "seed": self.order.seed, "shuffle": self.order.shuffle}
+        state: dict[str, Any] = {"position": position, "epoch": self._epoch_of(position)}
+        if self.order is not None:
+            return state | self.order.state_dict(position)
         is_placeable = self.workers == 0 and unused_batches == 0  # the data set knows its present place only
         if is_placeable and hasattr(self.dataset, "load_state_dict") and hasattr(self.dataset, "state_dict"):
             state["dataset"] = self.dataset.state_dict()
@@ -186,14 +204,10 @@ class ShardedLoader:
         Raises:
             ConfigError: the state is of a data set of another length, or of another kind.
         """
-        length = None if self._is_stream else self.order.length
-        if state.get("length") != length:
-            msg = (
-                f"the saved position {state['position']} is of a data set of {_describe(state.get('length'))}, but "
-                f"the training data has {_describe(length)}; give the same data, or begin it anew with "
-                "load_checkpoint(..., load_data_state=False)"
-            )
-            raise ConfigError(msg)
+        if self.order is None:
+            require_length(state, None)
+        else:
+            self.order.check_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the stream of samples of a saved state, on any number of ranks; running iterators follow.
@@ -205,30 +219,20 @@ class ShardedLoader:
         """
         self.check_state(state)
         self._loads += 1
-        if self._is_stream:
+        if self.order is None:
             self._epoch, self._offset, self._is_placed = state["epoch"], state["position"], False
             restore = getattr(self.dataset, "load_state_dict", None)
             if "dataset" in state and restore is not None:
                 restore(state["dataset"])
                 self._is_placed = True
             return
-        found = (self.order.seed, self.order.shuffle)
-        wanted = (state["seed"], state["shuffle"])
-        if found != wanted:
-            log.warning("sample order (seed, shuffle) is %s as saved, not %s, to continue its stream", wanted, found)
-            self.order = SampleOrder(self.order.length, *wanted)
+        self.order.load_state_dict(state)
         self._epoch, self._offset = divmod(state["position"], max(1, self.order.length))
-
-    def _steps_left(self, offset: int) -> int:
-        """Micro-steps from `offset` to the end of the epoch."""
-        left = self.order.length - min(offset, self.order.length)
-        units = left // self._unit if self.drop_last else -(-left // self._unit)
-        return units * (self._unit // (self.micro_batch * self.size))
 
     def _open(self) -> Iterable[Any]:
         """Open a torch loader over the rest of the epoch."""
         # With a generator of its own torch draws the workers' seed without moving the global state.
-        dice = torch.Generator().manual_seed(self.order.seed + self.position)
+        dice = torch.Generator().manual_seed(self._seed + self.position)
         shared: dict[str, Any] = {
             "num_workers": self.workers,
             "collate_fn": self.collate_fn or default_collate,
@@ -236,17 +240,9 @@ class ShardedLoader:
             "pin_memory": torch.cuda.is_available() and (self.pin_memory or self.device.type == "cuda"),
             "generator": dice,
         }
-        if self._is_stream:
+        if self.order is None:
             return DataLoader(self._open_stream(), batch_size=None, **shared)
-        batches = RankBatches(
-            self.order,
-            epoch=self._epoch,
-            offset=self._offset,
-            count=self._steps_left(self._offset),
-            micro_batch=self.micro_batch,
-            rank=self.rank,
-            size=self.size,
-        )
+        batches = self.order.batches(self._epoch, self._offset)
         return DataLoader(self.dataset, batch_sampler=batches, **shared)
 
     def _open_stream(self) -> _StreamShare:
@@ -281,8 +277,13 @@ class RepeatingLoader(Generic[T]):
             return next(self._batches)
 
 
-def _describe(length: int | None) -> str:
-    return "unknown length (a stream)" if length is None else f"{length} samples"
+def _require_map_style(dataset: Any) -> None:
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        msg = (
+            f"training data of type {type(dataset).__name__} cannot be loaded; give a data set with "
+            "__getitem__ and __len__, or a torch.utils.data.IterableDataset"
+        )
+        raise ConfigError(msg)
 
 
 def _check_sizes(micro_batch: int, rank: int, size: int, workers: int, step_samples: int | None) -> None:

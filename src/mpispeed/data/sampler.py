@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
-Words = NDArray[np.uint64]
-
-_ROUNDS = 8  # four suffice for a good mix of large ranges; short epochs need more
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-
-
-def _mix(words: Words) -> Words:
-    """Scramble 64-bit words, one to one (the finaliser of splitmix64)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Words = words ^ (words >> np.uint64(31))
-    return mixed
+from mpispeed.base.keyed_order import mix, permuted, seed_word
 
 
 class SampleOrder:
     """An endless stream of data set indices: one permutation of the data set per epoch.
 
-    Position `p` lies in epoch `p // length`. Permutations are computed index by index (a Feistel
-    cipher on a grid that just holds the data set), so an epoch of any length costs no memory and
-    the order does not change with the version of a random number library.
+    Position `p` lies in epoch `p // length`. Permutations are computed index by index, so an epoch of
+    any length costs no memory.
     """
 
     def __init__(self, length: int, seed: int, shuffle: bool) -> None:
@@ -36,8 +21,6 @@ class SampleOrder:
             msg = f"length {length} of a data set is negative"
             raise ValueError(msg)
         self.length, self.seed, self.shuffle = length, seed, shuffle
-        rows = isqrt(length - 1) + 1 if length else 1
-        self._rows, self._columns = np.uint64(rows), np.uint64(-(-length // rows) or 1)
 
     def index(self, position: int) -> int:
         """Data set index of the sample at global stream position `position`."""
@@ -57,25 +40,8 @@ class SampleOrder:
         epochs, offsets = np.divmod(np.asarray(positions, dtype=np.uint64), np.uint64(self.length))
         if not self.shuffle:
             return [int(offset) for offset in offsets]
-        seed = np.uint64((self.seed * _GOLDEN) & _MASK)
-        keys = _mix(_mix(epochs + np.uint64(1)) ^ seed)
-        found = self._permute(offsets, keys)
-        # The grid has a few cells more than samples; walking on from those keeps the map one to one.
-        while (outside := found >= np.uint64(self.length)).any():
-            found[outside] = self._permute(found[outside], keys[outside])
-        return [int(index) for index in found]
-
-    def _permute(self, cells: Words, keys: Words) -> Words:
-        """Map the cells of the grid one to one onto themselves, differently for every key."""
-        columns, rows = np.divmod(cells, self._rows)
-        for turn in range(_ROUNDS):
-            salted = keys + np.uint64((turn + 1) * _GOLDEN & _MASK)
-            if turn % 2:
-                columns = (columns + _mix(rows ^ salted) % self._columns) % self._columns
-            else:
-                rows = (rows + _mix(columns ^ salted) % self._rows) % self._rows
-        found: Words = columns * self._rows + rows
-        return found
+        keys = mix(mix(epochs + np.uint64(1)) ^ seed_word(self.seed))
+        return [int(index) for index in permuted(offsets, np.uint64(self.length), keys)]
 
 
 class RankBatches:

@@ -86,8 +86,7 @@ class Engine(Getters):
         parts = own.parts
         parts.require("forward", (Kind.lp_params,))
         own.direct.settle()
-        micro_step, global_step = parts.counters.micro_steps, parts.counters.global_steps
-        parts.bus.announce(Event.BATCH_START, micro_step=micro_step, global_step=global_step, is_training=self.training)
+        parts.begin_forward(parts.counters.finished_micro_steps, is_training=self.training)
         if parts.features.batches:
             inputs, kwargs = parts.features.batch((inputs, kwargs), is_training=self.training)
         if parts.plan.device.type != "cpu":
@@ -96,6 +95,7 @@ class Engine(Getters):
         start = parts.clock.now()
         with parts.sharding.unwinding(), parts.casting.named():
             output = self.module(*inputs, **kwargs)
+        parts.passes.end(output)
         parts.bus.announce(Event.FORWARD_END, seconds=parts.clock.now() - start)
         return output
 

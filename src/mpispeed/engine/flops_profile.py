@@ -45,7 +45,7 @@ def attach(context: Context) -> Hooks | None:
         try:
             prepare_file(section.output_file)
         except UsageError as error:
-            msg = f"flops_profiler.output_file: {error}"
+            msg = f"flops_profiler: {error}"
             raise ConfigError(msg) from error
     profile = StepProfile(section, context)
     for event, listener in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -67,6 +68,7 @@ class StageDuties:
         self._micro_batches, self._taken = 1, 0
         self._losses: list[torch.Tensor] = []
         self._extras: dict[str, float] = {}
+        self._passes: Counter[int] = Counter()  # forward passes of this batch, by chunk
         self._held = ExitStack()
         self._met = _met(parts, model)
 
@@ -74,17 +76,17 @@ class StageDuties:
 
     def begin_training(self, feed: Iterator[Any] | None, micro_batches: int) -> None:
         """Prepare for one global batch."""
-        self._feed, self._micro_batches, self._taken, self._spare = feed, micro_batches, 0, None
-        self._first.clear()
-        self._is_training = self._computes_loss = True
-        self._losses, self._extras = [], {}
+        self._begin(feed, is_training=True)
+        self._micro_batches, self._losses, self._extras = micro_batches, [], {}
 
     def begin_evaluation(self, feed: Iterator[Any], *, computes_loss: bool) -> None:
         """Prepare for one global batch without gradients."""
-        self._feed, self._taken, self._spare = feed, 0, None
-        self._first.clear()
-        self._is_training, self._computes_loss = False, computes_loss
+        self._begin(feed, is_training=False, computes_loss=computes_loss)
         self.last_outputs = None
+
+    def _begin(self, feed: Iterator[Any] | None, *, is_training: bool, computes_loss: bool = True) -> None:
+        self._feed, self._taken, self._spare, self._first, self._passes = feed, 0, None, [], Counter()
+        self._is_training, self._computes_loss = is_training, computes_loss
 
     @property
     def has_failed(self) -> bool:
@@ -154,17 +156,19 @@ class StageDuties:
 
     def forward(self, chunk: int, inputs: Any) -> Any:
         """Run the layers of a chunk."""
-        parts, counters = self._parts, self._parts.counters
-        steps = {"micro_step": counters.micro_steps, "global_step": counters.global_steps}
-        parts.bus.announce(Event.BATCH_START, **steps, is_training=self._is_training)
+        parts = self._parts
+        parts.begin_forward(self._passes[chunk], is_training=self._is_training)
+        self._passes[chunk] += 1
         start = parts.clock.now()
         with parts.sharding.running(self._model), parts.casting.named():
             outputs = self._model.chunk(chunk)(inputs)
+        parts.passes.end(outputs)
         parts.bus.announce(Event.FORWARD_END, seconds=parts.clock.now() - start)
         return outputs
 
-    def leave_out(self, *, is_loss: bool = False) -> None:
+    def leave_out(self, chunk: int, *, is_loss: bool = False) -> None:
         """Stand in for a forward pass, or a loss: where other ranks may gather parameters for theirs, take part."""
+        self._passes[chunk] += not is_loss
         if not is_loss or self._has_loss:
             with self._parts.sharding.running(self._model):
                 pass

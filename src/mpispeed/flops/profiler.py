@@ -290,6 +290,6 @@ def write_report(text: str, path: str | os.PathLike[str] | None) -> None:
 
 def _unwritable(path: object, reason: str) -> UsageError:
     return UsageError(
-        f"flops profiler: the report cannot be written to output_file {str(path)!r}: {reason}; give another file, or "
+        f"the flops profile cannot be written to output_file {str(path)!r}: {reason}; give another file, or "
         "none for the screen"
     )

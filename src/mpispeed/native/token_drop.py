@@ -1,8 +1,9 @@
 """Gather and scatter of tokens of a batch, with gradients, for layers that work on some tokens only.
 
-The tokens of a sample are named by places, which are distinct and in any order. On the host they are checked; on a
-device they are the caller's duty, because a check would wait for the device: a wrong place there gives a row of zeros
-or is left out, and of double ones an arbitrary row counts. With MPISPEED_CHECK_INDICES=1 devices are checked, too.
+The tokens of a sample are named by places, which are distinct and in any order. On the host compiled loops copy rows,
+and places are checked; on a device they are the caller's duty, because a check would wait for the device: a wrong place
+there gives a row of zeros or is left out, and of double ones an arbitrary row counts. With MPISPEED_CHECK_INDICES=1
+devices are checked, too.
 
 Source: random layerwise token dropping (arXiv 2211.11586).
 """
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpispeed.native import status
 from mpispeed.native.cuda import launcher, ops
 from mpispeed.native.cuda.launcher import Launcher
 
@@ -52,12 +56,39 @@ def scatter(y: Tensor, index: Tensor, into: Tensor, *, batch_first: bool = True)
     Raises:
         ValueError: shapes, dtypes or devices do not fit; a place is not in [0, S) or named twice.
     """
-    _check("scatter", into, index, batch_first)
-    wanted = _shape(into, index.shape[1], batch_first)
-    if y.shape != wanted or y.device != into.device:
-        msg = f"scatter: y has shape {tuple(y.shape)} on {y.device}; index and into need {wanted} on {into.device}"
-        raise ValueError(msg)
+    _check_put("scatter", y, index, into, batch_first)
     merged: Tensor = _merge(y, into, index, into.shape[_token_dim(batch_first)], batch_first)
+    return merged
+
+
+def take(x: Tensor, index: Tensor, *, batch_first: bool = True) -> tuple[Tensor, Tensor]:
+    """Pick tokens of `x` as `gather` does, and hand `x` on to `put`, which joins what became of them with the rest.
+
+    Both together have the gradients of `gather` and `scatter` with half the passes over memory: the gradient of `x` is
+    that of the picked tokens in their places and that of the result elsewhere, copied once.
+
+    Returns:
+        the picked tokens, and `x` for `put`; nothing else may use that, because its gradient is whole only there.
+
+    Raises:
+        ValueError: as `gather`.
+    """
+    _check("take", x, index, batch_first)
+    taken, rest = _Take.apply(x, index, batch_first)
+    return taken, rest
+
+
+def put(y: Tensor, index: Tensor, rest: Tensor, *, batch_first: bool = True) -> Tensor:
+    """The tokens of `y` in the places `index` of `rest`, which comes from `take` with the same places.
+
+    Dtypes that differ are joined to the wider one.
+
+    Raises:
+        ValueError: as `scatter`.
+    """
+    _check_put("put", y, index, rest, batch_first)
+    wide = torch.promote_types(y.dtype, rest.dtype)
+    merged: Tensor = _Put.apply(y.to(wide), index, rest.to(wide), batch_first)
     return merged
 
 
@@ -112,11 +143,20 @@ def _check(where: str, x: Tensor, index: Tensor, batch_first: bool) -> None:
         raise ValueError(msg)
 
 
+def _check_put(where: str, y: Tensor, index: Tensor, into: Tensor, batch_first: bool) -> None:
+    _check(where, into, index, batch_first)
+    wanted = _shape(into, index.shape[1], batch_first)
+    if y.shape != wanted or y.device != into.device:
+        msg = f"{where}: y has shape {tuple(y.shape)} on {y.device}; index and into need {wanted} on {into.device}"
+        raise ValueError(msg)
+
+
 def _check_places(index: Tensor, tokens: int) -> None:
     """Refuse places that are not there or named twice; on a device only if the environment asks for it."""
     if not index.numel() or (index.device.type != "cpu" and os.environ.get(CHECK_VARIABLE, "") != "1"):
         return
-    ordered = index.sort(dim=1).values
+    is_ascending = bool((index[:, 1:] > index[:, :-1]).all())
+    ordered = index if is_ascending else index.sort(dim=1).values
     low, high = int(ordered[:, 0].min()), int(ordered[:, -1].max())
     if low < 0 or high >= tokens:
         wrong = low if low < 0 else high
@@ -154,6 +194,11 @@ def _run_gather(x: Tensor, index: Tensor, batch_first: bool) -> Tensor:
     tokens, picked = x.shape[_token_dim(batch_first)], index.shape[1]
     _check_places(index, tokens)
     runs = launcher.for_tensor(x)
+    module = _host_loops(x) if runs is None else None
+    if module is not None:
+        return _copied(
+            module.pick, x.new_empty(_shape(x, picked, batch_first)), (x,), _rows(index, tokens, batch_first)
+        )
     if runs is None:
         return gather_reference(x, index, batch_first)
     x, index = x.contiguous(), index.contiguous()
@@ -171,6 +216,12 @@ def _run_merge(y: Tensor | None, into: Tensor | None, index: Tensor, tokens: int
     _check_places(index, tokens)
     out = _base(y, into, tokens, batch_first)
     runs = launcher.for_tensor(out)
+    module = _host_loops(out) if runs is None else None
+    if module is not None:
+        rows = _rows(index, tokens, batch_first)
+        sources = torch.full((index.shape[0] * tokens,), -1)
+        sources[rows] = torch.arange(len(rows))
+        return _copied(module.merge, out, (y, into), sources)
     if runs is None:
         return merge_reference(y, into, index, tokens, batch_first)
     if out.numel():
@@ -182,6 +233,27 @@ def _run_merge(y: Tensor | None, into: Tensor | None, index: Tensor, tokens: int
         places = [0 if x is None else next(ready).data_ptr() for x in (y, into)]
         layout = _layout(sources.numel(), units)
         runs.launch(f"token_merge_{width}", *layout, out.data_ptr(), *places, sources.data_ptr(), numbers)
+    return out
+
+
+def _host_loops(x: Tensor) -> ModuleType | None:
+    """The compiled loops, or None: the reference runs instead."""
+    return status.compiled("permute") if x.device.type == "cpu" else None
+
+
+def _rows(index: Tensor, tokens: int, batch_first: bool) -> Tensor:
+    """For each row that is picked, in order, the row of the batch."""
+    samples = torch.arange(index.shape[0]).unsqueeze(1)
+    return (samples * tokens + index).view(-1) if batch_first else (index * len(samples) + samples).t().reshape(-1)
+
+
+def _copied(run: Callable[..., None], out: Tensor, tensors: tuple[Tensor | None, ...], index: Tensor) -> Tensor:
+    """`out`, whose rows a compiled loop has copied from rows of tensors."""
+    if out.numel():
+        held = [None if x is None else x.contiguous() for x in tensors]  # alive until the loop has ended
+        addresses = [0 if x is None else x.data_ptr() for x in held]
+        sizes = len(index), 1, 0, out.numel() // len(index), out.element_size()
+        run(out.data_ptr(), *addresses, index.data_ptr(), sizes, torch.get_num_threads())
     return out
 
 
@@ -253,3 +325,39 @@ _merge = ops.define(
 )
 ops.differentiate(_gather, _save_gather, _grad_gather)
 ops.differentiate(_merge, _save_merge, _grad_merge)
+
+
+class _Take(torch.autograd.Function):
+    """The gradient of `rest` is that of the result of `_Put` as a whole; tokens that were taken are replaced in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(index)
+        ctx.set_materialize_grads(False)
+        ctx.tokens, ctx.batch_first = x.shape[_token_dim(batch_first)], batch_first
+        return _gather(x, index, batch_first), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, of_taken: Tensor | None, of_rest: Tensor | None) -> tuple[Tensor | None, None, None]:
+        (index,) = ctx.saved_tensors
+        if of_taken is None and of_rest is None:
+            return None, None, None
+        return _merge(of_taken, of_rest, index, ctx.tokens, ctx.batch_first), None, None
+
+
+class _Put(torch.autograd.Function):
+    """The other half of `_Take`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, index: Tensor, rest: Tensor, batch_first: bool) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.batch_first = batch_first
+        merged: Tensor = _merge(y, rest, index, rest.shape[_token_dim(batch_first)], batch_first)
+        return merged
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        (index,) = ctx.saved_tensors
+        needs_y, _, needs_rest, _ = ctx.needs_input_grad
+        dy = _gather(grad, index, ctx.batch_first) if needs_y else None
+        return dy, None, grad if needs_rest else None, None

@@ -35,8 +35,8 @@ class Duties(Protocol):
     def forward(self, chunk: int, inputs: Any) -> Any:
         """Run the layers of a chunk of this stage."""
 
-    def leave_out(self, *, is_loss: bool = False) -> None:
-        """Take the place of a forward pass, or of a loss, that has no input."""
+    def leave_out(self, chunk: int, *, is_loss: bool = False) -> None:
+        """Take the place of a forward pass of a chunk, or of a loss, that has no input."""
 
     def loss(self, outputs: Any, labels: Any) -> Any:
         """The value kept of a micro-batch at the end of the pipe; a scalar tensor when training."""
@@ -231,7 +231,7 @@ class Executor:
         """What the layers, and at the end of the pipe the loss, make of the inputs; `MISSING` after a failure."""
         outputs = MISSING
         if slot.inputs is MISSING:
-            self.duties.leave_out()
+            self.duties.leave_out(chunk)
         else:
             try:
                 outputs = self.duties.forward(chunk, slot.inputs)
@@ -240,7 +240,7 @@ class Executor:
         if not self.place.is_last(chunk):
             return outputs
         if outputs is MISSING or slot.labels is MISSING:
-            self.duties.leave_out(is_loss=True)
+            self.duties.leave_out(chunk, is_loss=True)
             return _nothing_of(outputs)
         try:
             loss = self.duties.loss(outputs, slot.labels)

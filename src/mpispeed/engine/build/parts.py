@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import UsageError
 from mpispeed.base.events import Event
+from mpispeed.base.passes import Pass, Passes
 from mpispeed.engine.attached import Attached
 from mpispeed.engine.hooks import Given
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
@@ -164,6 +165,7 @@ class Parts:
         sharing: None where no parameter is shared along the pipe or the model axis.
         buffers: None without persistent buffers, and where one rank has all data.
         clock: times passes and steps.
+        passes: which forward pass runs.
         is_training: the mode that `engine.train` has set.
         is_closed: `engine.destroy` was called.
     """
@@ -188,6 +190,7 @@ class Parts:
     is_closed: bool = False
     is_compiled: bool = False  # by `engine.compile`
     features: Attached = field(default_factory=Attached)
+    passes: Passes = field(default_factory=Passes)
 
     @property
     def table(self) -> Table:
@@ -286,7 +289,13 @@ class Parts:
         self.module.compile(backend=backend, **{**(compile_kwargs or {}), **more})
         self.is_compiled = True
 
-    # -- backward passes and updates ---------------------------------------------------------------------------------
+    # -- passes and updates ---------------------------------------------------------------------------------
+
+    def begin_forward(self, micro_step: int, *, is_training: bool) -> None:
+        """Begin a forward pass of the micro-batch of that number in its global batch. Local."""
+        counted, step = self.counters.micro_steps, self.counters.global_steps
+        self.bus.announce(Event.BATCH_START, micro_step=counted, global_step=step, is_training=is_training)
+        self.passes.begin(Pass(step, micro_step, is_training))
 
     def expect_step(self) -> None:
         """Prepare the exchange for the next update; called after the counters have changed. Local."""

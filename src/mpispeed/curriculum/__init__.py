@@ -1,0 +1,12 @@
+"""Floor 6, curriculum: how difficult samples may be at a step, and what follows for batches.
+
+Above data, whose order of samples it uses. Knows plain values and tensors. Must not know the engine, the configuration
+or MPI's names: what communicates is handed a group of ranks.
+"""
+
+from __future__ import annotations
+
+from mpispeed.curriculum.schedule import CurriculumScheduler
+from mpispeed.curriculum.truncation import truncate
+
+__all__ = ["CurriculumScheduler", "truncate"]

@@ -1,0 +1,5 @@
+"""Stochastic depth along a schedule: layers that some passes leave out."""
+
+from mpispeed.nn.layer_drop.schedule import ProgressiveLayerDrop
+
+__all__ = ["ProgressiveLayerDrop"]
