@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PAST_END, _NO_PLACE = -1, -2
 _WIDE = {torch.int32: 4, torch.int64: 8}
-_KINDS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_KINDS: dict[int, np.dtype] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
 @dataclass(frozen=True, slots=True)
