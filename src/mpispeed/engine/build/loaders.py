@@ -30,7 +30,7 @@ def make_loader(
     shuffles: bool,
     batch_size: int | None = None,
     workers: int = 0,
-    pin_memory: bool = False,
+    pin_memory: bool | None = None,
 ) -> ShardedLoader:
     """This data rank's loader over `dataset`.
 
@@ -42,7 +42,7 @@ def make_loader(
         shuffles: the default where the config does not say.
         batch_size: samples of a batch of this rank, instead of the micro-batch of the plan.
         workers: processes that load; 0: this one.
-        pin_memory: as torch's DataLoader.
+        pin_memory: as `ShardedLoader`.
     """
     chosen, micro_batch = plan.config.dataloader_shuffle, batch_size or plan.batch.micro_batch_size
     is_planned = micro_batch == plan.batch.micro_batch_size
