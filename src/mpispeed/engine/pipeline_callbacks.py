@@ -62,7 +62,7 @@ class StageDuties:
         self.mean_loss, self.extra_losses, self.last_outputs = 0.0, dict[str, float](), None
         self.is_at_boundary = False
         self._feed: Iterator[Any] | None = None
-        self._first: list[Any] = []  # a batch that was taken by `look_ahead`
+        self._first: list[Any] = []  # a batch that was taken by `prepare`
         self._spare: tuple[Any, Any] | None = None  # the last pair that was loaded, where layers meet other ranks
         self._is_training = self._computes_loss = True
         self._micro_batches, self._taken = 1, 0
@@ -132,12 +132,13 @@ class StageDuties:
         """The last pair again, if layers meet other ranks, which have pairs of their own and would wait."""
         return self._spare or (MISSING, MISSING)
 
-    def look_ahead(self) -> Exception | None:
-        """Take the first batch of a global batch, for `load`; returns the failure if there is none."""
-        if self._feed is None:
-            return None
+    def prepare(self, *, loads: bool) -> Exception | None:
+        """Tell features that a global batch begins, and take its first batch, for `load`; returns what failed."""
         try:
-            self._first.append(self._next())
+            for begin in self._parts.features.global_batches:
+                begin()
+            if loads and self._feed is not None:
+                self._first.append(self._next())
         except Exception as failure:
             return failure
         return None
@@ -369,7 +370,7 @@ def run_batch(
     try:
         if is_training:  # an evaluation agrees at its end instead
             loads = any(isinstance(one, do.LoadMicroBatch) for step in schedule.steps() for one in step)
-            failure = duties.look_ahead() if loads else None
+            failure = duties.prepare(loads=loads)
             if not _agrees(comm, failure is None):
                 _tell(comm, executor.place.stage, failure)
         undo = duties.remember()
