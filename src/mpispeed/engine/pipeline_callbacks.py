@@ -293,7 +293,7 @@ class StageDuties:
         pipe = mesh["pipe"]
         found: tuple[float, dict[str, float]] = 0.0, {}
         if mesh.index("pipe") == pipe.size - 1:
-            names = self._extra_names()
+            names = _extra_names(self._model, mesh["data"], self._extras)
             sums = [sum(float(loss) for loss in self._losses), *(self._extras.get(name, 0.0) for name in names)]
             means = torch.tensor(sums, dtype=torch.float64) / self._micro_batches
             mesh["data"].all_reduce(means, "avg")
@@ -302,12 +302,6 @@ class StageDuties:
         # Started, not blocking: the last stage arrives a backward pass early, and would wait in a spinning loop.
         pipe.start(lambda comm: shared.append(comm.share(found, pipe.size - 1)), "share", label="losses").wait()
         return shared[0]
-
-    def _extra_names(self) -> list[str]:
-        """Names of additional losses reported by any data rank. Collective over: the data axis."""
-        if type(self._model).get_additional_losses is PipelineModule.get_additional_losses:
-            return []
-        return sorted(set().union(*self._parts.mesh["data"].gather_objects(set(self._extras))))
 
     def evaluated(self, results: Sequence[Any], reduce_output: str | None, *, is_shared: bool) -> Any:
         """The result of `eval_batch`.
@@ -343,6 +337,13 @@ class StageDuties:
         total = total.contiguous()
         self._parts.mesh["data"].all_reduce(total, "avg")
         return total
+
+
+def _extra_names(model: PipelineModule, data: Comm, extras: dict[str, float]) -> list[str]:
+    """Names of additional losses reported by any data rank. Collective over: the data axis."""
+    if type(model).get_additional_losses is PipelineModule.get_additional_losses:
+        return []
+    return sorted(set().union(*data.gather_objects(set(extras))))
 
 
 def _met(parts: Parts, model: PipelineModule) -> list[Comm]:
