@@ -134,6 +134,7 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.config.root": "Config=DeepSpeedConfig",
         "mpispeed.base.errors": "ConfigError=DeepSpeedConfigError",
     },
+    "runtime.data_pipeline.curriculum_scheduler": {"mpispeed.curriculum": "CurriculumScheduler"},
     "runtime.dataloader": {"mpispeed.data": "RepeatingLoader ShardedLoader=DeepSpeedDataLoader"},
     "runtime.engine": {**_ENGINE, "mpispeed.engine.pipeline": "PipelineEngine"},
     "runtime.fp16.onebit": {"mpispeed.optim": "OnebitAdam OnebitLamb ZeroOneAdam"},
@@ -222,8 +223,6 @@ LATER: dict[str, dict[str, str]] = {
         "runtime.eigenvalue": "Eigenvalue",
     },
     "curriculum learning and data efficiency": {
-        "runtime.data_pipeline": "",
-        "runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
         "runtime.data_pipeline.data_routing": "",
         "runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
         "runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd save_without_random_ltd",

@@ -231,19 +231,27 @@ def _check_curriculum(config: Config) -> Iterator[Problem]:
         for key in ("curriculum_type", "min_difficulty", "max_difficulty", "schedule_type"):
             if getattr(old, key) is None:
                 yield Problem(f"curriculum_learning.{key}", "required when enabled")
-        yield from _check_schedule("curriculum_learning", old.schedule_type, old.schedule_config)
+        if old.curriculum_type == "seqlen" and old.min_difficulty == 0:
+            yield Problem("curriculum_learning.min_difficulty", "0 is no length", "begin with 8, for example")
+        yield from _check_schedule("curriculum_learning", old)
     path = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
     if sampled.enabled and not sampled.curriculum_metrics:
         yield Problem(path, "required when enabled", "name at least one measure of difficulty")
     for name, metric in sampled.curriculum_metrics.items():
-        yield from _check_schedule(f"{path}.{name}", metric.schedule_type, metric.schedule_config)
+        yield from _check_schedule(f"{path}.{name}", metric)
     layers = config.data_efficiency.data_routing.random_ltd
     if layers.layer_token_lr_schedule.enabled:
         path = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled"
         yield Problem(path, "this schedule is not offered", "set it to false")
 
 
-def _check_schedule(path: str, kind: str | None, numbers: Any) -> Iterator[Problem]:
+def _check_schedule(path: str, section: Any) -> Iterator[Problem]:
+    """Bounds of a difficulty, and the numbers that its schedule needs."""
+    kind, numbers, low, high = (
+        section.schedule_type, section.schedule_config, section.min_difficulty, section.max_difficulty
+    )  # fmt: skip
+    if low is not None and high is not None and low > high:
+        yield Problem(f"{path}.min_difficulty", f"{low} is more than max_difficulty {high}")
     wanted = {
         "fixed_linear": ("total_curriculum_step", "difficulty_step"),
         "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
@@ -257,6 +265,13 @@ def _check_schedule(path: str, kind: str | None, numbers: Any) -> Iterator[Probl
         if count != steps + 1 or not steps:
             what = f"{steps} entries for {count} difficulties; expected one less than difficulties, and at least one"
             yield Problem(f"{path}.schedule_config.max_step", what)
+        if numbers.max_step != sorted(numbers.max_step):
+            yield Problem(f"{path}.schedule_config.max_step", f"{numbers.max_step} are not in their order")
+        bounds = (low if low is not None else -math.inf), (high if high is not None else math.inf)
+        outside = [each for each in numbers.difficulty if not bounds[0] <= each <= bounds[1]]
+        if outside:
+            what = f"{outside[0]} is outside of min_difficulty {show(low)} and max_difficulty {show(high)}"
+            yield Problem(f"{path}.schedule_config.difficulty", what)
 
 
 def _check_compression(config: Config) -> Iterator[Problem]:
@@ -299,6 +314,11 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
 def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str]:
     """Warnings on legal settings without the expected effect; `spell` gives the path as the user wrote it."""
     found = find_ineffective(config, spell)
+    growth = config.curriculum_learning
+    multiple = growth.schedule_config.difficulty_step or 0
+    if growth.enabled and growth.curriculum_type == "seqlen" and multiple % 8:
+        key = spell("curriculum_learning.schedule_config.difficulty_step")
+        found.append(f"{key} {multiple} is no multiple of 8; matrix products of these lengths may be slower on GPUs")
     if config.nebula.enabled:
         found.append("nebula is ignored: it is a vendor's service; checkpoints go where save_checkpoint says")
     zero = config.zero_optimization

@@ -14,21 +14,34 @@ ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 class DifficultySchedule(Section):
     """Growth of difficulty; schedule_type decides which keys are read."""
 
-    total_curriculum_step: Positive | None = Field(None, description="fixed_linear, fixed_root: steps until the end.")
-    difficulty_step: Positive | None = Field(None, description="fixed_linear, fixed_root: difficulty is a multiple.")
-    root_degree: PositiveReal | None = Field(None, description="fixed_root: degree of the root.")
+    total_curriculum_step: Positive | None = Field(
+        None, description="fixed_linear, fixed_root: steps from the minimum to the maximum."
+    )
+    difficulty_step: Positive | None = Field(
+        None, description="fixed_linear, fixed_root: difficulties are multiples of it, between minimum and maximum."
+    )
+    root_degree: PositiveReal | None = Field(None, description="fixed_root: degree of the root; 1 is fixed_linear.")
     difficulty: list[Integer] | None = Field(None, description="fixed_discrete: the difficulties.")
-    max_step: list[Natural] | None = Field(None, description="fixed_discrete: last step of each but the last.")
+    max_step: list[Natural] | None = Field(
+        None, description="fixed_discrete: last step of each difficulty but the last, in order; steps count from 1."
+    )
 
 
 class CurriculumLearning(Section):
     """The older form: difficulty of all samples as a function of the step."""
 
     enabled: bool = Field(False, description="Grow the difficulty during training.")
-    curriculum_type: str | None = Field(None, description="seqlen passes curriculum_seqlen to the model.")
+    curriculum_type: str | None = Field(
+        None,
+        description="What the difficulty is. seqlen: a length, which the model's forward gets as curriculum_seqlen in "
+        "training, but not layers of a pipeline; other names pass nothing.",
+    )
     min_difficulty: Natural | None = Field(None, description="Difficulty at the start.")
     max_difficulty: Natural | None = Field(None, description="Difficulty in the end.")
-    schedule_type: ScheduleType | None = Field(None, description="How difficulty grows.")
+    schedule_type: ScheduleType | None = Field(
+        None,
+        description="How difficulty grows; custom: by a function of engine.set_custom_curriculum_learning_schedule.",
+    )
     schedule_config: DifficultySchedule = subsection(DifficultySchedule, "Numbers of the schedule.")
 
 

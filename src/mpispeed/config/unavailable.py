@@ -57,7 +57,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row("data_efficiency", _is_on, "data efficiency is not available; set enabled to false"),
     Row(f"{_SAMPLING}.curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
     Row("data_efficiency.data_routing.random_ltd", _is_on, "token drop is not available; set enabled to false"),
-    Row("curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
     *(
         Row(f"compression_training.{name}", _has_shared_on, "compression is not available; set enabled to false")
         for name in _COMPRESSION

@@ -301,7 +301,6 @@ PATHS: dict[str, str] = {
 """Method -> setting; a section is returned as a plain dict. A section that is absent: False for a switch, else None."""
 
 REFUSED: dict[str, str] = {
-    "set_custom_curriculum_learning_schedule": "curriculum learning is",
     "random_ltd_initialize": "dropping of tokens in random layers (random_ltd) is",
 }
 """Method -> the feature that is not there."""

@@ -11,7 +11,17 @@ from mpispeed.config.loader import DataLoader
 from mpispeed.config.record import RunRecord
 from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
-from mpispeed.engine import data_loading, drills, expert_loads, experts, flops_profile, preemption, run_record, tracing
+from mpispeed.engine import (
+    curriculum,
+    data_loading,
+    drills,
+    expert_loads,
+    experts,
+    flops_profile,
+    preemption,
+    run_record,
+    tracing,
+)
 from mpispeed.engine.attached import Feature
 from mpispeed.engine.build.slicing import fit_layers
 from mpispeed.engine.hooks import Context, Setup
@@ -41,6 +51,7 @@ BUILT_IN = (
     Feature("monitors", reports.attach),
     Feature("run_record", run_record.attach, section=RunRecord),
     Feature("expert_loads", expert_loads.attach),
+    Feature("curriculum_learning", curriculum.attach),
     Feature("data_loader", data_loading.attach, section=DataLoader, is_of_data=True),
     Feature("trace", tracing.attach, section=Trace),
     Feature("drills", drills.attach),

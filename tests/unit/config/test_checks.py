@@ -76,11 +76,6 @@ CONFLICTS = {
         }
     },
     "progressive_layer_drop.gamma": {"progressive_layer_drop": {"enabled": True, "theta": 0.5}},
-    "curriculum_learning.max_difficulty": {
-        "curriculum_learning": {
-            "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "schedule_type": "custom",
-        }
-    },
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {
         "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}
     },
@@ -302,9 +297,6 @@ def test_second_copies_over_the_ranks_of_a_shard_group_are_one_warning():
         assert load({"zero_optimization": zero | other}).warnings == []
 
 
-CURRICULUM = {
-    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 9, "schedule_type": "custom",
-}  # fmt: skip
 ASKS = {
     "zero_optimization.stage": {"zero_optimization": {"stage": 3}},
     "zero_optimization.zero_hpz_partition_size": {"zero_optimization": {"zero_hpz_partition_size": 4}},
@@ -318,7 +310,6 @@ ASKS = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     },
     "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
-    "curriculum_learning": {"curriculum_learning": CURRICULUM},
     "data_efficiency.data_sampling.curriculum_learning": {
         "data_efficiency": {
             "data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": {}}}}
