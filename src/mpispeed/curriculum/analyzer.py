@@ -97,23 +97,6 @@ class DataAnalyzer:
         Raises:
             ConfigError: arguments that do not fit.
         """
-        check_metrics(metric_names, metric_functions, metric_types)
-        check_sizes(
-            dataset,
-            num_workers=num_workers,
-            num_threads=num_threads,
-            num_threads_reduce=num_threads_reduce,
-            batch_size=batch_size,
-        )
-        if len(metric_dtypes) != len(metric_names):
-            msg = f"{len(metric_names)} metric_names and {len(metric_dtypes)} metric_dtypes do not fit"
-            raise ConfigError(msg)
-        if not 0 <= worker_id < num_workers or not set(specific_threads) <= set(range(num_threads)):
-            msg = (
-                f"worker_id={worker_id!r} and specific_threads={list(specific_threads)!r} have to be below "
-                f"num_workers={num_workers} and num_threads={num_threads}"
-            )
-            raise ConfigError(msg)
         self.dataset, self.num_workers, self.worker_id = dataset, num_workers, worker_id
         self.num_threads, self.num_threads_reduce = num_threads, num_threads_reduce
         self.specific_threads, self.batch_size = specific_threads, batch_size
@@ -122,6 +105,7 @@ class DataAnalyzer:
         self.save_path, self.collate_fn, self.sample_indices = save_path, collate_fn, sample_indices
         self.custom_map_init, self.custom_map_update = custom_map_init, custom_map_update
         self.custom_map_finalize, self.custom_reduce = custom_map_finalize, custom_reduce
+        self._check()
 
     def run_map(self) -> None:
         """Run the map step of this worker: its threads, or those that are asked for.
@@ -286,6 +270,21 @@ class DataAnalyzer:
         with comm_group.together(UsageError, doing="joining metrics"):
             if self.worker_id == 0:
                 self.run_reduce()
+
+    def _check(self) -> None:
+        check_metrics(self.metric_names, self.metric_functions, self.metric_types)
+        names = ("num_workers", "num_threads", "num_threads_reduce", "batch_size")
+        check_sizes(self.dataset, **{name: getattr(self, name) for name in names})
+        if len(self.metric_dtypes) != len(self.metric_names):
+            msg = f"{len(self.metric_names)} metric_names and {len(self.metric_dtypes)} metric_dtypes do not fit"
+            raise ConfigError(msg)
+        threads = list(self.specific_threads)
+        if not 0 <= self.worker_id < self.num_workers or not set(threads) <= set(range(self.num_threads)):
+            msg = (
+                f"worker_id={self.worker_id!r} and specific_threads={threads!r} have to be below "
+                f"num_workers={self.num_workers} and num_threads={self.num_threads}"
+            )
+            raise ConfigError(msg)
 
     def _span(self, worker: int, thread: int) -> tuple[int, int]:
         start, stop = split(0, len(self.dataset), self.num_workers)[worker]
