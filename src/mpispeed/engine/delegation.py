@@ -169,6 +169,11 @@ METHODS: dict[str, Getter] = {
         lambda p: p.plan.config.elasticity.enabled, "bool", "True if the number of ranks may change."
     ),
     "get_pld_theta": Getter(lambda p: None, "None", "None: no layers are dropped."),
+    "random_ltd_enabled": Getter(
+        lambda p: p.plan.config.data_efficiency.routes_tokens,
+        "bool",
+        "True if random-LTD is enabled at all its levels.",
+    ),
     "get_sequence_parallel_group": Getter(lambda p: p.mesh[()], "Comm", "A group of this rank: sequences are not cut."),
     "checkpoint_tag_validation_enabled": Getter(
         lambda p: p.plan.config.checkpoint.tag_validation != "Ignore",
@@ -289,7 +294,6 @@ PATHS: dict[str, str] = {
     "data_efficiency_config": "data_efficiency",
     "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
     "data_sampling_config": "data_efficiency.data_sampling",
-    "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
     "random_ltd_config": "data_efficiency.data_routing.random_ltd",
     "quantize_training": "quantize_training",
     "amp_params": "amp",
@@ -302,7 +306,6 @@ PATHS: dict[str, str] = {
 
 REFUSED: dict[str, str] = {
     "set_custom_curriculum_learning_schedule": "curriculum learning is",
-    "random_ltd_initialize": "dropping of tokens in random layers (random_ltd) is",
 }
 """Method -> the feature that is not there."""
 
