@@ -239,10 +239,37 @@ def _check_curriculum(config: Config) -> Iterator[Problem]:
         yield Problem(path, "required when enabled", "name at least one measure of difficulty")
     for name, metric in sampled.curriculum_metrics.items():
         yield from _check_schedule(f"{path}.{name}", metric)
-    layers = config.data_efficiency.data_routing.random_ltd
-    if layers.layer_token_lr_schedule.enabled:
-        path = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled"
-        yield Problem(path, "this schedule is not offered", "set it to false")
+
+
+def _check_random_ltd(config: Config) -> Iterator[Problem]:
+    section, path = config.data_efficiency.data_routing.random_ltd, "data_efficiency.data_routing.random_ltd"
+    if section.layer_token_lr_schedule.enabled:
+        what = "this schedule is not offered"
+        yield Problem(f"{path}.layer_token_lr_schedule.enabled", what, "set it to false", UnimplementedOption)
+    if not section.enabled:
+        return
+    schedule = section.random_ltd_schedule
+    places = {
+        path: (section, ("total_layer_num", "random_ltd_layer_num", "model_type", "hidden_state_order")),
+        f"{path}.random_ltd_schedule": (schedule, ("min_value", "max_value", "schedule_type")),
+        f"{path}.random_ltd_schedule.schedule_config": (schedule.schedule_config, ("require_steps", "seq_per_step")),
+    }
+    for place, (values, keys) in places.items():
+        yield from (Problem(f"{place}.{key}", "required when enabled") for key in keys if getattr(values, key) is None)
+    named, count, total = section.random_ltd_layer_id, section.random_ltd_layer_num, section.total_layer_num
+    if count is not None and (len(named) != count or len(set(named)) != count):
+        what = f"{len(set(named))} different numbers for random_ltd_layer_num {count}"
+        yield Problem(f"{path}.random_ltd_layer_id", what, "name each layer once")
+    if count is not None and total is not None and count > total:
+        yield Problem(f"{path}.random_ltd_layer_num", f"{count} of total_layer_num {total} layers")
+    least, most = schedule.min_value, schedule.max_value
+    if least is not None and most is not None and least > most:
+        yield Problem(f"{path}.random_ltd_schedule.min_value", f"{least} is more than max_value {most}")
+    if section.model_type == "encoder" and not section.model_mask_name:
+        yield Problem(f"{path}.model_mask_name", "required for an encoder", "name the layers' argument with the mask")
+    if config.data_efficiency.routes_tokens and config.tensor_parallel.sequence_parallel:
+        what = "layers have a part of each sample between them with tensor_parallel.sequence_parallel"
+        yield Problem(f"{path}.enabled", what, "set one of the two to false")
 
 
 def _check_schedule(path: str, section: Any) -> Iterator[Problem]:
@@ -306,6 +333,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_zero,
     _check_features,
     _check_curriculum,
+    _check_random_ltd,
     _check_compression,
     _check_trace,
 )
@@ -331,6 +359,11 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
         found.append(f"vocabulary_size {config.vocabulary_size} is no multiple of 8; matrix products may be slower")
     if config.autotuning.enabled:
         found.append("autotuning.enabled: a run trains all the same; search with mpispeed tune, or run --autotuning")
+    if config.data_efficiency.data_routing.random_ltd.enabled and not config.data_efficiency.routes_tokens:
+        path = "data_efficiency.data_routing"
+        found.append(
+            f"{path}.random_ltd has no effect: data_efficiency.enabled and {path}.enabled have to be true, too"
+        )
     optimizer = config.optimizer
     if optimizer is not None and (optimizer.type or "").lower() in known.ONEBIT:
         spelled = (f"optimizer.params.{key} has no effect here: {why}" for key, why in unused(optimizer.params).items())

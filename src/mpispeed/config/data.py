@@ -78,15 +78,15 @@ class DataSampling(Section):
 class TokenSchedule(Section):
     """Numbers of the growth of kept tokens."""
 
-    require_steps: Positive | None = Field(None, description="Steps per increase.")
-    seq_per_step: Positive | None = Field(None, description="Kept length is a multiple of this.")
+    require_steps: Positive | None = Field(None, description="Steps from min_value to max_value.")
+    seq_per_step: Positive | None = Field(None, description="The kept length between them is a multiple of this.")
 
 
 class RandomLtdSchedule(Section):
-    """Kept length as a function of the step."""
+    """Kept length as a function of the step; all keys are required."""
 
-    min_value: Positive | None = Field(None, description="Kept tokens at the start.")
-    max_value: Positive | None = Field(None, description="Kept tokens in the end.")
+    min_value: Positive | None = Field(None, description="Kept tokens of a sample at the start.")
+    max_value: Positive | None = Field(None, description="Kept tokens of a sample in the end: mostly all.")
     schedule_type: Literal["fixed_linear"] | None = Field(None, description="How it grows.")
     schedule_config: TokenSchedule = subsection(TokenSchedule, "Numbers of the growth.")
 
@@ -98,15 +98,27 @@ class LayerTokenLr(Section):
 
 
 class RandomLtd(Section):
-    """Some layers see a random part of the tokens."""
+    """Some layers see a random part of the tokens; convert_to_random_ltd(engine, Layer) puts it into effect."""
 
-    enabled: bool = Field(False, description="Drop tokens.")
-    total_layer_num: Positive | None = Field(None, description="Layers of the model.")
-    random_ltd_layer_num: Natural | None = Field(None, description="Layers that drop tokens.")
-    random_ltd_layer_id: list[Natural] = Field(default_factory=list, description="Their numbers.")
-    model_mask_name: str | None = Field(None, description="Keyword of the attention mask.")
-    model_type: Literal["decoder", "encoder"] | None = Field(None, description="Kind of model.")
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = Field(None, description="Order of dims.")
+    enabled: bool = Field(False, description="Drop tokens; data_efficiency and data_routing have to be enabled, too.")
+    total_layer_num: Positive | None = Field(None, description="Layers of the model; required.")
+    random_ltd_layer_num: Natural | None = Field(None, description="Layers that drop tokens; required.")
+    random_ltd_layer_id: list[Natural] = Field(
+        default_factory=list, description="Their numbers, as in the names of the layers."
+    )
+    model_mask_name: str | None = Field(
+        None, description="The layers' argument that is the attention mask; null: none. An encoder needs it."
+    )
+    model_type: Literal["decoder", "encoder"] | None = Field(
+        None, description="A decoder's masks that are common to all samples are causal; required."
+    )
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = Field(
+        None, description="Order of the first two dims of hidden states; required."
+    )
+    token_inputs: list[str] = Field(
+        ["position_ids", "position_embeddings", "rotary_pos_emb"],
+        description="Further arguments of the layers that run over tokens. Of mpispeed alone.",
+    )
     random_ltd_schedule: RandomLtdSchedule = subsection(RandomLtdSchedule, "Kept length.")
     layer_token_lr_schedule: LayerTokenLr = subsection(LayerTokenLr, "Learning rate by layer tokens.")
 
@@ -122,9 +134,14 @@ class DataEfficiency(Section):
     """Sampling and routing of data."""
 
     enabled: bool = Field(False, description="Use the parts below that are enabled.")
-    seed: Integer = Field(1234, description="Seed of sampling.")
+    seed: Integer = Field(1234, description="Seed of sampling, and of the choice of tokens.")
     data_sampling: DataSampling = subsection(DataSampling, "Which samples are seen when.")
     data_routing: DataRouting = subsection(DataRouting, "Which tokens pass which layers.")
+
+    @property
+    def routes_tokens(self) -> bool:
+        """True if random-LTD is enabled at all three levels."""
+        return self.enabled and self.data_routing.enabled and self.data_routing.random_ltd.enabled
 
 
 class Eigenvalue(Section):

@@ -54,9 +54,8 @@ UNAVAILABLE: tuple[Row, ...] = (
     ),
     Row("expert_parallel.comm_backend", lambda value: value == "deepep", "deepep is not available; use comm"),
     Row("sparse_attention", lambda s: s is not None, "sparse attention is not available; remove the section"),
-    Row("data_efficiency", _is_on, "data efficiency is not available; set enabled to false"),
+    Row(_SAMPLING, _is_on, "sampling by difficulty is not available; set enabled to false"),
     Row(f"{_SAMPLING}.curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
-    Row("data_efficiency.data_routing.random_ltd", _is_on, "token drop is not available; set enabled to false"),
     *(
         Row(f"compression_training.{name}", _has_shared_on, "compression is not available; set enabled to false")
         for name in _COMPRESSION

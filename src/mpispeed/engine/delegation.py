@@ -169,6 +169,11 @@ METHODS: dict[str, Getter] = {
         lambda p: p.plan.config.elasticity.enabled, "bool", "True if the number of ranks may change."
     ),
     "get_pld_theta": Getter(lambda p: None, "None", "None: no layers are dropped."),
+    "random_ltd_enabled": Getter(
+        lambda p: p.plan.config.data_efficiency.routes_tokens,
+        "bool",
+        "True if random-LTD is enabled at all its levels.",
+    ),
     "get_sequence_parallel_group": Getter(lambda p: p.mesh[()], "Comm", "A group of this rank: sequences are not cut."),
     "checkpoint_tag_validation_enabled": Getter(
         lambda p: p.plan.config.checkpoint.tag_validation != "Ignore",
@@ -289,7 +294,6 @@ PATHS: dict[str, str] = {
     "data_efficiency_config": "data_efficiency",
     "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
     "data_sampling_config": "data_efficiency.data_sampling",
-    "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
     "random_ltd_config": "data_efficiency.data_routing.random_ltd",
     "quantize_training": "quantize_training",
     "amp_params": "amp",
@@ -300,9 +304,7 @@ PATHS: dict[str, str] = {
 }
 """Method -> setting; a section is returned as a plain dict. A section that is absent: False for a switch, else None."""
 
-REFUSED: dict[str, str] = {
-    "random_ltd_initialize": "dropping of tokens in random layers (random_ltd) is",
-}
+REFUSED: dict[str, str] = {}
 """Method -> the feature that is not there."""
 
 ZERO: dict[str, str] = {key if key.startswith("zero_") else f"zero_{key}": key for key in ZeroOptimization.model_fields}

@@ -19,6 +19,7 @@ from mpispeed.engine import (
     experts,
     flops_profile,
     preemption,
+    random_ltd,
     run_record,
     tracing,
 )
@@ -51,6 +52,7 @@ BUILT_IN = (
     Feature("monitors", reports.attach),
     Feature("run_record", run_record.attach, section=RunRecord),
     Feature("expert_loads", expert_loads.attach),
+    Feature("random_ltd", random_ltd.attach),
     Feature("curriculum_learning", curriculum.attach),
     Feature("data_loader", data_loading.attach, section=DataLoader, is_of_data=True),
     Feature("trace", tracing.attach, section=Trace),
