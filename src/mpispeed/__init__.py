@@ -96,6 +96,7 @@ PUBLIC_MODULES = (
     "nn",
     "nn.block",
     "nn.expert",
+    "nn.layer_drop",
     "nn.tensor",
     "optim",
     "pipe",

@@ -168,7 +168,11 @@ METHODS: dict[str, Getter] = {
     "elasticity_enabled": Getter(
         lambda p: p.plan.config.elasticity.enabled, "bool", "True if the number of ranks may change."
     ),
-    "get_pld_theta": Getter(lambda p: None, "None", "None: no layers are dropped."),
+    "get_pld_theta": Getter(
+        lambda p: None if (drop := p.features.published.get("progressive_layer_drop")) is None else drop.get_theta(),
+        "float | None",
+        "Theta of progressive layer drop now; None without it.",
+    ),
     "get_sequence_parallel_group": Getter(lambda p: p.mesh[()], "Comm", "A group of this rank: sequences are not cut."),
     "checkpoint_tag_validation_enabled": Getter(
         lambda p: p.plan.config.checkpoint.tag_validation != "Ignore",

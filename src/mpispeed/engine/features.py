@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.config import added
+from mpispeed.config.layer_drop import ProgressiveLayerDrop
 from mpispeed.config.record import RunRecord
 from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
-from mpispeed.engine import drills, expert_loads, experts, flops_profile, preemption, run_record, tracing
+from mpispeed.engine import drills, expert_loads, experts, flops_profile, layer_drop, preemption, run_record, tracing
 from mpispeed.engine.attached import Feature
 from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.slicing import fit_layers
@@ -63,6 +64,7 @@ BUILT_IN = (
     Feature("monitors", reports.attach),
     Feature("run_record", run_record.attach, section=RunRecord),
     Feature("expert_loads", expert_loads.attach),
+    Feature("progressive_layer_drop", layer_drop.attach, section=ProgressiveLayerDrop, transform=layer_drop.transform),
     Feature("loader", attach_loader, is_of_data=True),
     Feature("trace", tracing.attach, section=Trace),
     Feature("drills", drills.attach),
