@@ -98,6 +98,7 @@ PUBLIC_MODULES = (
     "nn",
     "nn.block",
     "nn.expert",
+    "nn.layer_drop",
     "nn.tensor",
     "optim",
     "pipe",

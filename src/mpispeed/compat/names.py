@@ -152,6 +152,7 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "runtime.pipe.schedule": {"mpispeed.pipe.schedule": "*"},
     "runtime.pipe.topology": {"mpispeed.pipe": _TOPOLOGY},
+    "runtime.progressive_layer_drop": {"mpispeed.nn.layer_drop": "ProgressiveLayerDrop"},
     "runtime.utils": {
         "mpispeed.compat.runtime_utils": "see_memory_usage set_random_seed clip_grad_norm_ get_global_norm "
         "get_global_norm_of_tensors empty_cache move_to_device",
@@ -230,7 +231,6 @@ LATER: dict[str, dict[str, str]] = {
         "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
         "runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
         "runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
-        "runtime.progressive_layer_drop": "ProgressiveLayerDrop",
     },
     "sparse attention": {
         "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "

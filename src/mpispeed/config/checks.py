@@ -172,9 +172,9 @@ def _check_features(config: Config) -> Iterator[Problem]:
     elastic, drop, tune = config.elasticity, config.progressive_layer_drop, config.autotuning
     if elastic.enabled:
         yield from _check_elasticity(config)
-    for key in ("theta", "gamma"):
-        if drop.enabled and getattr(drop, key) is None:
-            yield Problem(f"progressive_layer_drop.{key}", "required when enabled")
+    if drop.enabled and not config.zero_optimization.ignore_unused_parameters:
+        what = "false asks for gradients of all parameters; layers that progressive_layer_drop leaves out give none"
+        yield Problem("zero_optimization.ignore_unused_parameters", what, "set it to true")
     comet = config.comet
     if comet.enabled and comet.mode == "get" and not comet.experiment_key:
         cure = "set comet.experiment_key, or the mode to get_or_create"

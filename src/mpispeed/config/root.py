@@ -13,7 +13,8 @@ from mpispeed.config.compress import CompressionTraining, QuantizeTraining
 from mpispeed.config.data import CurriculumLearning, DataEfficiency, Eigenvalue
 from mpispeed.config.elastic import Elasticity
 from mpispeed.config.experts import ExpertParallel
-from mpispeed.config.later import HybridEngine, ProgressiveLayerDrop, SparseAttention, WeightQuantization
+from mpispeed.config.later import HybridEngine, SparseAttention, WeightQuantization
+from mpispeed.config.layer_drop import ProgressiveLayerDrop
 from mpispeed.config.loader import DataLoader
 from mpispeed.config.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Guard, Tensorboard, Timers, Wandb
 from mpispeed.config.offload import Aio

@@ -64,7 +64,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row("quantize_training", _is_on, "quantized training is not available; set enabled to false"),
     Row("quantize_training.eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
     Row("eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
-    Row("progressive_layer_drop", _is_on, "progressive layer drop is not available; set enabled to false"),
     Row("hybrid_engine", _is_on, "the hybrid engine is not available; set enabled to false"),
     Row(
         "weight_quantization",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.config import added
+from mpispeed.config.layer_drop import ProgressiveLayerDrop
 from mpispeed.config.loader import DataLoader
 from mpispeed.config.record import RunRecord
 from mpispeed.config.trace import Trace
@@ -18,6 +19,7 @@ from mpispeed.engine import (
     expert_loads,
     experts,
     flops_profile,
+    layer_drop,
     preemption,
     random_ltd,
     run_record,
@@ -52,6 +54,7 @@ BUILT_IN = (
     Feature("monitors", reports.attach),
     Feature("run_record", run_record.attach, section=RunRecord),
     Feature("expert_loads", expert_loads.attach),
+    Feature("progressive_layer_drop", layer_drop.attach, section=ProgressiveLayerDrop, transform=layer_drop.transform),
     Feature("random_ltd", random_ltd.attach),
     Feature("curriculum_learning", curriculum.attach),
     Feature("data_loader", data_loading.attach, section=DataLoader, is_of_data=True),

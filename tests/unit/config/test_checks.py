@@ -75,7 +75,10 @@ CONFLICTS = {
             "num_gpus_per_node": 3,
         }
     },
-    "progressive_layer_drop.gamma": {"progressive_layer_drop": {"enabled": True, "theta": 0.5}},
+    "zero_optimization.ignore_unused_parameters": {
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5},
+        "zero_optimization": {"ignore_unused_parameters": False},
+    },
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {
         "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}
     },
@@ -323,7 +326,6 @@ ASKS = {
         "compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True, "method": "snip_momentum"}}}
     },
     "quantize_training.eigenvalue": {"quantize_training": {"eigenvalue": {"enabled": True}}},
-    "progressive_layer_drop": {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}},
     "weight_quantization": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}},
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},

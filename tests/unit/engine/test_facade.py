@@ -209,7 +209,7 @@ def test_the_scheduler_can_be_replaced(engine):
         ("load_universal_checkpoint", False),
         ("checkpoint_tag_validation_enabled", True),
         ("pld_enabled", False),
-        ("pld_theta", None),
+        ("pld_theta", 1.0),
         ("curriculum_enabled_legacy", False),
         ("flops_profiler_profile_step", 1),
         ("autotuning_metric", "throughput"),
