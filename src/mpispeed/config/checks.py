@@ -342,11 +342,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
 def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str]:
     """Warnings on legal settings without the expected effect; `spell` gives the path as the user wrote it."""
     found = find_ineffective(config, spell)
-    growth = config.curriculum_learning
-    multiple = growth.schedule_config.difficulty_step or 0
-    if growth.enabled and growth.curriculum_type == "seqlen" and multiple % 8:
-        key = spell("curriculum_learning.schedule_config.difficulty_step")
-        found.append(f"{key} {multiple} is no multiple of 8; matrix products of these lengths may be slower on GPUs")
+    found.extend(_warnings_of_data(config, spell))
     if config.nebula.enabled:
         found.append("nebula is ignored: it is a vendor's service; checkpoints go where save_checkpoint says")
     zero = config.zero_optimization
@@ -359,11 +355,6 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
         found.append(f"vocabulary_size {config.vocabulary_size} is no multiple of 8; matrix products may be slower")
     if config.autotuning.enabled:
         found.append("autotuning.enabled: a run trains all the same; search with mpispeed tune, or run --autotuning")
-    if config.data_efficiency.data_routing.random_ltd.enabled and not config.data_efficiency.routes_tokens:
-        path = "data_efficiency.data_routing"
-        found.append(
-            f"{path}.random_ltd has no effect: data_efficiency.enabled and {path}.enabled have to be true, too"
-        )
     optimizer = config.optimizer
     if optimizer is not None and (optimizer.type or "").lower() in known.ONEBIT:
         spelled = (f"optimizer.params.{key} has no effect here: {why}" for key, why in unused(optimizer.params).items())
@@ -374,3 +365,14 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
         if shape not in (None, "log", "linear"):
             found.append(f'scheduler.params.warmup_type {show(shape)} is unknown ("log" or "linear"); log is used')
     return found
+
+
+def _warnings_of_data(config: Config, spell: Callable[[str], str]) -> Iterator[str]:
+    growth, routing = config.curriculum_learning, config.data_efficiency.data_routing
+    multiple = growth.schedule_config.difficulty_step or 0
+    if growth.enabled and growth.curriculum_type == "seqlen" and multiple % 8:
+        key = spell("curriculum_learning.schedule_config.difficulty_step")
+        yield f"{key} {multiple} is no multiple of 8; matrix products of these lengths may be slower on GPUs"
+    if routing.random_ltd.enabled and not config.data_efficiency.routes_tokens:
+        path = "data_efficiency.data_routing"
+        yield f"{path}.random_ltd has no effect: data_efficiency.enabled and {path}.enabled have to be true, too"
