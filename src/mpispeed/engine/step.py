@@ -9,7 +9,6 @@ import math
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -140,7 +139,7 @@ class MeasureNorm:
             self._grads.shards,
             threads=ctx.threads,
             counts=self._counts,
-            notes=(passes, *chain.from_iterable(given)),
+            notes=(passes, *(note for part in given for note in part)),
         )
         ran = everyone[:, 0].tolist()
         if any(map(math.isnan, ran)):
