@@ -21,7 +21,7 @@ AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How batches are read.
+    """Ways of reading batches.
 
     Attributes:
         workers: processes that read; 0: this one.

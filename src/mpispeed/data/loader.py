@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
@@ -101,6 +102,7 @@ class ShardedLoader:
         self._is_placed = False  # load_state_dict has put the data set itself at `_offset`
         self._stream_state: Any = None  # of the data set, after the batch that was handed out last
         self._waits = waits or Waits()
+        self._lock = threading.Lock()  # of the order, which a thread asks for batches while this one asks for its state
         self._pass: Callable[[], Any] = lambda: None  # a weak reference to the running one
         self.order: BatchOrder | None = None  # of a stream
         if isinstance(dataset, IterableDataset):
@@ -184,7 +186,7 @@ class ShardedLoader:
         """What is to be read for the rest of the epoch, in small plain values."""
         epoch = self._epoch
         if self.order is not None:
-            return ((epoch, indices) for indices in self.order.batches(epoch, self._offset))
+            return _locked(self._lock, ((epoch, indices) for indices in self.order.batches(epoch, self._offset)))
         skip, self._is_placed = None if self._is_placed else self._offset, False
         return ((epoch, skip, number) for number in count())
 
@@ -209,7 +211,8 @@ class ShardedLoader:
         position = self._position_of(offset)
         state: dict[str, Any] = {"position": position, "epoch": self._epoch_of(position)}
         if self.order is not None:
-            return state | self.order.state_dict(position)
+            with self._lock:
+                return state | self.order.state_dict(position)
         is_placeable = self.workers == 0 and unused_batches == 0  # the data set knows its present place only
         if is_placeable and hasattr(self.dataset, "load_state_dict") and hasattr(self.dataset, "state_dict"):
             state["dataset"] = self.dataset.state_dict() if self._stream_state is None else self._stream_state
@@ -264,6 +267,17 @@ class RepeatingLoader(Generic[T]):
         except StopIteration:
             self._batches = iter(self.loader)
             return next(self._batches)
+
+
+def _locked(lock: threading.Lock, items: Iterator[T]) -> Iterator[T]:
+    """The items, each made under the lock."""
+    while True:
+        with lock:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
 
 
 def _workers_of_stream(workers: int) -> int:

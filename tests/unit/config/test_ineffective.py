@@ -50,7 +50,7 @@ READ = {
     *(path for path in FIELDS if path.startswith("autotuning.") and path != "autotuning.model_info.profile"),
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "wandb", "comet", "nebula", "activation_checkpointing",
-                 "walltime", "guard", "run_record", "trace", "expert_parallel",
+                 "walltime", "guard", "run_record", "data_loader", "trace", "expert_parallel",
                  "flops_profiler")  # fmt: skip
 ONE_OF = {"expert_parallel.combine_impl": "legacy_bmm", "expert_parallel.row_weighting_impl": "fused",
           "expert_parallel.gate_up_impl": "fused"}  # fmt: skip

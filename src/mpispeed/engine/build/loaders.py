@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from mpispeed.base.errors import UsageError
+from mpispeed.data.feeding import AHEAD
 from mpispeed.data.loader import ShardedLoader
+from mpispeed.data.reading import has_whole_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from mpispeed.data.order import BatchOrder
+    from mpispeed.data.stalls import Waits
     from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
@@ -29,10 +33,12 @@ def make_loader(
     *,
     shuffles: bool,
     batch_size: int | None = None,
-    workers: int = 0,
-    pin_memory: bool | None = None,
+    workers: int | None = None,
+    pin_memory: bool = True,
+    order: BatchOrder | None = None,
+    waits: Waits | None = None,
 ) -> ShardedLoader:
-    """This data rank's loader over `dataset`.
+    """This data rank's loader over `dataset`, read as the section `data_loader` says.
 
     Args:
         plan: the plan of the run.
@@ -41,10 +47,13 @@ def make_loader(
         collate_fn: makes a batch of a list of samples; None: torch's.
         shuffles: the default where the config does not say.
         batch_size: samples of a batch of this rank, instead of the micro-batch of the plan.
-        workers: processes that load; 0: this one.
-        pin_memory: as `ShardedLoader`.
+        workers: processes that load, instead of those of the config.
+        pin_memory: False: not, whatever the config says.
+        order: which samples come when, instead of epochs of all samples.
+        waits: counts the time that is waited for batches.
     """
-    chosen, micro_batch = plan.config.dataloader_shuffle, batch_size or plan.batch.micro_batch_size
+    config, micro_batch = plan.config, batch_size or plan.batch.micro_batch_size
+    chosen, reading = config.dataloader_shuffle, config.data_loader
     is_planned = micro_batch == plan.batch.micro_batch_size
     return ShardedLoader(
         dataset,
@@ -52,13 +61,17 @@ def make_loader(
         rank=mesh.index("data"),
         size=mesh["data"].size,
         collate_fn=collate_fn,
-        drop_last=plan.config.dataloader_drop_last,
-        seed=plan.config.seed,
+        drop_last=config.dataloader_drop_last,
+        seed=config.seed,
         shuffle=shuffles if chosen is None else chosen,
-        workers=workers,
-        pin_memory=pin_memory,
+        workers=reading.workers if workers is None else workers,
+        prefetch=reading.prefetch,
+        persistent_workers=reading.persistent_workers,
+        pin_memory=pin_memory and reading.pin_memory and plan.device.type == "cuda",
         step_samples=plan.batch.train_batch_size if is_planned else None,
         device=plan.device,
+        order=order,
+        waits=waits,
     )
 
 
@@ -69,22 +82,39 @@ def make_whole_loader(
     *,
     sampler: Iterable[int] | None,
     batch_size: int | None,
-    workers: int,
+    workers: int | None,
     pin_memory: bool,
 ) -> DataLoader[Any]:
-    """A loader over all of `dataset` in its order, or over the samples that `sampler` chooses for this rank."""
+    """A loader over all of `dataset` in its order, or over the samples that `sampler` chooses for this rank.
+
+    Batches are short at the end. A data set that has `read_batch` is read by one call for each.
+    """
     if sampler is not None and isinstance(dataset, IterableDataset):
         msg = "engine.deepspeed_io: a data_sampler chooses by index, and an IterableDataset has none; leave it out"
         raise UsageError(msg)
-    return DataLoader(
-        dataset,
-        batch_size=batch_size or plan.batch.micro_batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        num_workers=workers,
-        pin_memory=pin_memory and torch.cuda.is_available(),
-        drop_last=plan.config.dataloader_drop_last,
-    )
+    reading, size = plan.config.data_loader, batch_size or plan.batch.micro_batch_size
+    workers = reading.workers if workers is None else workers
+    how: dict[str, Any] = {
+        "num_workers": workers,
+        "pin_memory": pin_memory and reading.pin_memory and torch.cuda.is_available(),
+        "persistent_workers": reading.persistent_workers and workers > 0,
+        "prefetch_factor": max(1, -(-(reading.prefetch or AHEAD) // workers)) if workers else None,
+    }
+    drop_last = plan.config.dataloader_drop_last
+    if has_whole_batches(dataset, collate_fn):
+        chosen = BatchSampler(sampler or SequentialSampler(dataset), size, drop_last)
+        return DataLoader(_Batches(dataset), batch_size=None, sampler=chosen, **how)
+    return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, **how)
+
+
+class _Batches(Dataset[Any]):
+    """A data set of whole batches, by lists of indices."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        return self._dataset.read_batch(indices)
 
 
 def require_loadable(dataset: Any, route: str) -> None:
@@ -136,7 +166,7 @@ class Loaders:
             pin_memory: let torch pin the batches where there is a GPU.
             data_sampler: chooses this rank's samples, on any route.
             collate_fn: makes a batch of a list of samples; torch's by default.
-            num_local_io_workers: processes that read; by default none beside this one.
+            num_local_io_workers: processes that read; by default those of the section `data_loader`.
 
         Returns:
             A loader. The position of that of `training_data` is part of checkpoints, that of this one is not.
@@ -146,7 +176,7 @@ class Loaders:
             ConfigError: sizes do not fit.
         """
         require_loadable(dataset, route)
-        plan, workers = self._parts.plan, num_local_io_workers or 0
+        plan, mesh, waits = self._parts.plan, self._parts.mesh, self._parts.features.published.get("data_waits")
         if route != "train" or data_sampler is not None:
             return make_whole_loader(
                 plan,
@@ -154,18 +184,19 @@ class Loaders:
                 collate_fn,
                 sampler=data_sampler,
                 batch_size=batch_size,
-                workers=workers,
+                workers=num_local_io_workers,
                 pin_memory=pin_memory,
             )
         return make_loader(
             plan,
-            self._parts.mesh,
+            mesh,
             dataset,
             collate_fn,
             shuffles=self._shuffles,
             batch_size=batch_size,
-            workers=workers,
+            workers=num_local_io_workers,
             pin_memory=pin_memory,
+            waits=waits,
         )
 
     def is_map_style_dataset(self, obj: Any) -> bool:
