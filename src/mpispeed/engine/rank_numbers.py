@@ -85,6 +85,15 @@ class RankNumbers:
         return sum(entry.seconds for entry in self._trace.entries().values())
 
 
+def hand_out(numbers: Sequence[SentNumbers], given: Sequence[Sequence[float]], table: torch.Tensor) -> None:
+    """Let each of `numbers` take its columns, as many as it has given. Shapes: [ranks, numbers of all]."""
+    end = 0
+    for each, mine in zip(numbers, given, strict=True):
+        start, end = end, end + len(mine)
+        if mine:
+            each.take(table[:, start:end])
+
+
 def period(every: int, ranks: int) -> int:
     """Steps between rows of `ranks` ranks."""
     return every * max(1, -(-ranks // MANY_RANKS))

@@ -9,6 +9,7 @@ import math
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from mpispeed.base.clock import Clock
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine.facade import EngineOptimizer
+from mpispeed.engine.rank_numbers import hand_out
 from mpispeed.sharding.grad_shards import global_square_sum
 from mpispeed.sharding.param_shards import find_unbound
 
@@ -139,17 +141,13 @@ class MeasureNorm:
             self._grads.shards,
             threads=ctx.threads,
             counts=self._counts,
-            notes=(passes, *(note for part in given for note in part)),
+            notes=(passes, *chain.from_iterable(given)),
         )
         ran = everyone[:, 0].tolist()
         if any(map(math.isnan, ran)):
             raise BatchFailed
         self._look_for_passes(ran)
-        end = 1
-        for each, mine in zip(self.numbers, given, strict=True):
-            start, end = end, end + len(mine)
-            if mine:
-                each.take(everyone[:, start:end])
+        hand_out(self.numbers, given, everyone[:, 1:])
         if self._grads.exchange.local_grads:
             total /= self._mesh["data"].size
         ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
