@@ -135,6 +135,12 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.base.errors": "ConfigError=DeepSpeedConfigError",
     },
     "runtime.data_pipeline.curriculum_scheduler": {"mpispeed.curriculum": "CurriculumScheduler"},
+    "runtime.data_pipeline.data_sampling.data_analyzer": {
+        "mpispeed.compat.data_analyzers": "DataAnalyzer DistributedDataAnalyzer",
+    },
+    "runtime.data_pipeline.data_sampling.indexed_dataset": {
+        "mpispeed.curriculum.index_file": "MMapIndexedDataset MMapIndexedDatasetBuilder",
+    },
     "runtime.dataloader": {"mpispeed.data": "RepeatingLoader ShardedLoader=DeepSpeedDataLoader"},
     "runtime.engine": {**_ENGINE, "mpispeed.engine.pipeline": "PipelineEngine"},
     "runtime.fp16.onebit": {"mpispeed.optim": "OnebitAdam OnebitLamb ZeroOneAdam"},
@@ -227,10 +233,7 @@ LATER: dict[str, dict[str, str]] = {
         "runtime.data_pipeline.data_routing": "",
         "runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
         "runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd save_without_random_ltd",
-        "runtime.data_pipeline.data_sampling": "",
-        "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
         "runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
-        "runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
     },
     "sparse attention": {
         "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "

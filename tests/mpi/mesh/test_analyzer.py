@@ -112,3 +112,21 @@ def test_what_does_not_fit(comm, folder):
             analyse(
                 comm, folder, 50, lambda batch: batch[: 2 + (comm.rank == 1)], metric_types=[cases.SUM], batch_size=9
             )
+
+
+def test_by_deepspeeds_names(comm, folder):
+    from mpispeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer, DistributedDataAnalyzer
+
+    arguments, _, serial = cases.common("example", folder)
+    ranks = {"num_workers": comm.size, "worker_id": comm.rank}
+    DistributedDataAnalyzer(device="cpu", num_threads=None, **ranks, **arguments).run_map_reduce()
+    comm.barrier()
+    made = cases.sums(folder)
+    comm.barrier()  # before the files are written anew
+    assert made == MADE["example"]["distributed"]
+    DataAnalyzer(**ranks, **serial, **arguments).run_map_reduce()
+    made = cases.sums(folder)
+    wanted = {name: sum_ for name, sum_ in MADE["example"]["serial"].items() if "thread" not in name}
+    assert {name: made[name] for name in wanted} == wanted
+    with pytest.raises(ConfigError, match=f"num_workers=7 and worker_id=None were given on rank {comm.rank}"):
+        DistributedDataAnalyzer(num_workers=7, **arguments)
