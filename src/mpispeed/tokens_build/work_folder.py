@@ -263,7 +263,11 @@ def unfinished(output: Path) -> str | None:
         found, done = _read_job(folder), _count_parts(folder)
     except (BuildError, OSError) as failure:
         return str(failure)
+    name, place, arguments = printable(str(output)), printable(str(folder)), found.get("arguments", {})
+    if "merge" in arguments:
+        return f"{name} is not finished: it is merged in {place}; the same mpispeed data merge begins again"
+    command = "build" if arguments.get("command") == "build" else "import"
     return (
-        f"{printable(str(output))} is not finished: {printable(str(folder))} has {done} of {found.get('parts')} parts; "
-        "mpispeed data build (or import) with the same arguments goes on"
+        f"{name} is not finished: {place} has {done} of {found.get('parts')} parts; the same mpispeed data {command} "
+        "goes on"
     )
