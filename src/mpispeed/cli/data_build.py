@@ -1,4 +1,4 @@
-"""`mpispeed data build` and `import`: token stores made from files, by all ranks of a job.
+"""`mpispeed data build`, `import` and `merge`: token stores made from files, by all ranks of a job.
 
 Exit codes: 0 the store is there; 2 something is wrong with the question or the files; others as of any job that fails.
 """
@@ -76,7 +76,27 @@ def import_(
 
     INPUTS are pairs NAME.bin and NAME.idx of Megatron, Parquet or Arrow, or lines of JSON, or folders of them.
     """
-    _run(asked, tokenizer, field, "line", end=end, appends_end=append_eos, vocabulary=vocab_size)
+    _run(asked, tokenizer, field, "line", is_text=False, end=end, appends_end=append_eos, vocabulary=vocab_size)
+
+
+@click.command(cls=RankCommand)
+@click.option("--out", "-o", type=click.Path(path_type=Path), required=True, help="The store, a file .h5.")
+@click.argument("stores", nargs=-1, required=True, type=click.Path(path_type=Path))
+def merge(out: Path, stores: tuple[Path, ...]) -> None:
+    """Join STORES of one tokenizer to one, in this order; columns that all of them have come along."""
+    from mpispeed.mesh.world import start
+    from mpispeed.tokens_build.merging import merge as join_stores
+
+    begun = time.monotonic()
+    report = join_stores(start().comm, out, stores)
+    if start().rank == 0 and not report.is_new:
+        click.echo(f"{printable(str(out))} was complete already")
+    elif start().rank == 0:
+        for name in report.left_out:
+            click.echo(
+                f"the column {printable(name)} is not in all stores, or not of one type; it is left out", err=True
+            )
+        _tell(out, report.tokens, report.documents, report.rows, begun)
 
 
 def _run(asked: dict[str, Any], tokenizer: str | None, field: str, documents: str, **further: Any) -> None:

@@ -16,6 +16,7 @@ from mpispeed.base.plain import printable
 from mpispeed.tokens_build.errors import BuildError
 
 JSON_LINES, TEXT, PARQUET, ARROW, MEGATRON = "jsonl", "text", "parquet", "arrow", "megatron"
+STORE = "store"
 FORMATS = (JSON_LINES, TEXT, PARQUET, ARROW, MEGATRON)
 
 SUFFIXES = {
@@ -38,7 +39,7 @@ class Input:
 
     Attributes:
         path: as it was given; of Megatron's pairs that of the index.
-        kind: one of FORMATS.
+        kind: one of FORMATS, or STORE.
         size: bytes.
         time: of its last change, nanoseconds.
     """

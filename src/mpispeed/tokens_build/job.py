@@ -45,6 +45,7 @@ class Request:
         output: the store.
         inputs: files and folders.
         tokenizer: as of `open_tokenizer`; None: the inputs have tokens.
+        is_text: the inputs are expected to have texts, not tokens.
         kind: of inputs whose names do not tell it.
         reading: the field, and what a document is.
         end: the token after each document: "auto", "none", its text or its number.
@@ -61,6 +62,7 @@ class Request:
     output: Path
     inputs: Sequence[Path]
     tokenizer: str | None
+    is_text: bool = True
     kind: str | None = None
     reading: Reading = field(default_factory=Reading)
     end: str = "auto"
@@ -230,6 +232,7 @@ def _end_number(wish: str, vocabulary: int) -> int | None:
 def _arguments(request: Request, tokenizer: Tokenizer | None, shape: Shape, end: int | None) -> dict[str, Any]:
     """All that the bytes of the store depend on besides the inputs."""
     return {
+        "command": "build" if request.is_text else "import",
         "--tokenizer": None if tokenizer is None else f"{tokenizer.name} ({tokenizer.digest})",
         "--special-tokens": request.adds_special,
         "--eos": end,

@@ -88,6 +88,8 @@ class WorkFolder:
         """
         is_begun = (self.path / _JOB).exists()
         if self.output.exists() and not is_begun:
+            if self._is_emptied():
+                return False
             msg = f"{printable(str(self.output))} exists; remove it, or give another name"
             raise BuildError(msg)
         try:
@@ -109,6 +111,13 @@ class WorkFolder:
             self.release()
             raise
         return not self.output.exists()
+
+    def _is_emptied(self) -> bool:
+        """Whether the folder is there and has nothing any more: it was about to be removed."""
+        try:
+            return all(each.name == _LOCK for each in self.path.iterdir())
+        except OSError:
+            return False
 
     def _refuse_others(self) -> None:
         if any(each.name not in (_LOCK, f"{_JOB}.tmp") for each in self.path.iterdir()):
@@ -198,8 +207,8 @@ class WorkFolder:
             for each in sorted(self.path.iterdir()):
                 if each.name.startswith("part-") or each.name in (_STOP, _STORE, f"{_JOB}.tmp"):
                     each.unlink(missing_ok=True)
-            (self.path / _JOB).unlink(missing_ok=True)
-            (self.path / _LOCK).unlink(missing_ok=True)
+            for name in (_JOB, _LOCK):
+                (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
         self.release()
 
@@ -254,7 +263,11 @@ def unfinished(output: Path) -> str | None:
         found, done = _read_job(folder), _count_parts(folder)
     except (BuildError, OSError) as failure:
         return str(failure)
+    name, place, arguments = printable(str(output)), printable(str(folder)), found.get("arguments", {})
+    if "merge" in arguments:
+        return f"{name} is not finished: it is merged in {place}; the same mpispeed data merge begins again"
+    command = "build" if arguments.get("command") == "build" else "import"
     return (
-        f"{printable(str(output))} is not finished: {printable(str(folder))} has {done} of {found.get('parts')} parts; "
-        "mpispeed data build (or import) with the same arguments goes on"
+        f"{name} is not finished: {place} has {done} of {found.get('parts')} parts; the same mpispeed data {command} "
+        "goes on"
     )
