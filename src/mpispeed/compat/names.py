@@ -135,6 +135,7 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.base.errors": "ConfigError=DeepSpeedConfigError",
     },
     "runtime.data_pipeline.curriculum_scheduler": {"mpispeed.curriculum": "CurriculumScheduler"},
+    "runtime.data_pipeline.data_sampling.data_sampler": {"mpispeed.curriculum": "DeepSpeedDataSampler"},
     "runtime.dataloader": {"mpispeed.data": "RepeatingLoader ShardedLoader=DeepSpeedDataLoader"},
     "runtime.engine": {**_ENGINE, "mpispeed.engine.pipeline": "PipelineEngine"},
     "runtime.fp16.onebit": {"mpispeed.optim": "OnebitAdam OnebitLamb ZeroOneAdam"},
@@ -229,7 +230,6 @@ LATER: dict[str, dict[str, str]] = {
         "runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd save_without_random_ltd",
         "runtime.data_pipeline.data_sampling": "",
         "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
-        "runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
         "runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
     },
     "sparse attention": {
