@@ -141,6 +141,7 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.data_pipeline.data_sampling.indexed_dataset": {
         "mpispeed.curriculum.index_file": "MMapIndexedDataset MMapIndexedDatasetBuilder",
     },
+    "runtime.data_pipeline.data_sampling.data_sampler": {"mpispeed.curriculum": "DeepSpeedDataSampler"},
     "runtime.dataloader": {"mpispeed.data": "RepeatingLoader ShardedLoader=DeepSpeedDataLoader"},
     "runtime.engine": {**_ENGINE, "mpispeed.engine.pipeline": "PipelineEngine"},
     "runtime.fp16.onebit": {"mpispeed.optim": "OnebitAdam OnebitLamb ZeroOneAdam"},
@@ -233,7 +234,6 @@ LATER: dict[str, dict[str, str]] = {
         "runtime.data_pipeline.data_routing": "",
         "runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
         "runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd save_without_random_ltd",
-        "runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
     },
     "sparse attention": {
         "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "

@@ -18,6 +18,8 @@ from mpispeed.config.root import Config
 from mpispeed.config.zero import ZeroOptimization
 
 _ZERO = "zero_optimization"
+_SAMPLING = "data_efficiency.data_sampling"
+_SAMPLED = f"{_SAMPLING}.curriculum_learning"
 
 
 def find_conflicts(config: Config, autos: Collection[str] = ()) -> list[Problem]:
@@ -234,11 +236,17 @@ def _check_curriculum(config: Config) -> Iterator[Problem]:
         if old.curriculum_type == "seqlen" and old.min_difficulty == 0:
             yield Problem("curriculum_learning.min_difficulty", "0 is no length", "begin with 8, for example")
         yield from _check_schedule("curriculum_learning", old)
-    path = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
+    path = f"{_SAMPLED}.curriculum_metrics"
     if sampled.enabled and not sampled.curriculum_metrics:
         yield Problem(path, "required when enabled", "name at least one measure of difficulty")
+    choosing = [name for name, each in sampled.curriculum_metrics.items() if each.clustering_type != "single_cluster"]
+    if sampled.enabled and len(choosing) > 1 and not sampled.data_cluster_path:
+        what = f"required for samples that several metrics choose ({', '.join(choosing)})"
+        yield Problem(f"{_SAMPLED}.data_cluster_path", what, "give a folder that all nodes share")
     for name, metric in sampled.curriculum_metrics.items():
         yield from _check_schedule(f"{path}.{name}", metric)
+        if sampled.enabled:
+            yield from _check_metric(f"{path}.{name}", metric)
 
 
 def _check_random_ltd(config: Config) -> Iterator[Problem]:
@@ -270,6 +278,16 @@ def _check_random_ltd(config: Config) -> Iterator[Problem]:
     if config.data_efficiency.routes_tokens and config.tensor_parallel.sequence_parallel:
         what = "layers have a part of each sample between them with tensor_parallel.sequence_parallel"
         yield Problem(f"{path}.enabled", what, "set one of the two to false")
+
+
+def _check_metric(path: str, metric: Any) -> Iterator[Problem]:
+    wanted = ["min_difficulty", "max_difficulty", "schedule_type"]
+    if metric.clustering_type != "single_cluster":
+        wanted += ["difficulty_type", "index_to_sample_path"]
+        wanted += ["index_to_metric_path"] if metric.difficulty_type == "value" else []
+    for key in wanted:
+        if getattr(metric, key) in (None, ""):
+            yield Problem(f"{path}.{key}", "required when curriculum_learning is enabled")
 
 
 def _check_schedule(path: str, section: Any) -> Iterator[Problem]:
@@ -376,3 +394,8 @@ def _warnings_of_data(config: Config, spell: Callable[[str], str]) -> Iterator[s
     if routing.random_ltd.enabled and not config.data_efficiency.routes_tokens:
         path = "data_efficiency.data_routing"
         yield f"{path}.random_ltd has no effect: data_efficiency.enabled and {path}.enabled have to be true, too"
+    efficiency = config.data_efficiency
+    if efficiency.data_sampling.enabled and not efficiency.enabled:
+        yield f"{spell(_SAMPLING)}.enabled has no effect here: data_efficiency.enabled is false"
+    if efficiency.data_sampling.curriculum_learning.enabled and not efficiency.data_sampling.enabled:
+        yield f"{spell(_SAMPLED)}.enabled has no effect here: {_SAMPLING}.enabled is false"

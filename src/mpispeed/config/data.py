@@ -48,13 +48,31 @@ class CurriculumLearning(Section):
 class CurriculumMetric(Section):
     """One measure of difficulty."""
 
-    index_to_sample_path: str | None = Field(None, description="File: difficulty -> samples.")
-    index_to_metric_path: str | None = Field(None, description="File: sample -> difficulty.")
-    difficulty_type: Literal["value", "percentile"] | None = Field(None, description="Unit of the difficulties.")
-    clustering_type: Literal["schedule_based", "single_cluster"] | None = Field(None, description="How samples group.")
-    min_difficulty: Natural | None = Field(None, description="Difficulty at the start.")
+    index_to_sample_path: str | None = Field(
+        None,
+        description="Path, without .bin and .idx, of the analyzer's file NAME_index_to_sample; for percentiles also "
+        "NAME_index_to_sample_percentile_merged. Not read for single_cluster.",
+    )
+    index_to_metric_path: str | None = Field(
+        None, description="The same of NAME_index_to_metric; read if difficulty_type is value."
+    )
+    difficulty_type: Literal["value", "percentile"] | None = Field(
+        None,
+        description="Samples that a difficulty admits: those whose metric is not above it, or that percentage of the "
+        "samples, of max_difficulty per cent.",
+    )
+    clustering_type: Literal["schedule_based", "single_cluster"] | None = Field(
+        None,
+        description="schedule_based, also if left out: the difficulty admits samples. single_cluster: it admits all, "
+        "and is for a function of engine.set_data_post_process_func, which may cut batches.",
+    )
+    min_difficulty: Natural | None = Field(None, description="Difficulty at the start; it has to admit a sample.")
     max_difficulty: Natural | None = Field(None, description="Difficulty in the end.")
-    schedule_type: ScheduleType | None = Field(None, description="How difficulty grows.")
+    schedule_type: ScheduleType | None = Field(
+        None,
+        description="How difficulty grows with global batches that were handed out, from 1; custom: by a function of "
+        "engine.set_custom_curriculum_learning_schedule.",
+    )
     schedule_config: DifficultySchedule = subsection(DifficultySchedule, "Numbers of the schedule.")
 
 
@@ -62,16 +80,25 @@ class SampledCurriculum(Section):
     """Samples chosen by measured difficulty."""
 
     enabled: bool = Field(False, description="Choose samples by difficulty; needs curriculum_metrics.")
-    data_cluster_path: str | None = Field(None, description="Folder for groups of samples.")
-    curriculum_metrics: dict[str, CurriculumMetric] = Field(default_factory=dict, description="Name -> measure.")
+    data_cluster_path: str | None = Field(
+        None,
+        description="Folder that all nodes share, for files of the samples that several metrics admit; made if it is "
+        "missing, and used again by later runs. One metric needs none.",
+    )
+    curriculum_metrics: dict[str, CurriculumMetric] = Field(
+        default_factory=dict, description="Name -> measure; a sample has to be admitted by all of them."
+    )
 
 
 class DataSampling(Section):
-    """Choice and order of samples."""
+    """Choice and order of samples of training_data and of engine.deepspeed_io."""
 
-    enabled: bool = Field(False, description="Use the sampler below.")
-    num_epochs: Positive = Field(1000, description="Passes over the data.")
-    num_workers: Natural = Field(0, description="Loader processes.")
+    enabled: bool = Field(False, description="Use the keys below; needs data_efficiency.enabled.")
+    num_epochs: Positive = Field(
+        1000,
+        description="Most passes over the data. By difficulty one pass of the loader has the samples of all of them.",
+    )
+    num_workers: Natural = Field(0, description="Processes of a loader that read samples.")
     curriculum_learning: SampledCurriculum = subsection(SampledCurriculum, "Samples by difficulty.")
 
 
@@ -134,7 +161,9 @@ class DataEfficiency(Section):
     """Sampling and routing of data."""
 
     enabled: bool = Field(False, description="Use the parts below that are enabled.")
-    seed: Integer = Field(1234, description="Seed of sampling, and of the choice of tokens.")
+    seed: Integer = Field(
+        1234, description="Seed of the order of samples, if data_sampling is enabled, and of the choice of tokens."
+    )
     data_sampling: DataSampling = subsection(DataSampling, "Which samples are seen when.")
     data_routing: DataRouting = subsection(DataRouting, "Which tokens pass which layers.")
 

@@ -36,7 +36,6 @@ def _more_than_one(value: int | None) -> bool:
 
 
 _Z = "zero_optimization"
-_SAMPLING = "data_efficiency.data_sampling"
 _COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                 "channel_pruning")  # fmt: skip
 UNAVAILABLE: tuple[Row, ...] = (
@@ -54,8 +53,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     ),
     Row("expert_parallel.comm_backend", lambda value: value == "deepep", "deepep is not available; use comm"),
     Row("sparse_attention", lambda s: s is not None, "sparse attention is not available; remove the section"),
-    Row(_SAMPLING, _is_on, "sampling by difficulty is not available; set enabled to false"),
-    Row(f"{_SAMPLING}.curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
     *(
         Row(f"compression_training.{name}", _has_shared_on, "compression is not available; set enabled to false")
         for name in _COMPRESSION

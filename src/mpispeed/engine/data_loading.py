@@ -10,6 +10,7 @@ from mpispeed.base.events import Event
 from mpispeed.data.stalls import StallWatch, Waits
 from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.sampling import write_difficulties
 from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from mpispeed.config.loader import DataLoader
+    from mpispeed.data.loader import ShardedLoader
 
 log = logging.getLogger(__name__)
 
@@ -29,21 +31,29 @@ WAIT_MS = "Train/Samples/data_wait_ms"
 def attach(context: Context) -> Hooks:
     """Make the loader of `training_data`, if there is any, and look for stalls by it and by those of `deepspeed_io`.
 
+    Collective over: all ranks, where samples are chosen by difficulty.
+
     Raises:
-        ConfigError: sizes do not fit, or it is no data set.
+        ConfigError: sizes do not fit, it is no data set, or samples of it cannot be chosen.
     """
     given, counters, waits = context.given, context.counters, Waits()
     if context.parts.optimization is not None:
         stalls = Stalls(context, waits)
         context.parts.updates.send_along(stalls)
         context.bus.subscribe(Event.STEP_END, stalls.on_step)
-    if given.training_data is None:
-        return Hooks(published={"data_waits": waits})
     # DeepSpeed's pipelines read in order, its other engines do not.
-    shuffles = not isinstance(context.module, PipelineModule)
-    loader = make_loader(
-        context.plan, context.mesh, given.training_data, given.collate_fn, shuffles=shuffles, waits=waits
-    )
+    shuffles, sampling = not isinstance(context.module, PipelineModule), context.published.get("data_sampling")
+
+    def make() -> ShardedLoader | None:
+        if given.training_data is None:
+            return None
+        how: dict[str, Any] = {"shuffles": shuffles, "sampling": sampling, "waits": waits}
+        return make_loader(context.plan, context.mesh, given.training_data, given.collate_fn, **how)
+
+    loader = make() if sampling is None else sampling.begin(context.mesh.world.comm, make)
+    if loader is None:
+        return Hooks(published={"data_waits": waits})
+    write_difficulties(context, loader)
     context.bus.subscribe(Event.CLOSE, lambda _: loader.close())
     return Hooks(
         # Micro-batches since the last boundary have changed only gradients, which are not saved: replay them.

@@ -23,6 +23,7 @@ from mpispeed.engine import (
     preemption,
     random_ltd,
     run_record,
+    sampling,
     tracing,
 )
 from mpispeed.engine.attached import Feature
@@ -57,6 +58,7 @@ BUILT_IN = (
     Feature("progressive_layer_drop", layer_drop.attach, section=ProgressiveLayerDrop, transform=layer_drop.transform),
     Feature("random_ltd", random_ltd.attach),
     Feature("curriculum_learning", curriculum.attach),
+    Feature("data_sampling", sampling.attach),
     Feature("data_loader", data_loading.attach, section=DataLoader, is_of_data=True),
     Feature("trace", tracing.attach, section=Trace),
     Feature("drills", drills.attach),

@@ -351,12 +351,6 @@ ASKS = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     },
     "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
-    "data_efficiency.data_sampling.curriculum_learning": {
-        "data_efficiency": {
-            "data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": {}}}}
-        }
-    },
-    "data_efficiency.data_sampling": {"data_efficiency": {"data_sampling": {"enabled": True}}},
     "compression_training.layer_reduction": {
         "compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 1, "teacher_layer": [1]}}
     },

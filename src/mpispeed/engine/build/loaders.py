@@ -15,9 +15,9 @@ from mpispeed.data.reading import has_whole_batches
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from mpispeed.data.order import BatchOrder
     from mpispeed.data.stalls import Waits
     from mpispeed.engine.build.parts import Parts
+    from mpispeed.engine.sampling import Sampling
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
 
@@ -32,10 +32,10 @@ def make_loader(
     collate_fn: Any,
     *,
     shuffles: bool,
+    sampling: Sampling | None,
     batch_size: int | None = None,
     workers: int | None = None,
     pin_memory: bool = True,
-    order: BatchOrder | None = None,
     waits: Waits | None = None,
 ) -> ShardedLoader:
     """This data rank's loader over `dataset`, read as the section `data_loader` says.
@@ -46,15 +46,24 @@ def make_loader(
         dataset: map style or iterable.
         collate_fn: makes a batch of a list of samples; None: torch's.
         shuffles: the default where the config does not say.
+        sampling: `data_efficiency.data_sampling`, or None.
         batch_size: samples of a batch of this rank, instead of the micro-batch of the plan.
         workers: processes that load, instead of those of the config.
         pin_memory: False: not, whatever the config says.
-        order: which samples come when, instead of epochs of all samples.
         waits: counts the time that is waited for batches.
+
+    Raises:
+        ConfigError: sizes do not fit, it is no data set, or samples of it cannot be chosen.
     """
     config, micro_batch = plan.config, batch_size or plan.batch.micro_batch_size
     chosen, reading = config.dataloader_shuffle, config.data_loader
     is_planned = micro_batch == plan.batch.micro_batch_size
+    is_shuffled, of_config, order = shuffles if chosen is None else chosen, reading.workers, None
+    if sampling is not None:
+        of_config = sampling.workers or of_config
+        steps = plan.batch.gradient_accumulation_steps
+        step_samples = plan.batch.train_batch_size if is_planned else micro_batch * mesh["data"].size * steps
+        order = sampling.order(dataset, micro_batch=micro_batch, step_samples=step_samples, shuffles=is_shuffled)
     return ShardedLoader(
         dataset,
         micro_batch=micro_batch,
@@ -62,9 +71,9 @@ def make_loader(
         size=mesh["data"].size,
         collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last,
-        seed=config.seed,
-        shuffle=shuffles if chosen is None else chosen,
-        workers=reading.workers if workers is None else workers,
+        seed=config.seed if sampling is None else sampling.seed,
+        shuffle=is_shuffled,
+        workers=of_config if workers is None else workers,
         prefetch=reading.prefetch,
         persistent_workers=reading.persistent_workers,
         pin_memory=pin_memory and reading.pin_memory and plan.device.type == "cuda",
@@ -161,19 +170,20 @@ class Loaders:
         Args:
             dataset: map style or iterable.
             batch_size: samples of a batch of one rank; by default the micro-batch size.
-            route: "train": data ranks share the samples, as those of `training_data`. "eval" or "predict": each rank
-                reads all of them in order.
+            route: "train": data ranks share the samples, as those of `training_data`, and by difficulty if the config
+                says so. "eval" or "predict": each rank reads all of them in order.
             pin_memory: let torch pin the batches where there is a GPU.
             data_sampler: chooses this rank's samples, on any route.
             collate_fn: makes a batch of a list of samples; torch's by default.
-            num_local_io_workers: processes that read; by default those of the section `data_loader`.
+            num_local_io_workers: processes that read; by default those of data_efficiency.data_sampling, or of the
+                section `data_loader`.
 
         Returns:
             A loader. The position of that of `training_data` is part of checkpoints, that of this one is not.
 
         Raises:
             UsageError: `dataset` is no data set, there is no such route, or a sampler meets an iterable data set.
-            ConfigError: sizes do not fit.
+            ConfigError: sizes do not fit, or samples of the data set cannot be chosen by difficulty.
         """
         require_loadable(dataset, route)
         plan, mesh, waits = self._parts.plan, self._parts.mesh, self._parts.features.published.get("data_waits")
@@ -193,6 +203,7 @@ class Loaders:
             dataset,
             collate_fn,
             shuffles=self._shuffles,
+            sampling=self._parts.features.published.get("data_sampling"),
             batch_size=batch_size,
             workers=num_local_io_workers,
             pin_memory=pin_memory,
@@ -210,7 +221,8 @@ class Loaders:
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any] | None) -> None:
         """Let `training_dataloader` pass each batch through `post_process_func(batch, state)`; None ends that.
 
-        `state` is that of the loader, with `position` and `epoch`.
+        `state` is that of the loader, with `position` and `epoch`; where samples are chosen by difficulty also with
+        `current_difficulties`, by metric, `curriculum_step` and `consumed_samples`: those of the batch.
 
         Raises:
             UsageError: there is no `training_dataloader`.
