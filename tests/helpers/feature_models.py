@@ -7,6 +7,7 @@ from torch import nn
 
 import mpispeed
 from mpispeed.base.rng import seed_torch
+from mpispeed.curriculum import truncate
 from mpispeed.moe import MoE
 from mpispeed.pipe import LayerSpec
 from tests.helpers.pipes import gpt, gpt_layers
@@ -65,7 +66,9 @@ class Whole(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.embedding.sparse, self.recomputes = is_sparse, recomputes
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, y: torch.Tensor, curriculum_seqlen: int | None = None) -> torch.Tensor:
+        x, y = (x, y) if curriculum_seqlen is None else truncate((x, y), curriculum_seqlen)
+        self.length = x.shape[1]
         x = self.embedding(x)
         for block in self.blocks:
             x = mpispeed.checkpointing.checkpoint(block, x) if self.recomputes else block(x)

@@ -230,6 +230,12 @@ def _has_rates(run: Run) -> bool:
     return len(set(run.rates)) > 1
 
 
+def _grows(run: Run) -> bool:
+    """The third step had a length between the first and the last, here and in the model."""
+    seen = run.notes.get("length") or getattr(run.engine.module, "length", None)
+    return run.engine.curriculum_scheduler_legacy.get_current_difficulty() == seen == 6
+
+
 def _logged(run: Run) -> bool:
     from mpispeed.mesh import comms_log
 
@@ -322,6 +328,13 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "schedule of the rate", ("schedule", "rate"), _has_rates,
         put("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}}), keeps=FINAL,
+    ),
+    Feature(
+        "curriculum learning", ("curriculum",), _grows,
+        put("curriculum_learning", {
+            "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 2, "max_difficulty": 8,
+            "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 2}}),
+        keeps=FINAL,
     ),
     Feature("checkpoint", ("checkpoint",), lambda run: bool(run.loaded), saves=True),
     Feature("async save", ("async_save", "background"), lambda run: bool(run.loaded),

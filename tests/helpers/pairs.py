@@ -27,6 +27,7 @@ import mpispeed
 from mpispeed import features as registry
 from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.config.accept import accept
+from mpispeed.curriculum import truncate
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from mpispeed.sharding.sharded_param import is_sharded
 from mpispeed.walltime import last_safe_step, requests
@@ -123,7 +124,10 @@ class Run:
                 if is_late
                 else make(model, [*model.parameters()] or [{"params": []}])
             )
-        return mpispeed.initialize(model=model, optimizer=client, config=settings)[0]
+        engine = mpispeed.initialize(model=model, optimizer=client, config=settings)[0]
+        if "curriculum learning" in self.names and engine.mesh["pipe"].size > 1:
+            engine.set_batch_fn(lambda pair: _cut(pair, engine, self.notes))
+        return engine
 
     def _model(self, seed: int) -> torch.nn.Module:
         axes = {name: size for feature in self.features for name, size in feature.axes.items()}
@@ -290,6 +294,12 @@ class Run:
         if self.rank == 0:
             source.mkdir(parents=True, exist_ok=True)
             (source / "told.json").write_text(json.dumps(told))
+
+
+def _cut(pair: Any, engine: Any, notes: dict[str, Any]) -> Any:
+    """Inputs and labels of a pipeline with the length of the step, which is noted."""
+    notes["length"] = engine.curriculum_scheduler_legacy.get_current_difficulty()
+    return truncate(pair, notes["length"])
 
 
 # -- outcomes -------------------------------------------------------------------------------------------------------

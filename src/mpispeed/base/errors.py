@@ -82,6 +82,10 @@ class AgreementError(CommError):
     is_collective = True
 
 
+class DataError(MpispeedError, RuntimeError):
+    """Samples of a data set could not be read, or made into a batch."""
+
+
 class StoreError(MpispeedError, RuntimeError):
     """A layout, partition, placement or buffer is used against its contract."""
 

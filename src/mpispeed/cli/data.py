@@ -1,4 +1,4 @@
-"""`mpispeed data`: token stores. No command needs torch or MPI, but for those that say so."""
+"""`mpispeed data`: commands on token stores."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import click
 from mpispeed.cli.lazy import LazyGroup
 
 COMMANDS = {
-    "show": ("mpispeed.cli.data_look", "show", "What is in a token store."),
+    "build": ("mpispeed.cli.data_build", "build", "Build a token store from texts, on all ranks."),
+    "import": ("mpispeed.cli.data_build", "import_", "Build a token store from files that have tokens."),
+    "show": ("mpispeed.cli.data_look", "show", "Show what is in a token store."),
     "verify": ("mpispeed.cli.data_look", "verify", "Compare a token store with its checksums."),
+    "merge": ("mpispeed.cli.data_build", "merge", "Join token stores to one."),
 }
 
 
 @click.group(cls=LazyGroup, table=COMMANDS)
 def data() -> None:
-    """Token stores: the data of training in one HDF5 file."""
+    """Build, merge and look at token stores."""

@@ -22,7 +22,7 @@ COMMANDS = {
     "config": ("mpispeed.cli.config", "config", "Check and explain configuration files."),
     "elastic": ("mpispeed.cli.elastic", "elastic", "Show batch sizes and the numbers of ranks they divide among."),
     "plan": ("mpispeed.cli.plan", "plan", "Predict memory and traffic before anything starts; GO or NO-GO."),
-    "data": ("mpispeed.cli.data", "data", "Token stores: show, verify."),
+    "data": ("mpispeed.cli.data", "data", "Build, check and merge token stores."),
     "ckpt": ("mpispeed.cli.ckpt", "ckpt", "List, check, compare, convert and prune checkpoints."),
     "drill": ("mpispeed.cli.drill", "drill", "Break a run on purpose: does it end, say why, and go on?"),
     "logs": ("mpispeed.cli.logs", "logs", "Logs of all ranks in the order of time; records of runs."),

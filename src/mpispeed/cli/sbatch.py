@@ -40,7 +40,7 @@ _UNKNOWN = 1 << 60
     "--template",
     metavar="NAME|FILE",
     default="",
-    help="single, multi, array, requeue, container, torch, generate, or a file; by default what fits.",
+    help="single, multi, array, requeue, container, torch, generate, tune, data, or a file; by default what fits.",
 )
 @click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes.")
 @click.option("--ntasks-per-node", type=click.IntRange(min=1), help="Ranks on each; default: the site's, else 1.")
@@ -80,7 +80,7 @@ def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
     """Submit SCRIPT with its arguments as a batch job; options of this command come before SCRIPT.
 
     `mpispeed sbatch [OPTIONS] generate --model ...` submits `mpispeed generate`, `... tune CONFIG SCRIPT ...`
-    `mpispeed tune`.
+    `mpispeed tune`, `... data build ...` `mpispeed data build`.
     """
     from mpispeed.launch.sbatch import COMMANDS, choose_template, fill, values_of
     from mpispeed.launch.sites import Site, find_site
@@ -308,6 +308,8 @@ def _how_to_ask(folder: Path, config: Any, request: Request) -> str:
     """The way to request a save of the running job; if it does not listen, the settings that it would need."""
     if request.words[0] == "tune":
         return "scancel ends the search; submitted again it goes on after what was tried"
+    if request.words[0] == "data":
+        return "scancel ends it; a build that is submitted again goes on after what is done"
     if request.words[0] == "generate":
         return f"to stop after the batches that run: touch {folder}/STOP"
     if _saves_in_time(config):

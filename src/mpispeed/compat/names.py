@@ -134,6 +134,14 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.config.root": "Config=DeepSpeedConfig",
         "mpispeed.base.errors": "ConfigError=DeepSpeedConfigError",
     },
+    "runtime.data_pipeline.curriculum_scheduler": {"mpispeed.curriculum": "CurriculumScheduler"},
+    "runtime.data_pipeline.data_sampling.data_analyzer": {
+        "mpispeed.compat.data_analyzers": "DataAnalyzer DistributedDataAnalyzer",
+    },
+    "runtime.data_pipeline.data_sampling.indexed_dataset": {
+        "mpispeed.curriculum.index_file": "MMapIndexedDataset MMapIndexedDatasetBuilder",
+    },
+    "runtime.data_pipeline.data_sampling.data_sampler": {"mpispeed.curriculum": "DeepSpeedDataSampler"},
     "runtime.dataloader": {"mpispeed.data": "RepeatingLoader ShardedLoader=DeepSpeedDataLoader"},
     "runtime.engine": {**_ENGINE, "mpispeed.engine.pipeline": "PipelineEngine"},
     "runtime.fp16.onebit": {"mpispeed.optim": "OnebitAdam OnebitLamb ZeroOneAdam"},
@@ -151,6 +159,7 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "runtime.pipe.schedule": {"mpispeed.pipe.schedule": "*"},
     "runtime.pipe.topology": {"mpispeed.pipe": _TOPOLOGY},
+    "runtime.progressive_layer_drop": {"mpispeed.nn.layer_drop": "ProgressiveLayerDrop"},
     "runtime.utils": {
         "mpispeed.compat.runtime_utils": "see_memory_usage set_random_seed clip_grad_norm_ get_global_norm "
         "get_global_norm_of_tensors empty_cache move_to_device",
@@ -222,16 +231,9 @@ LATER: dict[str, dict[str, str]] = {
         "runtime.eigenvalue": "Eigenvalue",
     },
     "curriculum learning and data efficiency": {
-        "runtime.data_pipeline": "",
-        "runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
         "runtime.data_pipeline.data_routing": "",
         "runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
         "runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd save_without_random_ltd",
-        "runtime.data_pipeline.data_sampling": "",
-        "runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer DistributedDataAnalyzer",
-        "runtime.data_pipeline.data_sampling.data_sampler": "DeepSpeedDataSampler",
-        "runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
-        "runtime.progressive_layer_drop": "ProgressiveLayerDrop",
     },
     "sparse attention": {
         "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "

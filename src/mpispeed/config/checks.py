@@ -18,6 +18,8 @@ from mpispeed.config.root import Config
 from mpispeed.config.zero import ZeroOptimization
 
 _ZERO = "zero_optimization"
+_SAMPLING = "data_efficiency.data_sampling"
+_SAMPLED = f"{_SAMPLING}.curriculum_learning"
 
 
 def find_conflicts(config: Config, autos: Collection[str] = ()) -> list[Problem]:
@@ -172,9 +174,9 @@ def _check_features(config: Config) -> Iterator[Problem]:
     elastic, drop, tune = config.elasticity, config.progressive_layer_drop, config.autotuning
     if elastic.enabled:
         yield from _check_elasticity(config)
-    for key in ("theta", "gamma"):
-        if drop.enabled and getattr(drop, key) is None:
-            yield Problem(f"progressive_layer_drop.{key}", "required when enabled")
+    if drop.enabled and not config.zero_optimization.ignore_unused_parameters:
+        what = "false asks for gradients of all parameters; layers that progressive_layer_drop leaves out give none"
+        yield Problem("zero_optimization.ignore_unused_parameters", what, "set it to true")
     comet = config.comet
     if comet.enabled and comet.mode == "get" and not comet.experiment_key:
         cure = "set comet.experiment_key, or the mode to get_or_create"
@@ -231,19 +233,70 @@ def _check_curriculum(config: Config) -> Iterator[Problem]:
         for key in ("curriculum_type", "min_difficulty", "max_difficulty", "schedule_type"):
             if getattr(old, key) is None:
                 yield Problem(f"curriculum_learning.{key}", "required when enabled")
-        yield from _check_schedule("curriculum_learning", old.schedule_type, old.schedule_config)
-    path = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
+        if old.curriculum_type == "seqlen" and old.min_difficulty == 0:
+            yield Problem("curriculum_learning.min_difficulty", "0 is no length", "begin with 8, for example")
+        yield from _check_schedule("curriculum_learning", old)
+    path = f"{_SAMPLED}.curriculum_metrics"
     if sampled.enabled and not sampled.curriculum_metrics:
         yield Problem(path, "required when enabled", "name at least one measure of difficulty")
+    choosing = [name for name, each in sampled.curriculum_metrics.items() if each.clustering_type != "single_cluster"]
+    if sampled.enabled and len(choosing) > 1 and not sampled.data_cluster_path:
+        what = f"required for samples that several metrics choose ({', '.join(choosing)})"
+        yield Problem(f"{_SAMPLED}.data_cluster_path", what, "give a folder that all nodes share")
     for name, metric in sampled.curriculum_metrics.items():
-        yield from _check_schedule(f"{path}.{name}", metric.schedule_type, metric.schedule_config)
-    layers = config.data_efficiency.data_routing.random_ltd
-    if layers.layer_token_lr_schedule.enabled:
-        path = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled"
-        yield Problem(path, "this schedule is not offered", "set it to false")
+        yield from _check_schedule(f"{path}.{name}", metric)
+        if sampled.enabled:
+            yield from _check_metric(f"{path}.{name}", metric)
 
 
-def _check_schedule(path: str, kind: str | None, numbers: Any) -> Iterator[Problem]:
+def _check_random_ltd(config: Config) -> Iterator[Problem]:
+    section, path = config.data_efficiency.data_routing.random_ltd, "data_efficiency.data_routing.random_ltd"
+    if section.layer_token_lr_schedule.enabled:
+        what = "this schedule is not offered"
+        yield Problem(f"{path}.layer_token_lr_schedule.enabled", what, "set it to false", UnimplementedOption)
+    if not section.enabled:
+        return
+    schedule = section.random_ltd_schedule
+    places = {
+        path: (section, ("total_layer_num", "random_ltd_layer_num", "model_type", "hidden_state_order")),
+        f"{path}.random_ltd_schedule": (schedule, ("min_value", "max_value", "schedule_type")),
+        f"{path}.random_ltd_schedule.schedule_config": (schedule.schedule_config, ("require_steps", "seq_per_step")),
+    }
+    for place, (values, keys) in places.items():
+        yield from (Problem(f"{place}.{key}", "required when enabled") for key in keys if getattr(values, key) is None)
+    named, count, total = section.random_ltd_layer_id, section.random_ltd_layer_num, section.total_layer_num
+    if count is not None and (len(named) != count or len(set(named)) != count):
+        what = f"{len(set(named))} different numbers for random_ltd_layer_num {count}"
+        yield Problem(f"{path}.random_ltd_layer_id", what, "name each layer once")
+    if count is not None and total is not None and count > total:
+        yield Problem(f"{path}.random_ltd_layer_num", f"{count} of total_layer_num {total} layers")
+    least, most = schedule.min_value, schedule.max_value
+    if least is not None and most is not None and least > most:
+        yield Problem(f"{path}.random_ltd_schedule.min_value", f"{least} is more than max_value {most}")
+    if section.model_type == "encoder" and not section.model_mask_name:
+        yield Problem(f"{path}.model_mask_name", "required for an encoder", "name the layers' argument with the mask")
+    if config.data_efficiency.routes_tokens and config.tensor_parallel.sequence_parallel:
+        what = "layers have a part of each sample between them with tensor_parallel.sequence_parallel"
+        yield Problem(f"{path}.enabled", what, "set one of the two to false")
+
+
+def _check_metric(path: str, metric: Any) -> Iterator[Problem]:
+    wanted = ["min_difficulty", "max_difficulty", "schedule_type"]
+    if metric.clustering_type != "single_cluster":
+        wanted += ["difficulty_type", "index_to_sample_path"]
+        wanted += ["index_to_metric_path"] if metric.difficulty_type == "value" else []
+    for key in wanted:
+        if getattr(metric, key) in (None, ""):
+            yield Problem(f"{path}.{key}", "required when curriculum_learning is enabled")
+
+
+def _check_schedule(path: str, section: Any) -> Iterator[Problem]:
+    """Bounds of a difficulty, and the numbers that its schedule needs."""
+    kind, numbers, low, high = (
+        section.schedule_type, section.schedule_config, section.min_difficulty, section.max_difficulty
+    )  # fmt: skip
+    if low is not None and high is not None and low > high:
+        yield Problem(f"{path}.min_difficulty", f"{low} is more than max_difficulty {high}")
     wanted = {
         "fixed_linear": ("total_curriculum_step", "difficulty_step"),
         "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
@@ -257,6 +310,13 @@ def _check_schedule(path: str, kind: str | None, numbers: Any) -> Iterator[Probl
         if count != steps + 1 or not steps:
             what = f"{steps} entries for {count} difficulties; expected one less than difficulties, and at least one"
             yield Problem(f"{path}.schedule_config.max_step", what)
+        if numbers.max_step != sorted(numbers.max_step):
+            yield Problem(f"{path}.schedule_config.max_step", f"{numbers.max_step} are not in their order")
+        bounds = (low if low is not None else -math.inf), (high if high is not None else math.inf)
+        outside = [each for each in numbers.difficulty if not bounds[0] <= each <= bounds[1]]
+        if outside:
+            what = f"{outside[0]} is outside of min_difficulty {show(low)} and max_difficulty {show(high)}"
+            yield Problem(f"{path}.schedule_config.difficulty", what)
 
 
 def _check_compression(config: Config) -> Iterator[Problem]:
@@ -291,6 +351,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_zero,
     _check_features,
     _check_curriculum,
+    _check_random_ltd,
     _check_compression,
     _check_trace,
 )
@@ -299,6 +360,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
 def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str]:
     """Warnings on legal settings without the expected effect; `spell` gives the path as the user wrote it."""
     found = find_ineffective(config, spell)
+    found.extend(_warnings_of_data(config, spell))
     if config.nebula.enabled:
         found.append("nebula is ignored: it is a vendor's service; checkpoints go where save_checkpoint says")
     zero = config.zero_optimization
@@ -321,3 +383,19 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
         if shape not in (None, "log", "linear"):
             found.append(f'scheduler.params.warmup_type {show(shape)} is unknown ("log" or "linear"); log is used')
     return found
+
+
+def _warnings_of_data(config: Config, spell: Callable[[str], str]) -> Iterator[str]:
+    growth, routing = config.curriculum_learning, config.data_efficiency.data_routing
+    multiple = growth.schedule_config.difficulty_step or 0
+    if growth.enabled and growth.curriculum_type == "seqlen" and multiple % 8:
+        key = spell("curriculum_learning.schedule_config.difficulty_step")
+        yield f"{key} {multiple} is no multiple of 8; matrix products of these lengths may be slower on GPUs"
+    if routing.random_ltd.enabled and not config.data_efficiency.routes_tokens:
+        path = "data_efficiency.data_routing"
+        yield f"{path}.random_ltd has no effect: data_efficiency.enabled and {path}.enabled have to be true, too"
+    efficiency = config.data_efficiency
+    if efficiency.data_sampling.enabled and not efficiency.enabled:
+        yield f"{spell(_SAMPLING)}.enabled has no effect here: data_efficiency.enabled is false"
+    if efficiency.data_sampling.curriculum_learning.enabled and not efficiency.data_sampling.enabled:
+        yield f"{spell(_SAMPLED)}.enabled has no effect here: {_SAMPLING}.enabled is false"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mpispeed.config.section import Natural, NonNegative, Positive, Section
+from mpispeed.config.section import Natural, Positive, Section
 
 
 class HybridEngine(Section):
@@ -51,11 +51,3 @@ class SparseAttention(Section):
         None, description="variable, bslongformer: ends of the ranges that begin at global_block_indices."
     )
     num_sliding_window_blocks: Positive = Field(3, description="bigbird, bslongformer: blocks of the window.")
-
-
-class ProgressiveLayerDrop(Section):
-    """Skip layers with a probability that grows during training."""
-
-    enabled: bool = Field(False, description="Drop layers; needs theta and gamma.")
-    theta: NonNegative | None = Field(None, description="Part of the layers that is kept in the end.")
-    gamma: NonNegative | None = Field(None, description="Rate at which the kept part falls.")

@@ -13,7 +13,9 @@ from mpispeed.config.compress import CompressionTraining, QuantizeTraining
 from mpispeed.config.data import CurriculumLearning, DataEfficiency, Eigenvalue
 from mpispeed.config.elastic import Elasticity
 from mpispeed.config.experts import ExpertParallel
-from mpispeed.config.later import HybridEngine, ProgressiveLayerDrop, SparseAttention, WeightQuantization
+from mpispeed.config.later import HybridEngine, SparseAttention, WeightQuantization
+from mpispeed.config.layer_drop import ProgressiveLayerDrop
+from mpispeed.config.loader import DataLoader
 from mpispeed.config.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Guard, Tensorboard, Timers, Wandb
 from mpispeed.config.offload import Aio
 from mpispeed.config.optimizer import Optimizer, Scheduler
@@ -86,6 +88,7 @@ class Config(Section):
     guard: Guard = subsection(Guard, "Limits for hangs (mpispeed only).")
     trace: Trace = subsection(Trace, "What all ranks do when, in some steps (mpispeed only).")
     walltime: Walltime = subsection(Walltime, "Saving before the job ends (mpispeed only).")
+    data_loader: DataLoader = subsection(DataLoader, "How training data is read (mpispeed only).")
     run_record: RunRecord = subsection(RunRecord, "What a run did, in one file (mpispeed only).")
     nebula: Nebula = subsection(Nebula, "Accepted; no effect.")
     activation_checkpointing: ActivationCheckpointing = subsection(ActivationCheckpointing, "Kept activations.")

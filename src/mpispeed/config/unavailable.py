@@ -36,7 +36,6 @@ def _more_than_one(value: int | None) -> bool:
 
 
 _Z = "zero_optimization"
-_SAMPLING = "data_efficiency.data_sampling"
 _COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                 "channel_pruning")  # fmt: skip
 UNAVAILABLE: tuple[Row, ...] = (
@@ -54,10 +53,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     ),
     Row("expert_parallel.comm_backend", lambda value: value == "deepep", "deepep is not available; use comm"),
     Row("sparse_attention", lambda s: s is not None, "sparse attention is not available; remove the section"),
-    Row("data_efficiency", _is_on, "data efficiency is not available; set enabled to false"),
-    Row(f"{_SAMPLING}.curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
-    Row("data_efficiency.data_routing.random_ltd", _is_on, "token drop is not available; set enabled to false"),
-    Row("curriculum_learning", _is_on, "curriculum learning is not available; set enabled to false"),
     *(
         Row(f"compression_training.{name}", _has_shared_on, "compression is not available; set enabled to false")
         for name in _COMPRESSION
@@ -66,7 +61,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     Row("quantize_training", _is_on, "quantized training is not available; set enabled to false"),
     Row("quantize_training.eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
     Row("eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
-    Row("progressive_layer_drop", _is_on, "progressive layer drop is not available; set enabled to false"),
     Row("hybrid_engine", _is_on, "the hybrid engine is not available; set enabled to false"),
     Row(
         "weight_quantization",

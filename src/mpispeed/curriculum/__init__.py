@@ -6,7 +6,8 @@ or MPI's names: what communicates is handed a group of ranks.
 
 from __future__ import annotations
 
+from mpispeed.curriculum.sampler import DeepSpeedDataSampler
 from mpispeed.curriculum.schedule import CurriculumScheduler
 from mpispeed.curriculum.truncation import truncate
 
-__all__ = ["CurriculumScheduler", "truncate"]
+__all__ = ["CurriculumScheduler", "DeepSpeedDataSampler", "truncate"]

@@ -82,8 +82,13 @@ class DifficultyIndex:
         return self._order.first_value(low)
 
     def admitted_by_percentile(self, percentile: int, most: int) -> int:
-        """Number of samples up to a percentile of `most`: a multiple of samples // most, and all of them at `most`."""
-        return self.samples if percentile >= most else self.samples // most * percentile
+        """Number of samples up to a percentile of `most`, at which it is all of them.
+
+        As in DeepSpeed each percentile has samples // most of them; where that is none, the share is rounded down.
+        """
+        if percentile >= most:
+            return self.samples
+        return (self.samples // most * percentile) or self.samples * percentile // most
 
     def read(self, start: int, stop: int) -> Iterator[Numbers]:
         """Sample numbers at places `start` to `stop` of the order, piece by piece.

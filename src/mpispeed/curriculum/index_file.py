@@ -20,6 +20,7 @@ from mpispeed.curriculum.index_layout import (
     PIECE_ROWS,
     Array,
     IndexFileError,
+    OutFile,
     PlainFile,
     data_path,
     fitted,
@@ -270,7 +271,7 @@ class MMapIndexedDatasetBuilder:
         """
         self.dtype = plain_dtype(dtype)
         self._path = Path(out_file)
-        self._data_file = self._path.open("wb")
+        self._data_file = OutFile(self._path)
         self._sizes, self._doc_idx = array("i"), array("q", [0])
 
     def add_item(self, tensor: Any) -> None:
@@ -303,7 +304,7 @@ class MMapIndexedDatasetBuilder:
         if int(lengths.sum()) != values.size:
             msg = f"{self._path}: rows of {int(lengths.sum())} values were announced, {values.size} were given"
             raise IndexFileError(msg)
-        self._data_file.write(np.ascontiguousarray(fitted(values, self.dtype, self._path)).tobytes())
+        self._data_file.write(fitted(values, self.dtype, self._path))
         self._sizes.frombytes(lengths.astype(np.int32).tobytes())
 
     def end_document(self) -> None:
@@ -326,7 +327,7 @@ class MMapIndexedDatasetBuilder:
         self._doc_idx.frombytes(marks.tobytes())
         data = PlainFile(data_path(another_file))
         for place in range(0, data.size, _COPY_BYTES):
-            self._data_file.write(data.read(place, min(_COPY_BYTES, data.size - place)))
+            self._data_file.write(np.frombuffer(data.read(place, min(_COPY_BYTES, data.size - place)), np.uint8))
 
     def finalize(self, index_file: str | Path) -> None:
         """Close `.bin` and write the index, which appears complete; `index_file` is its path with the ending."""
@@ -342,17 +343,18 @@ def write_index(
     part = path.with_name(f".{path.name}.part")
     code = next(code for code, known in CODES.items() if known == dtype)
     marks = np.asarray(marks, "<i8")
-    with part.open("wb") as file:
-        file.write(HEAD.pack(MAGIC, 1, code, len(sizes), len(marks)))
-        for start in range(0, len(sizes), PIECE_ROWS):
-            file.write(sizes[start : start + PIECE_ROWS].astype("<i4").tobytes())
-        end = 0
-        for start in range(0, len(sizes), PIECE_ROWS):
-            lengths = sizes[start : start + PIECE_ROWS].astype(np.int64) * dtype.itemsize
-            ends = end + np.cumsum(lengths)
-            file.write((ends - lengths).astype("<i8").tobytes())
-            end = int(ends[-1])
-        file.write(marks.tobytes())
+    file = OutFile(part)
+    file.write(np.frombuffer(HEAD.pack(MAGIC, 1, code, len(sizes), len(marks)), np.uint8))
+    for start in range(0, len(sizes), PIECE_ROWS):
+        file.write(sizes[start : start + PIECE_ROWS].astype("<i4"))
+    end = 0
+    for start in range(0, len(sizes), PIECE_ROWS):
+        lengths = sizes[start : start + PIECE_ROWS].astype(np.int64) * dtype.itemsize
+        ends = end + np.cumsum(lengths)
+        file.write((ends - lengths).astype("<i8"))
+        end = int(ends[-1])
+    file.write(marks)
+    file.close()
     part.replace(path)
 
 

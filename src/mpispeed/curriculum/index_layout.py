@@ -39,6 +39,8 @@ MEGATRON_CODES: Mapping[int, np.dtype[Any]] = {
 PIECE_ROWS = 1 << 20
 """Rows of an index that are handled at a time."""
 
+_BUFFER_BYTES = 1 << 20
+
 MOST_VALUES = 2**31 - 1
 """Of a row: its length is an i4."""
 
@@ -171,6 +173,38 @@ class PlainFile:
                 msg = f"{self.path} ends at byte {place + done}; {len(out) - done} more were to be read"
                 raise IndexFileError(msg)
             done += count
+
+
+class OutFile:
+    """A new file, or an older one emptied, that is written from its beginning; what is not closed is not complete."""
+
+    def __init__(self, path: Path) -> None:
+        """Create it, or raise an OSError."""
+        self._handle, self._waiting = -1, bytearray()
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def __del__(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+
+    def write(self, values: Array) -> None:
+        """Append values as they are in memory."""
+        self._waiting += np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        if len(self._waiting) >= _BUFFER_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._flush()
+        handle, self._handle = self._handle, -1
+        os.close(handle)
+
+    def _flush(self) -> None:
+        with memoryview(self._waiting) as left:
+            done = 0
+            while done < len(left):
+                done += os.write(self._handle, left[done:])
+        self._waiting.clear()
 
 
 def read_head(file: PlainFile, codes: Mapping[int, np.dtype[Any]]) -> tuple[np.dtype[Any], int, int]:

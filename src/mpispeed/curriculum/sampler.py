@@ -17,20 +17,49 @@ from mpispeed.curriculum.stream import SampleStream
 SECTION = "data_efficiency.data_sampling.curriculum_learning"
 
 
-def make_stream(section: Mapping[str, Any], samples: int, seed: int, *, warns: bool = True) -> SampleStream:
+def make_schedules(section: Mapping[str, Any], *, warns: bool = True) -> dict[str, CurriculumScheduler]:
+    """The schedules of the metrics of a section, by name; arguments as of `make_stream`.
+
+    Raises:
+        ConfigError: a key is missing or wrong; the message names the metric.
+    """
+    found = {}
+    for name, wanted in (section.get("curriculum_metrics") or {}).items():
+        try:
+            # Lengths that are slow are not meant here: difficulties are values of any metric, or percentiles.
+            is_custom = wanted.get("schedule_type") == "custom"
+            found[name] = CurriculumScheduler(wanted, warns=warns and is_custom)
+        except ConfigError as failure:
+            error = type(failure)(f"{SECTION}.curriculum_metrics.{name}: {failure}")
+            raise error from failure
+    return found
+
+
+def make_stream(
+    section: Mapping[str, Any],
+    samples: int,
+    seed: int,
+    *,
+    schedules: Mapping[str, CurriculumScheduler] | None = None,
+    warns: bool = True,
+) -> SampleStream:
     """The stream of samples that a section `curriculum_learning` of `data_sampling` describes.
 
     Args:
         section: curriculum_metrics and data_cluster_path, as in the config.
         samples: of the data set.
         seed: of the order.
+        schedules: those of `make_schedules`, which streams may share; made if they are left out.
         warns: as `CurriculumScheduler`.
 
     Raises:
         ConfigError: a key is missing or wrong, or a file cannot be used; the message names both.
     """
-    wanted: Mapping[str, Mapping[str, Any]] = section.get("curriculum_metrics") or {}
-    metrics = [_make_metric(name, each, samples, warns=warns) for name, each in wanted.items()]
+    schedules = make_schedules(section, warns=warns) if schedules is None else schedules
+    metrics = [
+        _make_metric(name, section["curriculum_metrics"][name], samples, schedule)
+        for name, schedule in schedules.items()
+    ]
     files = None
     if sum(metric.index is not None for metric in metrics) > 1:
         if not section.get("data_cluster_path"):
@@ -44,13 +73,8 @@ def make_stream(section: Mapping[str, Any], samples: int, seed: int, *, warns: b
     return SampleStream(metrics, make_clusters(metrics, samples, files), seed)
 
 
-def _make_metric(name: str, wanted: Mapping[str, Any], samples: int, *, warns: bool) -> Metric:
+def _make_metric(name: str, wanted: Mapping[str, Any], samples: int, schedule: CurriculumScheduler) -> Metric:
     where = f"{SECTION}.curriculum_metrics.{name}"
-    try:
-        schedule = CurriculumScheduler(wanted, warns=warns)
-    except ConfigError as failure:
-        error = type(failure)(f"{where}: {failure}")
-        raise error from failure
     if wanted.get("clustering_type") == "single_cluster":
         return Metric(name, schedule, None)
     kind = wanted.get("difficulty_type")

@@ -39,6 +39,11 @@ class CurriculumScheduler:
     down to a multiple of `difficulty_step`, and between `min_difficulty` and `max_difficulty`. The floor is that of the
     exact value, where floats miss it by one now and then. Where the maximum is no multiple of `difficulty_step`, it is
     reached at the step at which the next multiple would be, after `total_curriculum_step`.
+
+    Attributes:
+        kind: schedule_type of the config.
+        min_difficulty: where it begins.
+        max_difficulty: where it ends.
     """
 
     def __init__(self, config: Mapping[str, Any], *, warns: bool = True) -> None:
@@ -53,16 +58,16 @@ class CurriculumScheduler:
         Raises:
             ConfigError: a key is missing or wrong; for an unknown schedule also a RuntimeError.
         """
-        self._kind, self._warns = _kind_of(config), warns
+        self.kind, self._warns = _kind_of(config), warns
         self.min_difficulty, self.max_difficulty = _bounds_of(config)
         self._numbers: dict[str, Any] = {
             key: value for key, value in dict(config.get("schedule_config") or {}).items() if value is not None
         }
-        _require(self._kind, self._numbers)
+        _require(self.kind, self._numbers)
         self._difficulty_at: Callable[[int], int] | None = None
-        if self._kind == "fixed_discrete":
+        if self.kind == "fixed_discrete":
             self._difficulty_at = _steps_of(self._numbers, self.min_difficulty, self.max_difficulty)
-        elif self._kind != "custom":
+        elif self.kind != "custom":
             self._difficulty_at = _growth_of(self._numbers, self.min_difficulty, self.max_difficulty)
             if warns and self._numbers["difficulty_step"] % 8:
                 log.warning(
@@ -75,7 +80,7 @@ class CurriculumScheduler:
     @property
     def is_custom(self) -> bool:
         """True if the difficulty is that of a function of the script."""
-        return self._kind == "custom"
+        return self.kind == "custom"
 
     def difficulty_at(self, step: int) -> int:
         """The difficulty of a step, which is counted from 1; steps below it have that of step 0. Changes nothing.
@@ -132,7 +137,7 @@ class CurriculumScheduler:
         """
         if not self.is_custom:
             msg = (
-                f"a function gives the difficulty for schedule_type custom only, and it is {self._kind}; "
+                f"a function gives the difficulty for schedule_type custom only, and it is {self.kind}; "
                 "change schedule_type, or leave the call out"
             )
             raise UsageError(msg)
@@ -144,7 +149,7 @@ class CurriculumScheduler:
             "current_difficulty": self._current,
             "min_difficulty": self.min_difficulty,
             "max_difficulty": self.max_difficulty,
-            "schedule_type": self._kind,
+            "schedule_type": self.kind,
             "schedule_config": dict(self._numbers),
         }
 
@@ -154,17 +159,26 @@ class CurriculumScheduler:
         A difficulty of other bounds than these is not taken: the next update gives that of its step.
 
         Raises:
-            UsageError: the state has none, or no whole number.
+            UsageError: as `check_state`.
+        """
+        self.check_state(state)
+        value = int(state["current_difficulty"])
+        same = state.get("max_difficulty", self.max_difficulty) == self.max_difficulty
+        fits = same and self.min_difficulty <= value <= self.max_difficulty
+        self._current = value if fits else self.min_difficulty
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise if `set_state` would.
+
+        Raises:
+            UsageError: the state has no difficulty, or no whole number.
         """
         if "current_difficulty" not in state:
             msg = (
                 f"the state of a curriculum needs current_difficulty, and has {', '.join(map(str, state)) or 'nothing'}"
             )
             raise UsageError(msg)
-        value = _whole(state["current_difficulty"], "current_difficulty of the state of a curriculum")
-        same = state.get("max_difficulty", self.max_difficulty) == self.max_difficulty
-        fits = same and self.min_difficulty <= value <= self.max_difficulty
-        self._current = value if fits else self.min_difficulty
+        _whole(state["current_difficulty"], "current_difficulty of the state of a curriculum")
 
     state_dict, load_state_dict = get_state, set_state
 

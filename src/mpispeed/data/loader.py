@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import cycle, islice
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
 
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError
-from mpispeed.base.tensor_tree import move
+from mpispeed.data.feeding import AHEAD, Feed, Reading
 from mpispeed.data.order import BatchOrder, EpochOrder, require_length
+from mpispeed.data.reading import Collate, Samples, Stream, has_whole_batches
 from mpispeed.data.sampler import SampleOrder
+from mpispeed.data.stalls import Waits
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Collate = Callable[[list[Any]], Any]
-
-
-class _StreamShare(IterableDataset[list[Any]]):
-    """One rank's slice of each block of an iterable data set, as lists of items."""
-
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        *,
-        skip: int | None,  # None: the data set is at its position already
-        start: int,
-        micro_batch: int,
-        size: int,
-        drop_last: bool,
-    ) -> None:
-        super().__init__()
-        self._dataset, self._skip, self._start = dataset, skip, start
-        self._micro_batch, self._block, self._drop_last = micro_batch, micro_batch * size, drop_last
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        items: Iterator[Any]
-        if self._skip is not None and hasattr(self._dataset, "seek"):
-            self._dataset.seek(self._skip)
-            items = iter(self._dataset)
-        else:
-            items = islice(iter(self._dataset), self._skip, None)
-        while block := list(islice(items, self._block)):
-            if len(block) < self._block:
-                if self._drop_last:
-                    return
-                block = list(islice(cycle(block), self._block))
-            yield block[self._start : self._start + self._micro_batch]
 
 
 class ShardedLoader:
@@ -65,14 +36,37 @@ class ShardedLoader:
     micro-batches and accumulation; without it the last block of an epoch depends on the split.
 
     `iter(loader)` goes on at `position` to the end of the epoch; it does not start over. A batch
-    counts as consumed when it is handed out, whatever worker processes have prefetched. `len(loader)`
-    is the number of micro-batches of a whole epoch; a pass that resumes within an epoch is shorter.
+    counts as consumed when it is handed out, whatever was read ahead. `len(loader)` is the number
+    of micro-batches of a whole epoch; a pass that resumes within an epoch is shorter.
+
+    How a map-style data set is read, by batches or by samples, is said in `data/reading.py`. Random
+    numbers that a worker process draws for a sample depend on the seed, the epoch and the sample.
 
     An `IterableDataset` is read in whole by every rank, which keeps its slice of each block; a short
     last block is filled with its own items. Here `position` counts the items of the current pass. A
     data set may offer `seek(position)`, or `state_dict()` with `load_state_dict(state)` (used without
     worker processes); otherwise items are read and thrown away to resume. `set_epoch(epoch)` is called
     if it exists. One worker process at most reads a stream, because more would break its order.
+
+    Args:
+        dataset: map-style or iterable.
+        micro_batch: samples of a batch.
+        rank: index on the data axis.
+        size: ranks of the data axis.
+        seed: of the order.
+        shuffle: each epoch anew.
+        collate_fn: makes a batch of a list of samples; None: torch's.
+        drop_last: leave out a last block that is short.
+        workers: processes that read; 0: this one.
+        prefetch: batches read ahead, without workers by a thread; None: 2 with workers or if the data set has
+            `read_batch`, else 0: samples may be made with the random numbers of the model.
+        persistent_workers: workers stay from pass to pass, with the data set as it was at first.
+        pin_memory: batches are in page-locked memory; None: if they go to a GPU.
+        step_samples: samples of a global batch.
+        device: of the batches' tensors.
+        order: which samples come when, for map-style data, instead of epochs of all samples; seed, shuffle,
+            drop_last and step_samples are not used then.
+        waits: counts the time that is waited for batches.
     """
 
     def __init__(
@@ -87,52 +81,58 @@ class ShardedLoader:
         collate_fn: Collate | None = None,
         drop_last: bool = False,
         workers: int = 0,
-        pin_memory: bool = False,
+        prefetch: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory: bool | None = None,
         step_samples: int | None = None,
         device: torch.device = HOST,
         order: BatchOrder | None = None,
+        waits: Waits | None = None,
     ) -> None:
         """Prepare the loader of data rank `rank` of `size`.
-
-        Args:
-            dataset: map-style or iterable.
-            micro_batch: samples of a batch.
-            rank: index on the data axis.
-            size: ranks of the data axis.
-            seed: of the order.
-            shuffle: each epoch anew.
-            collate_fn: makes a batch of a list of samples; None: torch's.
-            drop_last: leave out a last block that is short.
-            workers: processes that read; 0: this one.
-            pin_memory: as torch's DataLoader.
-            step_samples: samples of a global batch.
-            device: of the batches' tensors.
-            order: which samples come when, for map-style data, instead of epochs of all samples; seed, shuffle,
-                drop_last and step_samples are not used then.
 
         Raises:
             ConfigError: sizes that do not fit, or a data set that is neither map-style nor iterable.
         """
-        _check_sizes(micro_batch, rank, size, workers, step_samples)
+        _check_sizes(micro_batch, rank, size, workers, prefetch, step_samples)
         self.dataset, self.micro_batch, self.rank, self.size = dataset, micro_batch, rank, size
-        self.drop_last, self.workers, self.pin_memory, self.collate_fn = drop_last, workers, pin_memory, collate_fn
-        self.device = device  # of the batches' tensors
+        self.drop_last, self.device = drop_last, device
         self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None  # (batch, state) -> batch
-        self._is_stream = isinstance(dataset, IterableDataset)
-        self._seed = seed
         self._epoch = self._offset = self._loads = 0
         self._is_placed = False  # load_state_dict has put the data set itself at `_offset`
+        self._stream_state: Any = None  # of the data set, after the batch that was handed out last
+        self._waits = waits or Waits()
+        self._lock = threading.Lock()  # of the order, which a thread asks for batches while this one asks for its state
+        self._pass: Callable[[], Any] = lambda: None  # a weak reference to the running one
         self.order: BatchOrder | None = None  # of a stream
-        if not self._is_stream:
+        if isinstance(dataset, IterableDataset):
+            workers = _workers_of_stream(workers)
+        else:
             _require_map_style(dataset)
             unit = step_samples or micro_batch * size
             samples = SampleOrder(len(dataset), seed, shuffle)  # type: ignore[arg-type]
             self.order = order or EpochOrder(
                 samples, micro_batch=micro_batch, rank=rank, size=size, unit=unit, drop_last=drop_last
             )
-        elif workers > 1:
-            log.warning("an iterable data set is read by 1 worker process, not by %d, to keep its order", workers)
-            self.workers = 1
+        self.workers = workers
+        if prefetch is None:
+            prefetch = AHEAD if workers or has_whole_batches(dataset, collate_fn) else 0
+        pins = torch.cuda.is_available() and (device.type == "cuda" if pin_memory is None else pin_memory)
+        reading = Reading(workers, prefetch, keeps_workers=persistent_workers, pins=pins, device=device)
+        state = getattr(dataset, "state_dict", None) if self.order is None else None
+        self._feed = Feed(self._make_reader(collate_fn, seed), reading, state)
+
+    def _make_reader(self, collate_fn: Collate | None, seed: int) -> Samples | Stream:
+        if self.order is not None:
+            return Samples(self.dataset, collate_fn, seed)
+        return Stream(
+            self.dataset,  # type: ignore[arg-type]
+            collate_fn,
+            start=self.rank * self.micro_batch,
+            micro_batch=self.micro_batch,
+            size=self.size,
+            drop_last=self.drop_last,
+        )
 
     @property
     def position(self) -> int:
@@ -165,22 +165,41 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         while True:
             loads, first, is_empty = self._loads, self._offset, True
-            for batch in self._open():
-                self._offset += self.micro_batch * self.size
-                is_empty = False
-                yield self._handed_out(batch)
-                if loads != self._loads:
-                    break  # a state was loaded meanwhile; go on from there
-            else:
-                self._epoch, self._offset = self._epoch + 1, 0
-                # A state saved right at the end of an epoch leaves nothing of it; begin the next one.
-                if not (is_empty and first):
-                    return
+            batches = self._feed.open(self._requests())
+            self._pass = weakref.ref(batches)
+            try:
+                for batch, state in self._waits.timed(batches):
+                    self._offset += self.micro_batch * self.size
+                    self._stream_state, is_empty = state, False
+                    yield batch if self.post_process_func is None else self.post_process_func(batch, self.state_dict())
+                    if loads != self._loads:
+                        break  # a state was loaded meanwhile; go on from there
+                else:
+                    self._epoch, self._offset, self._stream_state = self._epoch + 1, 0, None
+                    # A state saved right at the end of an epoch leaves nothing of it; begin the next one.
+                    if not (is_empty and first):
+                        return
+            finally:
+                batches.close()
 
-    def _handed_out(self, batch: Any) -> Any:
-        if self.device.type != "cpu":
-            batch = move(batch, self.device, is_own=True)
-        return batch if self.post_process_func is None else self.post_process_func(batch, self.state_dict())
+    def _requests(self) -> Iterable[tuple[Any, ...]]:
+        """What is to be read for the rest of the epoch, in small plain values."""
+        epoch = self._epoch
+        if self.order is not None:
+            return _locked(self._lock, ((epoch, indices) for indices in self.order.batches(epoch, self._offset)))
+        skip, self._is_placed = None if self._is_placed else self._offset, False
+        return ((epoch, skip, number) for number in count())
+
+    def close(self) -> None:
+        """End what reads ahead: its thread and processes; iterating again begins anew at `position`."""
+        self._end_pass()
+        self._feed.close()
+
+    def _end_pass(self) -> None:
+        running = self._pass()
+        if running is not None:
+            running.close()
+        self._loads += 1  # an iterator of the pass opens another one
 
     def state_dict(self, *, unused_batches: int = 0) -> dict[str, Any]:
         """State for `load_state_dict`; the same on every rank of the data axis.
@@ -192,10 +211,11 @@ class ShardedLoader:
         position = self._position_of(offset)
         state: dict[str, Any] = {"position": position, "epoch": self._epoch_of(position)}
         if self.order is not None:
-            return state | self.order.state_dict(position)
+            with self._lock:
+                return state | self.order.state_dict(position)
         is_placeable = self.workers == 0 and unused_batches == 0  # the data set knows its present place only
         if is_placeable and hasattr(self.dataset, "load_state_dict") and hasattr(self.dataset, "state_dict"):
-            state["dataset"] = self.dataset.state_dict()
+            state["dataset"] = self.dataset.state_dict() if self._stream_state is None else self._stream_state
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -218,7 +238,8 @@ class ShardedLoader:
             ConfigError: the state is of a data set of another length, or of another kind.
         """
         self.check_state(state)
-        self._loads += 1
+        self._end_pass()  # a thread may read from the data set
+        self._stream_state = None
         if self.order is None:
             self._epoch, self._offset, self._is_placed = state["epoch"], state["position"], False
             restore = getattr(self.dataset, "load_state_dict", None)
@@ -228,35 +249,6 @@ class ShardedLoader:
             return
         self.order.load_state_dict(state)
         self._epoch, self._offset = divmod(state["position"], max(1, self.order.length))
-
-    def _open(self) -> Iterable[Any]:
-        """Open a torch loader over the rest of the epoch."""
-        # With a generator of its own torch draws the workers' seed without moving the global state.
-        dice = torch.Generator().manual_seed(self._seed + self.position)
-        shared: dict[str, Any] = {
-            "num_workers": self.workers,
-            "collate_fn": self.collate_fn or default_collate,
-            # Copies from pageable memory wait for all earlier work of the device.
-            "pin_memory": torch.cuda.is_available() and (self.pin_memory or self.device.type == "cuda"),
-            "generator": dice,
-        }
-        if self.order is None:
-            return DataLoader(self._open_stream(), batch_size=None, **shared)
-        batches = self.order.batches(self._epoch, self._offset)
-        return DataLoader(self.dataset, batch_sampler=batches, **shared)
-
-    def _open_stream(self) -> _StreamShare:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self._epoch)
-        is_placed, self._is_placed = self._is_placed, False
-        return _StreamShare(
-            self.dataset,  # type: ignore[arg-type]
-            skip=None if is_placed else self._offset,
-            start=self.rank * self.micro_batch,
-            micro_batch=self.micro_batch,
-            size=self.size,
-            drop_last=self.drop_last,
-        )
 
 
 class RepeatingLoader(Generic[T]):
@@ -277,6 +269,23 @@ class RepeatingLoader(Generic[T]):
             return next(self._batches)
 
 
+def _locked(lock: threading.Lock, items: Iterator[T]) -> Iterator[T]:
+    """The items, each made under the lock."""
+    while True:
+        with lock:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+
+
+def _workers_of_stream(workers: int) -> int:
+    if workers > 1:
+        log.warning("an iterable data set is read by 1 worker process, not by %d, to keep its order", workers)
+    return min(workers, 1)
+
+
 def _require_map_style(dataset: Any) -> None:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         msg = (
@@ -286,11 +295,13 @@ def _require_map_style(dataset: Any) -> None:
         raise ConfigError(msg)
 
 
-def _check_sizes(micro_batch: int, rank: int, size: int, workers: int, step_samples: int | None) -> None:
-    if micro_batch < 1 or size < 1 or not 0 <= rank < size or workers < 0:
+def _check_sizes(
+    micro_batch: int, rank: int, size: int, workers: int, prefetch: int | None, step_samples: int | None
+) -> None:
+    if micro_batch < 1 or size < 1 or not 0 <= rank < size or workers < 0 or (prefetch or 0) < 0:
         msg = (
-            f"micro-batch {micro_batch}, rank {rank} of {size} and {workers} workers do not describe a loader; "
-            "micro-batch and size start at 1, rank and workers at 0, and rank is below size"
+            f"micro-batch {micro_batch}, rank {rank} of {size}, {workers} workers and {prefetch} batches ahead do not "
+            "describe a loader; micro-batch and size start at 1, all others at 0, and rank is below size"
         )
         raise ConfigError(msg)
     if step_samples is not None and (step_samples < 1 or step_samples % (micro_batch * size)):

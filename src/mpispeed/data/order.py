@@ -52,12 +52,20 @@ class EpochOrder:
     """
 
     def __init__(
-        self, samples: SampleOrder, *, micro_batch: int, rank: int, size: int, unit: int, drop_last: bool
+        self,
+        samples: SampleOrder,
+        *,
+        micro_batch: int,
+        rank: int,
+        size: int,
+        unit: int,
+        drop_last: bool,
+        epochs: int | None = None,
     ) -> None:
-        """Args: `unit` is a multiple of `micro_batch * size`, in samples."""
+        """Args: `unit` is a multiple of `micro_batch * size`, in samples; after `epochs` there are no more batches."""
         self.samples = samples
         self._micro_batch, self._rank, self._size, self._unit = micro_batch, rank, size, unit
-        self._drop_last = drop_last
+        self._drop_last, self._epochs = drop_last, epochs
 
     @property
     def length(self) -> int:
@@ -66,6 +74,8 @@ class EpochOrder:
 
     def count(self, epoch: int, offset: int) -> int:
         """As `BatchOrder.count`."""
+        if self._epochs is not None and epoch >= self._epochs:
+            return 0
         left = self.length - min(offset, self.length)
         units = left // self._unit if self._drop_last else -(-left // self._unit)
         return units * (self._unit // (self._micro_batch * self._size))

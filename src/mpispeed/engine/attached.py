@@ -66,6 +66,7 @@ class Attached:
     Attributes:
         published: the objects that they offer, by name.
         batches: functions that change inputs of the model.
+        global_batches: functions before a global batch of a pipeline.
         after_steps: functions at the end of a step, in their order.
         between_steps: functions between steps.
     """
@@ -74,6 +75,7 @@ class Attached:
         self._rows: dict[str, tuple[Feature, Hooks]] = {}
         self.published: dict[str, Any] = {}
         self.batches: list[Callable[[Any, bool], Any]] = []
+        self.global_batches: list[Callable[[], None]] = []
         self.after_steps: list[Callable[[], None]] = []
         self.between_steps: list[Callable[[], None]] = []
 
@@ -93,6 +95,7 @@ class Attached:
                     self._add(feature, hooks)
         found = [hooks for _, hooks in self._rows.values()]
         self.batches = [hooks.batch for hooks in found if hooks.batch is not None]
+        self.global_batches = [hooks.global_batch for hooks in found if hooks.global_batch is not None]
         self.after_steps = [hooks.after_step for hooks in reversed(found) if hooks.after_step is not None]
         self.between_steps = [hooks.between_steps for hooks in found if hooks.between_steps is not None]
         return [row for hooks in found for row in hooks.step_parts]

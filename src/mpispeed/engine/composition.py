@@ -17,6 +17,7 @@ from mpispeed.pipe.module import PipelineModule
 if TYPE_CHECKING:
     from mpispeed.engine.backward import Accumulation
     from mpispeed.engine.build.parts import Parts
+    from mpispeed.engine.curriculum import Curricula
     from mpispeed.engine.step import Updates
 
 
@@ -33,6 +34,7 @@ class Composition:
         weights: the model's weights as state dicts.
         offload: states that leave memory on request.
         loaders: the loader of the training data, and more of its kind.
+        curricula: schedules of difficulty.
     """
 
     parts: Parts
@@ -43,6 +45,7 @@ class Composition:
     weights: Weights
     offload: OffloadStates
     loaders: Loaders
+    curricula: Curricula
 
 
 def compose(parts: Parts) -> Composition:
@@ -78,4 +81,5 @@ def compose(parts: Parts) -> Composition:
         weights=Weights(parts),
         offload=OffloadStates(parts),
         loaders=Loaders(parts, shuffles=not is_pipeline),
+        curricula=parts.features.published["curricula"],
     )

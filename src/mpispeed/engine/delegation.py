@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from mpispeed.base.errors import UsageError
 from mpispeed.config.derive import measures_wall_clock
 from mpispeed.config.monitor import MonitorConfig
 from mpispeed.config.zero import ZeroOptimization
@@ -168,7 +167,16 @@ METHODS: dict[str, Getter] = {
     "elasticity_enabled": Getter(
         lambda p: p.plan.config.elasticity.enabled, "bool", "True if the number of ranks may change."
     ),
-    "get_pld_theta": Getter(lambda p: None, "None", "None: no layers are dropped."),
+    "get_pld_theta": Getter(
+        lambda p: None if (drop := p.features.published.get("progressive_layer_drop")) is None else drop.get_theta(),
+        "float | None",
+        "Theta of progressive layer drop now; None without it.",
+    ),
+    "random_ltd_enabled": Getter(
+        lambda p: p.plan.config.data_efficiency.routes_tokens,
+        "bool",
+        "True if random-LTD is enabled at all its levels.",
+    ),
     "get_sequence_parallel_group": Getter(lambda p: p.mesh[()], "Comm", "A group of this rank: sequences are not cut."),
     "checkpoint_tag_validation_enabled": Getter(
         lambda p: p.plan.config.checkpoint.tag_validation != "Ignore",
@@ -289,7 +297,6 @@ PATHS: dict[str, str] = {
     "data_efficiency_config": "data_efficiency",
     "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
     "data_sampling_config": "data_efficiency.data_sampling",
-    "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
     "random_ltd_config": "data_efficiency.data_routing.random_ltd",
     "quantize_training": "quantize_training",
     "amp_params": "amp",
@@ -299,12 +306,6 @@ PATHS: dict[str, str] = {
     **{f"eigenvalue_{key}": f"eigenvalue.{key}" for key in _EIGENVALUE},
 }
 """Method -> setting; a section is returned as a plain dict. A section that is absent: False for a switch, else None."""
-
-REFUSED: dict[str, str] = {
-    "set_custom_curriculum_learning_schedule": "curriculum learning is",
-    "random_ltd_initialize": "dropping of tokens in random layers (random_ltd) is",
-}
-"""Method -> the feature that is not there."""
 
 ZERO: dict[str, str] = {key if key.startswith("zero_") else f"zero_{key}": key for key in ZeroOptimization.model_fields}
 """Method -> key of the section `zero_optimization`, whose value is returned as it is."""
@@ -336,8 +337,6 @@ def install(cls: Any) -> None:
         setattr(cls, name, Yielding(name, getter))
     for name, getter in PROPERTIES.items():
         setattr(cls, name, Value(getter))
-    for name, feature in REFUSED.items():
-        setattr(cls, name, _refusal(cls, name, feature))
 
 
 class Value:
@@ -372,14 +371,6 @@ def _method(cls: type, name: str, getter: Getter) -> Callable[[Any], Any]:
         return getter.read(self.mpispeed.parts)
 
     return _named(method, cls, name, getter.doc, getter.returns)
-
-
-def _refusal(cls: type, name: str, feature: str) -> Callable[..., NoReturn]:
-    def method(self: Any, *_: Any, **__: Any) -> NoReturn:
-        msg = f"engine.{name}(): {feature} not available; leave the call out"
-        raise UsageError(msg)
-
-    return _named(method, cls, name, f"Refused: {feature} not available.", "NoReturn")
 
 
 def _named(method: Any, cls: type, name: str, doc: str, returns: str) -> Any:

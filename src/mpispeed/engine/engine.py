@@ -17,6 +17,7 @@ from mpispeed.engine.backward import Accumulation, DirectBackward, backward_scal
 from mpispeed.engine.build.loaders import Loaders
 from mpispeed.engine.build.parts import Parts
 from mpispeed.engine.composition import Composition, compose
+from mpispeed.engine.curriculum import Curricula
 from mpispeed.engine.getters import Getters
 from mpispeed.engine.state.checkpoints import Checkpoints
 from mpispeed.engine.state.offload_states import OffloadStates
@@ -233,15 +234,15 @@ class Engine(Getters):
     save_16bit_model = save_fp16_model = _delegated("weights", Weights.save_16bit_model)
     deepspeed_io = _delegated("loaders", Loaders.deepspeed_io)
     set_data_post_process_func = _delegated("loaders", Loaders.set_data_post_process_func)
+    set_custom_curriculum_learning_schedule = _delegated("curricula", Curricula.set_custom_curriculum_learning_schedule)
     is_map_style_dataset = _delegated("loaders", Loaders.is_map_style_dataset)
     is_iterable_style_dataset = _delegated("loaders", Loaders.is_iterable_style_dataset)
     offload_states = _delegated("offload", OffloadStates.offload_states)
     reload_states = _delegated("offload", OffloadStates.reload_states)
     # Names that other libraries call.
     _backward_epilogue = _delegated("direct", DirectBackward.settle)
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = _delegated(
-        "weights", Weights.whole_state_dict
-    )
+    _consolidated_16bit_state_dict = _delegated("weights", Weights.whole_state_dict)
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     @property
     def is_saving(self) -> bool:

@@ -7,17 +7,30 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.config import added
+from mpispeed.config.layer_drop import ProgressiveLayerDrop
+from mpispeed.config.loader import DataLoader
 from mpispeed.config.record import RunRecord
 from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
-from mpispeed.engine import drills, expert_loads, experts, flops_profile, preemption, run_record, tracing
+from mpispeed.engine import (
+    curriculum,
+    data_loading,
+    drills,
+    expert_loads,
+    experts,
+    flops_profile,
+    layer_drop,
+    preemption,
+    random_ltd,
+    run_record,
+    sampling,
+    tracing,
+)
 from mpispeed.engine.attached import Feature
-from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.build.slicing import fit_layers
-from mpispeed.engine.hooks import Context, Hooks, Setup
+from mpispeed.engine.hooks import Context, Setup
 from mpispeed.engine.observe import reports
 from mpispeed.nn.sync_norm import release_norms
-from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,34 +49,17 @@ def attach_slicing(context: Context) -> None:
     context.bus.subscribe(Event.CLOSE, lambda _: release_norms(module))
 
 
-def attach_loader(context: Context) -> Hooks | None:
-    """Make the loader of `training_data`, whose position is state; None without such data.
-
-    Raises:
-        ConfigError: sizes do not fit, or it is no data set.
-    """
-    given, counters = context.given, context.counters
-    if given.training_data is None:
-        return None
-    # DeepSpeed's pipelines read in order, its other engines do not.
-    shuffles = not isinstance(context.module, PipelineModule)
-    loader = make_loader(context.plan, context.mesh, given.training_data, given.collate_fn, shuffles=shuffles)
-    return Hooks(
-        # Micro-batches since the last boundary have changed only gradients, which are not saved: replay them.
-        state=lambda: loader.state_dict(unused_batches=counters.pending_backwards),
-        check=loader.check_state,
-        load=loader.load_state_dict,
-        published={"training_dataloader": loader},
-    )
-
-
 BUILT_IN = (
     Feature("slicing", attach_slicing, transform=slice_model),
     Feature("experts", experts.attach, transform=experts.transform),
     Feature("monitors", reports.attach),
     Feature("run_record", run_record.attach, section=RunRecord),
     Feature("expert_loads", expert_loads.attach),
-    Feature("loader", attach_loader, is_of_data=True),
+    Feature("progressive_layer_drop", layer_drop.attach, section=ProgressiveLayerDrop, transform=layer_drop.transform),
+    Feature("random_ltd", random_ltd.attach),
+    Feature("curriculum_learning", curriculum.attach),
+    Feature("data_sampling", sampling.attach),
+    Feature("data_loader", data_loading.attach, section=DataLoader, is_of_data=True),
     Feature("trace", tracing.attach, section=Trace),
     Feature("drills", drills.attach),
     Feature("walltime", preemption.attach, section=Walltime),

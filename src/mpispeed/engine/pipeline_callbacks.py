@@ -62,7 +62,7 @@ class StageDuties:
         self.mean_loss, self.extra_losses, self.last_outputs = 0.0, dict[str, float](), None
         self.is_at_boundary = False
         self._feed: Iterator[Any] | None = None
-        self._first: list[Any] = []  # a batch that was taken by `look_ahead`
+        self._first: list[Any] = []  # a batch that was taken by `prepare`
         self._spare: tuple[Any, Any] | None = None  # the last pair that was loaded, where layers meet other ranks
         self._is_training = self._computes_loss = True
         self._micro_batches, self._taken = 1, 0
@@ -132,12 +132,13 @@ class StageDuties:
         """The last pair again, if layers meet other ranks, which have pairs of their own and would wait."""
         return self._spare or (MISSING, MISSING)
 
-    def look_ahead(self) -> Exception | None:
-        """Take the first batch of a global batch, for `load`; returns the failure if there is none."""
-        if self._feed is None:
-            return None
+    def prepare(self, *, loads: bool) -> Exception | None:
+        """Tell features that a global batch begins, and take its first batch, for `load`; returns what failed."""
         try:
-            self._first.append(self._next())
+            for begin in self._parts.features.global_batches:
+                begin()
+            if loads and self._feed is not None:
+                self._first.append(self._next())
         except Exception as failure:
             return failure
         return None
@@ -292,7 +293,7 @@ class StageDuties:
         pipe = mesh["pipe"]
         found: tuple[float, dict[str, float]] = 0.0, {}
         if mesh.index("pipe") == pipe.size - 1:
-            names = self._extra_names()
+            names = _extra_names(self._model, mesh["data"], self._extras)
             sums = [sum(float(loss) for loss in self._losses), *(self._extras.get(name, 0.0) for name in names)]
             means = torch.tensor(sums, dtype=torch.float64) / self._micro_batches
             mesh["data"].all_reduce(means, "avg")
@@ -301,12 +302,6 @@ class StageDuties:
         # Started, not blocking: the last stage arrives a backward pass early, and would wait in a spinning loop.
         pipe.start(lambda comm: shared.append(comm.share(found, pipe.size - 1)), "share", label="losses").wait()
         return shared[0]
-
-    def _extra_names(self) -> list[str]:
-        """Names of additional losses reported by any data rank. Collective over: the data axis."""
-        if type(self._model).get_additional_losses is PipelineModule.get_additional_losses:
-            return []
-        return sorted(set().union(*self._parts.mesh["data"].gather_objects(set(self._extras))))
 
     def evaluated(self, results: Sequence[Any], reduce_output: str | None, *, is_shared: bool) -> Any:
         """The result of `eval_batch`.
@@ -344,6 +339,13 @@ class StageDuties:
         return total
 
 
+def _extra_names(model: PipelineModule, data: Comm, extras: dict[str, float]) -> list[str]:
+    """Names of additional losses reported by any data rank. Collective over: the data axis."""
+    if type(model).get_additional_losses is PipelineModule.get_additional_losses:
+        return []
+    return sorted(set().union(*data.gather_objects(set(extras))))
+
+
 def _met(parts: Parts, model: PipelineModule) -> list[Comm]:
     """The groups over which layers of any stage communicate in their passes. Collective over: the pipe axis."""
     mesh, plan = parts.mesh, parts.plan
@@ -369,7 +371,7 @@ def run_batch(
     try:
         if is_training:  # an evaluation agrees at its end instead
             loads = any(isinstance(one, do.LoadMicroBatch) for step in schedule.steps() for one in step)
-            failure = duties.look_ahead() if loads else None
+            failure = duties.prepare(loads=loads)
             if not _agrees(comm, failure is None):
                 _tell(comm, executor.place.stage, failure)
         undo = duties.remember()

@@ -6,7 +6,7 @@ import math
 import os
 import resource
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -31,6 +31,16 @@ MANY_RANKS = 64
 """With more, rows come so much less often that there are not more of them in the same number of steps."""
 
 
+class SentNumbers(Protocol):
+    """Numbers of each rank that travel with the norm of gradients."""
+
+    def give(self) -> Sequence[float]:
+        """This rank's numbers of a step, none if they are not due. Local: all ranks decide alike."""
+
+    def take(self, table: torch.Tensor) -> None:
+        """Get those of all ranks, if there are any. Shapes: [ranks, numbers]."""
+
+
 class RankNumbers:
     """The numbers of this rank, given when they are due; the table of all ranks goes to `take`.
 
@@ -41,10 +51,14 @@ class RankNumbers:
     def __init__(self, counters: Counters, trace: CommTrace, every: int, take: Callable[[torch.Tensor], None]) -> None:
         """Args: `every` how many steps a row comes; `take` gets [ranks, NAMES], NaN for what is unknown."""
         self._counters, self._trace, self._every = counters, trace, every
-        self.take = take
+        self._take = take
         self._steps, self._seconds, self._update_seconds = 0, 0.0, 0.0
         self._communication_seconds = self._all_communication()
         self._memory = ResidentMemory()
+
+    def take(self, table: torch.Tensor) -> None:
+        """As `SentNumbers.take`."""
+        self._take(table)
 
     def attach(self, bus: Bus) -> None:
         """Listen to the steps of this rank."""
@@ -69,6 +83,15 @@ class RankNumbers:
 
     def _all_communication(self) -> float:
         return sum(entry.seconds for entry in self._trace.entries().values())
+
+
+def hand_out(numbers: Sequence[SentNumbers], given: Sequence[Sequence[float]], table: torch.Tensor) -> None:
+    """Let each of `numbers` take its columns, as many as it has given. Shapes: [ranks, numbers of all]."""
+    end = 0
+    for each, mine in zip(numbers, given, strict=True):
+        start, end = end, end + len(mine)
+        if mine:
+            each.take(table[:, start:end])
 
 
 def period(every: int, ranks: int) -> int:

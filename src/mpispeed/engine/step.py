@@ -9,6 +9,7 @@ import math
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from mpispeed.base.clock import Clock
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine.facade import EngineOptimizer
+from mpispeed.engine.rank_numbers import hand_out
 from mpispeed.sharding.grad_shards import global_square_sum
 from mpispeed.sharding.param_shards import find_unbound
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from mpispeed.base.events import Bus
     from mpispeed.engine.backward import Counters
     from mpispeed.engine.buffers import Buffers
-    from mpispeed.engine.rank_numbers import RankNumbers
+    from mpispeed.engine.rank_numbers import SentNumbers
     from mpispeed.engine.replica_groups import Sharing
     from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.mesh.mesh import Mesh
@@ -120,10 +122,9 @@ class MeasureNorm:
     A rank whose batch has failed tells the others in the same message, in which `numbers` travel too.
     """
 
-    numbers: RankNumbers | None = None
-
     def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing | None, counters: Counters) -> None:
         self._mesh, self._grads, self._counters = mesh, grads, counters
+        self.numbers: list[SentNumbers] = []
         self._counts: Callable[[Unit], bool] = (lambda _: True) if sharing is None else sharing.is_counted
 
     def __call__(self, ctx: StepContext) -> None:
@@ -134,16 +135,19 @@ class MeasureNorm:
             BatchFailed: on every rank, if the batch of one has failed.
         """
         passes = math.nan if self._counters.has_failed else float(self._counters.pending_backwards)
-        numbers = () if self.numbers is None else self.numbers.give()
+        given = [each.give() for each in self.numbers]
         total, everyone = global_square_sum(
-            self._mesh, self._grads.shards, threads=ctx.threads, counts=self._counts, notes=(passes, *numbers)
+            self._mesh,
+            self._grads.shards,
+            threads=ctx.threads,
+            counts=self._counts,
+            notes=(passes, *chain.from_iterable(given)),
         )
         ran = everyone[:, 0].tolist()
         if any(map(math.isnan, ran)):
             raise BatchFailed
         self._look_for_passes(ran)
-        if self.numbers is not None and numbers:
-            self.numbers.take(everyone[:, 1:])
+        hand_out(self.numbers, given, everyone[:, 1:])
         if self._grads.exchange.local_grads:
             total /= self._mesh["data"].size
         ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
@@ -445,11 +449,11 @@ class Updates:
             at = next((index for index, part in enumerate(self._parts) if isinstance(part, before)), 0)
             self._parts = [*self._parts[:at], *(part for wanted, part in rows if wanted is place), *self._parts[at:]]
 
-    def send_along(self, numbers: RankNumbers) -> None:
+    def send_along(self, numbers: SentNumbers) -> None:
         """Let numbers of each rank travel with the norm of gradients; call on all ranks alike."""
         for part in self._parts:
             if isinstance(part, MeasureNorm):
-                part.numbers = numbers
+                part.numbers.append(numbers)
 
     def rates(self) -> list[Any]:
         """Learning rate of each parameter group."""

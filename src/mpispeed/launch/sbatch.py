@@ -18,10 +18,10 @@ from mpispeed.launch.mpirun import Family, find_mpirun
 from mpispeed.launch.sites import Site, seconds_of
 from mpispeed.launch.submit import Partition
 
-TEMPLATES = ("single", "multi", "array", "requeue", "container", "torch", "generate", "tune")
-GENERATE, TUNE = "generate", "tune"
-COMMANDS = (GENERATE, TUNE)
-"""In place of a script: batch generation, and the search for fast settings, by the commands of that name."""
+TEMPLATES = ("single", "multi", "array", "requeue", "container", "torch", "generate", "tune", "data")
+GENERATE, TUNE, DATA = "generate", "tune", "data"
+COMMANDS = (GENERATE, TUNE, DATA)
+"""In place of a script: batch generation, the search for fast settings, token stores, by the commands of that name."""
 
 SIGNAL_SECONDS = 120
 """Seconds before the time limit at which SLURM sends USR1; the run asks for the limit and is usually done before."""

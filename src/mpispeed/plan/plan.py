@@ -188,7 +188,15 @@ class Plan:
             ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.reduction}"),
             ("optimizer", self.optimizer_name or "given in code"),
             *([("device", str(self.device))] if self.device.type != "cpu" else []),
+            *([("curriculum", self._growth())] if self.config.curriculum_learning.enabled else []),
         ]
+
+    def _growth(self) -> str:
+        """The difficulty of the older form of curriculum learning, in words."""
+        section = self.config.curriculum_learning
+        steps = section.schedule_config.total_curriculum_step or max(section.schedule_config.max_step or [0])
+        bounds = f"{section.curriculum_type} {section.min_difficulty} to {section.max_difficulty}"
+        return f"{bounds}, {section.schedule_type}" + (f" over {steps} steps" if steps else "")
 
 
 def make_plan(

@@ -130,6 +130,10 @@ class ModuleHooks:
         known = self._units[id(module)]
         self._units[id(module)] = known + tuple(u for u in units if u not in known and not u.states.param.is_replicated)
 
+    def expect_without(self, units: frozenset[int]) -> None:
+        """Note the indices of the units that nobody needs in the next passes, on all ranks alike."""
+        self._prefetcher.absent = units
+
     def drop_external(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Undo `add_external`."""
         if id(module) in self._names:

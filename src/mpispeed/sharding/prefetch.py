@@ -34,10 +34,11 @@ class _Trace:
     lengths: tuple[int, ...] = ()  # how often in a row
     ends: list[int] = field(default_factory=list)  # elements used up to and including each use
     places: dict[int, list[int]] = field(default_factory=dict)  # where each unit is used
+    absent: frozenset[int] = frozenset()  # units whose layers were left out
 
     @classmethod
-    def of(cls, uses: Sequence[Use], lengths: Sequence[int], sizes: Sequence[int]) -> _Trace:
-        trace, total = cls(tuple(uses), tuple(lengths)), 0
+    def of(cls, uses: Sequence[Use], lengths: Sequence[int], sizes: Sequence[int], absent: frozenset[int]) -> _Trace:
+        trace, total = cls(tuple(uses), tuple(lengths), absent=absent), 0
         for place, (unit, _) in enumerate(uses):
             total += sizes[unit]
             trace.ends.append(total)
@@ -50,6 +51,7 @@ class Order:
 
     A pass is one run of the outermost module with what follows until the next one. Passes of one kind are expected
     to use units in the same order; where one deviates, predictions continue after the next matching use, or end.
+    Units whose layers a pass leaves out (`absent`) are not expected in it, and not forgotten.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -61,20 +63,30 @@ class Order:
         self._place: int | None = None  # of the next expected use; None: not known
         self._uses: list[Use] = []
         self._lengths: list[int] = []
+        self._absent: frozenset[int] = frozenset()
         self.deviations = 0
 
-    def begin(self, kind: Hashable) -> None:
+    def begin(self, kind: Hashable, absent: frozenset[int] = frozenset()) -> None:
         """Begin a pass; the finished one becomes the expectation for the next of its kind."""
         self.end()
-        self._kind = kind
+        self._kind, self._absent = kind, absent
         self._trace = self._known.get(kind, _Trace())
         self._place = 0 if self._trace.uses else None
 
     def end(self) -> None:
         """End the pass."""
-        if self._uses and (tuple(self._uses), tuple(self._lengths)) != (self._trace.uses, self._trace.lengths):
-            self._known[self._kind] = _Trace.of(self._uses, self._lengths, self._sizes)
+        if self._uses and not self._is_expected():
+            self._known[self._kind] = _Trace.of(self._uses, self._lengths, self._sizes, self._absent)
         self._uses, self._lengths, self._trace, self._place = [], [], _Trace(), None
+
+    def _is_expected(self) -> bool:
+        """True if only units that were left out tell this pass from the known one, and it left out no fewer."""
+        known, absent = self._trace, self._absent
+        if absent == known.absent:
+            return (tuple(self._uses), tuple(self._lengths)) == (known.uses, known.lengths)
+        either = absent | known.absent
+        alike = _without(self._uses, self._lengths, either) == _without(known.uses, known.lengths, either)
+        return alike and len(absent) >= len(known.absent)
 
     def forget(self) -> None:
         """Expect nothing any more."""
@@ -89,11 +101,12 @@ class Order:
             return
         self._uses.append(use)
         self._lengths.append(1)
-        if self._place is None:
+        if self._place is None or unit in self._trace.absent:
             return
         for place in self._trace.places.get(unit, ())[self._first(unit) :]:
             if self._trace.uses[place] == use:
-                self.deviations += place != self._place
+                between = self._trace.uses[self._place : place]
+                self.deviations += any(other != use and other[0] not in self._absent for other in between)
                 self._place = place + 1
                 return
         self.deviations += 1
@@ -111,11 +124,12 @@ class Order:
         """Units of the next `uses` uses that are expected, in their order."""
         if self._place is not None:
             for place in range(self._place, min(self._place + uses, len(self._trace.uses))):
-                yield self._trace.uses[place][0]
+                if self._trace.uses[place][0] not in self._absent:
+                    yield self._trace.uses[place][0]
 
     def distance(self, unit: int) -> int | None:
         """Elements of other units that are expected to be used before `unit` is; None if it is not expected."""
-        if self._place is None:
+        if self._place is None or unit in self._absent:
             return None
         places = self._trace.places.get(unit, ())
         first = self._first(unit)
@@ -129,6 +143,18 @@ class Order:
         if not self._place or not self._uses or self._uses[-1][0] != unit:
             return False
         return self._lengths[-1] < self._trace.lengths[self._place - 1]
+
+
+def _without(uses: Sequence[Use], lengths: Sequence[int], absent: frozenset[int]) -> list[tuple[Use, int]]:
+    """The uses of other units with how often each comes in a row."""
+    found: list[tuple[Use, int]] = []
+    for use, length in zip(uses, lengths, strict=True):
+        if use[0] in absent:
+            continue
+        if found and found[-1][0] == use:
+            length += found.pop()[1]
+        found.append((use, length))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +184,9 @@ class Tally:
 class Prefetcher:
     """Decides when sharded units are unsharded. Equal calls on all ranks start equal gathers in equal order.
 
+    Attributes:
+        absent: units of layers that the next passes leave out; the same on all ranks.
+
     Collective over: the axes over which parameters are sharded at rest, for `use` and everything that calls it.
     """
 
@@ -182,6 +211,7 @@ class Prefetcher:
             rounds: agreement on the union of wanted units before each fetch; None: all ranks do the same.
         """
         self.rounds = rounds
+        self.absent: frozenset[int] = frozenset()
         self.shards, self.limits, self.tally = shards, limits, Tally()
         self._channel, self._arena, self._wait = channel, arena, wait
         self._units = shards.table.all_units
@@ -200,7 +230,7 @@ class Prefetcher:
 
     def begin_pass(self, kind: Hashable) -> None:
         """Begin a pass of the outermost module; passes of one kind are expected to be alike."""
-        self.order.begin(kind)
+        self.order.begin(kind, self.absent)
         self.reshard_idle()
 
     def unshard(self, units: Sequence[Unit], *, is_backward: bool, reader: Callable[[], str]) -> None:

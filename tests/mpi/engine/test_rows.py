@@ -16,7 +16,7 @@ from tests.zoo.models import BATCH, WIDTH, Net, TinyLM, batches, samples
 from tests.zoo.training import ADAM, WARM, config, start, train, train_averaged, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
-BUILT_IN = ["slicing", "monitors", "loader", "drills", "walltime"]
+BUILT_IN = ["slicing", "monitors", "data_loader", "drills", "walltime"]
 
 
 def test_rows_begin_in_order_and_end_in_reverse(mpi_tmp_path):
@@ -84,7 +84,7 @@ def test_what_features_publish_is_found_on_the_engine():
     model.hidden = "of the model"
     with known(Feature("one", lambda context: Hooks(published={"first_thing": 1})), Feature("two", later)):
         engine = start(config(1, **ADAM), model)
-    assert seen == [["first_thing", "monitor", "tput_timer"]]
+    assert seen == [["curricula", "data_waits", "first_thing", "monitor", "tput_timer"]]
     assert (engine.first_thing, engine.second_thing, engine.hidden) == (1, 2, "of the model")
     with pytest.raises(AttributeError, match="third_thing"):
         _ = engine.third_thing
@@ -189,10 +189,10 @@ def test_the_position_of_the_loader_is_state_of_its_feature(mpi_tmp_path, comm):
     next(iter(first.training_dataloader))
     first.save_checkpoint(str(mpi_tmp_path), tag="one")
     state = showing.state(showing.open_location(f"{mpi_tmp_path}:one"))  # what `mpispeed ckpt show --state` prints
-    assert (state["features"]["loader"]["position"], state["features"]["loader"]["length"]) == (BATCH, 48)
+    assert (state["features"]["data_loader"]["position"], state["features"]["data_loader"]["length"]) == (BATCH, 48)
     second = loaded(model=Net(seed=3))
     _, left = second.load_checkpoint(str(mpi_tmp_path), load_module_only=True)
-    assert (left["features"]["loader"]["position"], second.training_dataloader.position) == (BATCH, 0)
+    assert (left["features"]["data_loader"]["position"], second.training_dataloader.position) == (BATCH, 0)
     second.load_checkpoint(str(mpi_tmp_path))
     assert second.training_dataloader.position == BATCH
     first.destroy()

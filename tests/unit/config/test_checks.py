@@ -24,6 +24,33 @@ def in_files(**zero):
     return {"zero_optimization": {"stage": 3} | zero}
 
 
+def dropping(**more):
+    """Settings of random-LTD; `more` are changes of its section, `others` other sections."""
+    growth = {"schedule_type": "fixed_linear", "schedule_config": {"require_steps": 9, "seq_per_step": 8}}
+    section = {
+        "enabled": True, "total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1, 2],
+        "model_type": "decoder", "hidden_state_order": "batch_seq_dim",
+        "random_ltd_schedule": {"min_value": 8, "max_value": 64, **growth},
+    }  # fmt: skip
+    others = more.pop("others", {})
+    routing = {"enabled": True, "random_ltd": section | more}
+    return {"data_efficiency": {"enabled": True, "data_routing": routing}} | others
+
+
+DROPPING = {
+    "total_layer_num": {"total_layer_num": None},
+    "model_type": {"model_type": None},
+    "hidden_state_order": {"hidden_state_order": None},
+    "random_ltd_layer_id": {"random_ltd_layer_id": [1, 1]},
+    "random_ltd_layer_num": {"total_layer_num": 1},
+    "model_mask_name": {"model_type": "encoder"},
+    "random_ltd_schedule.max_value": {"random_ltd_schedule": {"min_value": 8}},
+    "random_ltd_schedule.schedule_config.require_steps": {"random_ltd_schedule": {"schedule_config": {}}},
+    "random_ltd_schedule.min_value": {"random_ltd_schedule": {"min_value": 65, "max_value": 64}},
+    "layer_token_lr_schedule.enabled": {"layer_token_lr_schedule": {"enabled": True}},
+    "enabled": {"others": {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}}},
+}
+
 CONFLICTS = {
     "amp.enabled": {"amp": True, "zero_optimization": {"stage": 1}},
     "bf16.enabled": {"bf16": True, "fp16": True},
@@ -75,15 +102,14 @@ CONFLICTS = {
             "num_gpus_per_node": 3,
         }
     },
-    "progressive_layer_drop.gamma": {"progressive_layer_drop": {"enabled": True, "theta": 0.5}},
-    "curriculum_learning.max_difficulty": {
-        "curriculum_learning": {
-            "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "schedule_type": "custom",
-        }
+    "zero_optimization.ignore_unused_parameters": {
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5},
+        "zero_optimization": {"ignore_unused_parameters": False},
     },
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {
         "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}
     },
+    **{f"data_efficiency.data_routing.random_ltd.{key}": dropping(**change) for key, change in DROPPING.items()},
     "activation_checkpointing.contiguous_memory_optimization": {
         "activation_checkpointing": {"contiguous_memory_optimization": True}
     },
@@ -302,9 +328,16 @@ def test_second_copies_over_the_ranks_of_a_shard_group_are_one_warning():
         assert load({"zero_optimization": zero | other}).warnings == []
 
 
-CURRICULUM = {
-    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 9, "schedule_type": "custom",
-}  # fmt: skip
+def test_token_drop_that_is_off_at_an_outer_level_warns():
+    assert load(dropping()).warnings == []
+    assert load(dropping()).config.data_efficiency.routes_tokens
+    given = dropping()
+    given["data_efficiency"]["data_routing"]["enabled"] = False
+    (said,) = load(given).warnings
+    assert "random_ltd has no effect: data_efficiency.enabled and data_efficiency.data_routing.enabled" in said
+    assert not load(given).config.data_efficiency.routes_tokens
+
+
 ASKS = {
     "zero_optimization.stage": {"zero_optimization": {"stage": 3}},
     "zero_optimization.zero_hpz_partition_size": {"zero_optimization": {"zero_hpz_partition_size": 4}},
@@ -318,13 +351,6 @@ ASKS = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     },
     "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
-    "curriculum_learning": {"curriculum_learning": CURRICULUM},
-    "data_efficiency.data_sampling.curriculum_learning": {
-        "data_efficiency": {
-            "data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": {}}}}
-        }
-    },
-    "data_efficiency.data_routing.random_ltd": {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}},
     "compression_training.layer_reduction": {
         "compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 1, "teacher_layer": [1]}}
     },
@@ -332,7 +358,6 @@ ASKS = {
         "compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True, "method": "snip_momentum"}}}
     },
     "quantize_training.eigenvalue": {"quantize_training": {"eigenvalue": {"enabled": True}}},
-    "progressive_layer_drop": {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}},
     "weight_quantization": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}},
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
@@ -344,7 +369,7 @@ ASKS = {
 } | {
     name: {name: True}
     for name in (
-        "amp", "data_efficiency", "quantize_training", "eigenvalue", "hybrid_engine",
+        "amp", "quantize_training", "eigenvalue", "hybrid_engine",
     )
 } | {
     f"zero_optimization.{name}": {"zero_optimization": {name: True}}

@@ -47,11 +47,12 @@ READ = {
     "elasticity.micro_batch_sizes", "elasticity.min_gpus", "elasticity.max_gpus", "elasticity.version",
     "elasticity.prefer_larger_batch", "elasticity.ignore_non_elastic_batch_info", "elasticity.model_parallel_size",
     "elasticity.num_gpus_per_node",
+    *(path for path in FIELDS if path.startswith("data_efficiency.")),
     *(path for path in FIELDS if path.startswith("autotuning.") and path != "autotuning.model_info.profile"),
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "wandb", "comet", "nebula", "activation_checkpointing",
-                 "walltime", "guard", "run_record", "trace", "expert_parallel",
-                 "flops_profiler")  # fmt: skip
+                 "walltime", "guard", "run_record", "data_loader", "trace", "expert_parallel", "flops_profiler",
+                 "curriculum_learning", "progressive_layer_drop")  # fmt: skip
 ONE_OF = {"expert_parallel.combine_impl": "legacy_bmm", "expert_parallel.row_weighting_impl": "fused",
           "expert_parallel.gate_up_impl": "fused"}  # fmt: skip
 CODED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")

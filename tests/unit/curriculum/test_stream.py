@@ -67,7 +67,9 @@ def admitted(case: Case, step: int) -> set[int]:
         if kind == "value":
             found &= {sample for sample in order if values[sample] <= level}
         elif kind == "percentile":
-            found &= set(order if level == levels[-1] else order[: case["samples"] // levels[-1] * level])
+            most, count = levels[-1], case["samples"]
+            end = count // most * level if count >= most else count * level // most
+            found &= set(order if level == most else order[:end])
     return found
 
 

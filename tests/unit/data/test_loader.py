@@ -14,9 +14,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 from mpispeed.base.errors import ConfigError
 from mpispeed.data import RepeatingLoader, SampleOrder, ShardedLoader
 
-# Of torch, where this process has fewer cores than a test has workers.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 
 def loader_of(dataset: Any, rank: int = 0, size: int = 1, **settings: Any) -> ShardedLoader:
     return ShardedLoader(dataset, **{"micro_batch": 2, "rank": rank, "size": size, "collate_fn": list} | settings)

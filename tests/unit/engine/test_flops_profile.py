@@ -242,7 +242,7 @@ def test_a_profiler_of_an_engine_knows_the_sizes_of_the_run():
 
 def test_a_report_that_cannot_be_written_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"flops_profiler\.output_file: .* cannot be written"):
+    with pytest.raises(ConfigError, match=r"flops_profiler: .* cannot be written to output_file"):
         engine_of(**section(output_file=str(tmp_path / "file" / "report")))
 
 

@@ -45,9 +45,24 @@ def test_plan_resolves_what_the_config_leaves_open():
     assert plan_of(zero_optimization={"stage": 1, "overlap_comm": True}).is_overlapped
     assert plan_of(zero_optimization={"stage": 1, "reduce_bucket_size": 0}).bucket_elements == 1
     assert dict(plan.describe())["batch"] == "24 = 2 x 3 x 4"
+    assert "curriculum" not in dict(plan.describe())
     changed = plan.with_batch(plan.batch.with_train_batch_size(8))
     assert changed.batch.gradient_accumulation_steps == 1
     assert plan.batch.gradient_accumulation_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "told"),
+    [
+        ("fixed_linear", {"total_curriculum_step": 90, "difficulty_step": 8}, "fixed_linear over 90 steps"),
+        ("fixed_discrete", {"difficulty": [8, 16], "max_step": [5]}, "fixed_discrete over 5 steps"),
+        ("custom", {}, "custom"),
+    ],
+)
+def test_plan_tells_how_lengths_grow(kind, numbers, told):
+    growth = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64, "schedule_type": kind}
+    plan = plan_of(curriculum_learning={"enabled": True, "schedule_config": numbers, **growth})
+    assert dict(plan.describe())["curriculum"] == f"seqlen 8 to 64, {told}"
 
 
 def test_digest_tells_plans_apart():

@@ -77,7 +77,7 @@ def start(template, folder, world, **changes):
 
 def in_front_of(template, folder):
     """What starts the script in this template."""
-    others = {"torch": f"-m mpispeed env -- {folder}/python", "generate": "-m mpispeed", "tune": "-m mpispeed"}
+    others = {"torch": f"-m mpispeed env -- {folder}/python", **dict.fromkeys(sbatch.COMMANDS, "-m mpispeed")}
     return others.get(template.stem, "-m mpi4py")
 
 
@@ -223,6 +223,30 @@ def test_the_tuner_starts_ranks_itself_and_is_ended_before_the_limit(tmp_path, n
     assert process.wait(300) == 7
     assert (tmp_path / "told").read_text() == "mpispeed train.py --deepspeed_config ds.json --steps 3 pmi2\n"
     assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "state", "number", "is_requeued"),
+    [
+        ("build", "RUNNING", signal.SIGUSR1, True), ("import", "RUNNING", signal.SIGUSR1, True),
+        ("merge", "RUNNING", signal.SIGUSR1, False), ("build", "COMPLETING", signal.SIGUSR1, False),
+        ("build", "RUNNING", None, False),
+    ],
+)  # fmt: skip
+def test_only_a_build_that_the_time_limit_ends_is_requeued(tmp_path, command, state, number, is_requeued):
+    ranks = f'echo "$*" > {tmp_path}/up; while [ ! -e {tmp_path}/fail ]; do sleep 0.02; done; exit 3'
+    words = {"arguments": f"data {command} -o a.h5", "python": shlex.join(["bash", "-c", ranks])}
+    job, environ = prepare(named("data"), tmp_path, 6, state=state, **words)
+    (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nexec "$@"\n')
+    with subprocess.Popen(["bash", job], env=environ, stdout=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.02)
+        time.sleep(0.1)
+        (tmp_path / "fail").touch() if number is None else process.send_signal(number)
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == (3 if number is None else 128 + signal.SIGUSR1)
+    assert ("scontrol requeue 7" in output) is is_requeued
+    assert (tmp_path / "up").read_text() == f"mpispeed data {command} -o a.h5\n"
 
 
 def test_readme_names_every_value():

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from mpispeed.base.errors import UsageError
+from mpispeed.data.feeding import AHEAD
 from mpispeed.data.loader import ShardedLoader
+from mpispeed.data.reading import has_whole_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from mpispeed.data.stalls import Waits
     from mpispeed.engine.build.parts import Parts
+    from mpispeed.engine.sampling import Sampling
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
 
@@ -28,11 +32,13 @@ def make_loader(
     collate_fn: Any,
     *,
     shuffles: bool,
+    sampling: Sampling | None,
     batch_size: int | None = None,
-    workers: int = 0,
-    pin_memory: bool = False,
+    workers: int | None = None,
+    pin_memory: bool = True,
+    waits: Waits | None = None,
 ) -> ShardedLoader:
-    """This data rank's loader over `dataset`.
+    """This data rank's loader over `dataset`, read as the section `data_loader` says.
 
     Args:
         plan: the plan of the run.
@@ -40,25 +46,41 @@ def make_loader(
         dataset: map style or iterable.
         collate_fn: makes a batch of a list of samples; None: torch's.
         shuffles: the default where the config does not say.
+        sampling: `data_efficiency.data_sampling`, or None.
         batch_size: samples of a batch of this rank, instead of the micro-batch of the plan.
-        workers: processes that load; 0: this one.
-        pin_memory: as torch's DataLoader.
+        workers: processes that load, instead of those of the config.
+        pin_memory: False: not, whatever the config says.
+        waits: counts the time that is waited for batches.
+
+    Raises:
+        ConfigError: sizes do not fit, it is no data set, or samples of it cannot be chosen.
     """
-    chosen, micro_batch = plan.config.dataloader_shuffle, batch_size or plan.batch.micro_batch_size
+    config, micro_batch = plan.config, batch_size or plan.batch.micro_batch_size
+    chosen, reading = config.dataloader_shuffle, config.data_loader
     is_planned = micro_batch == plan.batch.micro_batch_size
+    is_shuffled, of_config, order = shuffles if chosen is None else chosen, reading.workers, None
+    if sampling is not None:
+        of_config = sampling.workers or of_config
+        steps = plan.batch.gradient_accumulation_steps
+        step_samples = plan.batch.train_batch_size if is_planned else micro_batch * mesh["data"].size * steps
+        order = sampling.order(dataset, micro_batch=micro_batch, step_samples=step_samples, shuffles=is_shuffled)
     return ShardedLoader(
         dataset,
         micro_batch=micro_batch,
         rank=mesh.index("data"),
         size=mesh["data"].size,
         collate_fn=collate_fn,
-        drop_last=plan.config.dataloader_drop_last,
-        seed=plan.config.seed,
-        shuffle=shuffles if chosen is None else chosen,
-        workers=workers,
-        pin_memory=pin_memory,
+        drop_last=config.dataloader_drop_last,
+        seed=config.seed if sampling is None else sampling.seed,
+        shuffle=is_shuffled,
+        workers=of_config if workers is None else workers,
+        prefetch=reading.prefetch,
+        persistent_workers=reading.persistent_workers,
+        pin_memory=pin_memory and reading.pin_memory and plan.device.type == "cuda",
         step_samples=plan.batch.train_batch_size if is_planned else None,
         device=plan.device,
+        order=order,
+        waits=waits,
     )
 
 
@@ -69,22 +91,39 @@ def make_whole_loader(
     *,
     sampler: Iterable[int] | None,
     batch_size: int | None,
-    workers: int,
+    workers: int | None,
     pin_memory: bool,
 ) -> DataLoader[Any]:
-    """A loader over all of `dataset` in its order, or over the samples that `sampler` chooses for this rank."""
+    """A loader over all of `dataset` in its order, or over the samples that `sampler` chooses for this rank.
+
+    Batches are short at the end. A data set that has `read_batch` is read by one call for each.
+    """
     if sampler is not None and isinstance(dataset, IterableDataset):
         msg = "engine.deepspeed_io: a data_sampler chooses by index, and an IterableDataset has none; leave it out"
         raise UsageError(msg)
-    return DataLoader(
-        dataset,
-        batch_size=batch_size or plan.batch.micro_batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        num_workers=workers,
-        pin_memory=pin_memory and torch.cuda.is_available(),
-        drop_last=plan.config.dataloader_drop_last,
-    )
+    reading, size = plan.config.data_loader, batch_size or plan.batch.micro_batch_size
+    workers = reading.workers if workers is None else workers
+    how: dict[str, Any] = {
+        "num_workers": workers,
+        "pin_memory": pin_memory and reading.pin_memory and torch.cuda.is_available(),
+        "persistent_workers": reading.persistent_workers and workers > 0,
+        "prefetch_factor": max(1, -(-(reading.prefetch or AHEAD) // workers)) if workers else None,
+    }
+    drop_last = plan.config.dataloader_drop_last
+    if has_whole_batches(dataset, collate_fn):
+        chosen = BatchSampler(sampler or SequentialSampler(dataset), size, drop_last)
+        return DataLoader(_Batches(dataset), batch_size=None, sampler=chosen, **how)
+    return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, **how)
+
+
+class _Batches(Dataset[Any]):
+    """A data set of whole batches, by lists of indices."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        return self._dataset.read_batch(indices)
 
 
 def require_loadable(dataset: Any, route: str) -> None:
@@ -131,22 +170,23 @@ class Loaders:
         Args:
             dataset: map style or iterable.
             batch_size: samples of a batch of one rank; by default the micro-batch size.
-            route: "train": data ranks share the samples, as those of `training_data`. "eval" or "predict": each rank
-                reads all of them in order.
+            route: "train": data ranks share the samples, as those of `training_data`, and by difficulty if the config
+                says so. "eval" or "predict": each rank reads all of them in order.
             pin_memory: let torch pin the batches where there is a GPU.
             data_sampler: chooses this rank's samples, on any route.
             collate_fn: makes a batch of a list of samples; torch's by default.
-            num_local_io_workers: processes that read; by default none beside this one.
+            num_local_io_workers: processes that read; by default those of data_efficiency.data_sampling, or of the
+                section `data_loader`.
 
         Returns:
             A loader. The position of that of `training_data` is part of checkpoints, that of this one is not.
 
         Raises:
             UsageError: `dataset` is no data set, there is no such route, or a sampler meets an iterable data set.
-            ConfigError: sizes do not fit.
+            ConfigError: sizes do not fit, or samples of the data set cannot be chosen by difficulty.
         """
         require_loadable(dataset, route)
-        plan, workers = self._parts.plan, num_local_io_workers or 0
+        plan, mesh, waits = self._parts.plan, self._parts.mesh, self._parts.features.published.get("data_waits")
         if route != "train" or data_sampler is not None:
             return make_whole_loader(
                 plan,
@@ -154,18 +194,20 @@ class Loaders:
                 collate_fn,
                 sampler=data_sampler,
                 batch_size=batch_size,
-                workers=workers,
+                workers=num_local_io_workers,
                 pin_memory=pin_memory,
             )
         return make_loader(
             plan,
-            self._parts.mesh,
+            mesh,
             dataset,
             collate_fn,
             shuffles=self._shuffles,
+            sampling=self._parts.features.published.get("data_sampling"),
             batch_size=batch_size,
-            workers=workers,
+            workers=num_local_io_workers,
             pin_memory=pin_memory,
+            waits=waits,
         )
 
     def is_map_style_dataset(self, obj: Any) -> bool:
@@ -179,7 +221,8 @@ class Loaders:
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any] | None) -> None:
         """Let `training_dataloader` pass each batch through `post_process_func(batch, state)`; None ends that.
 
-        `state` is that of the loader, with `position` and `epoch`.
+        `state` is that of the loader, with `position` and `epoch`; where samples are chosen by difficulty also with
+        `current_difficulties`, by metric, `curriculum_step` and `consumed_samples`: those of the batch.
 
         Raises:
             UsageError: there is no `training_dataloader`.

@@ -166,26 +166,31 @@ class After(torch.autograd.Function):
     def forward(
         ctx: Any, context: Tensor, residual: Tensor, ow: Tensor, ob: Tensor, attn_nw: Tensor, attn_nb: Tensor,
         inter_w: Tensor, inter_b: Tensor, output_w: Tensor, output_b: Tensor, norm_w: Tensor, norm_b: Tensor,
-        passes: Passes,
+        passes: Passes, scale: float,
     ) -> Tensor:  # fmt: skip
-        """The layer's output. Shapes: context [batch, heads, sequence, size], residual [batch, sequence, hidden]."""
-        ctx.passes = passes
+        """The layer's output; `scale` is the factor of both branches.
+
+        Shapes: context [batch, heads, sequence, size], residual [batch, sequence, hidden].
+        """
+        ctx.passes, ctx.scale = passes, scale
         ctx.set_materialize_grads(False)
         flat = context.transpose(1, 2).reshape(-1, residual.shape[2])
         seed = _seed(passes, residual)
-        total, f, stats = _drop_and_norm(passes, F.linear(flat, ow), ob, residual, attn_nw, attn_nb, seed)
+        total, f, stats = _drop_and_norm(
+            passes, *_scaled(F.linear(flat, ow), ob, scale), residual, attn_nw, attn_nb, seed
+        )
         inner = F.linear(f, inter_w)
         g = torch.empty_like(inner)
         passes.gelu(g, inner, inter_b)
-        out = F.linear(g, output_w)
+        out, out_bias = _scaled(F.linear(g, output_w), output_b, scale)
         ctx.seeds = seed, _seed(passes, residual)
         kept = (flat, total, stats, f, inner, g if passes.keeps_gelu else None, ow, attn_nw, inter_w, inter_b, output_w)
         if passes.is_pre:
             y = torch.empty_like(residual)
-            _launch(passes, passes.drop, ctx.seeds[1], y, out, output_b, total)
+            _launch(passes, passes.drop, ctx.seeds[1], y, out, out_bias, total)
             ctx.save_for_backward(*kept)
             return y
-        last, y, last_stats = _drop_and_norm(passes, out, output_b, f, norm_w, norm_b, ctx.seeds[1])
+        last, y, last_stats = _drop_and_norm(passes, out, out_bias, f, norm_w, norm_b, ctx.seeds[1])
         ctx.save_for_backward(*kept, last, last_stats, norm_w)
         return y.view(residual.shape)
 
@@ -193,7 +198,7 @@ class After(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         """Gradients of the arguments."""
         if dy is None:
-            return (None,) * 13
+            return (None,) * 14
         if torch.is_grad_enabled():
             ops.refuse_second_derivative("a transformer layer", ctx, (dy,))
         passes: Passes = ctx.passes
@@ -206,7 +211,7 @@ class After(torch.autograd.Function):
         dnorm_w = dnorm_b = None
         if last:
             dy, dnorm_w, dnorm_b = calls.backward(passes.runs, dy, None, last[0], last[2], last[1], True, *needs[10:12])
-        dproduct, doutput_b = _drop_back(passes, dy, ctx.seeds[1])
+        dproduct, doutput_b = _drop_back(passes, dy, ctx.seeds[1], ctx.scale)
         if g is None:
             g = torch.empty_like(inner)
             passes.gelu(g, inner, inter_b)
@@ -221,12 +226,12 @@ class After(torch.autograd.Function):
         if around is None:
             df += dy
         dtotal, dattn_nw, dattn_nb = calls.backward(passes.runs, df, around, total, attn_nw, stats, True, *needs[4:6])
-        da, dob = _drop_back(passes, dtotal, ctx.seeds[0])
+        da, dob = _drop_back(passes, dtotal, ctx.seeds[0], ctx.scale)
         dow = torch.mm(da.t(), flat) if needs[2] else None
         batch, length, hidden = shape
         dcontext = torch.mm(da, ow).view(batch, length, passes.heads, hidden // passes.heads).transpose(1, 2)
         first = (dcontext, dtotal.view(shape), dow, dob, dattn_nw, dattn_nb)
-        return *first, dinter_w, dinter_b, doutput_w, doutput_b, dnorm_w, dnorm_b, None
+        return *first, dinter_w, dinter_b, doutput_w, doutput_b, dnorm_w, dnorm_b, None, None
 
 
 def _seed(passes: Passes, x: Tensor) -> Tensor | None:
@@ -255,13 +260,20 @@ def _drop_and_norm(
     return total, y, stats
 
 
-def _drop_back(passes: Passes, dy: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of what was dropped from, and of its bias; without dropout the first is dy."""
+def _scaled(product: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The output of a branch, in place, and its bias times `scale`."""
+    return (product, bias) if scale == 1.0 else (product.mul_(scale), bias * scale)
+
+
+def _drop_back(passes: Passes, dy: Tensor, seed: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Gradients of a branch that was scaled and dropped from, and of its bias; without both the first is dy."""
     dx = None if seed is None else torch.empty_like(dy)
     dbias = torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
     word = None if seed is None else philox.word(seed, passes.by_place)
     passes.drop_back.run(dx, dbias, dy, seed=word)
-    return dy if dx is None else dx, dbias
+    if scale == 1.0:
+        return dy if dx is None else dx, dbias
+    return dy * scale if dx is None else dx.mul_(scale), dbias * scale
 
 
 before = ops.apply_of(Before)

@@ -139,6 +139,8 @@ class TransformerLayer(nn.Module):
         past_key_value: Any = None,
         output_attentions: bool = False,
         grads: list[Any] | None = None,
+        *,
+        residual_scale: float = 1.0,
     ) -> Tensor | tuple[Tensor]:
         """The layer's output. Any batch and any sequence length will do; nothing is padded.
 
@@ -153,6 +155,8 @@ class TransformerLayer(nn.Module):
             past_key_value: see there.
             output_attentions: see there.
             grads: see there; gradients are in the parameters' `grad`.
+            residual_scale: factor of what attention and MLP add to the residual stream, with their biases and
+                dropouts; for stochastic depth.
 
         Shapes:
             hidden_states, result: [batch, sequence, hidden].
@@ -175,12 +179,17 @@ class TransformerLayer(nn.Module):
             )
             raise UsageError(msg)
         mask = _checked_mask(attention_mask)
-        out = None if torch.compiler.is_compiling() else self._at_once(hidden_states, mask)
+        out = None if torch.compiler.is_compiling() else self._at_once(hidden_states, mask, residual_scale)
         if out is None:
-            out = self._pre(hidden_states, mask) if self.config.pre_layer_norm else self._post(hidden_states, mask)
+            composed = self._pre if self.config.pre_layer_norm else self._post
+            out = composed(hidden_states, mask, residual_scale)
         return (out,) if self.config.return_tuple else out
 
-    def _at_once(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+    def without_branches(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
+        """What `forward` returns where stochastic depth leaves the layer out: its input."""
+        return (hidden_states,) if self.config.return_tuple else hidden_states
+
+    def _at_once(self, x: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
         """The output by kernels without faces between; None where they do not take the tensors as they are."""
         config = self.config
         norm = (self.norm_w, self.norm_b)
@@ -203,18 +212,20 @@ class TransformerLayer(nn.Module):
             *around, qkv = got if config.pre_layer_norm else (got,)
             q, k, v = split_qkv(qkv, self.attn_qkvb, config.heads)
             context = attention(q, k, v, mask, ratio=attn_ratio, keeps_dropped=not config.attn_dropout_checkpoint)
-        out: Tensor = at_once.after(context, around[0] if around else x, *behind, *norm, passes)
+        out: Tensor = at_once.after(context, around[0] if around else x, *behind, *norm, passes, scale)
         return out
 
-    def _pre(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _pre(self, x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         around, n = layer_norm_beside(x, self.norm_w, self.norm_b, self.config.layer_norm_eps)
-        a, f = self._add_and_norm(self._attention(n, mask), self.attn_ob, around, self.attn_nw, self.attn_nb)
+        attended = _scaled(self._attention(n, mask), self.attn_ob, scale)
+        a, f = self._add_and_norm(*attended, around, self.attn_nw, self.attn_nb)
         ratio = max(self.config.hidden_dropout_ratio, 0.0)
-        return bias_dropout_residual(self._mlp(f), self.output_b, a, ratio, training=self.training)
+        return bias_dropout_residual(*_scaled(self._mlp(f), self.output_b, scale), a, ratio, training=self.training)
 
-    def _post(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        _, f = self._add_and_norm(self._attention(x, mask), self.attn_ob, x, self.attn_nw, self.attn_nb)
-        return self._add_and_norm(self._mlp(f), self.output_b, f, self.norm_w, self.norm_b)[1]
+    def _post(self, x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        attended = _scaled(self._attention(x, mask), self.attn_ob, scale)
+        _, f = self._add_and_norm(*attended, x, self.attn_nw, self.attn_nb)
+        return self._add_and_norm(*_scaled(self._mlp(f), self.output_b, scale), f, self.norm_w, self.norm_b)[1]
 
     def _add_and_norm(
         self, x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
@@ -268,6 +279,11 @@ class TransformerLayer(nn.Module):
         norm = "pre" if config.pre_layer_norm else "post"
         sizes = f"hidden_size={config.hidden_size}, heads={config.heads}, intermediate_size={config.mlp_size}"
         return f"{sizes}, {norm}_layer_norm, attention={config.attention}"
+
+
+def _scaled(x: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The output of a branch and its bias times `scale`."""
+    return (x, bias) if scale == 1.0 else (x * scale, bias * scale)
 
 
 def _parts(of: str, given: Sequence[Tensor]) -> dict[str, Tensor]:

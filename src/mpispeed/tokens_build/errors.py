@@ -1,0 +1,40 @@
+"""The error of building, and records of inputs that are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpispeed.base.errors import MpispeedError
+
+
+class BuildError(MpispeedError):
+    """A token store cannot be built: what is wrong with an input, an argument or the folder of parts."""
+
+
+class Faults:
+    """Records that cannot be used: the first one ends a build, or all are counted.
+
+    Attributes:
+        count: records that were left out.
+        first: the place and the problem of the first of them; "" for none.
+    """
+
+    def __init__(self, *, are_skipped: bool) -> None:
+        self.are_skipped, self.count, self.first = are_skipped, 0, ""
+
+    def bad(self, where: Callable[[], str], problem: str) -> None:
+        """Take a record that cannot be used.
+
+        Args:
+            where: gives its place in words; called for the first one only, since it may read much.
+            problem: what is wrong with it.
+
+        Raises:
+            BuildError: such records are not left out.
+        """
+        if not self.are_skipped:
+            msg = f"{where()}: {problem}; correct it, or leave such records out with --skip-bad"
+            raise BuildError(msg)
+        if not self.count:
+            self.first = f"{where()}: {problem}"
+        self.count += 1

@@ -1,0 +1,273 @@
+"""The folder beside a store in which it is built: what is built from what, and the parts that are done."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from mpispeed.base.plain import printable, read_plain
+from mpispeed.tokens_build.errors import BuildError
+from mpispeed.tokens_build.inputs import Input
+from mpispeed.tokens_build.part_file import part_name
+
+_JOB, _LOCK, _STOP, _STORE = "job.json", "lock", "stop", "store.h5"
+_FORMAT = "mpispeed parts of a token store"
+_MOST_JOB_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """The inputs and arguments of a build.
+
+    Attributes:
+        arguments: those that the result depends on, by the names of options.
+        inputs: as they were when the build began.
+        parts: their number.
+    """
+
+    arguments: Mapping[str, Any]
+    inputs: Sequence[Input]
+    parts: int
+
+    def text(self) -> str:
+        """As it stands in the folder."""
+        files = [[one.path, one.kind, one.size, one.time] for one in self.inputs]
+        return json.dumps(
+            {"format": _FORMAT, "arguments": dict(self.arguments), "parts": self.parts, "inputs": files}, indent=0
+        )
+
+    @property
+    def digest(self) -> str:
+        """Of all that is in it."""
+        return blake2b(self.text().encode(), digest_size=16).hexdigest()
+
+
+def folder_of(output: Path) -> Path:
+    """Where the store `output` is built."""
+    return output.with_name(f"{output.name}.parts")
+
+
+@dataclass
+class WorkFolder:
+    """The folder of parts, as each rank sees it.
+
+    Attributes:
+        output: the store that is built.
+        path: of the folder.
+    """
+
+    output: Path
+    path: Path = field(init=False)
+    _lock: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.path = folder_of(self.output)
+
+    def part(self, number: int) -> Path:
+        """The file of a part."""
+        return self.path / part_name(number)
+
+    @property
+    def store(self) -> Path:
+        """The store, until it is complete."""
+        return self.path / _STORE
+
+    def begin(self, job: Job) -> bool:
+        """Make the folder, or go on with what is there; False if the store is complete already. For one rank.
+
+        Raises:
+            BuildError: something else is there, other inputs or arguments were used before, or another build runs.
+        """
+        is_begun = (self.path / _JOB).exists()
+        if self.output.exists() and not is_begun:
+            if self._is_emptied():
+                return False
+            msg = f"{printable(str(self.output))} exists; remove it, or give another name"
+            raise BuildError(msg)
+        try:
+            self.path.mkdir(exist_ok=True)
+            if not is_begun:
+                self._refuse_others()
+            self._take_lock()
+            if is_begun:
+                self._compare(job)
+            else:
+                self._write_job(job)
+            (self.path / _STOP).unlink(missing_ok=True)
+            self.store.unlink(missing_ok=True)
+        except OSError as failure:
+            self.release()
+            msg = f"the folder of parts {printable(str(self.path))} cannot be used: {failure.strerror or failure}"
+            raise BuildError(msg) from failure
+        except BuildError:
+            self.release()
+            raise
+        return not self.output.exists()
+
+    def _is_emptied(self) -> bool:
+        """Whether the folder is there and has nothing any more: it was about to be removed."""
+        try:
+            return all(each.name == _LOCK for each in self.path.iterdir())
+        except OSError:
+            return False
+
+    def _refuse_others(self) -> None:
+        if any(each.name not in (_LOCK, f"{_JOB}.tmp") for each in self.path.iterdir()):
+            msg = f"{printable(str(self.path))} is in the way: it has no parts of a build; remove it"
+            raise BuildError(msg)
+
+    def _write_job(self, job: Job) -> None:
+        working = self.path / f"{_JOB}.tmp"
+        working.write_text(job.text())
+        working.rename(self.path / _JOB)
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as failure:
+            if failure.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                msg = f"another build of {printable(str(self.output))} is running"
+                raise BuildError(msg) from failure
+            # a file system without locks: nothing tells two builds apart there
+
+    def release(self) -> None:
+        """Let another build have the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _compare(self, job: Job) -> None:
+        before = _read_job(self.path)
+        after = json.loads(job.text())
+        if before == after:
+            return
+        problem = _difference(before, after)
+        msg = (
+            f"{printable(str(self.path))} has parts of another build: {problem}; build as before, or remove that folder"
+        )
+        raise BuildError(msg)
+
+    def check_seen(self, job: Job) -> None:
+        """Check that this rank sees the folder that one of them made.
+
+        Raises:
+            BuildError: it does not.
+        """
+        try:
+            is_same = (self.path / _JOB).stat().st_size == len(job.text().encode())
+        except OSError:
+            is_same = False
+        if not is_same:
+            msg = f"{printable(str(self.path))} was made by another rank and is not here; build in a folder that all "
+            msg += "nodes share"
+            raise BuildError(msg)
+
+    def ask_to_stop(self) -> None:
+        """Tell the other ranks that one of them has failed."""
+        with contextlib.suppress(OSError):
+            (self.path / _STOP).touch()
+
+    def is_stopping(self) -> bool:
+        """Whether a rank has failed."""
+        return (self.path / _STOP).exists()
+
+    def done(self) -> int:
+        """Parts that have their name."""
+        return _count_parts(self.path)
+
+    def publish(self) -> None:
+        """Give the complete store its name, and remove the folder. For one rank.
+
+        Raises:
+            BuildError: the name was taken meanwhile, or the file system refuses.
+        """
+        if self.output.exists():
+            msg = f"{printable(str(self.output))} exists by now; the store that was built is {self.store}"
+            raise BuildError(msg)
+        try:
+            self.store.rename(self.output)
+            _sync_folder(self.output.parent)
+        except OSError as failure:
+            msg = f"the store cannot be given the name {printable(str(self.output))}: {failure.strerror}"
+            raise BuildError(msg) from failure
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the folder: what a build has put there, and nothing else."""
+        with contextlib.suppress(OSError):
+            for each in sorted(self.path.iterdir()):
+                if each.name.startswith("part-") or each.name in (_STOP, _STORE, f"{_JOB}.tmp"):
+                    each.unlink(missing_ok=True)
+            for name in (_JOB, _LOCK):
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
+        self.release()
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read_job(folder: Path) -> dict[str, Any]:
+    path = folder / _JOB
+    try:
+        found = json.loads(read_plain(path, _MOST_JOB_BYTES))
+        if isinstance(found, dict) and found.get("format") == _FORMAT:
+            return found
+        problem = "it does not say what is built"
+    except (OSError, ValueError, RecursionError) as failure:
+        problem = str(failure)
+    msg = f"{printable(str(path))} cannot be used: {problem}; remove the folder, and build again"
+    raise BuildError(msg)
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    old, new = before.get("arguments", {}), after["arguments"]
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            return f"{name} was {printable(str(old.get(name)), 100)}, and is {printable(str(new.get(name)), 100)} now"
+    files = before.get("inputs", [])
+    for one, other in zip(files, after["inputs"], strict=False):
+        if one != other:
+            how = (
+                "has changed since" if one[:2] == other[:2] else f"is now in the place of {printable(str(one[0]), 200)}"
+            )
+            return f"{printable(other[0], 200)} {how}"
+    return f"there were {len(files)} inputs, and are {len(after['inputs'])} now"
+
+
+def _count_parts(folder: Path) -> int:
+    with os.scandir(folder) as entries:
+        return sum(each.name.startswith("part-") and not each.name.endswith(".tmp") for each in entries)
+
+
+def unfinished(output: Path) -> str | None:
+    """What is there of a store that is being built, in words; None where nothing is."""
+    folder = folder_of(output)
+    if not (folder / _JOB).is_file():
+        return None
+    try:
+        found, done = _read_job(folder), _count_parts(folder)
+    except (BuildError, OSError) as failure:
+        return str(failure)
+    name, place, arguments = printable(str(output)), printable(str(folder)), found.get("arguments", {})
+    if "merge" in arguments:
+        return f"{name} is not finished: it is merged in {place}; the same mpispeed data merge begins again"
+    command = "build" if arguments.get("command") == "build" else "import"
+    return (
+        f"{name} is not finished: {place} has {done} of {found.get('parts')} parts; the same mpispeed data {command} "
+        "goes on"
+    )

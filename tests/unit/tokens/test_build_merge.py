@@ -1,0 +1,114 @@
+"""Stores joined to one: as if it had been built at once, and every block compared with its checksum."""
+
+import numpy as np
+import pytest
+
+from mpispeed.mesh.backends.solo import solo_comm
+from mpispeed.mesh.sim import run
+from mpispeed.tokens import create, layout
+from mpispeed.tokens.store import open_store
+from mpispeed.tokens_build.errors import BuildError
+from mpispeed.tokens_build.job import Request, build
+from mpispeed.tokens_build.merging import merge
+from mpispeed.tokens_build.work_folder import WorkFolder, folder_of, unfinished
+
+SUMS = {layout.TOKENS, layout.DOCUMENTS, layout.LOOKUP}
+
+
+def built(folder, name, seed, count, **settings):
+    """A store of chance bytes."""
+    draw = np.random.default_rng(seed)
+    path = folder / f"{name}.txt"
+    path.write_text("".join("".join(map(chr, draw.integers(97, 110, n))) + "\n" for n in draw.integers(1, 90, count)))
+    output = folder / f"{name}.h5"
+    build(solo_comm(), Request(output, [path], "byte", columns=("length",), part_bytes=2000, **settings))
+    return path, output
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_merged_store_is_the_one_built_at_once(tmp_path, monkeypatch, ranks):
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 4096)  # many blocks
+    made = [built(tmp_path, str(seed), seed, count) for seed, count in ((1, 700), (2, 1), (3, 900))]
+    whole = tmp_path / "whole.h5"
+    paths = [path for path, _ in made]
+    build(solo_comm(), Request(whole, paths, "byte", columns=("length",)))
+    out = tmp_path / "merged.h5"
+    report = run(ranks, lambda world: merge(world.comm, out, [store for _, store in made]))[-1]
+    one, other = open_store(out), open_store(whole)
+    assert (report.tokens, report.documents) == (other.token_count, other.document_count)
+    assert one.places == other.places
+    assert one._sums == other._sums  # of all checksums, and so of all elements
+    assert one.facts["source"] == {**other.facts["source"], "merged": 3}
+    for table in one.places.tables:
+        with create.StoreWriter(out, one.places) as writer:
+            before = writer.list_checksum(table)
+            writer.put_checksums(table, 0, one.places.tables[table].block_count)
+            assert writer.list_checksum(table) == before
+    assert not folder_of(out).exists()
+
+
+def test_packed_stores_keep_their_rows(tmp_path):
+    stores = [built(tmp_path, str(seed), seed, 200, row=100)[1] for seed in (1, 2)]
+    merge(solo_comm(), tmp_path / "m.h5", stores)
+    merged, parts = open_store(tmp_path / "m.h5"), [open_store(store) for store in stores]
+    assert merged.row_count == sum(part.row_count for part in parts)
+    rows = []
+    for store in (merged, *parts):
+        firsts, stops = store.row_documents(range(store.row_count))
+        starts, ends = store.bounds(firsts)[0], store.bounds(stops - 1)[1]
+        rows.append([store.read(a, b - a).tolist() for a, b in zip(starts, ends, strict=True)])
+    assert rows[0] == rows[1] + rows[2]
+
+
+def test_stores_of_two_kinds_are_not_joined(tmp_path):
+    one = built(tmp_path, "one", 1, 20)[1]
+    for name, settings, message in (
+        ("none", {"end": "none"}, "eos of .*one.h5 is 256, that of .*none.h5 None"),
+        ("row", {"row": 100}, "row_length of .* is None, that of .*row.h5 100"),
+    ):
+        with pytest.raises(BuildError, match=message):
+            merge(solo_comm(), tmp_path / "m.h5", [one, built(tmp_path, name, 2, 20, **settings)[1]])
+    with pytest.raises(BuildError, match="exists; remove it, or give another name"):
+        merge(solo_comm(), one, [one, one])
+    with pytest.raises(BuildError, match="no HDF5 file"):
+        merge(solo_comm(), tmp_path / "m.h5", [one, tmp_path / "one.txt"])
+    assert not folder_of(tmp_path / "m.h5").exists()
+
+
+def test_columns_that_not_all_have_are_left_out(tmp_path):
+    one, two = built(tmp_path, "one", 1, 20)[1], tmp_path / "two.h5"
+    build(solo_comm(), Request(two, [tmp_path / "one.txt"], "byte"))
+    assert merge(solo_comm(), tmp_path / "m.h5", [one, two]).left_out == ["length"]
+    assert open_store(tmp_path / "m.h5").columns == {}
+
+
+@pytest.mark.parametrize("table", ["tokens", "documents", "columns/length"])
+def test_damaged_stores_are_refused(tmp_path, table):
+    stores = [built(tmp_path, str(seed), seed, 50)[1] for seed in (1, 2)]
+    places = open_store(stores[1]).places
+    for offset, message in (
+        (places.tables[table].offset + 9, f"2.h5 is damaged: block 0 of /{table} does not have its checksum"),
+        (places.lists[table].offset, f"2.h5 is damaged: the checksums of /{table} are not what they were"),
+    ):
+        raw = stores[1].read_bytes()
+        stores[1].write_bytes(raw[:offset] + bytes([raw[offset] ^ 4]) + raw[offset + 1 :])
+        with pytest.raises(BuildError, match=message):
+            run(2, lambda world: merge(world.comm, tmp_path / "m.h5", stores))
+        assert "the same mpispeed data merge begins again" in unfinished(tmp_path / "m.h5")
+        stores[1].write_bytes(raw)
+        WorkFolder(tmp_path / "m.h5").remove()
+
+
+def test_a_merge_goes_on_after_a_failure(tmp_path, monkeypatch):
+    stores = [built(tmp_path, str(seed), seed, 50)[1] for seed in (1, 2)]
+    merge(solo_comm(), tmp_path / "whole.h5", stores)
+    out = tmp_path / "m.h5"
+    monkeypatch.setattr(create, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(BuildError, match="No space left on device"):
+        merge(solo_comm(), out, stores)
+    monkeypatch.undo()
+    monkeypatch.setattr(WorkFolder, "remove", lambda _: None)
+    assert merge(solo_comm(), out, stores).is_new
+    monkeypatch.undo()
+    assert not merge(solo_comm(), out, stores).is_new
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
