@@ -1,8 +1,11 @@
+from numpy import int64
+from numpy.typing import NDArray
+
 def read(
     table: tuple[int, int, int, int],
-    starts: int,
-    counts: int,
-    shape: tuple[int, int],
+    starts: NDArray[int64],
+    counts: NDArray[int64],
+    length: int,
     wide: int,
     ids: int,
     fill: int,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _PAST_END, _NO_PLACE = -1, -2
+_NO_LABELS = (0, 0, 0)
 _WIDE = {torch.int32: 4, torch.int64: 8}
 _KINDS: dict[int, np.dtype] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
@@ -88,21 +89,20 @@ def read_rows(
         PastEnd: a run is not within the table or the file; what `out` has then is undefined.
         OSError: the file cannot be read.
     """
-    starts, counts = _checked(table, starts, counts, out, labels)
     module = status.compiled("token_reads")
+    starts, counts = _checked(table, starts, counts, out, labels)
     if module is None:
         _read_by_numpy(table, starts, counts, out, fill, labels)
         return
-    second = (labels.out.data_ptr(), labels.fill, labels.shift) if labels is not None else (0, 0, 0)
     code, row = module.read(
         (table.handle, table.offset, table.count, table.itemsize),
-        starts.ctypes.data,
-        counts.ctypes.data,
-        (out.shape[0], out.shape[1]),
+        starts,
+        counts,
+        out.shape[1],
         _WIDE[out.dtype],
         out.data_ptr(),
         fill,
-        *second,
+        *((labels.out.data_ptr(), labels.fill, labels.shift) if labels is not None else _NO_LABELS),
     )
     if code > 0:
         raise OSError(code, os.strerror(code))
@@ -154,13 +154,13 @@ def _fill_row(row: np.ndarray, found: np.ndarray, fill: int) -> None:
 def _checked(
     table: FileTable, starts: np.ndarray, counts: np.ndarray, out: torch.Tensor, labels: Labels | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and counts as rows of int64."""
-    matrices = {"out": out} if labels is None else {"out": out, "labels": labels.out}
-    status.check_tensors("read_rows", matrices)
-    for name, matrix in matrices.items():
+    """Starts and counts as rows of int64; quick where all is well, since this is done for every batch."""
+    for matrix in (out,) if labels is None else (out, labels.out):
         if matrix.dtype not in _WIDE or matrix.dtype != out.dtype or matrix.shape != out.shape or matrix.ndim != 2:
-            msg = f"read_rows: {name} is {matrix.dtype} {tuple(matrix.shape)}; pass int64 or int32 [B, L], all alike"
+            msg = f"read_rows: {matrix.dtype} {tuple(matrix.shape)} cannot be filled; pass int64 or int32 [B, L], alike"
             raise ValueError(msg)
+        if not matrix.is_contiguous() or not matrix.is_cpu:
+            status.check_tensors("read_rows", {"out": matrix})  # which says it
     if labels is not None and labels.shift < 0:
         msg = f"read_rows: shift is {labels.shift}; pass 0 or more"
         raise ValueError(msg)
@@ -168,8 +168,8 @@ def _checked(
         msg = f"read_rows: elements of {table.itemsize} bytes cannot be read; 1, 2, 4 and 8 can"
         raise ValueError(msg)
     starts, counts = np.ascontiguousarray(starts, np.int64), np.ascontiguousarray(counts, np.int64)
-    if not starts.shape == counts.shape == (len(out),):
-        msg = f"read_rows: {starts.shape} starts and {counts.shape} counts do not fit {len(out)} rows"
+    if not starts.shape == counts.shape == out.shape[:1]:
+        msg = f"read_rows: {starts.shape} starts and {counts.shape} counts do not fit {out.shape[0]} rows"
         raise ValueError(msg)
     return starts, counts
 

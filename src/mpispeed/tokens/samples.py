@@ -40,8 +40,8 @@ class BatchedSamples(Dataset[Sample], ABC):
             TokenStoreError: the store is damaged there.
             OSError: it cannot be read.
         """
-        numbers, count = np.asarray(indices, np.int64), len(self)
-        if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) >= count):
+        numbers, count = np.ascontiguousarray(indices, np.int64), len(self)
+        if len(numbers) and int(numbers.view(np.uint64).max()) >= count:  # negative ones are very large so
             bad = numbers[(numbers < 0) | (numbers >= count)][0]
             msg = f"sample {bad} is asked for of {count}"
             raise IndexError(msg)

@@ -103,7 +103,7 @@ def test_a_closed_file_is_an_error_of_the_system(files: dict[int, tuple[FileTabl
     ("out", "said"),
     [
         (torch.zeros(2, 4), "float32"),
-        (torch.zeros(8, dtype=torch.int64), "pass int64"),
+        (torch.zeros(8, dtype=torch.int64), "pass int64 or int32"),
         (torch.zeros(4, 2, dtype=torch.int64).t(), "contiguous"),
         (torch.zeros(3, 4, dtype=torch.int64), "do not fit 3 rows"),
     ],
