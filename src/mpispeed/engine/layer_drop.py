@@ -126,7 +126,7 @@ class UpdateTheta:
 
 
 class Run:
-    """Consequences of the decisions for everybody but the layers: units that are not needed, and points of series."""
+    """Consequences of the decisions outside of the layers: units that are not needed, and points of series."""
 
     def __init__(
         self, drop: LayerDrop, layers: Mapping[nn.Module, Depth], depths: Mapping[str, Depth], context: Context
