@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from h5py import h5g
 
-from mpispeed.ckpt.format.hdf5 import Builder
+from mpispeed.ckpt.format.hdf5 import Builder, Objects
 from mpispeed.ckpt.format.sparse_image import write_at
 from mpispeed.native.checksum import crc32c
 from mpispeed.tokens import layout
@@ -85,15 +86,23 @@ def _laid_out(
         tables[name] = _reserved(builder, root, name, count, dtype)
         lists[name] = _reserved(builder, checksums, name, tables[name].block_count, "u4")
     for name, dtype in columns.items():
-        table, own = layout.column_table(name), builder.group(group, name)
-        tables[table] = _reserved(builder, own, layout.VALUES, documents, dtype)
-        lists[table] = _reserved(builder, own, layout.CHECKSUMS, tables[table].block_count, "u4")
-        room = layout.COLUMN_MANIFEST_BYTES
-        manifests[table] = (builder.reserved_text(own, layout.MANIFEST, room), room)
+        table = layout.column_table(name)
+        tables[table], lists[table], manifests[table] = reserve_column(builder, group, name, dtype, documents)
     return Places(tables, lists, manifests)
 
 
-def _reserved(builder: Builder, parent: Any, name: str, count: int, dtype: str) -> Place:
+def reserve_column(
+    objects: Objects, group: h5g.GroupID, name: str, dtype: str, documents: int
+) -> tuple[Place, Place, tuple[int, int]]:
+    """Make the objects of a column in the group of columns; the places of its values, checksums and manifest."""
+    own = objects.group(group, name)
+    values = _reserved(objects, own, layout.VALUES, documents, dtype)
+    sums = _reserved(objects, own, layout.CHECKSUMS, values.block_count, "u4")
+    room = layout.COLUMN_MANIFEST_BYTES
+    return values, sums, (objects.reserved_text(own, layout.MANIFEST, room), room)
+
+
+def _reserved(builder: Objects, parent: Any, name: str, count: int, dtype: str) -> Place:
     return Place(builder.reserved(parent, name, count, np.dtype(f"<{dtype}")), count, dtype)
 
 
@@ -140,7 +149,7 @@ class StoreWriter:
                 f"/{table} is of dtype {place.dtype}, which cannot hold all of the {values.dtype} given from {first} on"
             )
             raise TokenStoreError(msg)
-        write_at(self._handle, _bytes_of(stored), place.offset + first * place.itemsize)
+        write_at(self._handle, bytes_of(stored), place.offset + first * place.itemsize)
 
     def put_lookup(self, first: int, stop: int) -> None:
         """Write entries of /lookup, from the whole of /documents, which is there already.
@@ -163,7 +172,7 @@ class StoreWriter:
         """
         place, own = self.places.tables[table], self.places.lists[table]
         sums = np.array([block_checksum(self._handle, place, number) for number in range(first, stop)], own.numpy)
-        write_at(self._handle, _bytes_of(sums), own.offset + first * own.itemsize)
+        write_at(self._handle, bytes_of(sums), own.offset + first * own.itemsize)
 
     def put_manifest(self, table: str, manifest: Manifest) -> None:
         """Write the manifest of the store ("") or of a column. Raises OSError."""
@@ -187,7 +196,8 @@ class StoreWriter:
         return int(read_elements(self._handle, self.places.tables[table], number, 1)[0])
 
 
-def _bytes_of(values: np.ndarray) -> memoryview:
+def bytes_of(values: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array."""
     raw: Any = values.view(np.uint8)
     return memoryview(raw)
 

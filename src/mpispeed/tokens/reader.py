@@ -6,9 +6,9 @@ read by position after their number is compared with the size of the file.
 
 from __future__ import annotations
 
-import io
 import os
 import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,13 @@ from mpispeed.ckpt.format import hdf5
 from mpispeed.tokens import layout
 from mpispeed.tokens.errors import NoTokenStore, TokenStoreError, UnfinishedStore
 from mpispeed.tokens.layout import Manifest, Place, Places
+from mpispeed.tokens.overlay import PAGE_BYTES, Overlay
 from mpispeed.tokens.positions import read_bytes
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _MOST_FORMAT_BYTES = 1024
 _MOST_COLUMN_LINKS = 64
+_AGAIN_SECONDS = 0.02
 _FAULTS = (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError, OverflowError, MemoryError)
 """What HDF5 and numpy raise for files that are not what they say."""
 
@@ -88,8 +90,21 @@ def read_contents(path: Path, handle: int, *, is_finished: bool = True) -> Conte
         TokenStoreError: it is damaged, or of a later version.
     """
     try:
+        return _read_once(path, handle, is_finished)
+    except (NoTokenStore, UnfinishedStore):
+        raise
+    except TokenStoreError:
+        time.sleep(_AGAIN_SECONDS)  # maybe a column was added just now
+        return _read_once(path, handle, is_finished)
+
+
+def _read_once(path: Path, handle: int, is_finished: bool) -> Contents:
+    try:
+        first = os.pread(handle, PAGE_BYTES, 0)  # a column may be added meanwhile, which changes this page at once
         size = os.fstat(handle).st_size
-        with hdf5.open_reading(io.FileIO(handle, closefd=False)) as file:
+        view = Overlay(handle, size)
+        view.write(first)
+        with hdf5.open_reading(view) as file:
             return _read(path, handle, size, file, is_finished)
     except (NoTokenStore, UnfinishedStore):
         raise

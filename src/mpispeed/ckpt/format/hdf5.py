@@ -38,26 +38,23 @@ def _no_times(kind: h5p.PropClassID) -> h5p.PropCreateID:
     return properties
 
 
-class Builder:
-    """Creates the objects of one new file. Use as a context manager; leaving it puts the file on disk.
+def access_in_memory(image: io.RawIOBase) -> h5p.PropFAID:
+    """Properties with which a file is written to `image`, always in the same version of the format."""
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
+    access.set_alignment(schema.ALIGN_THRESHOLD_BYTES, schema.ALIGN_BYTES)
+    access.set_meta_block_size(_META_BLOCK_BYTES)
+    # closing must not wait for groups that a caller still holds
+    access.set_fclose_degree(h5f.CLOSE_STRONG)
+    access.set_fileobj_driver(h5fd.fileobj_driver, image)
+    return access
 
-    Space of the file is reserved on the disk where that is possible, if `is_reserved`.
 
-    Raises:
-        OSError: the file exists or cannot be made.
-    """
+class Objects:
+    """Creates objects of an open file."""
 
-    def __init__(self, path: Path, mode: int = 0o666, *, is_reserved: bool = True) -> None:
-        access = h5p.create(h5p.FILE_ACCESS)
-        access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
-        access.set_alignment(schema.ALIGN_THRESHOLD_BYTES, schema.ALIGN_BYTES)
-        access.set_meta_block_size(_META_BLOCK_BYTES)
-        # closing must not wait for groups that a caller still holds
-        access.set_fclose_degree(h5f.CLOSE_STRONG)
-        self._path, self._mode, self._image, self._is_reserved = path, mode, SparseImage(), is_reserved
-        access.set_fileobj_driver(h5fd.fileobj_driver, self._image)
-        creation = _no_times(h5p.FILE_CREATE)
-        creation.set_link_creation_order(_TRACKED)
+    def __init__(self, root: h5f.FileID) -> None:
+        self.root = root
         self._groups = _no_times(h5p.GROUP_CREATE)
         self._groups.set_link_creation_order(_TRACKED)
         self._datasets = _no_times(h5p.DATASET_CREATE)
@@ -71,15 +68,6 @@ class Builder:
         self._types: dict[np.dtype, h5t.TypeID] = {}
         self._texts: dict[int, h5t.TypeStringID] = {}
         self._spaces: dict[tuple[int, ...], h5s.SpaceID] = {(): self._scalar}
-        self.root = h5f.create(b"image", h5f.ACC_TRUNC, fcpl=creation, fapl=access)
-
-    def __enter__(self) -> Builder:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.root.close()
-        if kind is None:
-            self._image.put(self._path, self._mode, is_reserved=self._is_reserved)
 
     def group(self, parent: h5g.GroupID | h5f.FileID, name: str) -> h5g.GroupID:
         """A new group; `name` is escaped already."""
@@ -166,12 +154,37 @@ class Builder:
         return self._types[dtype]
 
 
+class Builder(Objects):
+    """Creates the objects of one new file. Use as a context manager; leaving it puts the file on disk.
+
+    Space of the file is reserved on the disk where that is possible, if `is_reserved`.
+
+    Raises:
+        OSError: the file exists or cannot be made.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o666, *, is_reserved: bool = True) -> None:
+        self._path, self._mode, self._image, self._is_reserved = path, mode, SparseImage(), is_reserved
+        creation = _no_times(h5p.FILE_CREATE)
+        creation.set_link_creation_order(_TRACKED)
+        access = access_in_memory(self._image)
+        super().__init__(h5f.create(b"image", h5f.ACC_TRUNC, fcpl=creation, fapl=access))
+
+    def __enter__(self) -> Builder:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.root.close()
+        if kind is None:
+            self._image.put(self._path, self._mode, is_reserved=self._is_reserved)
+
+
 def _offset_of(dataset: h5d.DatasetID) -> int:
     offset = dataset.get_offset()
     return -1 if offset is None else int(offset)
 
 
-def open_reading(path: Path | io.BytesIO | io.FileIO) -> h5py.File:
+def open_reading(path: Path | io.BytesIO | io.RawIOBase) -> h5py.File:
     """Open a file for reading without taking a lock (read-only and network file systems have none).
 
     Access its objects through the functions `child...` only: h5py's own access follows links to other files.
