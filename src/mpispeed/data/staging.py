@@ -109,7 +109,7 @@ def stage(dataset: Any, root: str, node: Comm, world: Comm) -> tuple[Any, Staged
     what was read of the files, and are in place when they are complete.
 
     Args:
-        dataset: `Stageable`; ranks of a node may have different ones, whose files are all copied.
+        dataset: `Stageable`; ranks of a node may have different ones, whose files are all copied, or None.
         root: a folder, with $VARIABLES of the node; made if it is missing.
         node: the ranks of this node.
         world: all ranks.
@@ -121,8 +121,9 @@ def stage(dataset: Any, root: str, node: Comm, world: Comm) -> tuple[Any, Staged
             does not take the copies, or the data set cannot be opened over them.
     """
     with world.together(ConfigError):
-        require_stageable(dataset)
-        mine = [str(os.fspath(path)) for path in dataset.files()]
+        mine = _files_of(dataset)
+    if not any(world.gather_objects(dataset is not None)):
+        return dataset, Staged({}, None)
     wanted = list(dict.fromkeys(chain.from_iterable(node.gather_objects(mine))))
     sizes: dict[str, os.stat_result] = {}
     facts = _look(wanted, root, sizes) if node.rank == 0 else None
@@ -132,7 +133,7 @@ def stage(dataset: Any, root: str, node: Comm, world: Comm) -> tuple[Any, Staged
     paths = node.share(staged.paths)
     try:
         with world.together(ConfigError, doing="the copies of the data cannot be opened"):
-            opened = dataset.reopened(paths)
+            opened = None if dataset is None else dataset.reopened(paths)
     except ConfigError:
         staged.close()
         raise
@@ -142,6 +143,13 @@ def stage(dataset: Any, root: str, node: Comm, world: Comm) -> tuple[Any, Staged
             len(wanted), format_bytes(facts.nbytes), facts.root, format_duration(time.monotonic() - begin),
         )  # fmt: skip
     return opened, Staged(paths, staged._folder)
+
+
+def _files_of(dataset: Any) -> list[str]:
+    if dataset is None:
+        return []
+    require_stageable(dataset)
+    return [str(os.fspath(path)) for path in dataset.files()]
 
 
 def _look(files: Sequence[str], root: str, sizes: dict[str, os.stat_result]) -> _Facts:

@@ -44,8 +44,8 @@ def attach(context: Context) -> Hooks:
         stalls = Stalls(context, waits)
         context.parts.updates.send_along(stalls)
         context.bus.subscribe(Event.STEP_END, stalls.on_step)
-    # DeepSpeed's pipelines read in order, its other engines do not.
     dataset = _near(context)
+    # DeepSpeed's pipelines read in order, its other engines do not.
     shuffles, sampling = not isinstance(context.module, PipelineModule), context.published.get("data_sampling")
 
     def make() -> ShardedLoader | None:
@@ -71,7 +71,7 @@ def attach(context: Context) -> Hooks:
 def _near(context: Context) -> Any:
     """The training data, over copies on the node's disk if there are to be any. Collective over: all ranks."""
     dataset, folder, world = context.given.training_data, context.settings.stage_to, context.mesh.world
-    if folder is None or dataset is None:
+    if folder is None:
         return dataset
     opened, staged = stage(dataset, folder, world.node, world.comm)
     context.bus.subscribe(Event.CLOSE, lambda _: staged.close())
