@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 import mpispeed.as_deepspeed
-from mpispeed.base.errors import UsageError
 from mpispeed.compat.modules import NamesModule, missing, rows
 from mpispeed.config import legacy
 from mpispeed.config.ineffective import NO_EFFECT
@@ -36,8 +35,7 @@ from mpispeed.config.load import judge
 from mpispeed.config.root import Config
 from mpispeed.config.section import walk
 from mpispeed.config.unavailable import find_unavailable
-from mpispeed.engine import Engine
-from mpispeed.engine.delegation import REFUSED, Value
+from mpispeed.engine.delegation import Value
 
 try:
     import tomllib
@@ -238,11 +236,6 @@ def try_member(cls: type, name: Name) -> tuple[str, str]:
         return DIFFERS, "there is no such attribute"
     if name.kind == "property":
         return (SAME, "") if isinstance(found, property | Value) else (DIFFERS, "is no property")
-    if issubclass(cls, Engine) and name.path in REFUSED:
-        try:
-            getattr(cls, name.path)(None)
-        except UsageError as error:
-            return LATER, str(error)
     if name.kind == "value":
         return SAME, ""
     wrong = compare(name.signature, getattr(cls, name.path), drops_first=not isinstance(found, staticmethod))

@@ -10,7 +10,7 @@ import argparse
 import re
 from pathlib import Path
 
-from mpispeed.engine.delegation import COMPONENTS, HOMES, OWN, PROPERTIES, REFUSED, all_methods
+from mpispeed.engine.delegation import COMPONENTS, HOMES, OWN, PROPERTIES, all_methods
 
 PAGE = Path(__file__).resolve().parents[1] / "src" / "mpispeed" / "engine" / "getters.pyi"
 
@@ -25,7 +25,7 @@ def page() -> str:
     lines = [
         "# Made by tools/getter_stub.py of the tables in delegation.py.",
         "",
-        "from typing import Any, NoReturn",
+        "from typing import Any",
         "",
         "import torch",
         "from torch import nn",
@@ -37,7 +37,6 @@ def page() -> str:
     for name, getter in sorted(values.items()):
         lines += ["    @property", f"    def {name}(self) -> {getter.returns}: ..."]
     lines += [f"    def {name}(self) -> {getter.returns}: ..." for name, getter in sorted(methods.items())]
-    lines += [f"    def {name}(self, *args: Any, **kwargs: Any) -> NoReturn: ..." for name in sorted(REFUSED)]
     return "\n".join(lines) + "\n"
 
 

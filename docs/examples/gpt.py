@@ -23,15 +23,15 @@ class Shape:
 
 
 def rotation(block: int, size: int) -> Tensor:
-    """Cosines and sines (2, block, size / 2) of the angles that stand for positions."""
+    """Cosines and sines (1, block, 2, size / 2) of the angles that stand for positions."""
     speeds = 10000.0 ** (-torch.arange(0, size, 2) / size)
     angles = torch.outer(torch.arange(block), speeds)
-    return torch.stack([angles.cos(), angles.sin()])
+    return torch.stack([angles.cos(), angles.sin()], dim=1)[None]
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn the pairs (i, i + size / 2) of the last dim of `x` by the angles of their positions."""
-    cos, sin = rotation[:, : x.shape[-2]]
+    cos, sin = rotation[:, None, : x.shape[-2]].unbind(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -111,9 +111,9 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats per byte if `y` is given, else logits (batch, length, 256)."""
-        hidden = self.embedding(x)
+        hidden, rotation = self.embedding(x), self.rotation[:, : x.shape[1]]
         for block in self.blocks:
-            hidden = block(hidden, self.rotation)
+            hidden = block(hidden, rotation)
         logits = self.head(self.norm(hidden))
         return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
 

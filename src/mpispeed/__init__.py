@@ -98,6 +98,7 @@ PUBLIC_MODULES = (
     "nn",
     "nn.block",
     "nn.expert",
+    "nn.routing",
     "nn.tensor",
     "optim",
     "pipe",

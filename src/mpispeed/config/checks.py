@@ -339,9 +339,19 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
 )
 
 
+def _unrouted(config: Config, spell: Callable[[str], str]) -> list[str]:
+    """A warning if random-LTD is enabled within sections that are not."""
+    data = config.data_efficiency
+    if data.routes_tokens or not data.data_routing.random_ltd.enabled:
+        return []
+    levels = [spell(path) for path in ("data_efficiency.enabled", "data_efficiency.data_routing.enabled")]
+    found = spell("data_efficiency.data_routing.random_ltd")
+    return [f"{found} has no effect here: {' and '.join(levels)} have to be true, too"]
+
+
 def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str]:
     """Warnings on legal settings without the expected effect; `spell` gives the path as the user wrote it."""
-    found = find_ineffective(config, spell)
+    found = find_ineffective(config, spell) + _unrouted(config, spell)
     growth = config.curriculum_learning
     multiple = growth.schedule_config.difficulty_step or 0
     if growth.enabled and growth.curriculum_type == "seqlen" and multiple % 8:
@@ -359,11 +369,6 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
         found.append(f"vocabulary_size {config.vocabulary_size} is no multiple of 8; matrix products may be slower")
     if config.autotuning.enabled:
         found.append("autotuning.enabled: a run trains all the same; search with mpispeed tune, or run --autotuning")
-    if config.data_efficiency.data_routing.random_ltd.enabled and not config.data_efficiency.routes_tokens:
-        path = "data_efficiency.data_routing"
-        found.append(
-            f"{path}.random_ltd has no effect: data_efficiency.enabled and {path}.enabled have to be true, too"
-        )
     optimizer = config.optimizer
     if optimizer is not None and (optimizer.type or "").lower() in known.ONEBIT:
         spelled = (f"optimizer.params.{key} has no effect here: {why}" for key, why in unused(optimizer.params).items())

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from mpispeed.base.errors import UsageError
 from mpispeed.config.derive import measures_wall_clock
 from mpispeed.config.monitor import MonitorConfig
 from mpispeed.config.zero import ZeroOptimization
@@ -304,9 +303,6 @@ PATHS: dict[str, str] = {
 }
 """Method -> setting; a section is returned as a plain dict. A section that is absent: False for a switch, else None."""
 
-REFUSED: dict[str, str] = {}
-"""Method -> the feature that is not there."""
-
 ZERO: dict[str, str] = {key if key.startswith("zero_") else f"zero_{key}": key for key in ZeroOptimization.model_fields}
 """Method -> key of the section `zero_optimization`, whose value is returned as it is."""
 
@@ -337,8 +333,6 @@ def install(cls: Any) -> None:
         setattr(cls, name, Yielding(name, getter))
     for name, getter in PROPERTIES.items():
         setattr(cls, name, Value(getter))
-    for name, feature in REFUSED.items():
-        setattr(cls, name, _refusal(cls, name, feature))
 
 
 class Value:
@@ -373,14 +367,6 @@ def _method(cls: type, name: str, getter: Getter) -> Callable[[Any], Any]:
         return getter.read(self.mpispeed.parts)
 
     return _named(method, cls, name, getter.doc, getter.returns)
-
-
-def _refusal(cls: type, name: str, feature: str) -> Callable[..., NoReturn]:
-    def method(self: Any, *_: Any, **__: Any) -> NoReturn:
-        msg = f"engine.{name}(): {feature} not available; leave the call out"
-        raise UsageError(msg)
-
-    return _named(method, cls, name, f"Refused: {feature} not available.", "NoReturn")
 
 
 def _named(method: Any, cls: type, name: str, doc: str, returns: str) -> Any:

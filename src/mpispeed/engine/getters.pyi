@@ -1,6 +1,6 @@
 # Made by tools/getter_stub.py of the tables in delegation.py.
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn

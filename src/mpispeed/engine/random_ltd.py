@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
 from mpispeed.engine.hooks import Context, Hooks
 from mpispeed.nn.routing.convert import numbered, routes_of
@@ -82,7 +83,7 @@ class TokenDropping:
         routes, pipe = routes_of(self._context.module), self._context.mesh["pipe"]
         names: list[list[str]] = pipe.gather_objects(list(routes))
         numbers = numbered((name for stage in names for name in stage), self._wanted, self._count)
-        with pipe.together():
+        with pipe.together(ConfigError):
             for name, route in routes.items():
                 route.clear()
                 if name in numbers:

@@ -315,7 +315,7 @@ ASKS = {
             "data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": {}}}}
         }
     },
-    "data_efficiency.data_routing.random_ltd": {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}},
+    "data_efficiency.data_sampling": {"data_efficiency": {"data_sampling": {"enabled": True}}},
     "compression_training.layer_reduction": {
         "compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 1, "teacher_layer": [1]}}
     },
@@ -335,7 +335,7 @@ ASKS = {
 } | {
     name: {name: True}
     for name in (
-        "amp", "data_efficiency", "quantize_training", "eigenvalue", "hybrid_engine",
+        "amp", "quantize_training", "eigenvalue", "hybrid_engine",
     )
 } | {
     f"zero_optimization.{name}": {"zero_optimization": {name: True}}

@@ -47,6 +47,8 @@ READ = {
     "elasticity.micro_batch_sizes", "elasticity.min_gpus", "elasticity.max_gpus", "elasticity.version",
     "elasticity.prefer_larger_batch", "elasticity.ignore_non_elastic_batch_info", "elasticity.model_parallel_size",
     "elasticity.num_gpus_per_node",
+    "data_efficiency.enabled", "data_efficiency.seed",
+    *(path for path in FIELDS if path.startswith("data_efficiency.data_routing.")),
     *(path for path in FIELDS if path.startswith("autotuning.") and path != "autotuning.model_info.profile"),
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "wandb", "comet", "nebula", "activation_checkpointing",

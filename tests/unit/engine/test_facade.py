@@ -10,7 +10,7 @@ import mpispeed
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.engine.api import _config_source
 from mpispeed.engine.backward import Counters
-from mpispeed.engine.delegation import COMPONENTS, HOMES, OWN, PROPERTIES, REFUSED, all_methods
+from mpispeed.engine.delegation import COMPONENTS, HOMES, OWN, PROPERTIES, all_methods
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, StepLink
 from mpispeed.mesh import sim
 from mpispeed.monitor.by_hand import Monitors
@@ -124,9 +124,6 @@ def test_every_name_of_the_tables_answers_with_its_type(engine):
         assert fits(getattr(engine, name)(), getter.returns), name
     for name, getter in {**COMPONENTS, **OWN, **PROPERTIES}.items():
         assert fits(getattr(engine, name), getter.returns), name
-    for name in REFUSED:
-        with pytest.raises(UsageError, match=rf"engine.{name}\(\): .* not available"):
-            getattr(engine, name)(None, step=3)
 
 
 def test_the_config_is_a_mapping(engine):
