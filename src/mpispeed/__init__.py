@@ -99,6 +99,7 @@ PUBLIC_MODULES = (
     "nn.block",
     "nn.expert",
     "nn.layer_drop",
+    "nn.routing",
     "nn.tensor",
     "optim",
     "pipe",

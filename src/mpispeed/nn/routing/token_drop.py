@@ -35,7 +35,7 @@ _ROUTE = "_random_ltd_route"
 
 @dataclass(frozen=True, slots=True)
 class DropSettings:
-    """The settings that the layers of a model have in common.
+    """Settings that the layers of a model have in common.
 
     Attributes:
         scheduler: gives the reserved length: how many tokens of a sample a layer sees.

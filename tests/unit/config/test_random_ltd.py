@@ -1,9 +1,11 @@
-"""Checks of random-LTD's section."""
+"""Settings of random-LTD: what is required, what contradicts, and levels that are off."""
+
+from __future__ import annotations
 
 import pytest
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.config.load import load
+from mpispeed.config import load
 
 
 def dropping(**more):
@@ -34,11 +36,10 @@ DROPPING = {
 }
 
 
-@pytest.mark.parametrize("path", DROPPING)
-def test_conflicts_name_the_key(path):
-    with pytest.raises(ConfigError) as raised:
-        load(dropping(**DROPPING[path]))
-    assert f"data_efficiency.data_routing.random_ltd.{path}" in str(raised.value)
+@pytest.mark.parametrize("key", DROPPING)
+def test_conflicts_name_the_key(key):
+    with pytest.raises(ConfigError, match=rf"(^configuration: |\n  )data_efficiency.data_routing.random_ltd.{key}: "):
+        load(dropping(**DROPPING[key]))
 
 
 def test_token_drop_that_is_off_at_an_outer_level_warns():
@@ -47,5 +48,5 @@ def test_token_drop_that_is_off_at_an_outer_level_warns():
     given = dropping()
     given["data_efficiency"]["data_routing"]["enabled"] = False
     (said,) = load(given).warnings
-    assert "random_ltd has no effect: data_efficiency.enabled and data_efficiency.data_routing.enabled" in said
+    assert "random_ltd has no effect here: data_efficiency.enabled and data_efficiency.data_routing.enabled" in said
     assert not load(given).config.data_efficiency.routes_tokens
