@@ -49,6 +49,7 @@ class Feature:
         stages: ZeRO stages at which it can be, best first.
         keeps: what it promises about the numbers of a run that has another feature.
         is_rounding: the run computes or sends in few bits, so that "near" is less near.
+        by_micro_batch: it draws for each micro-batch, so that other micro-batches give other numbers.
         kind: an engine has one feature of a kind; others of it would replace it.
         axes: sizes of axes that it needs.
         client: makes the client's optimizer of the parameters.
@@ -64,6 +65,7 @@ class Feature:
     stages: tuple[int, ...] = ANY
     keeps: str = EXACT
     is_rounding: bool = False
+    by_micro_batch: bool = False
     kind: str = ""
     axes: dict[str, int] = field(default_factory=dict)
     client: Callable[[nn.Module, list[Any]], Any] | None = None
@@ -197,9 +199,33 @@ def _sequence_is_cut(run: Run) -> bool:
 
 
 def _recomputed(run: Run) -> bool:
-    own = sum(isinstance(module, Block) for module in run.engine.module.modules())
-    passes = run.steps * run.engine.gradient_accumulation_steps()
-    return run.block_runs == 2 * own * passes
+    return run.block_runs == 2 * _expected_runs(run) + _trials(run)
+
+
+def _trials(run: Run) -> int:
+    """Runs of a block by which an engine learns what it returns: where the first that it would run is left out."""
+    is_new = "loaded by other ranks" in run.names or any(feature.makes_engines for feature in run.features)
+    return int("progressive layer drop" in run.names and is_new and 0 in _blocks(run))
+
+
+def _blocks(run: Run) -> list[int]:
+    """Numbers of the blocks of this rank, by their names; the first layer of a pipeline is none."""
+    own = [name for name, module in run.engine.module.named_modules() if isinstance(module, Block)]
+    return [int(name.rpartition(".")[2]) - ("." not in name) for name in own]
+
+
+def _expected_runs(run: Run) -> int:
+    """How often blocks of this rank run forward in the steps of this run."""
+    own, micros = _blocks(run), range(run.engine.gradient_accumulation_steps())
+    left_out = {0: 0, 1: 1}  # micro-batch of the third step -> block, by the seed of the row
+    missing = sum(left_out.get(micro) in own for micro in micros) if "progressive layer drop" in run.names else 0
+    return len(own) * run.steps * len(micros) - missing
+
+
+def _drops_layers(run: Run) -> bool:
+    runs = _expected_runs(run) * (2 if "activation checkpointing" in run.names else 1) + _trials(run)
+    expected = run.engine.progressive_layer_drop.theta_at(2)
+    return bool(run.engine.get_pld_theta() == expected < 1 and run.block_runs == runs)
 
 
 def _elastic(settings: dict[str, Any], folder: Path) -> None:
@@ -335,6 +361,11 @@ FEATURES: tuple[Feature, ...] = (
             "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 2, "max_difficulty": 8,
             "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 2}}),
         keeps=FINAL,
+    ),
+    Feature(
+        "progressive layer drop", ("layer_drop", "left out"), _drops_layers,
+        put("progressive_layer_drop", {"enabled": True, "theta": 0.2, "gamma": 3.0, "seed": 6}), keeps=FINAL,
+        by_micro_batch=True,
     ),
     Feature("checkpoint", ("checkpoint",), lambda run: bool(run.loaded), saves=True),
     Feature("async save", ("async_save", "background"), lambda run: bool(run.loaded),

@@ -28,6 +28,7 @@ from mpispeed import features as registry
 from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.config.accept import accept
 from mpispeed.curriculum import truncate
+from mpispeed.nn.layer_drop import convert_to_layer_drop
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from mpispeed.sharding.sharded_param import is_sharded
 from mpispeed.walltime import last_safe_step, requests
@@ -114,6 +115,8 @@ class Run:
         )
         with born:
             model = self._model(seed)
+        if "progressive layer drop" in self.names and any(isinstance(each, Block) for each in model.modules()):
+            convert_to_layer_drop(model, Block)
         self.notes["was born cut"] = any(map(is_sharded, model.parameters()))
         make = next((feature.client for feature in self.features if feature.client), None)
         client: Any = None
@@ -375,7 +378,8 @@ def try_pair(first: Feature, second: Feature) -> Outcome:
     if promising.kind == "stage":  # another stage is what the feature is without this one
         stages = [one for one in other.stages if one != stage]
     expected = _reference(other, stages[0]) if stages else None
-    if expected is None or promising.keeps == FINAL:
+    draws_others = other.by_micro_batch and promising.name in {"accumulation", "elasticity"}
+    if expected is None or promising.keeps == FINAL or draws_others:
         return Outcome(WORKS, FINAL)
     kept = nearness(run.losses, expected, any(feature.is_rounding for feature in features))
     if kept == FINAL:

@@ -220,3 +220,15 @@ def test_deepspeeds_layers_need_no_call():
         outcomes.append(train_averaged(engine, [x] * STEPS))
         engine.destroy()
     assert_near(torch.tensor(outcomes[0]), torch.tensor(outcomes[1]))
+
+
+@pytest.mark.ranks(1)
+def test_a_compiled_model_decides_anew_for_each_layer_and_pass():
+    outcomes = []
+    for is_compiled in (False, True):
+        engine = start(settings(0), model())
+        if is_compiled:
+            engine.compile(backend="eager")
+        outcomes.append(train(engine, batches(5)))
+        engine.destroy()
+    same_bits(*outcomes)
