@@ -262,7 +262,7 @@ def open_store(path: str | os.PathLike[str], node: Comm | None = None) -> TokenS
     Collective over: `node`, if it is given.
     """
     place = Path(path)
-    if node is None or node.size == 1:
+    if node is None:
         return TokenStore(place, *_opened(place))
     return _open_on_node(place, node)
 
