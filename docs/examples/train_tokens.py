@@ -1,4 +1,4 @@
-"""Builds a token store of the sources of the standard library, and trains a small GPT on it, on any number of ranks.
+"""Builds a token store of some sources of the standard library, and trains a small GPT on it, on any number of ranks.
 
 mpispeed run -n 2 docs/examples/train_tokens.py --steps 50
 mpispeed run -n 3 docs/examples/train_tokens.py --steps 100     # goes on with the same samples in the same order
@@ -13,15 +13,12 @@ from pathlib import Path
 from gpt import GPT, Shape
 
 import mpispeed
-from mpispeed.mesh.world import start
-from mpispeed.tokens.store import open_store
-from mpispeed.tokens.windows import TokenWindows
-from mpispeed.tokens_build.inputs import Reading
-from mpispeed.tokens_build.job import Request, build
+from mpispeed import comm, token_stores
 
 SHAPE = Shape(layers=2, heads=4, width=64, block=64)
 CONFIG = {"train_batch_size": 24, "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
-NEWLINE = "10"  # ends a document, so that all tokens are bytes
+SOURCES = sorted(Path(sysconfig.get_paths()["stdlib"], "asyncio").glob("*.py"))
+NEWLINE = "10"  # ends a document, so that every token is a byte
 
 
 def main() -> None:
@@ -30,19 +27,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--out", type=Path, default=Path("train_tokens"), help="folder of the store and checkpoints")
     given = parser.parse_args()
-    world, path = start(), given.out / "sources.h5"
-    if world.rank == 0:
-        given.out.mkdir(parents=True, exist_ok=True)
-    if not world.comm.share(path.exists()):
-        # As `mpispeed data build -o sources.h5 -t byte --eos 10 --documents file --format text --skip-bad FILES` would.
-        files = sorted(Path(sysconfig.get_paths()["stdlib"], "asyncio").glob("*.py"))
-        whole = Reading(documents="file")
-        report = build(
-            world.comm, Request(path, files, "byte", kind="text", reading=whole, end=NEWLINE, skips_bad=True)
+    mpispeed.init_distributed()
+    path = given.out / "sources.h5"
+    if not path.exists():
+        # As `mpispeed data build -o sources.h5 -t byte --eos 10 --documents file --format text --skip-bad FILES`.
+        report = token_stores.build_store(
+            path, SOURCES, "byte", eos=NEWLINE, documents="file", format="text", skip_bad=True
         )
-        if world.rank == 0:
+        if comm.get_rank() == 0:
             print(f"{report.tokens} tokens of {report.documents} documents")
-    data = TokenWindows(open_store(path, world.node), SHAPE.block)
+    data = token_stores.TokenWindows(token_stores.open_on_node(path), SHAPE.block)
     engine, _, loader, _ = mpispeed.initialize(model=GPT(SHAPE), training_data=data, config=CONFIG)
     engine.load_checkpoint(given.out / "checkpoints")
     batches = iter(mpispeed.RepeatingLoader(loader))
@@ -51,7 +45,7 @@ def main() -> None:
         loss = engine(batch["input_ids"], batch["labels"])
         engine.backward(loss)
         engine.step()
-        if step % 10 == 0 and world.rank == 0:
+        if step % 10 == 0 and comm.get_rank() == 0:
             print(f"step {step} loss {loss.item():.3f}")
     engine.save_checkpoint(given.out / "checkpoints")
 

@@ -94,7 +94,7 @@ class WorkFolder:
             msg = f"{printable(str(self.output))} exists; remove it, or give another name"
             raise BuildError(msg)
         try:
-            self.path.mkdir(exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             if not is_begun:
                 self._refuse_others()
             self._take_lock()
