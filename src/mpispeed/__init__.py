@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         nn as nn,
         optim as optim,
         pipe as pipe,
+        token_stores as token_stores,
         torch_backend as torch_backend,
         zero as zero,
     )
@@ -105,6 +106,7 @@ PUBLIC_MODULES = (
     "pipe",
     "pipe.check",
     "pipe.schedule",
+    "token_stores",
     "torch_backend",
     "zero",
 )

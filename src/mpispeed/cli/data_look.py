@@ -18,10 +18,11 @@ from mpispeed.base.plain import printable
 from mpispeed.base.units import format_bytes
 from mpispeed.cli.ckpt_report import as_json_option, print_table, say
 from mpispeed.tokens import layout, reader
-from mpispeed.tokens.errors import TokenStoreError
+from mpispeed.tokens.errors import NoTokenStore, TokenStoreError, UnfinishedStore
 from mpispeed.tokens.positions import read_elements
 from mpispeed.tokens.verify import Verdict
 from mpispeed.tokens.verify import verify as verified
+from mpispeed.tokens_build.work_folder import unfinished
 
 _MOST_TOKENS = 1 << 20
 """Of a document that is shown."""
@@ -112,7 +113,13 @@ def _short(value: Any) -> str:
 @as_json_option
 def verify(path: Path, sample: int | None, seed: int, threads: int | None, as_json: bool) -> None:
     """Compare a token store with its checksums, and its tables with each other."""
-    found = verified(path, sample=sample, seed=seed, threads=threads or len(os.sched_getaffinity(0)))
+    try:
+        found = verified(path, sample=sample, seed=seed, threads=threads or len(os.sched_getaffinity(0)))
+    except NoTokenStore as failure:
+        left = unfinished(path)
+        if left is None:
+            raise
+        raise UnfinishedStore(left) from failure
     if as_json:
         click.echo(json.dumps({"file": str(path), "fine": found.is_fine, **vars(found)}, indent=1))
     else:
