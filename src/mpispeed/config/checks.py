@@ -402,3 +402,8 @@ def _warnings_of_data(config: Config, spell: Callable[[str], str]) -> Iterator[s
         key = spell("curriculum_learning.schedule_config.difficulty_step")
         yield f"{key} {multiple} is no multiple of 8; matrix products of these lengths may be slower on GPUs"
     yield from _unrouted(config, spell)
+    efficiency = config.data_efficiency
+    if efficiency.data_sampling.enabled and not efficiency.enabled:
+        yield f"{spell(_SAMPLING)}.enabled has no effect here: data_efficiency.enabled is false"
+    if efficiency.data_sampling.curriculum_learning.enabled and not efficiency.data_sampling.enabled:
+        yield f"{spell(_SAMPLED)}.enabled has no effect here: {_SAMPLING}.enabled is false"
