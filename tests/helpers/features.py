@@ -19,12 +19,13 @@ from torch import nn
 import mpispeed
 from mpispeed.moe import MoE
 from tests.helpers.feature_models import Block, Whole
+from tests.helpers.index_files import metric
 from tests.helpers.pipes import gpt_layers
 
 if TYPE_CHECKING:
     from tests.helpers.pairs import Run
 
-BATCH = 24
+BATCH, TEXTS, STEPS = 24, 60, 3
 FINAL, CLOSE, EXACT = "runs", "near", "bits"
 """Promises about a pair: losses are finite; near those of the other feature alone; the same to the bit."""
 
@@ -262,6 +263,12 @@ def _grows(run: Run) -> bool:
     return run.engine.curriculum_scheduler_legacy.get_current_difficulty() == seen == 6
 
 
+def _is_sampled(run: Run) -> bool:
+    """The samples of all steps are of this run's loader, and the last ones were admitted by the second difficulty."""
+    loader, samples = run.engine.training_dataloader, STEPS * run.engine.train_batch_size()
+    return bool(loader.position == samples and loader.order.difficulties(samples) == {"number": TEXTS - 1})
+
+
 def _logged(run: Run) -> bool:
     from mpispeed.mesh import comms_log
 
@@ -366,6 +373,14 @@ FEATURES: tuple[Feature, ...] = (
         "progressive layer drop", ("layer_drop", "left out"), _drops_layers,
         put("progressive_layer_drop", {"enabled": True, "theta": 0.2, "gamma": 3.0, "seed": 6}), keeps=FINAL,
         by_micro_batch=True,
+    ),
+    Feature(
+        "sampling by difficulty", ("sampling",), _is_sampled,
+        put("data_efficiency", {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {
+            "enabled": True, "curriculum_metrics": {"number": metric(
+                {"index_to_sample_path": "FOLDER/number_index_to_sample",
+                 "index_to_metric_path": "FOLDER/number_index_to_metric"}, [TEXTS // 2, TEXTS - 1], [2])}}}}),
+        keeps=FINAL,
     ),
     Feature("checkpoint", ("checkpoint",), lambda run: bool(run.loaded), saves=True),
     Feature("async save", ("async_save", "background"), lambda run: bool(run.loaded),
