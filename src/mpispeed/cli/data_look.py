@@ -35,7 +35,13 @@ _path = click.argument("path", type=click.Path(path_type=Path))
 @click.option("--document", "number", type=click.IntRange(min=0), help="Print the token ids of this document.")
 @as_json_option
 def show(path: Path, number: int | None, as_json: bool) -> None:
-    """Show what is in a token store: sizes, tokenizer, columns, and other facts of its manifest."""
+    """Show what is in a token store: sizes, tokenizer, columns, and other facts of its manifest.
+
+    Of NAME.idx or NAME.bin, a pair of files of rows as analyze writes them: type, rows and values.
+    """
+    if path.suffix in (".idx", ".bin"):
+        _show_rows(path, number, as_json)
+        return
     handle = reader.open_file(path)
     try:
         found = reader.read_contents(path, handle)
@@ -49,6 +55,26 @@ def show(path: Path, number: int | None, as_json: bool) -> None:
         click.echo(json.dumps(told, indent=1))
     else:
         _print(path, told)
+
+
+def _show_rows(path: Path, number: int | None, as_json: bool) -> None:
+    """What a pair of files of rows says of itself, and a row of it."""
+    from mpispeed.curriculum import index_file  # imports torch
+
+    if number is not None:
+        data = index_file.opened(path)
+        if number >= len(data):
+            msg = f"{path} has no row {number}; it has {len(data)}, counted from 0"
+            raise index_file.IndexFileError(msg)
+        click.echo(" ".join(map(str, data.get(number, 0, min(data.size(number), _MOST_TOKENS)).tolist())))
+        return
+    told = {"file": str(path), **index_file.summary(path)}
+    if as_json:
+        click.echo(json.dumps(told, indent=1))
+        return
+    width = max(map(len, told))
+    for label, value in told.items():
+        say(f"{label:<{width}}  {value}")
 
 
 def _document(path: Path, handle: int, places: layout.Places, number: int) -> list[int]:
