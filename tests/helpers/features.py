@@ -262,6 +262,15 @@ def _grows(run: Run) -> bool:
     return run.engine.curriculum_scheduler_legacy.get_current_difficulty() == seen == 6
 
 
+def _drops_tokens(run: Run) -> bool:
+    """The first block, where this rank has it, saw 4 of the tokens in the third step."""
+    blocks = {name: each for name, each in run.engine.module.named_modules() if isinstance(each, Block)}
+    first = "1" if run.engine.mesh["pipe"].size > 1 else "blocks.0"
+    lengths = [each.length for name, each in blocks.items() if name == first]
+    seen = {4} if "progressive layer drop" not in run.names else {2, 4}  # it may have been left out then
+    return run.engine.random_ltd_scheduler.get_current_seq() == 4 and seen >= set(lengths)
+
+
 def _logged(run: Run) -> bool:
     from mpispeed.mesh import comms_log
 
@@ -366,6 +375,15 @@ FEATURES: tuple[Feature, ...] = (
         "progressive layer drop", ("layer_drop", "left out"), _drops_layers,
         put("progressive_layer_drop", {"enabled": True, "theta": 0.2, "gamma": 3.0, "seed": 6}), keeps=FINAL,
         by_micro_batch=True,
+    ),
+    Feature(
+        "random-LTD", ("random_ltd", "random-ltd"), _drops_tokens,
+        put("data_efficiency", {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {
+            "enabled": True, "total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0],
+            "model_type": "decoder", "hidden_state_order": "batch_seq_dim", "random_ltd_schedule": {
+                "min_value": 2, "max_value": 8, "schedule_type": "fixed_linear",
+                "schedule_config": {"require_steps": 4, "seq_per_step": 2}}}}}),
+        keeps=FINAL,
     ),
     Feature("checkpoint", ("checkpoint",), lambda run: bool(run.loaded), saves=True),
     Feature("async save", ("async_save", "background"), lambda run: bool(run.loaded),
