@@ -19,7 +19,7 @@ SEED = 5
 class Block(gpt_layers.PipeBlock):  # type: ignore[misc]
     """Counts how often blocks are run; the last run of each had `length` tokens."""
 
-    runs = 0
+    runs = length = 0
 
     def __init__(self, shape: gpt.Shape, ep_size: int = 0) -> None:
         super().__init__(shape)

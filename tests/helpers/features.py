@@ -267,7 +267,7 @@ def _drops_tokens(run: Run) -> bool:
     blocks = {name: each for name, each in run.engine.module.named_modules() if isinstance(each, Block)}
     first = "1" if run.engine.mesh["pipe"].size > 1 else "blocks.0"
     lengths = [each.length for name, each in blocks.items() if name == first]
-    seen = {4} if "progressive layer drop" not in run.names else {2, 4}  # it may have been left out then
+    seen = {4} if "progressive layer drop" not in run.names else {0, 2, 4}  # it may have been left out then
     return run.engine.random_ltd_scheduler.get_current_seq() == 4 and seen >= set(lengths)
 
 
