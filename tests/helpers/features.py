@@ -93,7 +93,9 @@ def put(path: str, value: Any) -> Change:
         at = settings
         for section in sections:
             at = at.setdefault(section, {})
-        at[key] = json.loads(json.dumps(value).replace("FOLDER", str(folder)))
+        given = json.loads(json.dumps(value).replace("FOLDER", str(folder)))
+        is_joined = isinstance(given, dict) and isinstance(at.get(key), dict)  # two features may be parts of a section
+        at[key] = at[key] | given if is_joined else given
 
     return change
 
@@ -269,6 +271,15 @@ def _is_sampled(run: Run) -> bool:
     return bool(loader.position == samples and loader.order.difficulties(samples) == {"number": TEXTS - 1})
 
 
+def _drops_tokens(run: Run) -> bool:
+    """The first block, where this rank has it, saw 4 of the tokens in the third step."""
+    blocks = {name: each for name, each in run.engine.module.named_modules() if isinstance(each, Block)}
+    first = "1" if run.engine.mesh["pipe"].size > 1 else "blocks.0"
+    lengths = [each.length for name, each in blocks.items() if name == first]
+    seen = {4} if "progressive layer drop" not in run.names else {0, 2, 4}  # it may have been left out then
+    return run.engine.random_ltd_scheduler.get_current_seq() == 4 and seen >= set(lengths)
+
+
 def _logged(run: Run) -> bool:
     from mpispeed.mesh import comms_log
 
@@ -380,6 +391,15 @@ FEATURES: tuple[Feature, ...] = (
             "enabled": True, "curriculum_metrics": {"number": metric(
                 {"index_to_sample_path": "FOLDER/number_index_to_sample",
                  "index_to_metric_path": "FOLDER/number_index_to_metric"}, [TEXTS // 2, TEXTS - 1], [2])}}}}),
+        keeps=FINAL,
+    ),
+    Feature(
+        "random-LTD", ("random_ltd", "random-ltd"), _drops_tokens,
+        put("data_efficiency", {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {
+            "enabled": True, "total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0],
+            "model_type": "decoder", "hidden_state_order": "batch_seq_dim", "random_ltd_schedule": {
+                "min_value": 2, "max_value": 8, "schedule_type": "fixed_linear",
+                "schedule_config": {"require_steps": 4, "seq_per_step": 2}}}}}),
         keeps=FINAL,
     ),
     Feature("checkpoint", ("checkpoint",), lambda run: bool(run.loaded), saves=True),

@@ -29,6 +29,7 @@ from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.config.accept import accept
 from mpispeed.curriculum import truncate
 from mpispeed.nn.layer_drop import convert_to_layer_drop
+from mpispeed.nn.routing import convert_to_random_ltd
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from mpispeed.sharding.sharded_param import is_sharded
 from mpispeed.walltime import last_safe_step, requests
@@ -115,6 +116,8 @@ class Run:
         self.swap.mkdir(exist_ok=True)
         for feature in self.features:
             feature.change(settings, self.folder)
+        if {"random-LTD", "pipeline stages"} <= self.names:  # layers of a pipeline begin with the embedding
+            settings["data_efficiency"]["data_routing"]["random_ltd"]["random_ltd_layer_id"] = [1]
         if "elasticity" in self.names and any(feature.axes for feature in self.features):
             settings["elasticity"] |= {"version": 0.2, "model_parallel_size": 2, "num_gpus_per_node": int(NODE)}
         return settings
@@ -143,7 +146,7 @@ class Run:
         self._feed = None if engine.training_dataloader is None else iter(engine.training_dataloader)
         if "curriculum learning" in self.names and engine.mesh["pipe"].size > 1:
             engine.set_batch_fn(lambda pair: _cut(pair, engine, self.notes))
-        return engine
+        return convert_to_random_ltd(engine, Block) if "random-LTD" in self.names else engine
 
     def _texts(self) -> Texts | None:
         """Data that are sampled by difficulty, whose files are written; None for a run without. Collective."""
