@@ -52,7 +52,7 @@ def main(folder: Path, ending: str) -> None:
         part = folder / f"part-{os.getpid()}"
         part.write_bytes(batches(1, 360)[0].numpy().tobytes())
         part.rename(source)
-    reading: dict[str, Any] = {"workers": 4, "prefetch": 8, "stage_to": str(folder / "disk")}
+    reading: dict[str, Any] = {"workers": 4, "prefetch": 8, "copy_to": str(folder / "disk")}
     settings = config(1, 12, 1, **WARM, data_loader=reading)
     engine, _, loader, _ = mpispeed.initialize(model=TinyLM(), config=settings, training_data=Tokens(str(source)))
     workers: set[int] = set()

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from mpispeed.data.staging import STAGED
+from mpispeed.data.node_copies import COPIED
 
 WORKER = Path(__file__).with_name("data_worker.py")
 END_SECONDS = 60
@@ -35,10 +35,10 @@ def test_a_killed_rank_leaves_no_workers_and_its_copy_goes_with_the_next_run(job
     assert ended.returncode != 0
     assert left_alive(tmp_path, 2) == []
     assert copies(tmp_path) == ["0.bin", "owner.json"]
-    (stale,) = (tmp_path / "disk" / STAGED.parent_name).iterdir()
+    (stale,) = (tmp_path / "disk" / COPIED.parent_name).iterdir()
     done = job(2, WORKER, tmp_path, "whole")
     assert done.returncode == 0, done.stderr
-    assert f"removed 1 staged data folders of runs that were killed: {stale}" in done.stderr
+    assert f"removed 1 copied data folders of runs that were killed: {stale}" in done.stderr
     assert "data: 1 files (" in done.stderr
     assert copies(tmp_path) == []
     assert left_alive(tmp_path, 2) == []

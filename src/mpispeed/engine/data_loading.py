@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from mpispeed.base.events import Event
-from mpispeed.data.staging import stage
+from mpispeed.data.node_copies import copy_to_nodes
 from mpispeed.data.stalls import StallWatch, Waits
 from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.hooks import Context, Hooks
@@ -70,11 +70,11 @@ def attach(context: Context) -> Hooks:
 
 def _near(context: Context) -> Any:
     """The training data, over copies on the node's disk if there are to be any. Collective over: all ranks."""
-    dataset, folder, world = context.given.training_data, context.settings.stage_to, context.mesh.world
+    dataset, folder, world = context.given.training_data, context.settings.copy_to, context.mesh.world
     if folder is None:
         return dataset
-    opened, staged = stage(dataset, folder, world.node, world.comm)
-    context.bus.subscribe(Event.CLOSE, lambda _: staged.close())
+    opened, copies = copy_to_nodes(dataset, folder, world.node, world.comm)
+    context.bus.subscribe(Event.CLOSE, lambda _: copies.close())
     return opened
 
 
@@ -118,4 +118,4 @@ class Stalls:
         settings: DataLoader = self._context.settings
         if not settings.workers and not settings.prefetch:
             return "data_loader.prefetch reads batches ahead, data_loader.workers in processes of their own"
-        return "more data_loader.workers read more at once, data_loader.stage_to copies files to the disks of the nodes"
+        return "more data_loader.workers read more at once, data_loader.copy_to copies files to the disks of the nodes"

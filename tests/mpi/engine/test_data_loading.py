@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from mpispeed.base.errors import ConfigError, DataError
 from mpispeed.data import SampleOrder
-from mpispeed.data.staging import STAGED
+from mpispeed.data.node_copies import COPIED
 from mpispeed.engine.data_loading import WAIT_MS
 from tests.zoo.models import BATCH, WIDTH
 from tests.zoo.training import ADAM, config, start
@@ -167,11 +167,11 @@ def test_stalls_can_be_left_unsaid(rows, caplog, monkeypatch):
 def test_files_are_copied_once_for_a_node_and_removed(comm, rows, mpi_tmp_path, monkeypatch):
     disk = mpi_tmp_path / "disk"
     monkeypatch.setenv("NODE_DISK", str(disk))
-    settings = config(1, **ADAM, data_loader={"stage_to": "$NODE_DISK/deep", "workers": 1})
+    settings = config(1, **ADAM, data_loader={"copy_to": "$NODE_DISK/deep", "workers": 1})
     engine = start(settings, training_data=Rows(rows))
     data = engine.training_dataloader.dataset
     copy = Path(data.path)
-    assert copy.parent.parent == disk / "deep" / STAGED.parent_name
+    assert copy.parent.parent == disk / "deep" / COPIED.parent_name
     assert copy.read_bytes() == rows.read_bytes()
     assert len(set(comm.gather_objects(str(copy)))) == 1
     assert [path.name for path in sorted((disk / "deep").rglob("*.*")) if path.is_file()] == ["0.bin", "owner.json"]
@@ -202,13 +202,13 @@ def test_what_cannot_be_copied_is_one_sentence_on_all_ranks(comm, rows, mpi_tmp_
     if comm.rank == comm.size - 1:
         change(data)
     if "free" in text:
-        monkeypatch.setattr("mpispeed.data.staging.free_bytes", lambda folder: 100)
+        monkeypatch.setattr("mpispeed.data.node_copies.free_bytes", lambda folder: 100)
     with pytest.raises(ConfigError, match=text):
-        start(config(1, **ADAM, data_loader={"stage_to": str(mpi_tmp_path / "disk")}), training_data=data)
+        start(config(1, **ADAM, data_loader={"copy_to": str(mpi_tmp_path / "disk")}), training_data=data)
     comm.barrier()
     assert [path for path in (mpi_tmp_path / "disk").rglob("*") if path.is_file()] == []
 
 
 def test_a_variable_that_is_not_set_is_told(rows):
     with pytest.raises(ConfigError, match=r"'\$NO_SUCH_DISK/x' has a variable that is not set there"):
-        start(config(1, **ADAM, data_loader={"stage_to": "$NO_SUCH_DISK/x"}), training_data=Rows(rows))
+        start(config(1, **ADAM, data_loader={"copy_to": "$NO_SUCH_DISK/x"}), training_data=Rows(rows))

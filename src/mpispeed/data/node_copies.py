@@ -2,7 +2,7 @@
 
     root/mpispeed-data-USERID/RUN.rankN/owner.json, 0.h5, 1.bin, 1.idx ...
 
-A data set can be staged if `files()` says which files it reads, and `reopened(paths)` opens it over others.
+A data set can be copied if `files()` says which files it reads, and `reopened(paths)` opens it over others.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEY = "data_loader.stage_to"
-STAGED = Kind("staged data", KEY, "mpispeed-data", re.compile(r"[0-9]{1,7}(\.[A-Za-z0-9]{1,16})?(\.part)?"))
+KEY = "data_loader.copy_to"
+COPIED = Kind("copied data", KEY, "mpispeed-data", re.compile(r"[0-9]{1,7}(\.[A-Za-z0-9]{1,16})?(\.part)?"))
 BLOCK = 8 << 20
 THREADS = 4
 """Blocks that a node reads at once: one reader alone does not fill the line to a parallel file system."""
@@ -47,7 +47,7 @@ MEET_SECONDS = 5.0
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,16}")
 
 
-class Stageable(Protocol):
+class Copyable(Protocol):
     """A data set that can be read from copies of its files."""
 
     def files(self) -> Sequence[str | os.PathLike[str]]:
@@ -60,7 +60,7 @@ class Stageable(Protocol):
         """
 
 
-class Staged:
+class Copies:
     """Copies on this node.
 
     Attributes:
@@ -88,8 +88,8 @@ class _Facts:
     mount: Mount = UNKNOWN
 
 
-def require_stageable(dataset: Any) -> None:
-    """Refuse a data set that cannot be staged.
+def require_copyable(dataset: Any) -> None:
+    """Refuse a data set that cannot be copied.
 
     Raises:
         ConfigError: it does not say what it reads.
@@ -102,14 +102,14 @@ def require_stageable(dataset: Any) -> None:
         raise ConfigError(msg)
 
 
-def stage(dataset: Any, root: str, node: Comm, world: Comm) -> tuple[Any, Staged]:
+def copy_to_nodes(dataset: Any, root: str, node: Comm, world: Comm) -> tuple[Any, Copies]:
     """Copy the files of a data set to this node's disk, once for all its ranks; returns the data set over the copies.
 
     Copies of killed runs are removed first. Space is looked for before anything is copied; copies are compared with
     what was read of the files, and are in place when they are complete.
 
     Args:
-        dataset: `Stageable`; ranks of a node may have different ones, whose files are all copied, or None.
+        dataset: `Copyable`; ranks of a node may have different ones, whose files are all copied, or None.
         root: a folder, with $VARIABLES of the node; made if it is missing.
         node: the ranks of this node.
         world: all ranks.
@@ -117,38 +117,38 @@ def stage(dataset: Any, root: str, node: Comm, world: Comm) -> tuple[Any, Staged
     Collective over: all ranks.
 
     Raises:
-        ConfigError: on every rank, if the data set cannot be staged, a file cannot be read, the disk is too small or
+        ConfigError: on every rank, if the data set cannot be copied, a file cannot be read, the disk is too small or
             does not take the copies, or the data set cannot be opened over them.
     """
     with world.together(ConfigError):
         mine = _files_of(dataset)
     if not any(world.gather_objects(dataset is not None)):
-        return dataset, Staged({}, None)
+        return dataset, Copies({}, None)
     wanted = list(dict.fromkeys(chain.from_iterable(node.gather_objects(mine))))
     sizes: dict[str, os.stat_result] = {}
     facts = _look(wanted, root, sizes) if node.rank == 0 else None
     _require_room([found for found in world.gather_objects(facts) if found is not None])
     run = world.share(run_name() if world.rank == 0 else "")
-    begin, staged = time.monotonic(), _copy_all(sizes, facts, run, world)
-    paths = node.share(staged.paths)
+    begin, copies = time.monotonic(), _copy_all(sizes, facts, run, world)
+    paths = node.share(copies.paths)
     try:
         with world.together(ConfigError, doing="the copies of the data cannot be opened"):
             opened = None if dataset is None else dataset.reopened(paths)
     except ConfigError:
-        staged.close()
+        copies.close()
         raise
     if world.rank == 0 and facts is not None:
         log.info(
             "data: %d files (%s) copied to %s on each node in %s",
             len(wanted), format_bytes(facts.nbytes), facts.root, format_duration(time.monotonic() - begin),
         )  # fmt: skip
-    return opened, Staged(paths, staged._folder)
+    return opened, Copies(paths, copies._folder)
 
 
 def _files_of(dataset: Any) -> list[str]:
     if dataset is None:
         return []
-    require_stageable(dataset)
+    require_copyable(dataset)
     return [str(os.fspath(path)) for path in dataset.files()]
 
 
@@ -170,7 +170,7 @@ def _look(files: Sequence[str], root: str, sizes: dict[str, os.stat_result]) -> 
         folder = Path(place)
         if not folder.exists():
             make_folder(folder)
-        private_folder.clean_stale(folder, STAGED)
+        private_folder.clean_stale(folder, COPIED)
         total = sum(status.st_size for status in sizes.values())
         return _Facts(host, "", total, free_bytes(folder), str(folder.resolve()), mount_of(folder))
     except (OSError, ValueError) as error:
@@ -204,7 +204,7 @@ def _require_room(nodes: Sequence[_Facts]) -> None:
         raise ConfigError(msg)
 
 
-def _copy_all(sizes: Mapping[str, os.stat_result], facts: _Facts | None, run: str, world: Comm) -> Staged:
+def _copy_all(sizes: Mapping[str, os.stat_result], facts: _Facts | None, run: str, world: Comm) -> Copies:
     """Copy on the nodes' first ranks; the others meet them from time to time.
 
     Collective over: all ranks.
@@ -225,7 +225,7 @@ def _copy_all(sizes: Mapping[str, os.stat_result], facts: _Facts | None, run: st
             msg = f"{KEY}: {failed[0]}"
             raise ConfigError(msg)
         if not any(texts):
-            return Staged({}, None) if copying is None else copying.staged()
+            return Copies({}, None) if copying is None else copying.copies()
 
 
 class _Copying:
@@ -264,13 +264,13 @@ class _Copying:
         if self._folder is not None:
             self._folder.remove()
 
-    def staged(self) -> Staged:
+    def copies(self) -> Copies:
         """The copies, when all are complete."""
-        return Staged(self._paths, self._folder)
+        return Copies(self._paths, self._folder)
 
     def _blocks(self) -> Generator[None, None, None]:
         """Copy all files; stops after each block."""
-        self._folder = PrivateFolder(Path(self._facts.root), self._run, self._rank, STAGED)
+        self._folder = PrivateFolder(Path(self._facts.root), self._run, self._rank, COPIED)
         for (file, status), name in zip(self._sizes.items(), names_of(list(self._sizes)), strict=True):
             part = f"{name}.part"
             self._folder.add(part)

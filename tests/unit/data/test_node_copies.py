@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.data import staging
-from mpispeed.data.staging import STAGED, copy_blocks, names_of, require_stageable
+from mpispeed.data import node_copies
+from mpispeed.data.node_copies import COPIED, copy_blocks, names_of, require_copyable
 
 
 def test_names_are_numbers_with_plain_suffixes() -> None:
@@ -26,12 +26,12 @@ def test_names_are_numbers_with_plain_suffixes() -> None:
     ]
     names = names_of(files)
     assert names == ["0.bin", "0.idx", "1.bin", "2.bin", "3.h5", "4", "5", "6", "7.gz"]
-    assert all(STAGED.files.fullmatch(each) for name in names for each in (name, f"{name}.part"))
+    assert all(COPIED.files.fullmatch(each) for name in names for each in (name, f"{name}.part"))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 12_345, 100_000])
 def test_bytes_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    monkeypatch.setattr(staging, "BLOCK", 4096)
+    monkeypatch.setattr(node_copies, "BLOCK", 4096)
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(os.urandom(nbytes))
     stops = list(copy_blocks(str(source), target, source.stat()))
@@ -54,7 +54,7 @@ def test_a_source_that_changes_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_gives_other_bytes_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "BLOCK", 4096)
+    monkeypatch.setattr(node_copies, "BLOCK", 4096)
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(os.urandom(20_000))
     blocks = copy_blocks(str(source), target, source.stat())
@@ -72,4 +72,4 @@ def test_a_copy_that_gives_other_bytes_back_is_refused(tmp_path: Path, monkeypat
 
 def test_a_data_set_has_to_say_what_it_reads() -> None:
     with pytest.raises(ConfigError, match=r"a range does not say which files it reads; give .* files\(\) and reopened"):
-        require_stageable(range(3))
+        require_copyable(range(3))
