@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         nn as nn,
         optim as optim,
         pipe as pipe,
+        token_stores as token_stores,
         torch_backend as torch_backend,
         zero as zero,
     )
@@ -99,11 +100,13 @@ PUBLIC_MODULES = (
     "nn.block",
     "nn.expert",
     "nn.layer_drop",
+    "nn.routing",
     "nn.tensor",
     "optim",
     "pipe",
     "pipe.check",
     "pipe.schedule",
+    "token_stores",
     "torch_backend",
     "zero",
 )

@@ -17,9 +17,9 @@ SEED = 5
 
 
 class Block(gpt_layers.PipeBlock):  # type: ignore[misc]
-    """Counts how often blocks are run."""
+    """Counts how often blocks are run; the last run of each had `length` tokens."""
 
-    runs = 0
+    runs = length = 0
 
     def __init__(self, shape: gpt.Shape, ep_size: int = 0) -> None:
         super().__init__(shape)
@@ -29,6 +29,7 @@ class Block(gpt_layers.PipeBlock):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Block.runs += 1
+        self.length = x.shape[1]
         return super().forward(x)  # type: ignore[no-any-return]
 
 

@@ -28,15 +28,17 @@ from mpispeed import features as registry
 from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
 from mpispeed.config.accept import accept
 from mpispeed.curriculum import truncate
+from mpispeed.nn.layer_drop import convert_to_layer_drop
+from mpispeed.nn.routing import convert_to_random_ltd
 from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from mpispeed.sharding.sharded_param import is_sharded
 from mpispeed.walltime import last_safe_step, requests
 from tests.helpers import features as rows
 from tests.helpers.feature_models import SEED, SHAPE, Block, Whole, layers
-from tests.helpers.features import BATCH, CLOSE, EXACT, FINAL, PROMISES, Feature
+from tests.helpers.features import BATCH, CLOSE, EXACT, FINAL, PROMISES, STEPS, TEXTS, Feature
+from tests.helpers.index_files import write_metric
 from tests.zoo.training import own_part
 
-STEPS = 3
 NODE = "2"
 """Ranks of a node: of 4 ranks there are two nodes, which second copies and coded sums tell apart."""
 
@@ -63,6 +65,17 @@ class Outcome:
         return {name: value for name, value in asdict(self).items() if value}
 
 
+class Texts(torch.utils.data.Dataset[Any]):
+    """Pairs of inputs and labels, made of their numbers."""
+
+    def __len__(self) -> int:
+        return TEXTS
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = (torch.arange(SHAPE.block + 1) + 7 * index) % 256
+        return tokens[:-1], tokens[1:]
+
+
 class Run:
     """A training with some features."""
 
@@ -74,6 +87,7 @@ class Run:
         self.notes: dict[str, Any] = {"counted": 0, "was born cut": False}
         self.steps, self.loaded = 0, ""
         self.engine: Any = None
+        self._feed: Iterator[Any] | None = None  # of the engine's own data
         self.rank = mpispeed.init_distributed().rank
         self.own = folder / f"node{self.rank // int(NODE)}" if "node-local checkpoints" in self.names else folder
         self.own.mkdir(parents=True, exist_ok=True)
@@ -102,6 +116,8 @@ class Run:
         self.swap.mkdir(exist_ok=True)
         for feature in self.features:
             feature.change(settings, self.folder)
+        if {"random-LTD", "pipeline stages"} <= self.names:  # layers of a pipeline begin with the embedding
+            settings["data_efficiency"]["data_routing"]["random_ltd"]["random_ltd_layer_id"] = [1]
         if "elasticity" in self.names and any(feature.axes for feature in self.features):
             settings["elasticity"] |= {"version": 0.2, "model_parallel_size": 2, "num_gpus_per_node": int(NODE)}
         return settings
@@ -114,6 +130,8 @@ class Run:
         )
         with born:
             model = self._model(seed)
+        if "progressive layer drop" in self.names and any(isinstance(each, Block) for each in model.modules()):
+            convert_to_layer_drop(model, Block)
         self.notes["was born cut"] = any(map(is_sharded, model.parameters()))
         make = next((feature.client for feature in self.features if feature.client), None)
         client: Any = None
@@ -124,10 +142,20 @@ class Run:
                 if is_late
                 else make(model, [*model.parameters()] or [{"params": []}])
             )
-        engine = mpispeed.initialize(model=model, optimizer=client, config=settings)[0]
+        engine = mpispeed.initialize(model=model, optimizer=client, config=settings, training_data=self._texts())[0]
+        self._feed = None if engine.training_dataloader is None else iter(engine.training_dataloader)
         if "curriculum learning" in self.names and engine.mesh["pipe"].size > 1:
             engine.set_batch_fn(lambda pair: _cut(pair, engine, self.notes))
-        return engine
+        return convert_to_random_ltd(engine, Block) if "random-LTD" in self.names else engine
+
+    def _texts(self) -> Texts | None:
+        """Data that are sampled by difficulty, whose files are written; None for a run without. Collective."""
+        if "sampling by difficulty" not in self.names:
+            return None
+        if self.rank == 0:
+            write_metric(self.folder, "number", range(TEXTS))
+        mpispeed.init_distributed().comm.barrier()
+        return Texts()
 
     def _model(self, seed: int) -> torch.nn.Module:
         axes = {name: size for feature in self.features for name, size in feature.axes.items()}
@@ -161,10 +189,11 @@ class Run:
         batch = tokens[:, :-1] % 256, tokens[:, 1:] % 256
         micros = range(engine.gradient_accumulation_steps())
         if engine.mesh["pipe"].size > 1:
-            return float(engine.train_batch(iter([own_part(engine, batch, micro) for micro in micros])))
+            own = None if self._feed else iter([own_part(engine, batch, micro) for micro in micros])
+            return float(engine.train_batch(own))
         total = torch.zeros((), dtype=torch.float64)
         for micro in micros:
-            loss = engine(*own_part(engine, batch, micro))
+            loss = engine(*(next(self._feed) if self._feed else own_part(engine, batch, micro)))
             total += engine.backward(loss).detach().double()
             engine.step()
         engine.mesh["data"].all_reduce(total)
@@ -375,7 +404,8 @@ def try_pair(first: Feature, second: Feature) -> Outcome:
     if promising.kind == "stage":  # another stage is what the feature is without this one
         stages = [one for one in other.stages if one != stage]
     expected = _reference(other, stages[0]) if stages else None
-    if expected is None or promising.keeps == FINAL:
+    draws_others = other.by_micro_batch and promising.name in {"accumulation", "elasticity"}
+    if expected is None or promising.keeps == FINAL or draws_others:
         return Outcome(WORKS, FINAL)
     kept = nearness(run.losses, expected, any(feature.is_rounding for feature in features))
     if kept == FINAL:

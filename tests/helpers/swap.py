@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mpispeed.store.owner import OWNER_FILE, Identity, boot_id
-from mpispeed.store.swap import parent_name, run_name
+from mpispeed.store.private_folder import run_name
+from mpispeed.store.swap import SWAP
 from tests.helpers.system import CHECKOUT, with_own_mounts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,7 @@ SCRIPT_SECONDS = 60
 
 def leftover(root, run=None, *, rank=0, swap_bytes=10, **changes):
     """The rank folder of a process that died; `changes` to what its owner file says."""
-    folder = root / parent_name() / f"{run or run_name()}.rank{rank}"
+    folder = root / SWAP.parent_name / f"{run or run_name()}.rank{rank}"
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700)
     identity = Identity(os.uname().nodename, 1, os.geteuid(), 0.0, boot_id())

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpispeed.nn.routing import RandomLTDScheduler, convert_to_random_ltd
-from mpispeed.nn.routing.convert import numbered, routes_of
+from mpispeed.nn.routing.convert import dropping_layers, routes_of
 from mpispeed.nn.routing.token_drop import DropSettings
 from tests.helpers.pipes import gpt, gpt_layers
 from tests.zoo.training import ADAM, config
@@ -56,8 +56,8 @@ def drop_tokens(
     scheduler = RandomLTDScheduler({**copy.deepcopy(config), "global_batch_size": BATCH})
     settings = DropSettings.of(config, scheduler, place=place or (lambda: (step, 0)))
     routes = routes_of(convert_to_random_ltd(model, kind))
-    for name, number in numbered(routes, config["random_ltd_layer_id"]).items():
-        routes[name].configure(name, number, settings)
+    for name, place in dropping_layers(routes, config["random_ltd_layer_id"]).items():
+        routes[name].configure(name, place, settings)
     return scheduler
 
 
@@ -66,7 +66,7 @@ def kept_of(config: dict[str, Any], number: int, batch: int, tokens: int, *, ste
     scheduler = RandomLTDScheduler({**config, "global_batch_size": 4})
     settings = DropSettings.of(config, scheduler, place=lambda: (step, 0))
     shape = (batch, tokens, 1) if settings.batch_first else (tokens, batch, 1)
-    kept = settings.choose(number, torch.zeros(shape))
+    kept = settings.choose(sorted(config["random_ltd_layer_id"]).index(number), torch.zeros(shape))
     assert kept is not None
     return kept.index.long()
 

@@ -27,9 +27,9 @@ class Numbered(torch.utils.data.Dataset):
         return index, self.tokens[index]
 
 
-def main(folder: Path, steps: int, stage: int, disk: str = "", elasticity: str = "{}") -> None:
-    """With `disk`, what can rest in swap files does, below that folder; `elasticity` is that section, as JSON."""
-    settings = config(stage, TRAIN_BATCH, 1, **WARM)
+def main(folder: Path, steps: int, stage: int, disk: str = "", elasticity: str = "{}", data_loader: str = "{}") -> None:
+    """With `disk`, what can rest in swap files does, below that folder; the last two are these sections, as JSON."""
+    settings = config(stage, TRAIN_BATCH, 1, **WARM, data_loader=json.loads(data_loader))
     if json.loads(elasticity):
         settings = {key: value for key, value in settings.items() if key not in BATCH_KEYS}
         settings["elasticity"] = json.loads(elasticity)

@@ -8,12 +8,13 @@ from pathlib import Path
 from mpispeed.mesh import start
 from mpispeed.native.block_io import Options
 from mpispeed.store.preflight import preflight
-from mpispeed.store.swap import SwapFolder, parent_name, run_name
+from mpispeed.store.private_folder import run_name
+from mpispeed.store.swap import SWAP, SwapFolder
 
 
 def folders(root):
     """Names of rank folders."""
-    return sorted(path.name for path in root.glob(f"{parent_name()}/*"))
+    return sorted(path.name for path in root.glob(f"{SWAP.parent_name}/*"))
 
 
 def main(root: Path, how: str) -> None:

@@ -45,6 +45,22 @@ def test_elastic_2_3_ranks(job, tmp_path):
     assert [loss for part in jobs for loss in part["losses"]] == pytest.approx(expected["losses"], rel=1e-5)
 
 
+def test_2_4_ranks_with_batches_ahead(job, tmp_path):
+    """The second begins inside of an epoch and goes on into the next; batches that were read ahead leave no trace."""
+    straight, chained = tmp_path / "straight", tmp_path / "chained"
+    straight.mkdir()
+    chained.mkdir()
+    assert job(1, WORKER, straight, 6, 1).returncode == 0
+    for ranks, reading in ((2, {"workers": 4, "prefetch": 6}), (4, {"workers": 1, "persistent_workers": True})):
+        done = job(ranks, WORKER, chained, 3, 1, "", "{}", json.dumps(reading))
+        assert done.returncode == 0, done.stderr
+    (expected,) = [json.loads(line) for line in (straight / "log.jsonl").read_text().splitlines()]
+    jobs = [json.loads(line) for line in (chained / "log.jsonl").read_text().splitlines()]
+    assert [index for part in jobs for index in part["order"]] == expected["order"]
+    # Sums over other numbers of ranks are rounded in another order.
+    assert [loss for part in jobs for loss in part["losses"]] == pytest.approx(expected["losses"], rel=1e-5)
+
+
 def test_2_3_1_ranks_swapped_or_not(job, tmp_path):
     """The straight run has everything in memory; of the restarts the second has too."""
     straight, chained, disk = tmp_path / "straight", tmp_path / "chained", tmp_path / "disk"

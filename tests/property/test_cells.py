@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpispeed.store.private_folder import run_name
 from mpispeed.store.stored_tensor import STEP, MemoryTensor
-from mpispeed.store.swap import SwapFolder, run_name
+from mpispeed.store.swap import SwapFolder
 from mpispeed.store.tiers import SwapPlan, Tiers
 
 NUMEL = 4 * STEP + 7

@@ -108,8 +108,8 @@ def _run(asked: dict[str, Any], tokenizer: str | None, field: str, documents: st
 
     world, begun = start(), time.monotonic()
     request = Request(
-        asked["out"], asked["inputs"], tokenizer, asked["kind"], Reading(field, documents), row=asked["row"] or 0,
-        columns=tuple(name.strip() for name in asked["columns"].split(",") if name.strip()),
+        asked["out"], asked["inputs"], tokenizer, kind=asked["kind"], reading=Reading(field, documents),
+        row=asked["row"] or 0, columns=tuple(name.strip() for name in asked["columns"].split(",") if name.strip()),
         part_bytes=asked["part_size"], skips_bad=asked["skip_bad"], threads=torch.get_num_threads(), **further,
     )  # fmt: skip
     report = build(world.comm, request, lambda line: click.echo(line, err=True))

@@ -18,10 +18,11 @@ from mpispeed.base.plain import printable
 from mpispeed.base.units import format_bytes
 from mpispeed.cli.ckpt_report import as_json_option, print_table, say
 from mpispeed.tokens import layout, reader
-from mpispeed.tokens.errors import TokenStoreError
+from mpispeed.tokens.errors import NoTokenStore, TokenStoreError, UnfinishedStore
 from mpispeed.tokens.positions import read_elements
 from mpispeed.tokens.verify import Verdict
 from mpispeed.tokens.verify import verify as verified
+from mpispeed.tokens_build.work_folder import unfinished
 
 _MOST_TOKENS = 1 << 20
 """Of a document that is shown."""
@@ -34,7 +35,13 @@ _path = click.argument("path", type=click.Path(path_type=Path))
 @click.option("--document", "number", type=click.IntRange(min=0), help="Print the token ids of this document.")
 @as_json_option
 def show(path: Path, number: int | None, as_json: bool) -> None:
-    """Show what is in a token store: sizes, tokenizer, columns, and other facts of its manifest."""
+    """Show what is in a token store: sizes, tokenizer, columns, and other facts of its manifest.
+
+    Of NAME.idx or NAME.bin, a pair of files of rows as analyze writes them: type, rows and values.
+    """
+    if path.suffix in (".idx", ".bin"):
+        _show_rows(path, number, as_json)
+        return
     handle = reader.open_file(path)
     try:
         found = reader.read_contents(path, handle)
@@ -48,6 +55,26 @@ def show(path: Path, number: int | None, as_json: bool) -> None:
         click.echo(json.dumps(told, indent=1))
     else:
         _print(path, told)
+
+
+def _show_rows(path: Path, number: int | None, as_json: bool) -> None:
+    """What a pair of files of rows says of itself, and a row of it."""
+    from mpispeed.curriculum import index_file  # imports torch
+
+    if number is not None:
+        data = index_file.opened(path)
+        if number >= len(data):
+            msg = f"{path} has no row {number}; it has {len(data)}, counted from 0"
+            raise index_file.IndexFileError(msg)
+        click.echo(" ".join(map(str, data.get(number, 0, min(data.size(number), _MOST_TOKENS)).tolist())))
+        return
+    told = {"file": str(path), **index_file.summary(path)}
+    if as_json:
+        click.echo(json.dumps(told, indent=1))
+        return
+    width = max(map(len, told))
+    for label, value in told.items():
+        say(f"{label:<{width}}  {value}")
 
 
 def _document(path: Path, handle: int, places: layout.Places, number: int) -> list[int]:
@@ -112,7 +139,13 @@ def _short(value: Any) -> str:
 @as_json_option
 def verify(path: Path, sample: int | None, seed: int, threads: int | None, as_json: bool) -> None:
     """Compare a token store with its checksums, and its tables with each other."""
-    found = verified(path, sample=sample, seed=seed, threads=threads or len(os.sched_getaffinity(0)))
+    try:
+        found = verified(path, sample=sample, seed=seed, threads=threads or len(os.sched_getaffinity(0)))
+    except NoTokenStore as failure:
+        left = unfinished(path)
+        if left is None:
+            raise
+        raise UnfinishedStore(left) from failure
     if as_json:
         click.echo(json.dumps({"file": str(path), "fine": found.is_fine, **vars(found)}, indent=1))
     else:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.errors import ConfigError
 from mpispeed.compat.comm_groups import group_of
 from mpispeed.curriculum import analyzer, distributed
+from mpispeed.engine.distributed import init_distributed
+from mpispeed.mesh.world import current
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +56,9 @@ class DistributedDataAnalyzer(distributed.DistributedDataAnalyzer):
         comm_group: Comm | ProcessGroup | None = None,
         sample_indices: Sequence[int] | None = None,
     ) -> None:
-        """Check the arguments.
+        """Check the arguments; join the world if this process has not.
+
+        Collective over: all ranks, if they have not joined yet.
 
         `num_workers` and `worker_id` are the size of the group and the rank in it, and need not be given; `device` is
         taken and not used, as ranks exchange what is in host memory. For the others see the base class.
@@ -63,6 +67,8 @@ class DistributedDataAnalyzer(distributed.DistributedDataAnalyzer):
             ConfigError: arguments that do not fit.
         """
         del device
+        if current() is None:
+            init_distributed()
         comm = group_of(comm_group)
         if comm_group is None:
             _check_workers(comm, num_workers, worker_id)

@@ -143,6 +143,12 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "runtime.data_pipeline.data_sampling.data_sampler": {"mpispeed.curriculum": "DeepSpeedDataSampler"},
     "runtime.dataloader": {"mpispeed.data": "RepeatingLoader ShardedLoader=DeepSpeedDataLoader"},
+    "runtime.data_pipeline.data_routing": {},
+    "runtime.data_pipeline.data_routing.basic_layer": {"mpispeed.nn.routing": "RandomLayerTokenDrop"},
+    "runtime.data_pipeline.data_routing.helper": {
+        "mpispeed.nn.routing": "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
+    },
+    "runtime.data_pipeline.data_routing.scheduler": {"mpispeed.nn.routing": "RandomLTDScheduler"},
     "runtime.engine": {**_ENGINE, "mpispeed.engine.pipeline": "PipelineEngine"},
     "runtime.fp16.onebit": {"mpispeed.optim": "OnebitAdam OnebitLamb ZeroOneAdam"},
     "runtime.fp16.onebit.adam": {"mpispeed.optim": "OnebitAdam"},
@@ -229,11 +235,6 @@ LATER: dict[str, dict[str, str]] = {
         "compression.scheduler": "compression_scheduler",
         "runtime.quantize": "Quantizer",
         "runtime.eigenvalue": "Eigenvalue",
-    },
-    "curriculum learning and data efficiency": {
-        "runtime.data_pipeline.data_routing": "",
-        "runtime.data_pipeline.data_routing.basic_layer": "RandomLayerTokenDrop",
-        "runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd save_without_random_ltd",
     },
     "sparse attention": {
         "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "

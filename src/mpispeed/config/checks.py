@@ -357,6 +357,16 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
 )
 
 
+def _unrouted(config: Config, spell: Callable[[str], str]) -> list[str]:
+    """A warning if random-LTD is enabled within sections that are not."""
+    data = config.data_efficiency
+    if data.routes_tokens or not data.data_routing.random_ltd.enabled:
+        return []
+    levels = [spell(path) for path in ("data_efficiency.enabled", "data_efficiency.data_routing.enabled")]
+    found = spell("data_efficiency.data_routing.random_ltd")
+    return [f"{found} has no effect here: {' and '.join(levels)} have to be true, too"]
+
+
 def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str]:
     """Warnings on legal settings without the expected effect; `spell` gives the path as the user wrote it."""
     found = find_ineffective(config, spell)
@@ -386,14 +396,12 @@ def find_warnings(config: Config, spell: Callable[[str], str] = str) -> list[str
 
 
 def _warnings_of_data(config: Config, spell: Callable[[str], str]) -> Iterator[str]:
-    growth, routing = config.curriculum_learning, config.data_efficiency.data_routing
+    growth = config.curriculum_learning
     multiple = growth.schedule_config.difficulty_step or 0
     if growth.enabled and growth.curriculum_type == "seqlen" and multiple % 8:
         key = spell("curriculum_learning.schedule_config.difficulty_step")
         yield f"{key} {multiple} is no multiple of 8; matrix products of these lengths may be slower on GPUs"
-    if routing.random_ltd.enabled and not config.data_efficiency.routes_tokens:
-        path = "data_efficiency.data_routing"
-        yield f"{path}.random_ltd has no effect: data_efficiency.enabled and {path}.enabled have to be true, too"
+    yield from _unrouted(config, spell)
     efficiency = config.data_efficiency
     if efficiency.data_sampling.enabled and not efficiency.enabled:
         yield f"{spell(_SAMPLING)}.enabled has no effect here: data_efficiency.enabled is false"

@@ -144,7 +144,7 @@ class RandomLtd(Section):
     )
     token_inputs: list[str] = Field(
         ["position_ids", "position_embeddings", "rotary_pos_emb"],
-        description="Further arguments of the layers that run over tokens. Of mpispeed alone.",
+        description="Further arguments of the layers that run over tokens (mpispeed only).",
     )
     random_ltd_schedule: RandomLtdSchedule = subsection(RandomLtdSchedule, "Kept length.")
     layer_token_lr_schedule: LayerTokenLr = subsection(LayerTokenLr, "Learning rate by layer tokens.")

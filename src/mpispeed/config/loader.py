@@ -29,3 +29,8 @@ class DataLoader(Section):
     stall_warning: Annotated[Real, Field(ge=0, le=1)] = Field(
         0.1, description="Warn if a rank waits for data so great a part of the time of 50 steps; 0: never."
     )
+    copy_to: str | None = Field(
+        None,
+        description="Folder on each node's disk to which one of its ranks copies the files of the data set for the "
+        "time of the run, with $VARIABLES of that node.",
+    )

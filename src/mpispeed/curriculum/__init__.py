@@ -6,8 +6,19 @@ or MPI's names: what communicates is handed a group of ranks.
 
 from __future__ import annotations
 
+from mpispeed.curriculum.analyzer import DataAnalyzer
+from mpispeed.curriculum.distributed import DistributedDataAnalyzer
+from mpispeed.curriculum.index_file import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from mpispeed.curriculum.sampler import DeepSpeedDataSampler
 from mpispeed.curriculum.schedule import CurriculumScheduler
 from mpispeed.curriculum.truncation import truncate
 
-__all__ = ["CurriculumScheduler", "DeepSpeedDataSampler", "truncate"]
+__all__ = [
+    "CurriculumScheduler",
+    "DataAnalyzer",
+    "DeepSpeedDataSampler",
+    "DistributedDataAnalyzer",
+    "MMapIndexedDataset",
+    "MMapIndexedDatasetBuilder",
+    "truncate",
+]

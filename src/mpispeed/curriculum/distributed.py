@@ -13,7 +13,7 @@ import torch
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.curriculum.index_layout import Array, fit_dtype
-from mpispeed.curriculum.index_output import Rows, SamplePair, log_percentiles, write_sum
+from mpispeed.curriculum.index_output import write_sum
 from mpispeed.curriculum.metrics import (
     SINGLE,
     added,
@@ -25,8 +25,8 @@ from mpispeed.curriculum.metrics import (
     sample_ids,
     split,
 )
-from mpispeed.curriculum.ordered_writes import OrderedWrites, ValueRows
-from mpispeed.curriculum.sample_sort import Pairs, sorted_pairs
+from mpispeed.curriculum.ordered_writes import write_index_files
+from mpispeed.curriculum.sample_sort import Pairs
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -105,10 +105,8 @@ class DistributedDataAnalyzer:
         with self.comm.together(UsageError, doing="analysing data"):
             found = self._map()
         for name, kind in kinds.items():
-            with self.comm.together(UsageError, doing=f"metric {name!r}"):
-                Path(self.save_path, name).mkdir(parents=True, exist_ok=True)
             if kind == SINGLE:
-                self._write_values(name, _joined(found.pop(name)))
+                write_index_files(self.comm, Path(self.save_path, name), name, _joined(found.pop(name)), asked[0])
             else:
                 self._write_sum(name, found.pop(name))
 
@@ -140,29 +138,6 @@ class DistributedDataAnalyzer:
             failed.set()
             raise
         return found
-
-    def _write_values(self, name: str, pairs: Pairs) -> None:
-        comm, samples, doing = self.comm, len(self.dataset), f"metric {name!r}"
-        folder = Path(self.save_path, name)
-        dtype = fit_dtype(*_limits(comm, pairs.values))
-        low, high = _limits(comm, pairs.ids)
-        by_sample = OrderedWrites(comm, lambda: Rows(folder / f"{name}_sample_to_metric", dtype))
-        by_sample.add(pairs.values.astype(dtype), Rows.write)
-        by_sample.finish(lambda rows: rows.finish(None, [0, samples]), doing)
-        pairs = sorted_pairs(comm, pairs)
-        by_value = OrderedWrites(comm, lambda: ValueRows(folder / f"{name}_index_to_metric", dtype))
-        by_value.add(np.stack(pairs.groups(), axis=1), ValueRows.write)
-        by_value.finish(ValueRows.finish, doing)
-        number, joined = fit_dtype(low, high), fit_dtype(min(0, low), max(samples - 1, high))
-        numbers = OrderedWrites(comm, lambda: SamplePair(folder, name, number, joined))
-        numbers.add(pairs.ids.astype(number), SamplePair.write)
-
-        def finish(files: SamplePair) -> None:
-            sizes = by_value.held.counts
-            files.finish(sizes, [0, len(sizes)])
-            log_percentiles(name, by_value.held.values, sizes)
-
-        numbers.finish(finish, doing)
 
     def _write_sum(self, name: str, parts: list[Array]) -> None:
         comm = self.comm
@@ -201,13 +176,3 @@ def _joined(found: list[tuple[Array, Array]]) -> Pairs:
     return Pairs(
         np.concatenate([none, *(values for values, _ in found)]), np.concatenate([none, *(i for _, i in found)])
     )
-
-
-def _limits(comm: Comm, values: Array) -> tuple[int, int]:
-    """The smallest and the largest value of all ranks, one of which has some. Collective over: `comm`."""
-    limits = np.iinfo(np.int64)
-    low = torch.tensor([values.min() if len(values) else limits.max])
-    high = torch.tensor([values.max() if len(values) else limits.min])
-    comm.all_reduce(low, "min")
-    comm.all_reduce(high, "max")
-    return int(low), int(high)

@@ -358,23 +358,39 @@ def write_index(
     part.replace(path)
 
 
-def summary(path: str | Path) -> dict[str, Any]:
-    """What a pair of files says of itself, for people: `path` is that of `.idx`, of `.bin`, or without ending.
+def opened(path: str | Path) -> MMapIndexedDataset:
+    """A pair of files by the path of either, or without ending. Types are Megatron's where DeepSpeed's do not fit.
 
     Raises:
         IndexFileError: it is damaged, or no such pair.
     """
     name = os.fspath(path)
-    data = MMapIndexedDataset(name[:-4] if name.endswith((".idx", ".bin")) else name)
+    name = name[:-4] if name.endswith((".idx", ".bin")) else name
+    try:
+        return MMapIndexedDataset(name)
+    except IndexFileError as failure:
+        try:
+            return MMapIndexedDataset(name, codes=MEGATRON_CODES)
+        except IndexFileError:
+            raise failure from None
+
+
+def summary(path: str | Path) -> dict[str, Any]:
+    """What a pair of files says of itself, for people. Raises as `opened`."""
+    data = opened(path)
     data.check()
-    sizes = [data.read_sizes(start, stop) for start, stop in data._pieces()]
+    values, shortest, longest = 0, MOST_VALUES, 0
+    for start, stop in data._pieces():
+        sizes = data.read_sizes(start, stop)
+        values += int(sizes.sum(dtype=np.int64))
+        shortest, longest = min(shortest, int(sizes.min())), max(longest, int(sizes.max()))
     return {
-        "format": "MMIDIDX, rows of integers (DeepSpeed, Megatron)",
+        "format": "rows of numbers, as of DeepSpeed's analyzer and of Megatron (MMIDIDX)",
         "dtype": data.dtype.name,
         "rows": len(data),
-        "values": sum(int(piece.sum(dtype=np.int64)) for piece in sizes),
-        "shortest row": min((int(piece.min()) for piece in sizes), default=0),
-        "longest row": max((int(piece.max()) for piece in sizes), default=0),
+        "values": values,
+        "shortest row": min(shortest, longest),
+        "longest row": longest,
         "document marks": len(data.doc_idx),
     }
 

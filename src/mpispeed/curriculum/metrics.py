@@ -69,14 +69,17 @@ def batches(
 ) -> Iterator[tuple[int, int, Any]]:
     """The first number, the number of samples, and the batch of consecutive samples, each of `size` but the last.
 
-    What `__getitems__` of a data set returns is collated if it is a list, and a batch otherwise.
+    `read_batch(numbers)` of a data set is taken where it is there, unless `collate` is given.
     """
+    read = getattr(dataset, "read_batch", None) if collate is None else None
     collate = collate or default_collate
     for first in range(start, stop, size):
         numbers = list(range(first, min(first + size, stop)))
+        if read is not None:
+            yield first, len(numbers), read(numbers)
+            continue
         many = getattr(dataset, "__getitems__", None)
-        items = [dataset[i] for i in numbers] if many is None else many(numbers)
-        yield first, len(numbers), collate(items) if isinstance(items, list) else items
+        yield first, len(numbers), collate([dataset[i] for i in numbers] if many is None else many(numbers))
 
 
 def measured(function: Callable[[Any], Any], data: Any, name: str, dtype: object | None = None) -> Array:

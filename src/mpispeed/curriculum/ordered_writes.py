@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from mpispeed.base.errors import UsageError
-from mpispeed.curriculum.index_layout import Array
-from mpispeed.curriculum.index_output import Rows, Sizes
+from mpispeed.curriculum.index_layout import Array, fit_dtype
+from mpispeed.curriculum.index_output import Rows, SamplePair, Sizes, log_percentiles
 from mpispeed.curriculum.metrics import Ids
+from mpispeed.curriculum.sample_sort import Pairs, sorted_pairs
 from mpispeed.mesh.comm import Failures
 
 if TYPE_CHECKING:
@@ -21,6 +22,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PIECE_BYTES = 8 << 20
+
+
+def in_order(comm: Comm, values: Array) -> Iterator[Array]:
+    """Pieces of the values of all ranks in the order of ranks, on the first rank; others send theirs and get none.
+
+    Collective over: the ranks; types and all but the first dimension are equal. It has to be gone through to the end
+    on every rank.
+    """
+    counts = comm.gather_objects(len(values))
+    rows = max(1, _PIECE_BYTES // max(1, values.dtype.itemsize * int(np.prod(values.shape[1:]))))
+    for rank, count in enumerate(counts):
+        if comm.rank not in (0, rank):
+            continue
+        for start in range(0, count, rows):
+            stop = min(start + rows, count)
+            if rank == 0:
+                yield values[start:stop]
+            elif comm.rank == 0:
+                piece = np.empty((stop - start, *values.shape[1:]), values.dtype)
+                comm.recv(_bytes(piece), rank)
+                yield piece
+            else:
+                comm.send(_bytes(np.ascontiguousarray(values[start:stop])), 0)
 
 
 class OrderedWrites(Generic[T]):
@@ -44,24 +68,10 @@ class OrderedWrites(Generic[T]):
 
         Collective over: the ranks; types and all but the first dimension are equal.
         """
-        counts = self._comm.gather_objects(len(values))
-        rows = max(1, _PIECE_BYTES // max(1, values.dtype.itemsize * int(np.prod(values.shape[1:]))))
-        for rank, count in enumerate(counts):
-            if self._comm.rank not in (0, rank):
-                continue
-            for start in range(0, count, rows):
-                stop = min(start + rows, count)
-                if rank == 0:
-                    piece = values[start:stop]
-                elif self._comm.rank == 0:
-                    piece = np.empty((stop - start, *values.shape[1:]), values.dtype)
-                    self._comm.recv(_bytes(piece), rank)
-                else:
-                    self._comm.send(_bytes(np.ascontiguousarray(values[start:stop])), 0)
-                    continue
-                with self._failures.kept():
-                    if self._failures.first is None:
-                        write(self.held, piece)
+        for piece in in_order(self._comm, values):
+            with self._failures.kept():
+                if self._failures.first is None:
+                    write(self.held, piece)
 
     def finish(self, end: Callable[[T], object], doing: str) -> None:
         """Call `end(held)` on the first rank.
@@ -109,6 +119,58 @@ class ValueRows:
     def counts(self) -> Sizes:
         """How many samples have each."""
         return np.concatenate(self._counts)
+
+
+def write_index_files(comm: Comm, folder: Path, name: str, pairs: Pairs, samples: int) -> None:
+    """Write the files of a metric with one value per sample, of which each rank has some, in the order of samples.
+
+    Args:
+        comm: the ranks.
+        folder: where the files go.
+        name: of the metric.
+        pairs: values of this rank's samples, and their numbers.
+        samples: of all ranks, at least one.
+
+    Collective over: `comm`.
+
+    Raises:
+        UsageError: on all ranks, if the first cannot write.
+    """
+    doing = f"metric {name!r}"
+    dtype = fit_dtype(*_limits(comm, pairs.values))
+    low, high = _limits(comm, pairs.ids)
+
+    def begin() -> Rows:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Rows(folder / f"{name}_sample_to_metric", dtype)
+
+    by_sample = OrderedWrites(comm, begin)
+    by_sample.add(pairs.values.astype(dtype), Rows.write)
+    by_sample.finish(lambda rows: rows.finish(None, [0, samples]), doing)
+    pairs = sorted_pairs(comm, pairs)
+    by_value = OrderedWrites(comm, lambda: ValueRows(folder / f"{name}_index_to_metric", dtype))
+    by_value.add(np.stack(pairs.groups(), axis=1), ValueRows.write)
+    by_value.finish(ValueRows.finish, doing)
+    number, joined = fit_dtype(low, high), fit_dtype(min(0, low), max(samples - 1, high))
+    numbers = OrderedWrites(comm, lambda: SamplePair(folder, name, number, joined))
+    numbers.add(pairs.ids.astype(number), SamplePair.write)
+
+    def finish(files: SamplePair) -> None:
+        sizes = by_value.held.counts
+        files.finish(sizes, [0, len(sizes)])
+        log_percentiles(name, by_value.held.values, sizes)
+
+    numbers.finish(finish, doing)
+
+
+def _limits(comm: Comm, values: Array) -> tuple[int, int]:
+    """The smallest and the largest value of all ranks, one of which has some. Collective over: `comm`."""
+    limits = np.iinfo(np.int64)
+    low = torch.tensor([values.min() if len(values) else limits.max])
+    high = torch.tensor([values.max() if len(values) else limits.min])
+    comm.all_reduce(low, "min")
+    comm.all_reduce(high, "max")
+    return int(low), int(high)
 
 
 def _bytes(values: Array) -> torch.Tensor:

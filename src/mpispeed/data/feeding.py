@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpispeed.base.device import module_of
 from mpispeed.base.tensor_tree import map_tensors, move
 from mpispeed.data.prefetch import Ahead, DeviceCopies
 from mpispeed.data.reading import Reader, is_end
@@ -93,7 +94,7 @@ class Feed:
     def _read(self, requests: Iterable[Any], workers: Workers | None) -> Callable[[Callable[[], bool]], Iterator[Any]]:
         """What reads: without a reference to this object, because a thread has it."""
         reader, copies, state, is_ahead = self._reader, self._copies, self._state, self._reading.ahead > 0
-        pins = self._reading.pins
+        pins, selected = self._reading.pins, _selecting(self._reading)
 
         def batches(is_wanted: Callable[[], bool]) -> Generator[Any, None, None]:
             if workers is not None:
@@ -106,7 +107,7 @@ class Feed:
                 yield map_tensors(batch, _pinned) if pins and copies is None else batch
 
         def ahead(is_wanted: Callable[[], bool]) -> Iterator[Any]:
-            with contextlib.closing(batches(is_wanted)) as found:
+            with selected(), contextlib.closing(batches(is_wanted)) as found:
                 for batch in found:
                     after = None if state is None else copy.deepcopy(state())
                     yield (batch if copies is None else copies.send(batch)), after
@@ -116,6 +117,14 @@ class Feed:
     def _handed_out(self, batch: Any) -> Any:
         device = self._reading.device
         return batch if device.type == "cpu" else move(batch, device, is_own=True)
+
+
+def _selecting(reading: Reading) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Makes a context for another thread, in which page-locked memory belongs to the device of this one."""
+    device = reading.device
+    if device.type == "cpu" and reading.pins:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return contextlib.nullcontext if device.type == "cpu" else lambda: module_of(device).device(device)
 
 
 def _pinned(x: torch.Tensor) -> torch.Tensor:

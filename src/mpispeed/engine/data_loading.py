@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from mpispeed.base.events import Event
+from mpispeed.data.node_copies import copy_to_nodes
 from mpispeed.data.stalls import StallWatch, Waits
 from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.hooks import Context, Hooks
@@ -26,29 +27,32 @@ log = logging.getLogger(__name__)
 
 WAIT_MS = "Train/Samples/data_wait_ms"
 """Series: how long the rank that waited longest has waited for the data of a step."""
+WINDOW = 50
+"""Steps that are looked at together, for a warning."""
 
 
 def attach(context: Context) -> Hooks:
     """Make the loader of `training_data`, if there is any, and look for stalls by it and by those of `deepspeed_io`.
 
-    Collective over: all ranks, where samples are chosen by difficulty.
+    Collective over: all ranks, where samples are chosen by difficulty, or files are copied.
 
     Raises:
-        ConfigError: sizes do not fit, it is no data set, or samples of it cannot be chosen.
+        ConfigError: sizes do not fit, it is no data set, samples of it cannot be chosen, or its files not be copied.
     """
     given, counters, waits = context.given, context.counters, Waits()
     if context.parts.optimization is not None:
         stalls = Stalls(context, waits)
         context.parts.updates.send_along(stalls)
         context.bus.subscribe(Event.STEP_END, stalls.on_step)
+    dataset = _near(context)
     # DeepSpeed's pipelines read in order, its other engines do not.
     shuffles, sampling = not isinstance(context.module, PipelineModule), context.published.get("data_sampling")
 
     def make() -> ShardedLoader | None:
-        if given.training_data is None:
+        if dataset is None:
             return None
         how: dict[str, Any] = {"shuffles": shuffles, "sampling": sampling, "waits": waits}
-        return make_loader(context.plan, context.mesh, given.training_data, given.collate_fn, **how)
+        return make_loader(context.plan, context.mesh, dataset, given.collate_fn, **how)
 
     loader = make() if sampling is None else sampling.begin(context.mesh.world.comm, make)
     if loader is None:
@@ -64,6 +68,16 @@ def attach(context: Context) -> Hooks:
     )
 
 
+def _near(context: Context) -> Any:
+    """The training data, over copies on the node's disk if there are to be any. Collective over: all ranks."""
+    dataset, folder, world = context.given.training_data, context.settings.copy_to, context.mesh.world
+    if folder is None:
+        return dataset
+    opened, copies = copy_to_nodes(dataset, folder, world.node, world.comm)
+    context.bus.subscribe(Event.CLOSE, lambda _: copies.close())
+    return opened
+
+
 class Stalls:
     """Tells rank 0 how long each rank has waited for the data of a step; rank 0 warns, and writes a series.
 
@@ -73,7 +87,7 @@ class Stalls:
     def __init__(self, context: Context, waits: Waits) -> None:
         settings: DataLoader = context.settings
         self._context, self._waits = context, waits
-        self._watch = StallWatch(settings.stall_warning) if settings.stall_warning else None
+        self._watch = StallWatch(settings.stall_warning, WINDOW) if settings.stall_warning else None
         self._last = time.perf_counter()
         self._found: torch.Tensor | None = None
 
@@ -104,4 +118,4 @@ class Stalls:
         settings: DataLoader = self._context.settings
         if not settings.workers and not settings.prefetch:
             return "data_loader.prefetch reads batches ahead, data_loader.workers in processes of their own"
-        return "more data_loader.workers read more at once, data_loader.stage_to copies files to the disks of the nodes"
+        return "more data_loader.workers read more at once, data_loader.copy_to copies files to the disks of the nodes"

@@ -126,14 +126,14 @@ class UpdateTheta:
 
 
 class Run:
-    """Consequences of the decisions for everybody but the layers: units that are not needed, and points of series."""
+    """Consequences of the decisions outside of the layers: units that are not needed, and points of series."""
 
     def __init__(
         self, drop: LayerDrop, layers: Mapping[nn.Module, Depth], depths: Mapping[str, Depth], context: Context
     ) -> None:
         self._drop, self._depths, self._context = drop, list(depths.values()), context
         self._hooks: ModuleHooks | None = context.parts.sharding.module_hooks
-        self._units = {} if self._hooks is None else _units_of(context.params.table, layers)
+        self._units = _units_of(context.params.table, layers)
         self._kept = self._decided = 0
 
     def begin(self, begun: Pass) -> None:
@@ -142,8 +142,11 @@ class Run:
         if begun.is_training:
             self._decided += len(self._depths)
             self._kept += len(self._depths) - len(out)
+        absent = frozenset(unit for unit, users in self._units.items() if users <= out)
         if self._hooks is not None:
-            self._hooks.expect_without(frozenset(unit for unit, users in self._units.items() if users <= out))
+            self._hooks.expect_without(absent)
+        if self._context.parts.optimization is not None:
+            self._context.parts.optimization.grads.absent = absent
 
     def tell(self, _: Mapping[str, Any]) -> None:
         """Write the points of a step to the monitors. Local."""
@@ -161,6 +164,6 @@ def _units_of(table: Table, layers: Mapping[nn.Module, Depth]) -> dict[int, froz
             users.setdefault(id(param), set()).add(depth.number)
     found: dict[int, frozenset[int]] = {}
     for unit in table.all_units:
-        if not unit.states.param.is_replicated and all(id(param) in users for param in unit.params):
+        if all(id(param) in users for param in unit.params):
             found[unit.index] = frozenset().union(*(users[id(param)] for param in unit.params))
     return found

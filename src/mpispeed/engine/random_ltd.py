@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
 from mpispeed.engine.hooks import Context, Hooks
-from mpispeed.nn.routing.convert import numbered, routes_of
+from mpispeed.nn.routing.convert import dropping_layers, routes_of
 from mpispeed.nn.routing.schedule import RandomLTDScheduler
 from mpispeed.nn.routing.token_drop import DropSettings
 
@@ -82,12 +82,12 @@ class TokenDropping:
         """
         routes, pipe = routes_of(self._context.module), self._context.mesh["pipe"]
         names: list[list[str]] = pipe.gather_objects(list(routes))
-        numbers = numbered((name for stage in names for name in stage), self._wanted, self._count)
+        places = dropping_layers((name for stage in names for name in stage), self._wanted, self._count)
         with pipe.together(ConfigError):
             for name, route in routes.items():
                 route.clear()
-                if name in numbers:
-                    route.configure(name, numbers[name], self._settings)
+                if name in places:
+                    route.configure(name, places[name], self._settings)
         self._is_begun = True
 
     # -- a run ------------------------------------------------------------------------------------------------------

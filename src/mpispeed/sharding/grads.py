@@ -70,6 +70,7 @@ class GradStore:
         is_open: a backward pass runs.
         has_gradients: a backward pass has ended since the last clear.
         reduces_now: units are summed in this backward pass.
+        absent: units whose gradients are not expected: others do not wait for them. The same on all ranks.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class GradStore:
         self.has_gradients = False
         self._is_due = True
         self.reduces_now = True
+        self.absent: frozenset[int] = frozenset()
         self.is_given_up = False  # gradients may be missing: they are going to be dropped
         self._stopwatch: AbstractContextManager[None] | None = None
 
@@ -178,7 +180,10 @@ class GradStore:
         while self._next >= 0:
             unit = self.table.units[self._next]
             if not self.has_landed(unit):
-                return
+                if unit.index not in self.absent:
+                    return
+                self._next -= 1  # it is reduced at the end of the pass
+                continue
             self._fill(unit, self._gradients[unit.index])
             self._launch(unit)
 

@@ -15,8 +15,9 @@ from mpispeed.mesh.comm import text_of
 from mpispeed.native.block_io import ALIGNMENT, BlockIO, Options
 from mpispeed.store.pool import Pool
 from mpispeed.store.preflight import preflight
+from mpispeed.store.private_folder import run_name
 from mpispeed.store.stored_tensor import MemoryTensor, StoredTensor, SwappedTensor
-from mpispeed.store.swap import SwapFolder, run_name
+from mpispeed.store.swap import SwapFolder
 from mpispeed.store.tiers import padded_bytes
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from mpispeed.base.units import format_bytes, format_ranks
 from mpispeed.native.block_io import BlockIO, Options, Transfer, aligned
 from mpispeed.store.mounts import UNKNOWN, Mount, free_bytes, mount_of
 from mpispeed.store.owner import make_folder
-from mpispeed.store.swap import SwapFolder, clean_stale, run_name
+from mpispeed.store.private_folder import run_name
+from mpispeed.store.swap import SwapFolder, clean_stale
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm

@@ -148,7 +148,11 @@ def _build(comm: Comm, request: Request, folder: WorkFolder, tell: Callable[[str
         return Report(request.output, is_new=False)
     with comm.together(BuildError, plain=PLAIN):
         folder.check_seen(plan.job)
-        whole = {number for number in range(comm.rank, len(plan.parts), comm.size) if _is_whole(plan, folder, number)}
+        whole = {
+            number
+            for number in range(comm.rank, len(plan.parts), comm.size)
+            if _is_whole(plan, folder, number, request)
+        }
     kept = set().union(*comm.gather_objects(whole))
     missing = [number for number in range(len(plan.parts)) if number not in kept]
     with comm.together(BuildError, plain=PLAIN):
@@ -243,7 +247,6 @@ def _arguments(request: Request, tokenizer: Tokenizer | None, shape: Shape, end:
         "--pack": request.row,
         "--columns": list(request.columns),
         "--part-size": request.part_bytes,
-        "--skip-bad": request.skips_bad,
     }
 
 
@@ -269,12 +272,13 @@ def store_facts(request: Request, tokenizer: Tokenizer | None, plan: _Plan, tota
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _is_whole(plan: _Plan, folder: WorkFolder, number: int) -> bool:
+def _is_whole(plan: _Plan, folder: WorkFolder, number: int, request: Request) -> bool:
+    """Whether a part of an earlier build is there; one without bad records is the same with and without --skip-bad."""
     try:
-        Part(folder.part(number), plan.shape, plan.digest).close()
+        with Part(folder.part(number), plan.shape, plan.digest) as part:
+            return request.skips_bad or not part.facts.skipped
     except (BuildError, OSError):
         return False
-    return True
 
 
 def _write_parts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,11 +124,18 @@ def _planned(folder: WorkFolder, stores: Sequence[Path]) -> _Plan | None:
 
 
 def _contents(one: Input) -> reader.Contents:
+    """What a store has, as it can be sent to other ranks."""
     handle = reader.open_file(Path(one.path))
     try:
-        return reader.read_contents(Path(one.path), handle)
+        found = reader.read_contents(Path(one.path), handle)
     finally:
         os.close(handle)
+    columns = {table: _sendable(manifest) for table, manifest in found.columns.items()}
+    return replace(found, manifest=_sendable(found.manifest), columns=columns)
+
+
+def _sendable(manifest: layout.Manifest) -> layout.Manifest:
+    return replace(manifest, facts=dict(manifest.facts))
 
 
 def _check_alike(one: Input, other: Input, first: reader.Contents, second: reader.Contents) -> None:

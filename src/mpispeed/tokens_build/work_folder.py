@@ -19,6 +19,7 @@ from mpispeed.tokens_build.inputs import Input
 from mpispeed.tokens_build.part_file import part_name
 
 _JOB, _LOCK, _STOP, _STORE = "job.json", "lock", "stop", "store.h5"
+_PARTS = ".parts"
 _FORMAT = "mpispeed parts of a token store"
 _MOST_JOB_BYTES = 1 << 30
 
@@ -52,7 +53,7 @@ class Job:
 
 def folder_of(output: Path) -> Path:
     """Where the store `output` is built."""
-    return output.with_name(f"{output.name}.parts")
+    return output.with_name(f"{output.name}{_PARTS}")
 
 
 @dataclass
@@ -93,7 +94,7 @@ class WorkFolder:
             msg = f"{printable(str(self.output))} exists; remove it, or give another name"
             raise BuildError(msg)
         try:
-            self.path.mkdir(exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             if not is_begun:
                 self._refuse_others()
             self._take_lock()
@@ -255,7 +256,13 @@ def _count_parts(folder: Path) -> int:
 
 
 def unfinished(output: Path) -> str | None:
-    """What is there of a store that is being built, in words; None where nothing is."""
+    """What is there of a store that is being built, in words; None where nothing is.
+
+    Args:
+        output: the store, or its folder of parts.
+    """
+    if output.suffix == _PARTS:
+        output = output.with_suffix("")
     folder = folder_of(output)
     if not (folder / _JOB).is_file():
         return None

@@ -99,6 +99,31 @@ def test_layers_that_are_left_out_are_not_gathered(ahead):
     engine.destroy()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sums_of_the_others_do_not_wait_for_layers_that_are_left_out(stage):
+    given = settings(stage)
+    given["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": 1}
+    engine = start(given, model())
+    parts, taken = engine.mpispeed.parts, []
+    grads = parts.optimization.grads
+    original = grads._launch
+
+    def launch(unit):
+        taken.append((unit.index, grads.is_open))
+        original(unit)
+
+    grads._launch = launch
+    blocks = [{parts.table.find(param).unit.index for param in block.parameters()} for block in engine.module.blocks]
+    for step, batch in enumerate(batches(STEPS)):
+        taken.clear()
+        train(engine, [batch])
+        out = set().union(*(units for units, p in zip(blocks, kept(step, 0), strict=True) if not p))
+        assert {unit for unit, is_early in taken if not is_early} == out
+        assert sorted(unit for unit, _ in taken) == [unit.index for unit in parts.table.units]
+    engine.destroy()
+
+
 @pytest.mark.ranks(1)
 def test_theta_is_the_formula_after_each_step_and_all_layers_run_in_evaluation():
     engine = start(settings(0), model())
@@ -220,3 +245,15 @@ def test_deepspeeds_layers_need_no_call():
         outcomes.append(train_averaged(engine, [x] * STEPS))
         engine.destroy()
     assert_near(torch.tensor(outcomes[0]), torch.tensor(outcomes[1]))
+
+
+@pytest.mark.ranks(1)
+def test_a_compiled_model_decides_anew_for_each_layer_and_pass():
+    outcomes = []
+    for is_compiled in (False, True):
+        engine = start(settings(0), model())
+        if is_compiled:
+            engine.compile(backend="eager")
+        outcomes.append(train(engine, batches(5)))
+        engine.destroy()
+    same_bits(*outcomes)

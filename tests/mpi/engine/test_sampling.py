@@ -113,7 +113,7 @@ def test_a_run_goes_on_in_the_middle_of_everything(pending, folder, comm, mpi_tm
     wanted = section(folder, comm, "several")
     whole = start(1, 2, wanted)
     expected, losses = run(whole, iter(whole.training_dataloader), 6, comm)
-    first = start(1, 2, wanted)
+    first = start(1, 2, wanted, data_loader={"prefetch": 5})  # what was read ahead does not count
     stream = iter(first.training_dataloader)
     run(first, stream, 3, comm)
     for _ in range(pending):

@@ -12,7 +12,8 @@ from mpispeed.native import block_io
 from mpispeed.native.block_io import Options
 from mpispeed.store.mounts import free_bytes
 from mpispeed.store.preflight import preflight
-from mpispeed.store.swap import SwapFolder, clean_stale, run_name
+from mpispeed.store.private_folder import run_name
+from mpispeed.store.swap import SwapFolder, clean_stale
 from tests.helpers.swap import leftover
 
 pytestmark = pytest.mark.mpi

@@ -24,33 +24,6 @@ def in_files(**zero):
     return {"zero_optimization": {"stage": 3} | zero}
 
 
-def dropping(**more):
-    """Settings of random-LTD; `more` are changes of its section, `others` other sections."""
-    growth = {"schedule_type": "fixed_linear", "schedule_config": {"require_steps": 9, "seq_per_step": 8}}
-    section = {
-        "enabled": True, "total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1, 2],
-        "model_type": "decoder", "hidden_state_order": "batch_seq_dim",
-        "random_ltd_schedule": {"min_value": 8, "max_value": 64, **growth},
-    }  # fmt: skip
-    others = more.pop("others", {})
-    routing = {"enabled": True, "random_ltd": section | more}
-    return {"data_efficiency": {"enabled": True, "data_routing": routing}} | others
-
-
-DROPPING = {
-    "total_layer_num": {"total_layer_num": None},
-    "model_type": {"model_type": None},
-    "hidden_state_order": {"hidden_state_order": None},
-    "random_ltd_layer_id": {"random_ltd_layer_id": [1, 1]},
-    "random_ltd_layer_num": {"total_layer_num": 1},
-    "model_mask_name": {"model_type": "encoder"},
-    "random_ltd_schedule.max_value": {"random_ltd_schedule": {"min_value": 8}},
-    "random_ltd_schedule.schedule_config.require_steps": {"random_ltd_schedule": {"schedule_config": {}}},
-    "random_ltd_schedule.min_value": {"random_ltd_schedule": {"min_value": 65, "max_value": 64}},
-    "layer_token_lr_schedule.enabled": {"layer_token_lr_schedule": {"enabled": True}},
-    "enabled": {"others": {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}}},
-}
-
 CONFLICTS = {
     "amp.enabled": {"amp": True, "zero_optimization": {"stage": 1}},
     "bf16.enabled": {"bf16": True, "fp16": True},
@@ -109,7 +82,6 @@ CONFLICTS = {
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {
         "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}
     },
-    **{f"data_efficiency.data_routing.random_ltd.{key}": dropping(**change) for key, change in DROPPING.items()},
     "activation_checkpointing.contiguous_memory_optimization": {
         "activation_checkpointing": {"contiguous_memory_optimization": True}
     },
@@ -326,16 +298,6 @@ def test_second_copies_over_the_ranks_of_a_shard_group_are_one_warning():
         {"mics_shard_size": -1},
     ):
         assert load({"zero_optimization": zero | other}).warnings == []
-
-
-def test_token_drop_that_is_off_at_an_outer_level_warns():
-    assert load(dropping()).warnings == []
-    assert load(dropping()).config.data_efficiency.routes_tokens
-    given = dropping()
-    given["data_efficiency"]["data_routing"]["enabled"] = False
-    (said,) = load(given).warnings
-    assert "random_ltd has no effect: data_efficiency.enabled and data_efficiency.data_routing.enabled" in said
-    assert not load(given).config.data_efficiency.routes_tokens
 
 
 ASKS = {

@@ -1,14 +1,17 @@
 """Pairs of `.bin` and `.idx`: bytes, reads of rows, refusal of damaged files."""
 
+import json
 import pickle
 import struct
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpispeed.cli.main import cli
 from mpispeed.curriculum.index_file import MMapIndexedDataset, MMapIndexedDatasetBuilder, summary
 from mpispeed.curriculum.index_layout import (
     CODES,
@@ -185,3 +188,16 @@ def test_summary(tmp_path):
     assert is_index_file(tmp_path / "a.idx")
     assert not is_index_file(tmp_path / "a.bin")
     assert not is_index_file(tmp_path)
+
+
+def test_data_show_says_what_it_is(tmp_path):
+    build(tmp_path / "a")
+    show = ["data", "show", str(tmp_path / "a.idx")]
+    told = CliRunner().invoke(cli, show).output.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in told if line.startswith(("rows", "values", "dtype"))] == [
+        "uint8", "4", "6"
+    ]  # fmt: skip
+    assert json.loads(CliRunner().invoke(cli, [*show, "--json"]).output)["longest row"] == 3
+    assert CliRunner().invoke(cli, [*show, "--document", "3"]).output == "4 5\n"
+    failed = CliRunner().invoke(cli, [*show, "--document", "4"])
+    assert "has no row 4; it has 4" in str(failed.exception)

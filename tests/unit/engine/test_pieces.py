@@ -12,8 +12,9 @@ from mpispeed.base.errors import StoreError
 from mpispeed.engine.state.global_layout import read_parts
 from mpispeed.native import block_io
 from mpispeed.store.layout import Span
+from mpispeed.store.private_folder import run_name
 from mpispeed.store.stored_tensor import STEP, MemoryTensor
-from mpispeed.store.swap import SwapFolder, run_name
+from mpispeed.store.swap import SwapFolder
 from mpispeed.store.tiers import MASTER, SwapPlan, Tiers
 
 NUMEL = 5 * STEP + 77

@@ -8,8 +8,9 @@ import torch
 
 from mpispeed.base.errors import StoreError
 from mpispeed.native.block_io import inject
+from mpispeed.store.private_folder import run_name
 from mpispeed.store.stored_tensor import STEP, MemoryTensor, settle
-from mpispeed.store.swap import SwapFolder, run_name
+from mpispeed.store.swap import SwapFolder
 from mpispeed.store.tiers import PARAM, SwapPlan, Tiers
 
 NUMEL = 3 * STEP + 5

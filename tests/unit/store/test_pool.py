@@ -14,8 +14,9 @@ from mpispeed.base.errors import StoreError
 from mpispeed.native.block_io import BlockIO, inject, inject_latency
 from mpispeed.store import pool as pools
 from mpispeed.store.pool import Pool
+from mpispeed.store.private_folder import run_name
 from mpispeed.store.stored_tensor import STEP, SwappedTensor
-from mpispeed.store.swap import SwapFolder, run_name
+from mpispeed.store.swap import SwapFolder
 
 PARTS = 6
 NUMEL = PARTS * STEP

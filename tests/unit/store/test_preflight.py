@@ -18,7 +18,8 @@ from mpispeed.store import mounts, owner
 from mpispeed.store import preflight as module
 from mpispeed.store.mounts import Mount, free_bytes, mount_of
 from mpispeed.store.preflight import preflight
-from mpispeed.store.swap import SwapFolder, clean_stale, run_name
+from mpispeed.store.private_folder import run_name
+from mpispeed.store.swap import SwapFolder, clean_stale
 from tests.helpers.swap import leftover, python_on_tmpfs, without_rights
 
 

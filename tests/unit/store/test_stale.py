@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from mpispeed.store import owner, swap
+from mpispeed.store import owner, private_folder
 from mpispeed.store.mounts import Mount
-from mpispeed.store.swap import FOREIGN_SECONDS, UNFINISHED_SECONDS, SwapFolder, clean_stale, parent_name, run_name
+from mpispeed.store.private_folder import FOREIGN_SECONDS, UNFINISHED_SECONDS, run_name
+from mpispeed.store.swap import SWAP, SwapFolder, clean_stale
 from tests.helpers.swap import ROOT, leftover
 
 HOLD = """
@@ -40,7 +41,7 @@ def test_the_folder_of_a_killed_process_goes_and_not_before(tmp_path, how):
     process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path, how], stdout=subprocess.PIPE, text=True, env=env)
     try:
         child = int(process.stdout.readline())
-        path = tmp_path / parent_name() / "r.rank0"
+        path = tmp_path / SWAP.parent_name / "r.rank0"
         assert clean_stale(tmp_path) == []
         assert (path / "a.swap").stat().st_size == 1 << 20
         process.send_signal(signal.SIGKILL)
@@ -128,7 +129,7 @@ def test_what_does_not_look_exactly_like_ours_stays(tmp_path, case):
 def test_folders_of_another_user_stay(tmp_path, monkeypatch):
     leftover(tmp_path)
     user = os.geteuid()
-    (tmp_path / parent_name()).rename(tmp_path / f"mpispeed-swap-{user + 1}")
+    (tmp_path / SWAP.parent_name).rename(tmp_path / f"mpispeed-swap-{user + 1}")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     assert clean_stale(tmp_path) == []
@@ -151,7 +152,7 @@ def test_what_cannot_be_judged_from_here_stays_and_is_named_when_old(tmp_path, c
 def test_a_node_of_the_same_name_started_since(tmp_path, monkeypatch, kind, goes):
     """On a local disk it was restarted; in the network it may be another node."""
     folder = leftover(tmp_path, boot="another")
-    monkeypatch.setattr(swap, "mount_of", lambda _: Mount("/", kind, "x"))
+    monkeypatch.setattr(private_folder, "mount_of", lambda _: Mount("/", kind, "x"))
     assert clean_stale(tmp_path) == ([str(folder)] if goes else [])
 
 

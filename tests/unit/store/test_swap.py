@@ -15,7 +15,8 @@ import torch
 from mpispeed.base.errors import StoreError
 from mpispeed.native.block_io import BlockIO
 from mpispeed.store import owner
-from mpispeed.store.swap import SwapFolder, clean_stale, parent_name, run_name
+from mpispeed.store.private_folder import run_name
+from mpispeed.store.swap import SWAP, SwapFolder, clean_stale
 from tests.helpers.swap import python, python_on_tmpfs, without_rights
 
 
@@ -31,7 +32,7 @@ def mode(path):
 
 
 def test_a_folder_is_private_and_names_its_owner(folder, tmp_path):
-    assert folder.path.parent == tmp_path / parent_name()
+    assert folder.path.parent == tmp_path / SWAP.parent_name
     assert (mode(folder.path.parent), mode(folder.path)) == (0o700, 0o700)
     file = folder.file("masters.0", 1 << 20)
     assert file.size() == 1 << 20
@@ -135,7 +136,7 @@ def test_a_planted_link_is_not_followed_to_a_file(folder, tmp_path):
 
 def test_a_planted_parent_is_refused(tmp_path):
     (tmp_path / "victim").mkdir()
-    (tmp_path / parent_name()).symlink_to("victim")
+    (tmp_path / SWAP.parent_name).symlink_to("victim")
     with pytest.raises(StoreError, match="cannot be made"):
         SwapFolder(tmp_path, run_name(), 0)
     assert clean_stale(tmp_path) == []
@@ -144,15 +145,15 @@ def test_a_planted_parent_is_refused(tmp_path):
 
 def test_a_planted_rank_folder_is_refused(tmp_path):
     (tmp_path / "victim").mkdir()
-    (tmp_path / parent_name()).mkdir(mode=0o700)
-    (tmp_path / parent_name() / "r.rank0").symlink_to(tmp_path / "victim")
+    (tmp_path / SWAP.parent_name).mkdir(mode=0o700)
+    (tmp_path / SWAP.parent_name / "r.rank0").symlink_to(tmp_path / "victim")
     with pytest.raises(StoreError, match="cannot be made"):
         SwapFolder(tmp_path, "r", 0)
     assert list((tmp_path / "victim").iterdir()) == []
 
 
 def test_a_parent_that_others_may_write_is_refused(tmp_path):
-    parent = tmp_path / parent_name()
+    parent = tmp_path / SWAP.parent_name
     parent.mkdir()
     parent.chmod(0o777)
     with pytest.raises(StoreError, match="may be written by others"):
@@ -237,7 +238,7 @@ def test_a_full_disk(tmp_path):
     done = python_on_tmpfs(FULL, "8m", tmp_path)
     assert done.returncode == 0, done.stderr
     error, names, left = done.stdout.splitlines()
-    path = tmp_path / parent_name() / "r.rank3" / "b.swap"
+    path = tmp_path / SWAP.parent_name / "r.rank3" / "b.swap"
     assert error.startswith(f"swap file {path} cannot be made: ")
     assert "No space left on device" in error
     assert "wanted 8 MiB (8388608 bytes), free " in error

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from mpispeed.base.errors import StoreError
 from mpispeed.native.block_io import ALIGNMENT
+from mpispeed.store.private_folder import run_name
 from mpispeed.store.stored_tensor import STEP
-from mpispeed.store.swap import SwapFolder, run_name
+from mpispeed.store.swap import SwapFolder
 from mpispeed.store.tiers import GRAD, IN_MEMORY, MASTER, PARAM, SwapPlan, Tiers, padded_bytes
 
 KINDS = (PARAM, MASTER, GRAD, "exp_avg", "exp_avg_sq")

@@ -9,10 +9,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from mpispeed.cli.data import data
 from mpispeed.curriculum.index_file import MMapIndexedDatasetBuilder
 from mpispeed.mesh.backends.solo import solo_comm
 from mpispeed.mesh.sim import run
+from mpispeed.tokens.errors import UnfinishedStore
 from mpispeed.tokens_build import job as jobs
 from mpispeed.tokens_build.errors import BuildError
 from mpispeed.tokens_build.inputs import Reading
@@ -130,6 +133,9 @@ def test_a_build_goes_on_where_it_was(tmp_path, monkeypatch):
     with pytest.raises(BuildError, match="No space left on device"):
         alone(request)
     assert f"has 4 of {parts} parts" in unfinished(out)
+    for path in (out, folder_of(out)):
+        with pytest.raises(UnfinishedStore, match="the same mpispeed data build goes on"):
+            CliRunner().invoke(data, ["verify", str(path)], catch_exceptions=False)
     folder = folder_of(out)
     (folder / "part-0000002").write_bytes((folder / "part-0000002").read_bytes()[:-1])  # as after a power cut
     (folder / "store.h5").write_bytes(b"half of a store")
@@ -225,8 +231,9 @@ def test_a_bad_line_is_told_once_and_stops_the_others(tmp_path, ranks):
     request = Request(tmp_path / "s.h5", [path], "byte", part_bytes=1500)
     with pytest.raises(BuildError, match=r"corpus1\.jsonl, line (101|302): .*--skip-bad"):
         run(ranks, lambda world: build(world.comm, request))
-    skipping = Request(tmp_path / "t.h5", [path], "byte", part_bytes=1500, skips_bad=True)
+    skipping = Request(request.output, [path], "byte", part_bytes=1500, skips_bad=True)
     report = run(ranks, lambda world: build(world.comm, skipping))[0]
+    assert report.kept > 0
     assert report.skipped == 2
     assert "line 101: it is no JSON" in report.first
     assert opened(skipping.output)[0] == expected

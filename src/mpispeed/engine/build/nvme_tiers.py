@@ -15,7 +15,8 @@ from mpispeed.optim.rule import KeepsState
 from mpispeed.plan.offload_plan import make_swap_plan, offload_of, swapped_cells
 from mpispeed.store.placement import Tier
 from mpispeed.store.preflight import preflight
-from mpispeed.store.swap import SwapFolder, run_name
+from mpispeed.store.private_folder import run_name
+from mpispeed.store.swap import SwapFolder
 from mpispeed.store.tiers import GRAD, MASTER, PARAM, SwapPlan, Tiers
 
 if TYPE_CHECKING:

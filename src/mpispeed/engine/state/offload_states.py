@@ -22,8 +22,9 @@ from mpispeed.native.block_io import ALIGNMENT, BlockIO
 from mpispeed.optim.foreign import Foreign
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
 from mpispeed.store.preflight import preflight
+from mpispeed.store.private_folder import run_name
 from mpispeed.store.stored_tensor import MemoryTensor
-from mpispeed.store.swap import SwapFolder, run_name
+from mpispeed.store.swap import SwapFolder
 
 if TYPE_CHECKING:
     from mpispeed.engine.build.parts import Parts

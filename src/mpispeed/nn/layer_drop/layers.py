@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from torch import nn
 from mpispeed.base import rng
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.nn.layer_drop.decisions import Depth, LayerDrop
+
+if TYPE_CHECKING:
+    from mpispeed.base.passes import Pass
 
 _MARK = "_mpispeed_drops"
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -68,10 +72,9 @@ def _droppable(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name whose calls may be left out."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        taking = _taking.get(self) if self.training else None
-        if taking is None:
+        if not self.training:
             return base.__call__(self, *args, **kwargs)
-        return taking.run(self, base.__call__, args, kwargs)
+        return _Steps.run(self, base.__call__, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         made, args, *rest = cast("tuple[Any, ...]", base.__reduce_ex__(self, protocol))
@@ -108,29 +111,58 @@ class Taking:
 
     def __init__(self, drop: LayerDrop, depth: Depth, shapes: dict[type, Shape]) -> None:
         """Args: `shapes` is filled as layers run; all layers of a model share it."""
-        self.drop, self.depth, self._shapes = drop, depth, shapes
+        self.drop, self.depth, self.shapes = drop, depth, shapes
 
-    def run(self, layer: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The output of the layer, scaled, or its input.
 
-        Raises:
-            UsageError: the layer is none of those that can be left out.
-        """
-        scale = self.drop.scale(self.depth)
-        if isinstance(layer, ScalesResiduals):
-            if not scale:
-                return layer.without_branches(*args, **kwargs)
-            return call(layer, *args, **kwargs, **({} if scale == 1.0 else {"residual_scale": scale}))
-        given = _Given(layer, args, kwargs)
-        shape = self._shapes.get(type(layer))
-        if scale or shape is None:
-            with _without_traces(is_on=not scale):
-                out = call(layer, *args, **kwargs)
-            if shape is None:
-                shape = self._shapes[type(layer)] = given.shape_of(out)
-            if scale:
-                return out if scale == 1.0 else given.scaled(out, scale)
-        return given.left_out(shape)
+def _run(layer: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The output of a layer, scaled, or its input.
+
+    Raises:
+        UsageError: the layer is none of those that can be left out.
+    """
+    taking, scale = _Steps.decide(layer)
+    if taking is None or (scale == 1.0 and type(layer) in taking.shapes):
+        return call(layer, *args, **kwargs)
+    if isinstance(layer, ScalesResiduals):
+        if not scale:
+            return layer.without_branches(*args, **kwargs)
+        return call(layer, *args, **kwargs, residual_scale=scale)
+    given = _Given(layer, args, kwargs)
+    if scale:
+        return _Steps.scaled(given, call(layer, *args, **kwargs), scale, taking.shapes)
+    if type(layer) not in taking.shapes:
+        with _without_traces():
+            given.learn(call(layer, *args, **kwargs), taking.shapes)
+    return given.left_out(taking.shapes[type(layer)])
+
+
+def _decide(layer: nn.Module) -> tuple[Taking | None, float]:
+    taking = _taking.get(layer)
+    return taking, 1.0 if taking is None else taking.drop.scale(taking.depth)
+
+
+def _scaled(given: _Given, out: Any, scale: float, shapes: dict[type, Shape]) -> Any:
+    given.learn(out, shapes)
+    return out if scale == 1.0 else given.scaled(out, scale)
+
+
+class _Steps:
+    """The functions around a call of a layer; once a compiler is loaded, those that it does not trace.
+
+    It would make decisions once, and for one layer. What the layer itself runs is compiled.
+    """
+
+    run, decide, scaled = staticmethod(_run), staticmethod(_decide), staticmethod(_scaled)
+    is_shielded = False
+
+    @classmethod
+    def shield(cls) -> None:
+        """Keep the compiler out, if there is one: it loads slowly."""
+        if not cls.is_shielded and "torch._dynamo" in sys.modules:
+            cls.is_shielded = True
+            cls.run = staticmethod(torch.compiler.disable(_run, recursive=False))
+            cls.decide = staticmethod(torch.compiler.disable(_decide))
+            cls.scaled = staticmethod(torch.compiler.disable(_scaled))
 
 
 @runtime_checkable
@@ -158,7 +190,12 @@ class _Given:
             raise self._refused(reason)
         self.stream = first
 
-    def shape_of(self, out: Any) -> Shape:
+    def learn(self, out: Any, shapes: dict[type, Shape]) -> None:
+        """Note what layers of this class return."""
+        if type(self.layer) not in shapes:
+            shapes[type(self.layer)] = self._shape_of(out)
+
+    def _shape_of(self, out: Any) -> Shape:
         if isinstance(out, torch.Tensor):
             self._check(out)
             return Shape(None)
@@ -206,11 +243,8 @@ def _made(kind: type, members: tuple[Any, ...]) -> Any:
 
 
 @contextmanager
-def _without_traces(*, is_on: bool) -> Iterator[None]:
+def _without_traces() -> Iterator[None]:
     """Context of a call whose result is thrown away: without a graph, with random numbers as before it."""
-    if not is_on:
-        yield
-        return
     tracker, states = rng.get_rng_tracker(), rng.capture_torch()
     streams = tracker.get_states()
     try:
@@ -226,12 +260,21 @@ _taking: weakref.WeakKeyDictionary[nn.Module, Taking] = weakref.WeakKeyDictionar
 
 
 def take_part(layers: Mapping[nn.Module, Depth], drop: LayerDrop) -> Callable[[], None]:
-    """Let `drop` decide about layers from now on; returns what ends it."""
+    """Let `drop` decide about layers from now on; returns what ends it.
+
+    `passes` of `drop` have to begin before compiled code runs: only then a compiler has been loaded, which is slow.
+    """
     shapes: dict[type, Shape] = {}
     own = {layer: Taking(drop, depth, shapes) for layer, depth in layers.items()}
     _taking.update(own)
 
+    def shield(_: Pass) -> None:
+        _Steps.shield()
+
+    drop.passes.listeners.append(shield)
+
     def end() -> None:
+        drop.passes.listeners.remove(shield)
         for layer, taking in own.items():
             if _taking.get(layer) is taking:
                 del _taking[layer]

@@ -62,8 +62,8 @@ def routes_of(model: nn.Module) -> dict[str, LayerRoute]:
     return {name: route for name, route in found if route is not None}
 
 
-def numbered(names: Iterable[str], wanted: Sequence[int], count: int | None = None) -> dict[str, int]:
-    """Which of the converted layers of a model drop tokens: their names, with their numbers.
+def dropping_layers(names: Iterable[str], wanted: Sequence[int], count: int | None = None) -> dict[str, int]:
+    """Which of the converted layers of a model drop tokens: their names, with their places in the order of numbers.
 
     The number of a layer is the last whole number that ends a part of its name, as in "model.layers.11" or "layer3".
 
@@ -97,7 +97,7 @@ def numbered(names: Iterable[str], wanted: Sequence[int], count: int | None = No
     if count is not None and count != len(found):
         msg = f"random_ltd.random_ltd_layer_num is {count}, but {len(found)} layers were converted: {sorted(found)}"
         raise ConfigError(msg)
-    return {name: number for number, name in sorted(found.items())}
+    return {found[number]: place for place, number in enumerate(sorted(found))}
 
 
 def _number(name: str) -> int | None:

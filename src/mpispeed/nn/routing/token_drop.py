@@ -35,7 +35,7 @@ _ROUTE = "_random_ltd_route"
 
 @dataclass(frozen=True, slots=True)
 class DropSettings:
-    """The settings that the layers of a model have in common.
+    """Settings that the layers of a model have in common.
 
     Attributes:
         scheduler: gives the reserved length: how many tokens of a sample a layer sees.
@@ -151,7 +151,7 @@ class LayerRoute:
 
         Args:
             name: of the layer, for messages.
-            number: of the layer in the model, part of the key of its choices.
+            number: of the layer among those that drop tokens, part of the key of its choices.
             settings: of the model.
 
         Raises:
@@ -237,7 +237,7 @@ class RandomLayerTokenDrop(nn.Module):
         Args:
             config: the section `random_ltd`.
             scheduler: gives the reserved length.
-            random_ltd_layer_id: a number that no other layer of the model has.
+            random_ltd_layer_id: number of the layer among those that drop tokens.
 
         Raises:
             ConfigError: as `DropSettings.of` and `LayerRoute.configure`.

@@ -10,7 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.nn.routing import RandomLayerTokenDrop, RandomLTDScheduler, convert_to_random_ltd
-from mpispeed.nn.routing.convert import numbered, remove_random_ltd_state_dict, routes_of, save_without_random_ltd
+from mpispeed.nn.routing.convert import (
+    dropping_layers,
+    remove_random_ltd_state_dict,
+    routes_of,
+    save_without_random_ltd,
+)
 from mpispeed.nn.routing.kept_inputs import KeptTokens
 from tests.helpers.token_dropping import drop_tokens, kept_of, section
 
@@ -231,16 +236,16 @@ def test_what_cannot_be_dropped_from_is_refused():
 
 def test_numbers_are_whole_and_belong_to_one_layer():
     names = [f"model.layers.{i}.block" for i in range(12)] + ["head.1"]
-    assert numbered(names[:12], [1, 11]) == {"model.layers.1.block": 1, "model.layers.11.block": 11}
-    assert numbered(["layer1", "layer10"], [10]) == {"layer10": 10}
+    assert dropping_layers(names[:12], [1, 11]) == {"model.layers.1.block": 0, "model.layers.11.block": 1}
+    assert dropping_layers(["layer1", "layer10"], [10]) == {"layer10": 0}
     for wanted, count, words in (
         ([12], None, r"random_ltd_layer_id has 12, and no converted layer has such a number"),
         ([1], 2, r"random_ltd_layer_num is 2, but 1 layers were converted: \[1\]"),
     ):
         with pytest.raises(ValueError, match=words):
-            numbered(names[:12], wanted, count)
+            dropping_layers(names[:12], wanted, count)
     with pytest.raises(ValueError, match=r"'model.layers.1.block' and 'head.1' both have the number 1"):
-        numbered(names, [1])
+        dropping_layers(names, [1])
 
 
 def test_names_of_weights_do_not_change():
@@ -263,7 +268,7 @@ def test_a_wrapper_by_hand_drops_as_a_converted_layer_does():
     scheduler = RandomLTDScheduler({**config, "global_batch_size": 4})
     wrapped.layers[1] = RandomLayerTokenDrop(wrapped.layers[1])
     assert torch.equal(wrapped(x), Stack()(x))  # not configured
-    wrapped.layers[1].init_config(config, scheduler, 1)
+    wrapped.layers[1].init_config(config, scheduler, 0)
     assert torch.equal(wrapped(x), converted(x))
 
 
