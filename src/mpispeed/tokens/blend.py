@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +14,9 @@ from numpy.typing import NDArray
 from mpispeed.base.errors import ConfigError
 from mpispeed.tokens.samples import BatchedSamples, Sample
 from mpispeed.tokens.splits import largest_remainder
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 BLOCK = 1 << 16
 """Samples after which the pattern of data sets repeats."""
@@ -50,6 +56,16 @@ class TokenBlend(BatchedSamples):
 
     def __len__(self) -> int:
         return self._length
+
+    def files(self) -> list[Path]:
+        """The files of its data sets."""
+        return list(dict.fromkeys(path for dataset in self.datasets for path in dataset.files()))
+
+    def reopened(self, paths: Mapping[str, str]) -> Self:
+        """As `BatchedSamples.reopened`."""
+        found = copy.copy(self)
+        found.datasets = [dataset.reopened(paths) for dataset in self.datasets]
+        return found
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Data set of each sample, and which of its samples that is."""

@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from mpispeed.native.token_reads import Labels
-from mpispeed.tokens.samples import IGNORED, BatchedSamples, LabelKind, Sample, check_length, shift_of
+from mpispeed.tokens.samples import IGNORED, LabelKind, Sample, StoreSamples, check_length, shift_of
 from mpispeed.tokens.splits import split_range
 from mpispeed.tokens.store import TokenStore
 
 
-class TokenDocuments(BatchedSamples):
+class TokenDocuments(StoreSamples):
     """The documents of a store, each from its beginning.
 
     A sample has `input_ids`, maybe `labels`, and `attention_mask`, which is 1 where tokens are and 0 where it is

@@ -11,15 +11,17 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.tokens.documents import filling, padded
 from mpispeed.tokens.errors import TokenStoreError
 from mpispeed.tokens.masks import mark_documents
-from mpispeed.tokens.samples import BatchedSamples, LabelKind, Sample, check_length, shift_of
+from mpispeed.tokens.samples import LabelKind, Sample, StoreSamples, check_length, shift_of
 from mpispeed.tokens.splits import split_range
 from mpispeed.tokens.store import TokenStore
 
 ROW_LENGTH = "row_length"
 """Name of the fact that says for how many tokens rows were packed."""
+_MOST_LENGTH = 1 << 24
+"""A file that asks for longer samples is not followed."""
 
 
-class TokenRows(BatchedSamples):
+class TokenRows(StoreSamples):
     """The rows of a store that was built with `--pack LENGTH`.
 
     A sample has `input_ids`, maybe `labels`, `position_ids` and `document_ids`, int64 [length]. No token is learned
@@ -52,13 +54,15 @@ class TokenRows(BatchedSamples):
         if store.row_count is None:
             msg = f"{store.path}: its documents are not packed; build it with --pack LENGTH, or use TokenWindows"
             raise ConfigError(msg)
-        packed_for = store.facts.get(ROW_LENGTH) if length is None else length
-        if not isinstance(packed_for, int):
+        told = store.facts.get(ROW_LENGTH)
+        self._packed_for = told if type(told) is int and 0 < told <= _MOST_LENGTH else None
+        if length is None and self._packed_for is None:
             msg = f"{store.path} does not say for how many tokens its rows were packed; give the length"
             raise ConfigError(msg)
-        check_length(packed_for)
+        self.length = length or self._packed_for or 0
+        check_length(self.length)
         shift_of(labels)
-        self.store, self.length, self.labels = store, packed_for, labels
+        self.store, self.labels = store, labels
         self.fill = filling(store) if fill is None else fill
         self._begin, self._stop = split_range(store.row_count, split, part)
 
@@ -68,7 +72,7 @@ class TokenRows(BatchedSamples):
     def _read(self, numbers: NDArray[np.int64]) -> Sample:
         first, stop = self.store.row_documents(self._begin + numbers)
         most = int((stop - first).max(initial=1))
-        if most > self.length and most > self.store.facts.get(ROW_LENGTH, self.length):
+        if most > max(self.length, self._packed_for or 0):
             msg = f"{self.store.path}: a row has {most} documents, more than tokens: /rows is damaged"
             raise TokenStoreError(msg)
         begins = self.store.begins(first, stop - first + 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -12,6 +14,11 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mpispeed.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from mpispeed.tokens.store import TokenStore
 
 Sample = dict[str, torch.Tensor]
 LabelKind = Literal["next", "same", "none"]
@@ -47,6 +54,21 @@ class BatchedSamples(Dataset[Sample], ABC):
             raise IndexError(msg)
         return self._read(numbers)
 
+    def files(self) -> list[Path]:
+        """The files that are read, for copies on the disks of nodes; by default none."""
+        return []
+
+    def reopened(self, paths: Mapping[str, str]) -> Self:
+        """The same samples of copies of the files.
+
+        Args:
+            paths: of the copies, by the texts of the paths of the files.
+
+        Raises:
+            TokenStoreError: one is no copy, or no store.
+        """
+        return self
+
     def __getitem__(self, index: int) -> Sample:
         return {name: rows[0] for name, rows in self.read_batch([index]).items()}
 
@@ -54,6 +76,26 @@ class BatchedSamples(Dataset[Sample], ABC):
         """The samples of a batch one by one, as torch's loaders take them."""
         batch = self.read_batch(indices)
         return [{name: rows[number] for name, rows in batch.items()} for number in range(len(indices))]
+
+
+class StoreSamples(BatchedSamples):
+    """Samples of one store.
+
+    Attributes:
+        store: the open store.
+    """
+
+    store: TokenStore
+
+    def files(self) -> list[Path]:
+        """The file of the store."""
+        return [self.store.path]
+
+    def reopened(self, paths: Mapping[str, str]) -> Self:
+        """As `BatchedSamples.reopened`."""
+        found = copy.copy(self)
+        found.store = self.store.reopened(paths[str(self.store.path)])
+        return found
 
 
 def check_length(length: int) -> None:

@@ -83,6 +83,14 @@ class TokenStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def reopened(self, path: str | os.PathLike[str]) -> TokenStore:
+        """The same store in another file, such as a copy on the disk of this node.
+
+        Raises:
+            TokenStoreError: it is no copy of this store, or no store.
+        """
+        return _opened_again(Path(path), self._sums)
+
     def close(self) -> None:
         """Close the file in this process; idempotent."""
         self._end()
@@ -311,6 +319,6 @@ def _opened_again(path: Path, sums: Mapping[str, int]) -> TokenStore:
     store = open_store(path)
     if store._sums != sums:
         store.close()
-        msg = f"{path} is not the token store any more that it was when it was opened first"
+        msg = f"{path} is not the token store that was opened first: its checksums are others"
         raise TokenStoreError(msg)
     return store

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from mpispeed.base.errors import ConfigError
 from mpispeed.native.token_reads import Labels
 from mpispeed.tokens.masks import mark_documents
-from mpispeed.tokens.samples import BatchedSamples, LabelKind, Sample, check_length, shift_of
+from mpispeed.tokens.samples import LabelKind, Sample, StoreSamples, check_length, shift_of
 from mpispeed.tokens.splits import split_range
 from mpispeed.tokens.store import TokenStore
 
 
-class TokenWindows(BatchedSamples):
+class TokenWindows(StoreSamples):
     """The tokens of a store, or of some of its documents, cut into samples of `length` in their order.
 
     Sample i begins at token i * length of them. Its labels "next" are the tokens that follow, of which the last one

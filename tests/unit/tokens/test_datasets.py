@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +227,24 @@ def test_a_store_that_was_replaced_is_not_taken_for_the_one_that_was_pickled(mak
             assert again.fileno() != store.fileno()
     made.path.unlink()
     make(seed=1)
-    with pytest.raises(TokenStoreError, match="not the token store any more"):
+    with pytest.raises(TokenStoreError, match="not the token store that was opened first"):
         pickle.loads(packed)
+
+
+def test_samples_of_a_copy(make: Any) -> None:
+    made, other = make(row_length=64), make("other.h5", seed=4, row_length=64)
+    place = made.path.with_name("copy.h5")
+    shutil.copy(made.path, place)
+    with open_store(made.path) as store:
+        parts = [TokenWindows(store, 8), TokenDocuments(store, 8), TokenRows(store)]
+        for samples in [*parts, TokenBlend([(parts[0], 1), (TokenWindows(store, 8), 2)])]:
+            assert list(map(str, samples.files())) == [str(made.path)]
+            copied = samples.reopened({str(made.path): str(place)})
+            assert torch.equal(copied[3]["input_ids"], samples[3]["input_ids"])
+        assert parts[0].store is store
+        assert parts[0].reopened({str(made.path): str(place)}).store.path == place
+        with pytest.raises(TokenStoreError, match="not the token store that was opened first"):
+            parts[0].reopened({str(made.path): str(other.path)})
 
 
 def test_a_closed_store_says_so(make: Any) -> None:
