@@ -11,7 +11,7 @@ from gpt import GPT, Shape
 from text import Windows, standard_library
 
 import mpispeed
-from mpispeed.curriculum.distributed import DistributedDataAnalyzer
+from mpispeed.curriculum import DistributedDataAnalyzer
 
 SHAPE = Shape(layers=4, heads=4, width=64, block=64)
 TRAINING, HELD_OUT = (Windows(text, SHAPE.block) for text in standard_library(cap_bytes=1_000_000))

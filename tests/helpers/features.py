@@ -18,14 +18,15 @@ from torch import nn
 
 import mpispeed
 from mpispeed.moe import MoE
-from tests.helpers.feature_models import Block, Whole
+from tests.helpers.feature_models import Whole
+from tests.helpers.features_of_data import TEXTS, drops_layers, drops_tokens, grows, is_sampled, recomputed
 from tests.helpers.index_files import metric
 from tests.helpers.pipes import gpt_layers
 
 if TYPE_CHECKING:
     from tests.helpers.pairs import Run
 
-BATCH, TEXTS, STEPS = 24, 60, 3
+BATCH = 24
 FINAL, CLOSE, EXACT = "runs", "near", "bits"
 """Promises about a pair: losses are finite; near those of the other feature alone; the same to the bit."""
 
@@ -201,36 +202,6 @@ def _sequence_is_cut(run: Run) -> bool:
     return run.engine.mesh["model"].size == 2 and any(cut is not None for cut in cuts)
 
 
-def _recomputed(run: Run) -> bool:
-    return run.block_runs == 2 * _expected_runs(run) + _trials(run)
-
-
-def _trials(run: Run) -> int:
-    """Runs of a block by which an engine learns what it returns: where the first that it would run is left out."""
-    is_new = "loaded by other ranks" in run.names or any(feature.makes_engines for feature in run.features)
-    return int("progressive layer drop" in run.names and is_new and 0 in _blocks(run))
-
-
-def _blocks(run: Run) -> list[int]:
-    """Numbers of the blocks of this rank, by their names; the first layer of a pipeline is none."""
-    own = [name for name, module in run.engine.module.named_modules() if isinstance(module, Block)]
-    return [int(name.rpartition(".")[2]) - ("." not in name) for name in own]
-
-
-def _expected_runs(run: Run) -> int:
-    """How often blocks of this rank run forward in the steps of this run."""
-    own, micros = _blocks(run), range(run.engine.gradient_accumulation_steps())
-    left_out = {0: 0, 1: 1}  # micro-batch of the third step -> block, by the seed of the row
-    missing = sum(left_out.get(micro) in own for micro in micros) if "progressive layer drop" in run.names else 0
-    return len(own) * run.steps * len(micros) - missing
-
-
-def _drops_layers(run: Run) -> bool:
-    runs = _expected_runs(run) * (2 if "activation checkpointing" in run.names else 1) + _trials(run)
-    expected = run.engine.progressive_layer_drop.theta_at(2)
-    return bool(run.engine.get_pld_theta() == expected < 1 and run.block_runs == runs)
-
-
 def _elastic(settings: dict[str, Any], folder: Path) -> None:
     settings.pop("train_batch_size", None)
     settings["elasticity"] = {"enabled": True, "max_train_batch_size": BATCH, "micro_batch_sizes": [6, 8, 12]}
@@ -257,27 +228,6 @@ def _clipped(run: Run) -> bool:
 
 def _has_rates(run: Run) -> bool:
     return len(set(run.rates)) > 1
-
-
-def _grows(run: Run) -> bool:
-    """The third step had a length between the first and the last, here and in the model."""
-    seen = run.notes.get("length") or getattr(run.engine.module, "length", None)
-    return run.engine.curriculum_scheduler_legacy.get_current_difficulty() == seen == 6
-
-
-def _is_sampled(run: Run) -> bool:
-    """The samples of all steps are of this run's loader, and the last ones were admitted by the second difficulty."""
-    loader, samples = run.engine.training_dataloader, STEPS * run.engine.train_batch_size()
-    return bool(loader.position == samples and loader.order.difficulties(samples) == {"number": TEXTS - 1})
-
-
-def _drops_tokens(run: Run) -> bool:
-    """The first block, where this rank has it, saw 4 of the tokens in the third step."""
-    blocks = {name: each for name, each in run.engine.module.named_modules() if isinstance(each, Block)}
-    first = "1" if run.engine.mesh["pipe"].size > 1 else "blocks.0"
-    lengths = [each.length for name, each in blocks.items() if name == first]
-    seen = {4} if "progressive layer drop" not in run.names else {0, 2, 4}  # it may have been left out then
-    return run.engine.random_ltd_scheduler.get_current_seq() == 4 and seen >= set(lengths)
 
 
 def _logged(run: Run) -> bool:
@@ -362,7 +312,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("experts", ("experts", "mark_distinct", "parameters of their own"), _shares_experts, keeps=FINAL),
     Feature(
-        "activation checkpointing", ("activation", "recompute"), _recomputed,
+        "activation checkpointing", ("activation", "recompute"), recomputed,
         put("activation_checkpointing.partition_activations", True),
     ),
     Feature("sparse gradients", ("sparse",), _sends_rows, put("sparse_gradients", True), (0,), CLOSE),
@@ -374,19 +324,19 @@ FEATURES: tuple[Feature, ...] = (
         put("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}}), keeps=FINAL,
     ),
     Feature(
-        "curriculum learning", ("curriculum",), _grows,
+        "curriculum learning", ("curriculum",), grows,
         put("curriculum_learning", {
             "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 2, "max_difficulty": 8,
             "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 2}}),
         keeps=FINAL,
     ),
     Feature(
-        "progressive layer drop", ("layer_drop", "left out"), _drops_layers,
+        "progressive layer drop", ("layer_drop", "left out"), drops_layers,
         put("progressive_layer_drop", {"enabled": True, "theta": 0.2, "gamma": 3.0, "seed": 6}), keeps=FINAL,
         by_micro_batch=True,
     ),
     Feature(
-        "sampling by difficulty", ("sampling",), _is_sampled,
+        "sampling by difficulty", ("sampling",), is_sampled,
         put("data_efficiency", {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {
             "enabled": True, "curriculum_metrics": {"number": metric(
                 {"index_to_sample_path": "FOLDER/number_index_to_sample",
@@ -394,7 +344,7 @@ FEATURES: tuple[Feature, ...] = (
         keeps=FINAL,
     ),
     Feature(
-        "random-LTD", ("random_ltd", "random-ltd"), _drops_tokens,
+        "random-LTD", ("random_ltd", "random-ltd"), drops_tokens,
         put("data_efficiency", {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {
             "enabled": True, "total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0],
             "model_type": "decoder", "hidden_state_order": "batch_seq_dim", "random_ltd_schedule": {

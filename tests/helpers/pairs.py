@@ -35,7 +35,8 @@ from mpispeed.sharding.sharded_param import is_sharded
 from mpispeed.walltime import last_safe_step, requests
 from tests.helpers import features as rows
 from tests.helpers.feature_models import SEED, SHAPE, Block, Whole, layers
-from tests.helpers.features import BATCH, CLOSE, EXACT, FINAL, PROMISES, STEPS, TEXTS, Feature
+from tests.helpers.features import BATCH, CLOSE, EXACT, FINAL, PROMISES, Feature
+from tests.helpers.features_of_data import STEPS, TEXTS, Texts
 from tests.helpers.index_files import write_metric
 from tests.zoo.training import own_part
 
@@ -63,17 +64,6 @@ class Outcome:
     def fields(self) -> dict[str, str]:
         """Those that are not empty."""
         return {name: value for name, value in asdict(self).items() if value}
-
-
-class Texts(torch.utils.data.Dataset[Any]):
-    """Pairs of inputs and labels, made of their numbers."""
-
-    def __len__(self) -> int:
-        return TEXTS
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = (torch.arange(SHAPE.block + 1) + 7 * index) % 256
-        return tokens[:-1], tokens[1:]
 
 
 class Run:
