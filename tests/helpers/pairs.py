@@ -34,17 +34,15 @@ from mpispeed.pipe import PipelineModule, PipeModelDataParallelTopology
 from mpispeed.sharding.sharded_param import is_sharded
 from mpispeed.walltime import last_safe_step, requests
 from tests.helpers import features as rows
+from tests.helpers.closeness import nearness
 from tests.helpers.feature_models import SEED, SHAPE, Block, Whole, layers
-from tests.helpers.features import BATCH, CLOSE, EXACT, FINAL, PROMISES, Feature
+from tests.helpers.features import BATCH, FINAL, PROMISES, Feature
 from tests.helpers.features_of_data import STEPS, TEXTS, Texts
 from tests.helpers.index_files import write_metric
 from tests.zoo.training import own_part
 
 NODE = "2"
 """Ranks of a node: of 4 ranks there are two nodes, which second copies and coded sums tell apart."""
-
-NEAR, NEAR_ROUNDED = 1e-4, 3e-2
-"""Relative, of losses that fall by a tenth: other orders of sums; other places where few bits are rounded."""
 
 DRILL = "slow:rank=0,seconds=0.001@step=2"
 WORKS, NO_EFFECT, REFUSED, MEANINGLESS, FAILS = "works", "no effect", "refused", "meaningless", "fails"
@@ -407,14 +405,6 @@ def try_pair(first: Feature, second: Feature) -> Outcome:
 def meaningless_pair(first: Feature, second: Feature) -> str:
     """Why a pair cannot be; "" if it can, or is one feature."""
     return "" if first is second else rows.meaningless(first, second)
-
-
-def nearness(found: list[float], expected: list[float], is_rounding: bool) -> str:
-    """How near losses are."""
-    if found == expected:
-        return EXACT
-    bound = NEAR_ROUNDED if is_rounding else NEAR
-    return CLOSE if all(abs(a - b) <= bound * abs(b) for a, b in zip(found, expected, strict=True)) else FINAL
 
 
 def _reference(feature: Feature, stage: int) -> list[float] | None:

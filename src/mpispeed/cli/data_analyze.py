@@ -61,6 +61,7 @@ def analyze(path: Path, **asked: Any) -> None:
     from mpispeed.mesh.world import start
     from mpispeed.tokens.store import open_store
 
+    world = start()  # first, so that a mistake is shown once
     names = {_name_of(metric): metric for metric in asked["metrics"] or (LENGTH, RARITY)}
     if asked["out"] is None and not asked["add_columns"]:
         msg = "say what is to be made: --out FOLDER for index files, --add-columns for columns of the store, or both"
@@ -68,7 +69,6 @@ def analyze(path: Path, **asked: Any) -> None:
     if asked["add_columns"] and (asked["kind"] != "documents" or asked["split"]):
         msg = "--add-columns is for all documents of a store; leave out --samples and --split, or --add-columns"
         raise ConfigError(msg)
-    world = start()
     with open_store(path, world.node) as store:
         samples = StoreSamples.of(
             store, asked["kind"], asked["length"], split=asked["split"], part=asked["part"], labels=asked["labels"]

@@ -10,7 +10,17 @@ import numpy as np
 
 from mpispeed.base.plain import printable
 from mpispeed.tokens_build.errors import BuildError, Faults
-from mpispeed.tokens_build.inputs import BATCH_BYTES, PARQUET, Batch, Input, Reading, Slice, TokenRun, open_input
+from mpispeed.tokens_build.inputs import (
+    BATCH_BYTES,
+    MOST_DOCUMENT_BYTES,
+    PARQUET,
+    Batch,
+    Input,
+    Reading,
+    Slice,
+    TokenRun,
+    open_input,
+)
 
 _ROWS = 1024
 """Rows that are read at a time; texts of a batch are cut again by their size."""
@@ -56,8 +66,8 @@ def read(one: Input, begin: int, stop: int, reading: Reading, faults: Faults) ->
                 for batch in batches:
                     yield from _documents(one, batch.column(0), (group, row), faults)
                     row += len(batch)
-        except (OSError, arrow.ArrowException) as failure:
-            msg = f"{printable(one.path)} cannot be read: {failure}"
+        except (OSError, ValueError, MemoryError, arrow.ArrowException) as failure:  # of damaged files any of them
+            msg = f"{printable(one.path)} cannot be read: {str(failure) or type(failure).__name__}"
             raise BuildError(msg) from failure
 
 
@@ -81,24 +91,25 @@ def _parquet_reader(one: Input, file: Any) -> Any:
 
     try:
         return parquet.ParquetFile(file)
-    except (OSError, pyarrow.ArrowException) as failure:
+    except (OSError, ValueError, MemoryError, pyarrow.ArrowException) as failure:
         msg = f"{printable(one.path)} is no Parquet file that can be read: {failure}"
         raise BuildError(msg) from failure
 
 
-def _arrow_reader(one: Input, file: Any) -> tuple[Any, int]:
-    """A reader of Arrow's files or streams, and its number of slices."""
+def _arrow_reader(one: Input, file: Any, columns: list[int] | None = None) -> tuple[Any, int]:
+    """A reader of Arrow's files or streams, and its number of slices; `columns`: only these, by number."""
     import pyarrow
     from pyarrow import ipc
 
+    options = ipc.IpcReadOptions(included_fields=columns, use_threads=False)
     try:
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         if is_file:
-            reader = ipc.open_file(file)
+            reader = ipc.open_file(file, options=options)
             return reader, reader.num_record_batches
-        return ipc.open_stream(file), 1
-    except (OSError, pyarrow.ArrowException) as failure:
+        return ipc.open_stream(file, options=options), 1
+    except (OSError, ValueError, MemoryError, pyarrow.ArrowException) as failure:
         msg = f"{printable(one.path)} is no Arrow file that can be read: {failure}"
         raise BuildError(msg) from failure
 
@@ -142,11 +153,13 @@ def _parquet_groups(one: Input, file: Any, begin: int, stop: int, field: str) ->
 
 def _arrow_groups(one: Input, file: Any, begin: int, stop: int, field: str) -> Iterator[tuple[int, Any]]:
     """Numbers of record batches, and one column of each in pieces."""
-    reader, _ = _arrow_reader(one, file)
+    names = _arrow_reader(one, file)[0].schema.names
+    file.seek(0)
+    reader, _ = _arrow_reader(one, file, [names.index(field)])  # other columns are not read
     is_file = hasattr(reader, "get_batch")
     wholes = ((group, reader.get_batch(group)) for group in range(begin, stop)) if is_file else enumerate(reader)
     for group, whole in wholes:
-        column = whole.select([field])
+        column = whole.select([0]) if len(whole.schema) == 1 else whole.select([field])
         column.validate(full=True)  # offsets of a damaged file would be followed anywhere
         yield group, (column.slice(at, _ROWS) for at in range(0, len(column), _ROWS))
 
@@ -161,10 +174,26 @@ def _documents(one: Input, column: Any, place: tuple[int, int], faults: Faults) 
         for row in np.flatnonzero(~valid).tolist():
             faults.bad(partial(_row, one, place, row), "it has no value")
         column = column.filter(column.is_valid())
-    if _is_text(column.type):
+    is_text = _is_text(column.type)
+    column = _without_long(one, column, place, is_text, faults)
+    if is_text:
         yield from _cut_texts(column.to_pylist())
-        return
-    yield _run(one, column, place)
+    else:
+        yield _run(one, column, place)
+
+
+def _without_long(one: Input, column: Any, place: tuple[int, int], is_text: bool, faults: Faults) -> Any:
+    """The documents that are not too long."""
+    from pyarrow import compute
+
+    sizes = compute.binary_length(column) if is_text else compute.list_value_length(column)
+    most = MOST_DOCUMENT_BYTES if is_text else MOST_DOCUMENT_BYTES // (column.type.value_type.bit_width // 8)
+    if (compute.max(sizes).as_py() or 0) <= most:
+        return column
+    is_long = compute.greater(sizes, most)
+    for _ in range(compute.sum(is_long).as_py()):
+        faults.bad(partial(_row, one, place, 0), "it or a row after it is too long for one document")
+    return column.filter(compute.invert(is_long))
 
 
 def _row(one: Input, place: tuple[int, int], row: int) -> str:

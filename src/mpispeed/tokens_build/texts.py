@@ -43,8 +43,10 @@ def cut(number: int, one: Input, reading: Reading, part_bytes: int) -> Iterator[
     A document belongs to the slice in which it begins. A compressed file, and one that is a single document, is one
     slice.
     """
-    with open_input(one) as file:
-        is_whole = file.read(2) == _GZIP or (reading.documents == "file" and one.kind != JSON_LINES)
+    is_whole = one.size <= part_bytes or (reading.documents == "file" and one.kind != JSON_LINES)
+    if not is_whole:  # only then it has to be opened, of maybe many
+        with open_input(one) as file:
+            is_whole = file.read(2) == _GZIP
     step = max(1, one.size) if is_whole else part_bytes
     for begin in range(0, one.size, step):
         stop = min(one.size, begin + step)

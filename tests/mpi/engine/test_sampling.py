@@ -121,7 +121,7 @@ def test_a_run_goes_on_in_the_middle_of_everything(pending, folder, comm, mpi_tm
         first.backward(first(x, y))
         first.step()
     first.save_checkpoint(str(mpi_tmp_path / "saved"))
-    second = start(2, 6 if comm.size != 3 else 4, wanted)
+    second = start(2, 6 if comm.size != 3 else 4, wanted, data_loader={"workers": pending})
     second.load_checkpoint(str(mpi_tmp_path / "saved"))
     assert second.training_dataloader.position == 3 * BATCH
     found, again = run(second, iter(second.training_dataloader), 3, comm)

@@ -51,6 +51,21 @@ def test_a_safetensors_file(tmp_path):
     check(tmp_path / "to", weights(), {"head.weight": "embed.weight"})
 
 
+def test_names_lose_the_wrapper_of_layers_that_drop_tokens(tmp_path):
+    values = torch.randn(3, 2)
+    named = {"layers.1.random_ltd_layer.up.weight": values, "layers.2.up.weight": values + 1}
+    named["layers.1.random_ltd_layer.norm.running_var"] = values[0].clone()
+    save_file(named, tmp_path / "model.safetensors")
+    import_checkpoint(tmp_path / "model.safetensors", tmp_path / "to")
+    with open_checkpoint(tmp_path / "to") as source:
+        assert source.names() == ["layers.1.up.weight", "layers.2.up.weight"]
+        assert source.buffers() == ["layers.1.norm.running_var"]
+        assert has_same_bits(source.read_whole("layers.1.up.weight", "master"), values)
+    save_file(named | {"layers.1.up.weight": values.clone()}, tmp_path / "twice.safetensors")
+    with pytest.raises(CheckpointError, match=r"has 'layers.1.up.weight' twice"):
+        import_checkpoint(tmp_path / "twice.safetensors", tmp_path / "other")
+
+
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_shards_with_an_index(tmp_path, form):
     stem, suffix = ("model", ".safetensors") if form == "safetensors" else ("pytorch_model", ".bin")

@@ -9,8 +9,11 @@ import torch
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.curriculum.analyzer import DataAnalyzer
+from mpispeed.curriculum.difficulty_index import DifficultyIndex
+from mpispeed.curriculum.distributed import DistributedDataAnalyzer
 from mpispeed.curriculum.index_file import MMapIndexedDataset
 from mpispeed.curriculum.index_layout import IndexFileError
+from mpispeed.mesh.backends.solo import solo_comm
 from tests.helpers import analyzer_cases as cases
 
 MADE = json.loads(Path(__file__).with_name("deepspeed_analyzer.json").read_text())
@@ -171,3 +174,19 @@ def test_own_functions_in_the_place_of_steps(tmp_path):
     made.run_map_reduce()
     assert calls == [(0, ["m"], 0), [0, 0, 8, 16], (["m"], [cases.SINGLE], tmp_path, 1, 1, 1)]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_the_sampler_reads_what_was_written(tmp_path, kind):
+    if kind == "files":
+        analyzer(tmp_path, 300, lambda batch: batch % 50, num_threads=2).run_map_reduce()
+    else:
+        DistributedDataAnalyzer(
+            cases.Numbers(300), comm=solo_comm(), batch_size=8, metric_names=["m"], metric_functions=[lambda b: b % 50],
+            metric_types=[cases.SINGLE], save_path=tmp_path,
+        ).run_map_reduce()  # fmt: skip
+    samples, values = (MMapIndexedDataset(tmp_path / "m" / f"m_index_to_{what}") for what in ("sample", "metric"))
+    index = DifficultyIndex(samples, values, 300)
+    count = index.admitted_by_value(9)
+    found = [int(number) for piece in index.read(0, count) for number in piece]
+    assert sorted(found) == [i for i in range(300) if (i + 7) % 50 <= 9]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -361,6 +362,34 @@ def test_rows_without_a_value_and_damaged_tables(tmp_path):
         path.write_bytes(raw[:at])
         with pytest.raises(BuildError, match=r"t\.parquet"):
             alone(Request(tmp_path / "x.h5", [path], "byte", skips_bad=True))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "idx"])
+def test_bits_that_flipped_end_in_a_sentence_or_in_a_store(tmp_path, kind):
+    if kind == "idx":
+        path = megatron(tmp_path, [[1, 2, 3]] * 30, np.int32).with_suffix(".idx")
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        table = arrow.table({"input_ids": [list(range(n % 9)) for n in range(200)]})
+        path = tmp_path / f"t.{kind}"
+        if kind == "parquet":
+            parquet.write_table(table, path)
+        else:
+            with arrow.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table, max_chunksize=50)
+    raw, draw, sentences = path.read_bytes(), random.Random(3), 0
+    for number in range(30):
+        damaged = bytearray(raw)
+        damaged[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            alone(Request(tmp_path / f"{number}.h5", [path], None, reading=Reading("input_ids")))
+        except BuildError as failure:
+            assert re.search(rf"{path.stem}\.\w+|no document", str(failure))
+            sentences += 1
+    assert sentences > 0
 
 
 # -- tokenizers ------------------------------------------------------------------------------------------------------

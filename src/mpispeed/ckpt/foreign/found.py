@@ -51,6 +51,9 @@ class ReadOptions:
                 raise CheckpointError(msg) from failure
 
 
+WRAPPER = ".random_ltd_layer"
+
+
 @dataclass(slots=True)
 class FoundParam:
     """A parameter of a foreign checkpoint.
@@ -150,6 +153,22 @@ class Found:
         is_wide = tensor.dtype in (torch.float32, torch.float64) and not is_frozen
         slots: dict[str, Values] = {MASTER if is_wide else WEIGHT16: Plain(tensor)}
         self.add(FoundParam(name, tuple(tensor.shape), tensor.dtype, slots, is_frozen))
+
+    def unwrap(self) -> None:
+        """Take DeepSpeed's wrapper of layers that drop tokens (random-LTD) out of all names.
+
+        Raises:
+            ForeignMismatch: two names would be one.
+        """
+        if not any(WRAPPER in name for name in (*self.params, *self.buffers, *self.aliases)):
+            return
+        params, buffers = list(self.params.values()), self.buffers
+        self.params, self.buffers = {}, {}
+        for param in params:
+            param.name = param.name.replace(WRAPPER, "")
+            self.add(param)
+        self.buffers = {name.replace(WRAPPER, ""): found for name, found in buffers.items()}
+        self.aliases = {one.replace(WRAPPER, ""): other.replace(WRAPPER, "") for one, other in self.aliases.items()}
 
     def check(self) -> None:
         """Check that the checkpoint is consistent and can be stored.

@@ -31,6 +31,7 @@ def open_foreign(source: str | os.PathLike[str], tag: str | None = None, options
     path, options = Path(source), options or ReadOptions()
     with _translated(path):
         found = _open(path, tag, options)
+        found.unwrap()
         found.check()
         return found
 

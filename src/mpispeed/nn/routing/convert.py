@@ -50,7 +50,7 @@ def convert_to_random_ltd(model: ModelT, convert_type: type[nn.Module]) -> Model
             "data_efficiency.data_routing.enabled and data_efficiency.data_routing.random_ltd.enabled to true"
         )
         raise ConfigError(msg)
-    elif not found:
+    elif not found and getattr(inner, "num_stages", 1) == 1:  # a stage of a pipeline may have none
         msg = f"convert_to_random_ltd: the model has no layer of class {convert_type.__name__}"
         raise ConfigError(msg)
     return model
