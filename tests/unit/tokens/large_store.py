@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -33,7 +32,7 @@ def main(path, length, batch, documents):
     samples = windows.TokenWindows(store, length, documents=documents)
     first = next(iter(ShardedLoader(samples, micro_batch=batch, rank=0, size=1, seed=3)))
     seconds = time.perf_counter() - begun
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = status("VmHWM")  # ru_maxrss would be that of the process that has forked this one, if it was larger
     samples.read_batch([7])  # whatever is made once
     counted()
     overhead = -counted()[0] + counted()[0]
