@@ -17,6 +17,9 @@ from mpispeed.base.errors import ConfigError, DataError
 from mpispeed.data import SampleOrder
 from mpispeed.data.node_copies import COPIED
 from mpispeed.engine.data_loading import WAIT_MS
+from mpispeed.tokens.store import open_store
+from mpispeed.tokens.windows import TokenWindows
+from tests.helpers.token_stores import make_store
 from tests.zoo.models import BATCH, WIDTH
 from tests.zoo.training import ADAM, config, start
 
@@ -207,6 +210,26 @@ def test_what_cannot_be_copied_is_one_sentence_on_all_ranks(comm, rows, mpi_tmp_
         start(config(1, **ADAM, data_loader={"copy_to": str(mpi_tmp_path / "disk")}), training_data=data)
     comm.barrier()
     assert [path for path in (mpi_tmp_path / "disk").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("way", [{}, {"workers": 4, "prefetch": 6}], ids=str)
+def test_a_token_store_is_read_from_its_copy(comm, mpi_tmp_path, way):
+    """The same bytes as without a loader, on any number of ranks; one file for each node."""
+    if comm.rank == 0:
+        make_store(mpi_tmp_path / "text.h5", documents=40)
+    comm.barrier()
+    windows = TokenWindows(open_store(mpi_tmp_path / "text.h5", comm), 8)
+    settings = config(1, **ADAM, data_loader={"copy_to": str(mpi_tmp_path / "disk")} | way)
+    engine = start(settings, training_data=windows)
+    loader, order = engine.training_dataloader, SampleOrder(len(windows), 1234, shuffle=True)
+    assert loader.dataset.store.path.is_relative_to(mpi_tmp_path / "disk")
+    mine = torch.cat([torch.cat([batch["input_ids"], batch["labels"]], 1) for batch in loader])
+    parts = comm.gather_objects(mine.view(len(loader), -1, 16))
+    for step, rows in enumerate(torch.cat(parts, 1)):
+        places = range(step * BATCH, (step + 1) * BATCH)
+        expected = windows.read_batch(order.indices([place % len(windows) for place in places]))
+        assert torch.equal(rows, torch.cat([expected["input_ids"], expected["labels"]], 1))
+    engine.destroy()
 
 
 def test_a_variable_that_is_not_set_is_told(rows):

@@ -244,7 +244,7 @@ def test_only_a_build_that_the_time_limit_ends_is_requeued(tmp_path, command, st
         time.sleep(0.1)
         (tmp_path / "fail").touch() if number is None else process.send_signal(number)
         output = process.communicate(timeout=120)[0]
-    assert process.returncode == (3 if number is None else 128 + signal.SIGUSR1)
+    assert process.returncode == (3 if number is None else 128 + signal.SIGTERM)
     assert ("scontrol requeue 7" in output) is is_requeued
     assert (tmp_path / "up").read_text() == f"mpispeed data {command} -o a.h5\n"
 
