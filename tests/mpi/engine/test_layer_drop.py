@@ -248,6 +248,7 @@ def test_deepspeeds_layers_need_no_call():
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
 def test_a_compiled_model_decides_anew_for_each_layer_and_pass():
     outcomes = []
     for is_compiled in (False, True):
