@@ -45,8 +45,10 @@ from text import Windows, standard_library
 
 STEPS = 800  # of the example's schedule
 ACCUMULATION = 8  # micro-batches of a batch
-SHAPE = Shape(layers=8, heads=4, width=96, block=128)
-FIRST_LENGTH, LENGTH_STEP = 64, 8  # tokens that random-LTD keeps at first; multiples of which it keeps
+SHAPE = Shape(layers=12, heads=4, width=64, block=64)
+ROUTED = [6, 7, 8, 9, 10]  # layers of random-LTD
+FIRST_LENGTH, LENGTH_STEP = 8, 8  # tokens that it keeps at first, and their multiples
+ROUTED_PART = 0.9125  # of the steps, after which it keeps all
 MODELS = ("baseline", "random-ltd", "pld", "pld-slow")
 COLOURS = {"baseline": "#444444", "random-ltd": "#0072b2", "pld": "#d55e00", "pld-slow": "#e69f00"}
 
@@ -54,11 +56,10 @@ COLOURS = {"baseline": "#444444", "random-ltd": "#0072b2", "pld": "#d55e00", "pl
 def settings_of(name: str, steps: int) -> dict[str, Any]:
     """The section of the config that a run has beside those of the example."""
     if name == "random-ltd":
-        inner = list(range(1, SHAPE.layers - 1))
-        schedule = {"require_steps": steps, "seq_per_step": LENGTH_STEP}
+        schedule = {"require_steps": int(ROUTED_PART * steps), "seq_per_step": LENGTH_STEP}
         routing = {
-            "enabled": True, "total_layer_num": SHAPE.layers, "random_ltd_layer_num": len(inner),
-            "random_ltd_layer_id": inner, "model_type": "decoder", "hidden_state_order": "batch_seq_dim",
+            "enabled": True, "total_layer_num": SHAPE.layers, "random_ltd_layer_num": len(ROUTED),
+            "random_ltd_layer_id": ROUTED, "model_type": "decoder", "hidden_state_order": "batch_seq_dim",
             "token_inputs": ["rotation"],
             "random_ltd_schedule": {
                 "min_value": FIRST_LENGTH, "max_value": SHAPE.block, "schedule_type": "fixed_linear",
