@@ -47,7 +47,7 @@ STEPS = 800  # of the example's schedule
 ACCUMULATION = 8  # micro-batches of a batch
 SHAPE = Shape(layers=12, heads=4, width=64, block=64)
 ROUTED = [6, 7, 8, 9, 10]  # layers of random-LTD
-FIRST_LENGTH, LENGTH_STEP = 8, 8  # tokens that it keeps at first, and their multiples
+FIRST_LENGTH, LENGTH_STEP = 8, 64  # tokens that it keeps at first, and all at once when they are all of a sample
 ROUTED_PART = 0.9125  # of the steps, after which it keeps all
 MODELS = ("baseline", "random-ltd", "pld", "pld-slow")
 COLOURS = {"baseline": "#444444", "random-ltd": "#0072b2", "pld": "#d55e00", "pld-slow": "#e69f00"}
