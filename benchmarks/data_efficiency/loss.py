@@ -5,8 +5,9 @@
 
 The GPT of `docs/examples`, with more and narrower layers than there, so that a layer is a small part of it. Data, their
 order, batch, optimizer and schedule are those of `docs/examples/train_gpt.py`, which were chosen for all layers and all
-tokens; one rank, one thread. The part saved is that of the blocks' layer tokens; seconds are processor time of training
-steps. Validation computes everything.
+tokens; one rank, one thread. A batch is accumulated of micro-batches, each of which leaves out layers of its own. The
+part saved is that of the blocks' layer tokens; seconds are processor time of training steps. Validation computes
+everything.
 
 `pld` has the paper's theta and gamma, 0.5 and 100 / steps; `pld-slow` reaches theta later.
 """
@@ -43,8 +44,11 @@ from gpt import GPT, Block, Shape
 from text import Windows, standard_library
 
 STEPS = 800  # of the example's schedule
-SHAPE = Shape(layers=8, heads=4, width=96, block=128)
-FIRST_LENGTH, LENGTH_STEP = 64, 8  # tokens that random-LTD keeps at first; multiples of which it keeps
+ACCUMULATION = 8  # micro-batches of a batch
+SHAPE = Shape(layers=12, heads=4, width=64, block=64)
+ROUTED = [6, 7, 8, 9, 10]  # layers of random-LTD
+FIRST_LENGTH, LENGTH_STEP = 8, 64  # tokens that it keeps at first, and all at once when they are all of a sample
+ROUTED_PART = 0.9125  # of the steps, after which it keeps all
 MODELS = ("baseline", "random-ltd", "pld", "pld-slow")
 COLOURS = {"baseline": "#444444", "random-ltd": "#0072b2", "pld": "#d55e00", "pld-slow": "#e69f00"}
 
@@ -52,11 +56,10 @@ COLOURS = {"baseline": "#444444", "random-ltd": "#0072b2", "pld": "#d55e00", "pl
 def settings_of(name: str, steps: int) -> dict[str, Any]:
     """The section of the config that a run has beside those of the example."""
     if name == "random-ltd":
-        inner = list(range(1, SHAPE.layers - 1))
-        schedule = {"require_steps": steps, "seq_per_step": LENGTH_STEP}
+        schedule = {"require_steps": int(ROUTED_PART * steps), "seq_per_step": LENGTH_STEP}
         routing = {
-            "enabled": True, "total_layer_num": SHAPE.layers, "random_ltd_layer_num": len(inner),
-            "random_ltd_layer_id": inner, "model_type": "decoder", "hidden_state_order": "batch_seq_dim",
+            "enabled": True, "total_layer_num": SHAPE.layers, "random_ltd_layer_num": len(ROUTED),
+            "random_ltd_layer_id": ROUTED, "model_type": "decoder", "hidden_state_order": "batch_seq_dim",
             "token_inputs": ["rotation"],
             "random_ltd_schedule": {
                 "min_value": FIRST_LENGTH, "max_value": SHAPE.block, "schedule_type": "fixed_linear",
@@ -75,7 +78,7 @@ class Costs:
 
     def __init__(self, engine: mpispeed.Engine) -> None:
         self.seconds, self.computed, self.whole = 0.0, 0, 0
-        self._began = 0.0
+        self._began: float | None = None
         self._is_counting = False
         engine.bus.subscribe(Event.BATCH_START, self._begin)
         engine.bus.subscribe(Event.STEP_END, self._end)
@@ -87,14 +90,15 @@ class Costs:
         self._is_counting = event["is_training"]
         if self._is_counting:
             self.whole += SHAPE.layers
-            self._began = time.process_time()
+            self._began = time.process_time() if self._began is None else self._began
 
     def _count(self, block: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         if self._is_counting:
             self.computed += inputs[0].shape[1]
 
     def _end(self, _: Mapping[str, Any]) -> None:
-        self.seconds += time.process_time() - self._began
+        self.seconds += time.process_time() - (self._began or 0.0)
+        self._began = None
 
 
 def train(options: argparse.Namespace) -> None:
@@ -105,6 +109,7 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     settings = gpt_job.example_settings() | settings_of(options.model, options.steps)
     settings["scheduler"]["params"]["total_num_steps"] = options.steps
+    settings["gradient_accumulation_steps"] = ACCUMULATION
     model = GPT(SHAPE)
     if options.model.startswith("pld"):
         convert_to_layer_drop(model, Block)
