@@ -128,6 +128,10 @@ def build(comm: Comm, request: Request, tell: Callable[[str], None] = lambda _: 
     folder = WorkFolder(request.output)
     try:
         return _build(comm, request, folder, tell)
+    except BuildError:  # on all ranks: none of them writes any more
+        if comm.rank == 0:
+            folder.discard()
+        raise
     finally:
         folder.release()
 

@@ -73,6 +73,10 @@ def merge(comm: Comm, output: Path, stores: Sequence[Path]) -> Merged:
     folder = WorkFolder(output)
     try:
         return _merge(comm, folder, stores)
+    except BuildError:  # on all ranks: none of them writes any more
+        if comm.rank == 0:
+            folder.discard()
+        raise
     finally:
         folder.release()
 

@@ -232,7 +232,10 @@ def _json(raw: bytes) -> Any:
         msg = f"byte {failure.start} of it is no UTF-8; convert the file (iconv -t UTF-8)"
         raise ValueError(msg) from None
     except json.JSONDecodeError as failure:
-        msg = f"it is no JSON ({failure.msg} at letter {failure.colno})"
+        msg = f"it is no JSON ({failure.msg.removesuffix(' at')} at letter {failure.colno})"
+        raise ValueError(msg) from None
+    except ValueError:  # Python reads whole numbers of some 4300 digits
+        msg = "it has a number of too many digits"
         raise ValueError(msg) from None
     except RecursionError:
         msg = "its JSON is nested too deep"

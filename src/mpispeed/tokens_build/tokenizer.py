@@ -96,7 +96,11 @@ class _Fast:
     def encode(self, texts: Sequence[str]) -> Encoded:
         """As `Tokenizer.encode`."""
         encode = getattr(self._rust, "encode_batch_fast", self._rust.encode_batch)
-        return _flat([each.ids for each in encode(list(texts), add_special_tokens=self._adds_special)])
+        try:
+            return _flat([each.ids for each in encode(list(texts), add_special_tokens=self._adds_special)])
+        except Exception as failure:  # the package has no narrower one
+            msg = f"the tokenizer {printable(self.name, 60)} cannot take a text of these inputs: {failure}"
+            raise BuildError(msg) from failure
 
     def number_of(self, token: str) -> int | None:
         """As `Tokenizer.number_of`."""

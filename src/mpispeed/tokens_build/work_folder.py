@@ -113,6 +113,15 @@ class WorkFolder:
             raise
         return not self.output.exists()
 
+    def discard(self) -> None:
+        """Remove the folder of a build that failed, if nothing in it helps the next one. For one rank.
+
+        So a mistake in an argument, which is seen at the first part, can be corrected without removing anything.
+        """
+        with contextlib.suppress(OSError):
+            if self._lock >= 0 and not self.done() and not self.output.exists():
+                self.remove()
+
     def _is_emptied(self) -> bool:
         """Whether the folder is there and has nothing any more: it was about to be removed."""
         try:

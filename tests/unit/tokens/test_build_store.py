@@ -22,7 +22,7 @@ from mpispeed.tokens_build.errors import BuildError
 from mpispeed.tokens_build.inputs import Reading
 from mpispeed.tokens_build.job import Request, build
 from mpispeed.tokens_build.part_file import Part
-from mpispeed.tokens_build.work_folder import folder_of, unfinished
+from mpispeed.tokens_build.work_folder import WorkFolder, folder_of, unfinished
 
 
 def corpus(folder, count=300, seed=1):
@@ -152,6 +152,7 @@ def test_other_arguments_changed_inputs_and_names_that_are_taken(tmp_path, monke
     out = tmp_path / "s.h5"
     write = jobs._write_part
     monkeypatch.setattr(jobs, "_write_part", lambda *_: (_ for _ in ()).throw(BuildError("broken")))
+    monkeypatch.setattr(WorkFolder, "discard", lambda _: None)  # as after a kill
     with pytest.raises(BuildError, match="broken"):
         alone(Request(out, [path], "byte"))
     monkeypatch.setattr(jobs, "_write_part", write)
@@ -173,6 +174,21 @@ def test_other_arguments_changed_inputs_and_names_that_are_taken(tmp_path, monke
     out.touch()
     with pytest.raises(BuildError, match="exists; remove it, or give another name"):
         alone(Request(out, [path], "byte"))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_mistake_at_the_first_part_leaves_nothing_to_remove(tmp_path, ranks):
+    path, expected = corpus(tmp_path)
+    output = tmp_path / "s.h5"
+
+    def wrong(world):
+        with pytest.raises(BuildError, match="it has no 'txet'"):
+            build(world.comm, Request(output, [path], "byte", reading=Reading(field="txet"), part_bytes=1 << 20))
+
+    run(ranks, wrong)
+    assert not folder_of(output).exists()
+    alone(Request(output, [path], "byte"))
+    assert opened(output)[0] == expected
 
 
 def test_two_builds_of_one_store_at_once(tmp_path, monkeypatch):
@@ -443,6 +459,13 @@ def test_files_that_are_no_tokenizer(tmp_path, raw, message):
         file.write_text(raw)
     with pytest.raises(BuildError, match=message):
         alone(Request(tmp_path / "s.h5", [corpus(tmp_path)[0]], str(file)))
+
+
+def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "gone"}
+    (tmp_path / "odd.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(BuildError, match=r"the tokenizer odd cannot take a text of these inputs: .*Missing"):
+        alone(Request(tmp_path / "s.h5", [corpus(tmp_path)[0]], str(tmp_path / "odd.json"), end="none"))
 
 
 def test_a_tokenizer_that_draws_lots_is_refused(tmp_path):

@@ -94,7 +94,8 @@ BAD = {
     b'{"text": "\\ud800"}': "half of a surrogate pair",
     b'{"text": "\xff"}': "byte 10 of it is no UTF-8",
     b"[" * 100000: "",
-    b'{"text": [' + b"1" * 5000 + b"]}": "",
+    b'{"text": [' + b"1" * 5000 + b"]}": "it has a number of too many digits",
+    b'{"text": "a\x00"}': "(Invalid control character at letter 12)",
 }
 
 
