@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from mpispeed.base.errors import MpispeedError
+from mpispeed.base.plain import printable
 
 
 class BuildError(MpispeedError):
     """A token store cannot be built: what is wrong with an input, an argument or the folder of parts."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file where the system says no: a full disk is told without a name.
+
+    Raises:
+        BuildError: for an OSError within.
+    """
+    try:
+        yield
+    except OSError as failure:
+        msg = f"{printable(str(path))} cannot be written: {failure.strerror or failure}; the same command goes on when "
+        msg += "that is put right"
+        raise BuildError(msg) from failure
 
 
 class Faults:

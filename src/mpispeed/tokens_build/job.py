@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.errors import MpispeedError
 from mpispeed.base.plain import printable
 from mpispeed.tokens_build import joining, sources
-from mpispeed.tokens_build.errors import BuildError, Faults
+from mpispeed.tokens_build.errors import BuildError, Faults, writing
 from mpispeed.tokens_build.inputs import Input, Reading, find_inputs
 from mpispeed.tokens_build.joining import LENGTH, RARITY
 from mpispeed.tokens_build.part_file import Part, PartFacts, PartWriter, Shape, new_file
@@ -298,7 +298,8 @@ def _write_parts(
     for number in numbers:
         if folder.is_stopping():
             return
-        _write_part(folder.part(number), number, request, plan, tokenizer)
+        with writing(folder.part(number)):
+            _write_part(folder.part(number), number, request, plan, tokenizer)
         if time.monotonic() - last > 10:
             last = time.monotonic()
             tell(f"{folder.done()} of {len(plan.parts)} parts")

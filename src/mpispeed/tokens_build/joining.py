@@ -15,7 +15,7 @@ from mpispeed.base.errors import MpispeedError
 from mpispeed.ckpt.format.sparse_image import write_at
 from mpispeed.tokens import create, layout
 from mpispeed.tokens_build.block_sums import BlockSums, Pieces, combine
-from mpispeed.tokens_build.errors import BuildError
+from mpispeed.tokens_build.errors import BuildError, writing
 from mpispeed.tokens_build.part_file import Part, PartFacts, Shape
 from mpispeed.tokens_build.work_folder import WorkFolder
 
@@ -143,7 +143,7 @@ def join(
     """
     total = Totals.of(facts)
     places = None
-    with comm.together(BuildError, plain=_PLAIN):
+    with comm.together(BuildError, plain=_PLAIN), writing(folder.store):
         if comm.rank == 0:
             places = create.create(
                 folder.store, tokens=total.tokens, documents=total.documents, dtype=shape.dtype,
@@ -153,7 +153,11 @@ def join(
     own = list(_share_of(facts, comm.rank, comm.size))
     information = _information(comm, folder, shape, digest, own) if shape.counts else None
     pieces: dict[str, Pieces] = {}
-    with comm.together(BuildError, plain=_PLAIN), SummedWriter(folder.store, places) as writer:
+    with (
+        comm.together(BuildError, plain=_PLAIN),
+        writing(folder.store),
+        SummedWriter(folder.store, places) as writer,
+    ):
         for one, base in own:
             with Part(folder.part(one.number), shape, digest) as part:
                 _copy(writer, part, base, columns, information)
@@ -163,7 +167,7 @@ def join(
                 writer.put(layout.ROWS, total.rows, np.array([total.documents], np.uint64))
         pieces = writer.pieces()
     found = comm.gather_objects(pieces)
-    with comm.together(BuildError, plain=_PLAIN):
+    with comm.together(BuildError, plain=_PLAIN), writing(folder.store):
         if comm.rank == 0:
             write_sums(folder.store, places, found)
             create.finish(folder.store, places)

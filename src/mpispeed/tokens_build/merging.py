@@ -16,7 +16,7 @@ from mpispeed.base.plain import printable
 from mpispeed.native.checksum import crc32c
 from mpispeed.tokens import create, layout, reader
 from mpispeed.tokens.positions import read_bytes, read_elements
-from mpispeed.tokens_build.errors import BuildError
+from mpispeed.tokens_build.errors import BuildError, writing
 from mpispeed.tokens_build.inputs import STORE, Input, find_inputs, open_input
 from mpispeed.tokens_build.joining import Base, SummedWriter, lookup_entries, write_sums
 from mpispeed.tokens_build.work_folder import Job, WorkFolder
@@ -92,11 +92,11 @@ def _merge(comm: Comm, folder: WorkFolder, stores: Sequence[Path]) -> Merged:
     pieces: dict[str, Any] = {}
     with comm.together(BuildError, plain=_PLAIN):
         folder.check_seen(plan.job)
-        with SummedWriter(folder.store, plan.places) as writer:
+        with writing(folder.store), SummedWriter(folder.store, plan.places) as writer:
             _copy(writer, plan, comm.rank, comm.size)
             pieces = writer.pieces()
     found = comm.gather_objects(pieces)
-    with comm.together(BuildError, plain=_PLAIN):
+    with comm.together(BuildError, plain=_PLAIN), writing(folder.store):
         if comm.rank == 0:
             write_sums(folder.store, plan.places, found)
             create.finish(folder.store, plan.places)
@@ -120,10 +120,11 @@ def _planned(folder: WorkFolder, stores: Sequence[Path]) -> _Plan | None:
     if not folder.begin(job):
         folder.remove()
         return None
-    places = create.create(
-        folder.store, tokens=tokens, documents=documents, dtype=max(one.places.dtype for one in found),
-        rows=rows or None, columns=columns, facts=_facts(found),
-    )  # fmt: skip
+    with writing(folder.store):
+        places = create.create(
+            folder.store, tokens=tokens, documents=documents, dtype=max(one.places.dtype for one in found),
+            rows=rows or None, columns=columns, facts=_facts(found),
+        )  # fmt: skip
     return _Plan(job, found, bases, places, left_out)
 
 
