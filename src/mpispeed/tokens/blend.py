@@ -87,6 +87,11 @@ class TokenBlend(BatchedSamples):
             for name, values in found.items():
                 if name not in sample:
                     sample[name] = values.new_empty((len(numbers), *values.shape[1:]))
+                elif sample[name].shape[1:] != values.shape[1:]:
+                    shapes = [list(each.shape[1:]) for each in (sample[name], values)]
+                    msg = f"data sets of a blend differ: {name} of one sample has shape {shapes[0]}, and {shapes[1]} "
+                    msg += f"of another, from data set {number}; give all of them one length"
+                    raise ConfigError(msg)
                 sample[name][torch.from_numpy(rows)] = values
         return sample
 

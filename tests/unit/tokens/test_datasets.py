@@ -185,6 +185,13 @@ def test_a_blend_has_each_data_set_in_its_order_and_share() -> None:
     assert blend[5]["input_ids"].item() == found[5]
 
 
+def test_a_blend_of_two_lengths_is_refused(make: Any) -> None:
+    with open_store(make().path) as store:
+        blend = TokenBlend([(TokenWindows(store, 8), 1), (TokenWindows(store, 4), 1)])
+        with pytest.raises(ConfigError, match=r"shape \[8\], and \[4\] of another, from data set 1; give all"):
+            blend.read_batch([0, 1])
+
+
 def test_a_blend_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="below 1 in"):
         TokenBlend([(Counted(5, 0), 1), (Counted(5, 1), 1e6)])
