@@ -176,21 +176,6 @@ def test_other_arguments_changed_inputs_and_names_that_are_taken(tmp_path, monke
         alone(Request(out, [path], "byte"))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_mistake_at_the_first_part_leaves_nothing_to_remove(tmp_path, ranks):
-    path, expected = corpus(tmp_path)
-    output = tmp_path / "s.h5"
-
-    def wrong(world):
-        with pytest.raises(BuildError, match="it has no 'txet'"):
-            build(world.comm, Request(output, [path], "byte", reading=Reading(field="txet"), part_bytes=1 << 20))
-
-    run(ranks, wrong)
-    assert not folder_of(output).exists()
-    alone(Request(output, [path], "byte"))
-    assert opened(output)[0] == expected
-
-
 def test_two_builds_of_one_store_at_once(tmp_path, monkeypatch):
     path, _ = corpus(tmp_path)
     request, seen = Request(tmp_path / "s.h5", [path], "byte"), []
