@@ -100,11 +100,14 @@ def _hands_keywords(context: Context, *, has_layers: bool) -> bool:
         return True
     if has_layers:
         return False
-    if context.mesh.rank == 0 and any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
-        log.warning(
-            "progressive_layer_drop: forward of the model, a %s, takes any keyword and names neither of %s; if it does "
-            "not look for them, no layer is left out: %s", type(context.module).__name__, ", ".join(_KEYWORDS), cure,
-        )  # fmt: skip
+    if context.mesh.rank == 0:
+        names = ", ".join(_KEYWORDS)
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+            then = f"takes any keyword and names neither of {names}; if it does not look for them, no layer is left out"
+        else:
+            then = f"does not take {names}, with which training passes call it: they will end in a TypeError"
+        model = type(context.module).__name__
+        log.warning("progressive_layer_drop: forward of the model, a %s, %s; %s", model, then, cure)
     return True
 
 

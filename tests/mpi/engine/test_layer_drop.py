@@ -1,5 +1,7 @@
 """Progressive layer drop under an engine: the losses of plain torch at every stage, with layers that are not run."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -154,7 +156,7 @@ class Accepts(nn.Module):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_model_that_asks_is_given_theta():
+def test_a_model_that_asks_is_given_theta(caplog):
     """As DeepSpeed's own test; one that does not accept it fails, and evaluation gives nothing."""
     engine = start(config(0, BATCH, **ADAM, **DROPS), Accepts())
     x = torch.ones(2, 4)
@@ -165,7 +167,11 @@ def test_a_model_that_asks_is_given_theta():
     engine(x)
     assert engine.module.given == [(True, 1.0), (True, 1.0), (False, None)]
     engine.destroy()
+    logger = logging.getLogger("mpispeed")
+    logger.addHandler(caplog.handler)
     engine = start(config(0, BATCH, **ADAM, **DROPS), nn.Linear(4, 1))
+    logger.removeHandler(caplog.handler)
+    assert ("will end in a TypeError" in caplog.text) == (engine.mesh.rank == 0)
     with pytest.raises(TypeError, match="progressive_layer_drop"):
         engine(x)
     engine.destroy()
