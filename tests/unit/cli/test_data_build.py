@@ -33,23 +33,25 @@ def call(*words, code=0):
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": "x" * n}) + "\n" for n in range(50)) + "3\n")
+    (tmp_path / "0.jsonl").write_text(json.dumps({"body": "good" * 20_000}) + "\n")
     return tmp_path
 
 
 def test_build_verify_show_and_merge(place):
     words = ("-t", "byte", "--field", "body", "--eos", "10", "--pack", 32, "--columns", "length, rarity")
+    words += ("--part-size", "64KiB")
     with pytest.raises(BuildError, match=r"a\.jsonl, line 51: it is no object"):
-        call("build", "-o", "a.h5", *words, "a.jsonl")
+        call("build", "-o", "a.h5", *words, "0.jsonl", "a.jsonl")
     with pytest.raises(MpispeedError, match=r"a\.h5 is not finished: .*the same mpispeed data build goes on"):
         call("verify", "a.h5")
-    said = call("build", "-o", "a.h5", *words, "--skip-bad", "a.jsonl")
+    said = call("build", "-o", "a.h5", *words, "--skip-bad", "0.jsonl", "a.jsonl")
     assert "1 records were left out; the first: " in said
     store = open_store("a.h5")
     assert f"a.h5: {store.token_count} tokens of {store.document_count} documents in {store.row_count} rows, " in said
     assert (store.facts["eos"], store.facts["row_length"], set(store.columns)) == (10, 32, {"length", "rarity"})
     assert "are as they were written" in call("verify", "a.h5")
     with pytest.raises(BuildError, match=r"a\.h5 exists; remove it, or give another name"):
-        call("build", "-o", "a.h5", *words, "a.jsonl")
+        call("build", "-o", "a.h5", *words, "0.jsonl", "a.jsonl")
     assert f"{2 * store.token_count} tokens of" in call("merge", "-o", "b.h5", "a.h5", "a.h5")
     assert "are as they were written" in call("verify", "b.h5")
 
