@@ -60,7 +60,7 @@ def _require_dtype(value: Any) -> torch.dtype:
     if isinstance(found, torch.dtype) and found in DTYPES:
         return found
     wanted = f"one of {', '.join(names[0] for names in DTYPES.values())}, or the dtype of torch"
-    raise PydanticCustomError("auto_type", "Input should be a dtype", {"wanted": wanted})
+    raise PydanticCustomError("either_type", "Input should be a dtype", {"wanted": wanted})
 
 
 def spread_quant(value: Any) -> Any:
@@ -239,7 +239,7 @@ class MoEConfig(Spelled):
     def require_experts(cls, value: list[int]) -> list[int]:
         """Refuse a list without a number."""
         if not value:
-            raise PydanticCustomError("auto_type", "empty", {"wanted": "a number, or a list of at least one"})
+            raise PydanticCustomError("either_type", "empty", {"wanted": "a number, or a list of at least one"})
         return value
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr
 
 from mpispeed.base.hang_limits import HANG_SECONDS, WATCH_SECONDS
-from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Secret, Section, subsection
+from mpispeed.config.section import Integer, NonNegative, Positive, PositiveReal, Secret, Section, either, subsection
 
 
 class Tensorboard(Section):
@@ -124,7 +124,7 @@ class FlopsProfiler(Section):
     top_modules: Positive = Field(1, description="Modules printed per depth.")
     detailed: bool = Field(True, description="Print every module.")
     output_file: str | None = Field(None, description="File; null is the screen.")
-    peak_flops: PositiveReal | Literal["measure"] | None = Field(
+    peak_flops: Annotated[PositiveReal | Literal["measure"], either('"measure" or a number above 0')] | None = Field(
         None,
         description="Operations per second that one rank could do, for its utilisation; measure: those of a product of "
         "matrices, timed on all ranks at once.",

@@ -199,7 +199,7 @@ def _describe(detail: ErrorDetails, *, is_hidden: bool) -> tuple[str, str]:
     for name, words in _LIMITS.items():
         if name in context:
             return f"must be {words} {context[name]}, found {found}", ""
-    wanted = context["wanted"] if kind == "auto_type" else _WANTED.get(kind)
+    wanted = context["wanted"] if kind == "either_type" else _WANTED.get(kind)
     if wanted is None:
         return f"{detail['msg']}, found {found}", ""
     is_quoted = wanted == _WANTED["bool_type"] and _is_text(value) and value.lower() in ("true", "false")

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mpispeed.config.section import Positive, Section
+from mpispeed.config.section import Positive, Section, either
 
 
 class RunRecord(Section):
     """One HDF5 file for each job with series of all ranks, settings, versions and events. mpispeed only."""
 
-    enabled: bool | Literal["auto"] = Field(
+    enabled: Annotated[bool | Literal["auto"], either('"auto", true or false')] = Field(
         "auto", description="Write the record; auto: where MPISPEED_RUN_DIR names a folder of the run."
     )
     path: str | None = Field(

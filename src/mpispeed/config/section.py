@@ -94,20 +94,22 @@ PositiveReal = Annotated[float, Field(gt=0, le=LARGEST), BeforeValidator(require
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(require_number)]
 
 
-def _or_auto(words: str) -> WrapValidator:
-    """One problem of a value that is neither "auto" nor what else it may be, instead of one for each."""
+def either(words: str) -> WrapValidator:
+    """One problem of a value that is neither a certain word nor what else it may be, instead of one for each."""
 
     def read(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise PydanticCustomError("auto_type", "Input should be auto or a number", {"wanted": words}) from None
+            raise PydanticCustomError(
+                "either_type", "neither the word nor the type", {"wanted": words}
+            ) from None
 
     return WrapValidator(read)
 
 
-AutoPositive = Annotated[Positive | Literal["auto"], _or_auto('"auto" or a whole number from 1 on')]
-AutoReal = Annotated[Real | Literal["auto"], _or_auto('"auto" or a number')]
+AutoPositive = Annotated[Positive | Literal["auto"], either('"auto" or a whole number from 1 on')]
+AutoReal = Annotated[Real | Literal["auto"], either('"auto" or a number')]
 
 Secret = Annotated[SecretStr, PlainSerializer(lambda _: SET, return_type=str)]
 """A key or a password. Only `get_secret_value` gives it; every text and dump of the settings has `SET` instead."""

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -74,7 +75,9 @@ def test_marked_processes_are_found_after_their_parents_and_ended():
     words = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])"
     name, _, value = mark.partition("=")
     subprocess.run([sys.executable, "-c", words], env={**os.environ, name: value}, check=True)
-    assert len(list(marked(mark))) == 1
+    while not (found := list(marked(mark))):  # a process that just began may have no environment yet
+        time.sleep(0.01)
+    assert len(found) == 1
     assert not list(marked(mark + "0"))
     end_all(mark)
     assert not list(marked(mark))
