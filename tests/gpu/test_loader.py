@@ -49,9 +49,11 @@ def test_the_host_does_not_wait_for_the_device(device, way):
     next(batches)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    for _ in range(5):
-        next(batches)
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        for _ in range(5):
+            next(batches)
+    finally:  # of the whole process
+        torch.cuda.set_sync_debug_mode("default")
     batches.close()
 
 

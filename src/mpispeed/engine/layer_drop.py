@@ -136,7 +136,7 @@ class Run:
     ) -> None:
         self._drop, self._depths, self._context = drop, list(depths.values()), context
         self._hooks: ModuleHooks | None = context.parts.sharding.module_hooks
-        self._units = _units_of(context.params.table, layers)
+        self._units = units_of(context.params.table, context.module, layers)
         self._kept = self._decided = 0
 
     def begin(self, begun: Pass) -> None:
@@ -159,12 +159,17 @@ class Run:
         self._kept = self._decided = 0
 
 
-def _units_of(table: Table, layers: Mapping[nn.Module, Depth]) -> dict[int, frozenset[int]]:
+def units_of(table: Table, model: nn.Module, layers: Mapping[nn.Module, Depth]) -> dict[int, frozenset[int]]:
     """The units that only layers of these use, with the numbers of these layers."""
     users: dict[int, set[int]] = {}  # parameter -> layers
+    within: set[nn.Module] = set()
     for layer, depth in layers.items():
+        within.update(layer.modules())
         for param in layer.parameters():
             users.setdefault(id(param), set()).add(depth.number)
+    for module in model.modules():
+        for param in module.parameters(recurse=False) if module not in within else ():
+            users.pop(id(param), None)  # tied to one that always runs
     found: dict[int, frozenset[int]] = {}
     for unit in table.all_units:
         if all(id(param) in users for param in unit.params):

@@ -244,7 +244,7 @@ def _host_loops(x: Tensor) -> ModuleType | None:
 def _rows(index: Tensor, tokens: int, batch_first: bool) -> Tensor:
     """For each row that is picked, in order, the row of the batch."""
     samples = torch.arange(index.shape[0]).unsqueeze(1)
-    return (samples * tokens + index).view(-1) if batch_first else (index * len(samples) + samples).t().reshape(-1)
+    return (samples * tokens + index).reshape(-1) if batch_first else (index * len(samples) + samples).t().reshape(-1)
 
 
 def _copied(run: Callable[..., None], out: Tensor, tensors: tuple[Tensor | None, ...], index: Tensor) -> Tensor:

@@ -70,7 +70,8 @@ class GradStore:
         is_open: a backward pass runs.
         has_gradients: a backward pass has ended since the last clear.
         reduces_now: units are summed in this backward pass.
-        absent: units whose gradients are not expected: others do not wait for them. The same on all ranks.
+        absent: units whose gradients are not expected, the same on all ranks: others do not wait for them. They are
+            reduced at the end of a pass also where gradients come, so that the order hangs on nothing else.
     """
 
     def __init__(
@@ -179,11 +180,11 @@ class GradStore:
         """Start reductions in plan order, last unit first; a unit that is ready early waits for its turn."""
         while self._next >= 0:
             unit = self.table.units[self._next]
-            if not self.has_landed(unit):
-                if unit.index not in self.absent:
-                    return
-                self._next -= 1  # it is reduced at the end of the pass
+            if unit.index in self.absent:
+                self._next -= 1
                 continue
+            if not self.has_landed(unit):
+                return
             self._fill(unit, self._gradients[unit.index])
             self._launch(unit)
 

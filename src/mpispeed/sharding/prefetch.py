@@ -142,6 +142,8 @@ class Order:
         """True if `unit` is in use and expected to be used again before any other."""
         if not self._place or not self._uses or self._uses[-1][0] != unit:
             return False
+        if self._trace.uses[self._place - 1] != self._uses[-1]:
+            return False  # the known pass left it out
         return self._lengths[-1] < self._trace.lengths[self._place - 1]
 
 

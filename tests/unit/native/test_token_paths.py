@@ -88,6 +88,7 @@ def test_the_loops_copy_rows_of_any_dtype(dtype):
     assert torch.equal(scatter(y.flip(0), index, x), merge_reference(y.flip(0), x, index, 40, True))
     turned = x.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(gather(turned, index), y)
+    assert torch.equal(gather(x, index.t().contiguous().t()), y)
 
 
 def test_places_are_checked_on_the_host():

@@ -13,11 +13,13 @@ from torch.utils import checkpoint as torch_checkpoint
 from mpispeed import checkpointing
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.passes import Pass, Passes
+from mpispeed.engine.layer_drop import units_of
 from mpispeed.native.cuda import launcher
 from mpispeed.nn.block import TransformerConfig, TransformerLayer
 from mpispeed.nn.layer_drop import ProgressiveLayerDrop, convert_to_layer_drop
 from mpispeed.nn.layer_drop.decisions import Depth, LayerDrop, number_layers
 from mpispeed.nn.layer_drop.layers import find_droppable, make_droppable, take_part
+from mpispeed.sharding.units import plan_units
 from tests.helpers.cuda_host import HostLauncher
 from tests.zoo import same_bits
 
@@ -142,6 +144,16 @@ def test_tuples_hand_the_others_through():
         assert (out is x) == (not kept[0])
 
 
+def test_what_is_handed_through_hangs_on_how_a_layer_is_called():
+    drop, _ = taking(model := stack(1, Tuple))
+    drop.passes.begin(pass_with(drop, 1, kept=[False]))
+    x, mask = torch.randn(3, 4), torch.ones(3)
+    for args, kwargs, wanted in (((x,), {}, None), ((x,), {"mask": mask}, mask), ((x, mask), {}, mask),
+                                 ((x, None), {}, None), ((x, mask), {}, mask)):  # fmt: skip
+        out, handed = model[0](*args, **kwargs)
+        assert out is x and handed is wanted
+
+
 @pytest.mark.parametrize("out", [lambda x: x[:, :2], lambda x: [x], lambda x: (x, x * 2)])
 def test_layers_of_another_kind_are_refused(out):
     class Other(nn.Module):
@@ -152,6 +164,18 @@ def test_layers_of_another_kind_are_refused(out):
     drop.passes.begin(pass_with(drop, 1, kept=[True]))
     with pytest.raises(UsageError, match="type Other cannot be left out by progressive layer drop"):
         model(torch.ones(2, 4))
+
+
+def test_a_weight_that_is_tied_to_one_outside_is_always_expected():
+    model = nn.Sequential(nn.Linear(4, 4), *stack(3))
+    model[2].inner.bias = model[0].bias
+    model[3].inner.weight = model[1].inner.weight
+    table = plan_units(model, {id(param): 0 for param in model.parameters()}, 1, 1)
+    depths = [Depth(number, number + 1, 3) for number in range(3)]
+    found = units_of(table, model, dict(zip(list(model)[1:], depths, strict=True)))
+    users = {name: set(found.get(table.by_name(name).unit.index, ())) for name, _ in model.named_parameters()}
+    own = {"1.inner.weight": {0, 2}, "1.inner.bias": {0}, "2.inner.weight": {1}, "3.inner.bias": {2}}
+    assert users == {"0.weight": set(), "0.bias": set(), **own}
 
 
 def test_a_model_without_such_layers_is_refused():

@@ -97,6 +97,33 @@ def test_missing_gradients_are_zeros(row):
     sim.run(2, work)
 
 
+@pytest.mark.parametrize("row", sorted(ROWS))
+@pytest.mark.parametrize("skip", [(), ("1.weight", "1.bias")])
+def test_units_that_are_not_expected_are_the_last_in_any_order_of_arrival(row, skip):
+    """Also if their gradients come: ranks whose gradients come in other orders sum in one."""
+
+    def work(world):
+        table, mesh, store = make_store(world, row)
+        absent = [table.by_name("1.weight").unit.index]
+        store.absent, launched, launch = frozenset(absent), [], store._launch
+
+        def noted(unit):
+            launched.append(unit.index)
+            launch(unit)
+
+        store._launch = noted
+        store.begin_backward(reduces=True)
+        land_all(store, table, world.rank, 0, skip=skip, shuffle=True)
+        store.end_backward()
+        store.finish()
+        others = [unit.index for unit in reversed(table.units) if unit.index not in absent]
+        assert others and launched == [*others, *absent]
+        check_mean(store, table, 3, [0], skip=skip)
+        mesh.close()
+
+    sim.run(3, work)
+
+
 @pytest.mark.parametrize(
     "averaging",
     [Averaging.of(2, is_prescaled=True), Averaging.of(2, predivide=2.0), Averaging.of(2, predivide=3.0)],

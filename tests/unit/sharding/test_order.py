@@ -56,6 +56,17 @@ def test_direction_tells_uses_apart():
     assert order.distance(3) is None
 
 
+def test_a_unit_that_the_known_pass_left_out_does_not_count_as_one_used_again():
+    order = Order(SIZES)
+    order.begin(True, frozenset({1}))
+    for unit in (0, 0, 2):
+        order.note(unit, is_backward=False)
+    order.begin(True)
+    for unit, is_unfinished in ((0, True), (1, False)):
+        order.note(unit, is_backward=False)
+        assert order.is_unfinished(unit) == is_unfinished
+
+
 def test_a_pass_without_uses_is_forgotten():
     order = recorded()
     order.begin(True)

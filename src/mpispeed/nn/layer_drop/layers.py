@@ -106,10 +106,16 @@ class Shape:
     sources: list[int | str | None] = field(default_factory=list)
 
 
+Form = frozenset[tuple[int | str, bool]]
+"""Names or places of the arguments of a call, and whether each is None: what is returned hangs on it."""
+
+Shapes = dict[type, dict[Form, Shape]]
+
+
 class Taking:
     """The part that one layer has in the decisions of its model."""
 
-    def __init__(self, drop: LayerDrop, depth: Depth, shapes: dict[type, Shape]) -> None:
+    def __init__(self, drop: LayerDrop, depth: Depth, shapes: Shapes) -> None:
         """Args: `shapes` is filled as layers run; all layers of a model share it."""
         self.drop, self.depth, self.shapes = drop, depth, shapes
 
@@ -130,10 +136,10 @@ def _run(layer: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwar
     given = _Given(layer, args, kwargs)
     if scale:
         return _Steps.scaled(given, call(layer, *args, **kwargs), scale, taking.shapes)
-    if type(layer) not in taking.shapes:
+    if given.form not in taking.shapes.get(type(layer), ()):
         with _without_traces():
             given.learn(call(layer, *args, **kwargs), taking.shapes)
-    return given.left_out(taking.shapes[type(layer)])
+    return given.left_out(taking.shapes[type(layer)][given.form])
 
 
 def _decide(layer: nn.Module) -> tuple[Taking | None, float]:
@@ -141,7 +147,7 @@ def _decide(layer: nn.Module) -> tuple[Taking | None, float]:
     return taking, 1.0 if taking is None else taking.drop.scale(taking.depth)
 
 
-def _scaled(given: _Given, out: Any, scale: float, shapes: dict[type, Shape]) -> Any:
+def _scaled(given: _Given, out: Any, scale: float, shapes: Shapes) -> Any:
     given.learn(out, shapes)
     return out if scale == 1.0 else given.scaled(out, scale)
 
@@ -189,11 +195,13 @@ class _Given:
             reason = f"its first argument is a {type(first).__name__}; expected the residual stream"
             raise self._refused(reason)
         self.stream = first
+        self.form: Form = frozenset((name, part is None) for name, part in self.parts.items())
 
-    def learn(self, out: Any, shapes: dict[type, Shape]) -> None:
-        """Note what layers of this class return."""
-        if type(self.layer) not in shapes:
-            shapes[type(self.layer)] = self._shape_of(out)
+    def learn(self, out: Any, shapes: Shapes) -> None:
+        """Note what layers of this class return when they are called so."""
+        known = shapes.setdefault(type(self.layer), {})
+        if self.form not in known:
+            known[self.form] = self._shape_of(out)
 
     def _shape_of(self, out: Any) -> Shape:
         if isinstance(out, torch.Tensor):
@@ -264,7 +272,7 @@ def take_part(layers: Mapping[nn.Module, Depth], drop: LayerDrop) -> Callable[[]
 
     `passes` of `drop` have to begin before compiled code runs: only then a compiler has been loaded, which is slow.
     """
-    shapes: dict[type, Shape] = {}
+    shapes: Shapes = {}
     own = {layer: Taking(drop, depth, shapes) for layer, depth in layers.items()}
     _taking.update(own)
 

@@ -19,8 +19,8 @@ class KeptTokens:
         index: their places, int32 [B, K], ascending.
         tokens: tokens of a sample, S.
         batch_first: hidden states are [B, S, H], else [S, B, H].
-        is_causal: attention masks that are common to all samples are causal: their corner of K by K is what kept tokens
-            see of each other.
+        is_causal: attention masks that are common to all samples and heads are causal: their corner of K by K is what
+            kept tokens see of each other. Of one sample a mask with its dim of samples is that sample's own.
         given: tensors that were replaced, by the identity of what replaces them; a layer may hand them on.
     """
 
@@ -70,7 +70,8 @@ class KeptTokens:
     def _kept_pairs(self, mask: Tensor) -> Tensor:
         """Rows and columns of a mask [B or 1, ..., S or 1, S]."""
         has_rows = mask.shape[-2] == self.tokens
-        if self.is_causal and mask.shape[0] == 1 and has_rows:
+        is_common = self.batch > 1 and all(size == 1 for size in mask.shape[:-2])
+        if self.is_causal and is_common and has_rows:
             return mask[..., : self.count, : self.count]
         places = self.index.long().view(self.batch, *(1 for _ in mask.shape[1:-2]), self.count)
         mask = mask.expand(self.batch, *mask.shape[1:])

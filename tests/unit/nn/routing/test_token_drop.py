@@ -173,6 +173,19 @@ def test_masks_of_other_dims():
         KeptTokens(index.int(), 4, True, False).mask("mask", causal)
 
 
+def test_the_mask_of_one_sample_or_of_heads_is_no_common_one():
+    """A batch of one has its padding, or a window; heads have distances."""
+    sees = torch.ones(4, 4).tril().triu(-1)
+    sees[:, 0] = 0
+    one = KeptTokens(torch.tensor([[1, 3]]).int(), 4, True, True)
+    for mask in (sees[None], sees[None, None]):
+        assert one.mask("mask", mask).flatten().tolist() == [1, 0, 0, 1]
+    two = KeptTokens(torch.tensor([[1, 3], [0, 1]]).int(), 4, True, True)
+    heads = torch.arange(32).view(1, 2, 4, 4)
+    assert two.mask("mask", heads)[0].tolist() == [[[5, 7], [13, 15]], [[21, 23], [29, 31]]]
+    assert two.mask("mask", heads)[1].tolist() == [[[0, 1], [4, 5]], [[16, 17], [20, 21]]]
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_positions_are_those_of_the_kept_tokens(batch_first):
     index = torch.tensor([[0, 2], [1, 3]])
