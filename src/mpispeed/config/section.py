@@ -101,9 +101,7 @@ def either(words: str) -> WrapValidator:
         try:
             return handler(value)
         except ValidationError:
-            raise PydanticCustomError(
-                "either_type", "neither the word nor the type", {"wanted": words}
-            ) from None
+            raise PydanticCustomError("either_type", "neither the word nor the type", {"wanted": words}) from None
 
     return WrapValidator(read)
 
