@@ -191,6 +191,38 @@ def test_a_mistake_at_the_first_part_leaves_nothing_to_remove(tmp_path, ranks):
     assert opened(output)[0] == expected
 
 
+def test_only_parts_that_are_there_are_looked_for(tmp_path, monkeypatch):
+    path, _ = corpus(tmp_path)
+    request, looked, written = Request(tmp_path / "s.h5", [path], "byte", part_bytes=1500), [], []
+    is_whole, write = jobs._is_whole, jobs._write_part
+
+    def breaking(place, number, *others):
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        written.append(number)
+        return write(place, number, *others)
+
+    monkeypatch.setattr(jobs, "_is_whole", lambda *words: looked.append(words[2]) or is_whole(*words))
+    monkeypatch.setattr(jobs, "_write_part", breaking)
+    with pytest.raises(BuildError, match="No space"):
+        alone(request)
+    assert looked == []
+    monkeypatch.setattr(jobs, "_write_part", write)
+    assert run(2, lambda world: build(world.comm, request))[0].kept == 3
+    assert sorted(looked) == written
+
+
+def test_a_link_in_the_folder_of_parts_is_not_written_through(tmp_path):
+    path, _ = corpus(tmp_path)
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    folder_of(tmp_path / "s.h5").mkdir()
+    (folder_of(tmp_path / "s.h5") / "job.json.tmp").symlink_to(precious)
+    with pytest.raises(BuildError, match=r"the folder of parts .* cannot be used"):
+        alone(Request(tmp_path / "s.h5", [path], "byte"))
+    assert precious.read_text() == "as it was"
+
+
 def test_two_builds_of_one_store_at_once(tmp_path, monkeypatch):
     path, _ = corpus(tmp_path)
     request, seen = Request(tmp_path / "s.h5", [path], "byte"), []
@@ -449,6 +481,28 @@ def test_a_tokenizer_of_hugging_face(tmp_path):
     assert (told["vocabulary_size"], told["eos"]) == (made.get_vocab_size(), end)
 
 
+@pytest.mark.parametrize(("special", "count"), [(False, 0), (True, 2)])
+def test_texts_of_special_tokens_are_text_unless_they_are_asked_for(tmp_path, special, count):
+    end = small_tokenizer(tmp_path).token_to_id("<|end|>")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "the cat<|end|>the mat<|end|>"}) + "\n")
+    request = Request(tmp_path / "s.h5", [tmp_path / "a.jsonl"], str(tmp_path), end="<|end|>", parses_special=special)
+    alone(request)
+    (document,) = opened(tmp_path / "s.h5")[0]
+    assert document[-1] == end
+    assert document.count(end) == 1 + count
+
+
+def test_the_end_given_as_a_number_is_no_text(tmp_path):
+    made = small_tokenizer(tmp_path)
+    assert made.token_to_id("7") not in (None, 7)
+    path, _ = corpus(tmp_path, count=3)
+    alone(Request(tmp_path / "s.h5", [path], str(tmp_path), end="7"))
+    assert {document[-1] for document in opened(tmp_path / "s.h5")[0]} == {7}
+    assert opened(tmp_path / "s.h5")[3]["facts"]["eos"] == 7
+    with pytest.raises(BuildError, match="has no token 300000"):
+        alone(Request(tmp_path / "t.h5", [path], str(tmp_path), end="300000"))
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [("{}", "is no tokenizer that the package tokenizers can read"), (None, "there is no tokenizer")],
@@ -499,7 +553,8 @@ def test_parts_of_another_build_are_not_taken(tmp_path):
     [
         ({"part_bytes": 10}, "--part-size is 10 bytes"), ({"row": -1}, "--pack is -1"),
         ({"columns": ("other",)}, "there is no column other"), ({"output": Path("..")}, "is no name of a file"),
-        ({"vocabulary": 0}, "--vocab-size is 0"),
+        ({"vocabulary": 0}, "--vocab-size is 0"), ({"columns": ("length", "length")}, "named twice"),
+        ({"kind": "csv"}, "no format csv; known are jsonl"), ({"reading": Reading(documents="word")}, "cannot be word"),
     ],
 )  # fmt: skip
 def test_numbers_and_names_that_cannot_be(tmp_path, changes, message):
