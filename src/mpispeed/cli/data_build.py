@@ -51,14 +51,17 @@ def _shared(command: _Command) -> _Command:
 @click.option("--eos", "end", default="auto", show_default=True, metavar="auto|none|TOKEN",
               help="Token after each document: that of the tokenizer's files, none, one or its number.")  # fmt: skip
 @click.option("--special-tokens", is_flag=True, help="Add what the tokenizer puts around a text.")
+@click.option("--parse-special", is_flag=True, help="Texts of special tokens within documents are these, not text.")
 @_shared
-def build(tokenizer: str, field: str, documents: str, end: str, special_tokens: bool, **asked: Any) -> None:
+def build(
+    tokenizer: str, field: str, documents: str, end: str, special_tokens: bool, parse_special: bool, **asked: Any
+) -> None:
     """Build a token store from texts: mpirun -n 4 mpispeed data build -o corpus.h5 -t DIR corpus.jsonl.
 
     INPUTS are files of texts, lines of JSON, Parquet or Arrow, or folders of them. Every rank of a job runs this
     command; the store is the same for any number of them. After a kill the same command goes on.
     """
-    _run(asked, tokenizer, field, documents, end=end, adds_special=special_tokens)
+    _run(asked, tokenizer, field, documents, end=end, adds_special=special_tokens, parses_special=parse_special)
 
 
 @click.command("import", cls=RankCommand)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mpispeed.base.errors import UsageError
 from mpispeed.curriculum.index_layout import Array
 from mpispeed.curriculum.ordered_writes import in_order
@@ -24,7 +26,8 @@ def add_to_store(comm: Comm, path: Path, name: str, values: Array) -> None:
         UsageError: on all ranks, if the first cannot add it.
     """
     kinds = set(comm.gather_objects(values.dtype.str[1:] if len(values) else ""))
-    dtype = max(kinds - {""}, default="i8")
+    # of whole numbers on one rank and others on another: what holds both
+    dtype = np.result_type(*sorted(kinds - {""}) or ["i8"]).str[1:]
     pieces, failures = in_order(comm, values.astype(dtype)), Failures()
     with failures.kept():
         if comm.rank == 0:

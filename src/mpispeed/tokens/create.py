@@ -235,6 +235,9 @@ def documents_at(handle: int, places: Places, tokens: np.ndarray) -> np.ndarray:
     found = np.empty(len(tokens), np.uint64)
     done, begin = 0, low
     while done < len(tokens):
+        if begin > high:
+            msg = f"/documents is damaged: document {high} is to have token {tokens[done]}, and ends before it"
+            raise TokenStoreError(msg)
         count = min(high + 1 - begin, 1 << 20) + 1  # one more, which says where the last document of the piece ends
         begins = read_elements(handle, place, begin, count)
         if not (begins[1:] > begins[:-1]).all():

@@ -74,7 +74,11 @@ def _listener(ranks: int) -> socket.socket | None:
 def _connected(address: bytes | str) -> socket.socket | None:
     if not address:
         return None
-    caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as failure:
+        _tell(failure)
+        return None
     try:
         caller.settimeout(_SECONDS)
         caller.connect(address)
@@ -88,6 +92,7 @@ def _connected(address: bytes | str) -> socket.socket | None:
 def _send(listener: socket.socket, callers: int, handle: int) -> None:
     """Send the descriptor to so many ranks that have called; strangers who call get nothing."""
     served = 0
+    listener.setblocking(False)  # all who have called wait already; one that was taken for a stranger calls no more
     while served < callers:
         try:
             connection, _ = listener.accept()

@@ -77,6 +77,7 @@ class TokenRows(StoreSamples):
             raise TokenStoreError(msg)
         begins = self.store.begins(first, stop - first + 1)
         starts, ends = begins[:, 0], begins[np.arange(len(first)), stop - first]
+        begins = np.minimum(begins, ends[:, None])  # what a shorter row was filled up with is no document of it
         taken = np.minimum(ends - starts, self.length)
         sample = padded(self.store, self.length, starts, taken, self.fill, self.labels)
         mark_documents(sample, begins - starts[:, None], self.labels)

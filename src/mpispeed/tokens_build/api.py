@@ -26,6 +26,7 @@ def build_store(
     documents: str = "line",
     eos: str = "auto",
     special_tokens: bool = False,
+    parse_special: bool = False,
     **further: Any,
 ) -> Report:
     """Build a token store from texts, as `mpispeed data build` does; a build that was interrupted goes on.
@@ -38,6 +39,7 @@ def build_store(
         documents: what a document of a text file is: "line", "paragraph" or "file".
         eos: the token after each document: "auto", "none", its text or its number.
         special_tokens: add what the tokenizer puts around a text.
+        parse_special: make special tokens of their texts within documents; else these are text as any other.
         further: `format`, `pack`, `columns`, `part_bytes`, `skip_bad`, as the options of the command.
 
     Collective over: all ranks.
@@ -46,12 +48,11 @@ def build_store(
         BuildError: on every rank: an input, an option or the folder cannot be used.
     """
     reading, asked = Reading(field, documents), _further(**further)
-    return build(
-        start().comm,
-        Request(
-            Path(output), _paths(inputs), tokenizer, reading=reading, end=eos, adds_special=special_tokens, **asked
-        ),
-    )
+    request = Request(
+        Path(output), _paths(inputs), tokenizer, reading=reading, end=eos, adds_special=special_tokens,
+        parses_special=parse_special, **asked,
+    )  # fmt: skip
+    return build(start().comm, request)
 
 
 def import_store(

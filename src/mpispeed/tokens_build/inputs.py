@@ -18,6 +18,7 @@ from mpispeed.tokens_build.errors import BuildError
 JSON_LINES, TEXT, PARQUET, ARROW, MEGATRON = "jsonl", "text", "parquet", "arrow", "megatron"
 STORE = "store"
 FORMATS = (JSON_LINES, TEXT, PARQUET, ARROW, MEGATRON)
+DOCUMENTS = ("line", "paragraph", "file")
 
 SUFFIXES = {
     ".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".txt": TEXT, ".text": TEXT, ".parquet": PARQUET, ".arrow": ARROW,

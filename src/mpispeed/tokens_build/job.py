@@ -16,7 +16,7 @@ from mpispeed.base.errors import MpispeedError
 from mpispeed.base.plain import printable
 from mpispeed.tokens_build import joining, sources
 from mpispeed.tokens_build.errors import BuildError, Faults, writing
-from mpispeed.tokens_build.inputs import Input, Reading, find_inputs
+from mpispeed.tokens_build.inputs import DOCUMENTS, FORMATS, Input, Reading, find_inputs
 from mpispeed.tokens_build.joining import LENGTH, RARITY
 from mpispeed.tokens_build.part_file import Part, PartFacts, PartWriter, Shape, new_file
 from mpispeed.tokens_build.sources import Parts
@@ -51,6 +51,7 @@ class Request:
         end: the token after each document: "auto", "none", its text or its number.
         appends_end: it is put there; else it is only told of.
         adds_special: of `open_tokenizer`.
+        parses_special: of `open_tokenizer`.
         vocabulary: where there is no tokenizer: tokens are smaller. None: what the inputs can hold.
         row: documents are packed into rows of at most so many tokens; 0: they are not.
         columns: numbers for each document: some of COLUMNS.
@@ -68,6 +69,7 @@ class Request:
     end: str = "auto"
     appends_end: bool = True
     adds_special: bool = False
+    parses_special: bool = False
     vocabulary: int | None = None
     row: int = 0
     columns: Sequence[str] = ()
@@ -110,6 +112,7 @@ class _Plan:
     end: int | None
     parts: Parts
     is_open: bool
+    there: Sequence[int]
 
 
 def build(comm: Comm, request: Request, tell: Callable[[str], None] = lambda _: None) -> Report:
@@ -142,7 +145,10 @@ def _build(comm: Comm, request: Request, folder: WorkFolder, tell: Callable[[str
         check(request)
         tokenizer = None
         if request.tokenizer is not None:
-            tokenizer = open_tokenizer(request.tokenizer, threads=request.threads, adds_special=request.adds_special)
+            tokenizer = open_tokenizer(
+                request.tokenizer, threads=request.threads, adds_special=request.adds_special,
+                parses_special=request.parses_special,
+            )  # fmt: skip
         if comm.rank == 0:
             plan = _planned(request, tokenizer, folder)
     plan = comm.share(plan)
@@ -152,11 +158,8 @@ def _build(comm: Comm, request: Request, folder: WorkFolder, tell: Callable[[str
         return Report(request.output, is_new=False)
     with comm.together(BuildError, plain=PLAIN):
         folder.check_seen(plan.job)
-        whole = {
-            number
-            for number in range(comm.rank, len(plan.parts), comm.size)
-            if _is_whole(plan, folder, number, request)
-        }
+        # no others are looked for: an NFS client that did not find a file may say so when another has written it
+        whole = {number for number in plan.there[comm.rank :: comm.size] if _is_whole(plan, folder, number, request)}
     kept = set().union(*comm.gather_objects(whole))
     missing = [number for number in range(len(plan.parts)) if number not in kept]
     with comm.together(BuildError, plain=PLAIN):
@@ -196,6 +199,12 @@ def check(request: Request) -> None:
         problem = f"--pack is {request.row}; expected 1 to {MOST_ROW} tokens"
     elif request.vocabulary is not None and not 1 <= request.vocabulary <= 1 << 32:
         problem = f"--vocab-size is {request.vocabulary}; expected 1 to 2^32"
+    elif request.kind is not None and request.kind not in FORMATS:
+        problem = f"there is no format {printable(request.kind, 60)}; known are {', '.join(FORMATS)}"
+    elif request.reading.documents not in DOCUMENTS:
+        problem = f"documents cannot be {printable(request.reading.documents, 60)}; known are {', '.join(DOCUMENTS)}"
+    elif len(set(request.columns)) < len(request.columns):
+        problem = f"a column is named twice: {printable(', '.join(request.columns), 60)}"
     unknown = [name for name in request.columns if name not in COLUMNS]
     if unknown:
         problem = f"there is no column {printable(unknown[0], 60)} to build; known are {', '.join(COLUMNS)}"
@@ -210,7 +219,8 @@ def _planned(request: Request, tokenizer: Tokenizer | None, folder: WorkFolder) 
     shape, end = _shape(request, tokenizer, inputs)
     parts = sources.cut_parts(inputs, request.reading, request.part_bytes)
     job = Job(_arguments(request, tokenizer, shape, end), inputs, len(parts))
-    return _Plan(job, job.digest, shape, end, parts, folder.begin(job))
+    is_open = folder.begin(job)
+    return _Plan(job, job.digest, shape, end, parts, is_open, folder.numbers() if is_open else ())
 
 
 def _shape(request: Request, tokenizer: Tokenizer | None, inputs: Sequence[Input]) -> tuple[Shape, int | None]:
@@ -243,6 +253,7 @@ def _arguments(request: Request, tokenizer: Tokenizer | None, shape: Shape, end:
         "command": "build" if request.is_text else "import",
         "--tokenizer": None if tokenizer is None else f"{tokenizer.name} ({tokenizer.digest})",
         "--special-tokens": request.adds_special,
+        "--parse-special": request.parses_special,
         "--eos": end,
         "--append-eos": request.appends_end,
         "--vocab-size": shape.vocabulary,

@@ -67,7 +67,7 @@ class ByteTokenizer:
 class _Fast:
     """A tokenizer.json of Hugging Face."""
 
-    def __init__(self, path: Path, adds_special: bool) -> None:
+    def __init__(self, path: Path, adds_special: bool, parses_special: bool) -> None:
         raw = _bytes_of(path)
         try:
             from tokenizers import Tokenizer as Rust
@@ -86,6 +86,7 @@ class _Fast:
             raise BuildError(msg)
         self._rust.no_truncation()
         self._rust.no_padding()
+        self._rust.encode_special_tokens = not parses_special
         self._adds_special = adds_special
         self.name = path.resolve().parent.name if path.name == "tokenizer.json" else path.stem
         self.digest = f"blake2b:{blake2b(raw, digest_size=16).hexdigest()}"
@@ -111,7 +112,7 @@ class _Fast:
 class _Slow:
     """A tokenizer of transformers that has no tokenizer.json."""
 
-    def __init__(self, folder: Path, adds_special: bool) -> None:
+    def __init__(self, folder: Path, adds_special: bool, parses_special: bool) -> None:
         try:
             from transformers import AutoTokenizer
         except ImportError as failure:
@@ -122,6 +123,7 @@ class _Slow:
         except Exception as failure:  # what the package raises is no narrower
             msg = f"transformers cannot read a tokenizer from {printable(str(folder))}: {failure}"
             raise BuildError(msg) from failure
+        self._tokenizer.split_special_tokens = not parses_special
         self._adds_special = adds_special
         self.name = folder.resolve().name
         self.digest = _digest_of(folder)
@@ -139,13 +141,17 @@ class _Slow:
         return found
 
 
-def open_tokenizer(wish: str, *, threads: int = 1, adds_special: bool = False) -> Tokenizer:
+def open_tokenizer(
+    wish: str, *, threads: int = 1, adds_special: bool = False, parses_special: bool = False
+) -> Tokenizer:
     """The tokenizer of this name: "byte", a tokenizer.json, or the folder of a model of transformers.
 
     Args:
         wish: nothing is looked for in the network.
         threads: of the package tokenizers, if it has not started any.
         adds_special: add what the tokenizer puts around a text, such as a token to begin with.
+        parses_special: make special tokens of their texts, such as "<|endoftext|>" in a document; else these are text
+            as any other, so that no document can forge the end of one.
 
     Raises:
         BuildError: there is none, or it cannot be used.
@@ -157,9 +163,12 @@ def open_tokenizer(wish: str, *, threads: int = 1, adds_special: bool = False) -
     path = Path(wish)
     if path.is_dir():
         file = path / "tokenizer.json"
-        return _checked(_Fast(file, adds_special) if file.is_file() else _Slow(path, adds_special))
+        made = (
+            _Fast(file, adds_special, parses_special) if file.is_file() else _Slow(path, adds_special, parses_special)
+        )
+        return _checked(made)
     if path.is_file():
-        return _checked(_Fast(path, adds_special))
+        return _checked(_Fast(path, adds_special, parses_special))
     msg = f"there is no tokenizer {printable(wish)}; give byte, a tokenizer.json, or the folder of one"
     raise BuildError(msg)
 
@@ -191,9 +200,10 @@ def end_token(tokenizer: Tokenizer, wish: str) -> int | None:
             msg += "it with --eos TOKEN, or --eos none"
             raise BuildError(msg)
         return tokenizer.end
-    found = tokenizer.number_of(wish)
-    if found is None and wish.isascii() and wish.isdecimal() and int(wish) < tokenizer.vocabulary:
-        found = int(wish)
+    if wish.isascii() and wish.isdecimal():  # not the token whose text are these digits, as many tokenizers have
+        found = int(wish) if int(wish) < tokenizer.vocabulary else None
+    else:
+        found = tokenizer.number_of(wish)
     if found is None:
         msg = f"the tokenizer {printable(tokenizer.name)} has no token {printable(wish)}; see --eos"
         raise BuildError(msg)

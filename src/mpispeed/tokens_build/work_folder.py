@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -16,10 +17,11 @@ from typing import Any
 from mpispeed.base.plain import printable, read_plain
 from mpispeed.tokens_build.errors import BuildError
 from mpispeed.tokens_build.inputs import Input
-from mpispeed.tokens_build.part_file import part_name
+from mpispeed.tokens_build.part_file import new_file, part_name
 
 _JOB, _LOCK, _STOP, _STORE = "job.json", "lock", "stop", "store.h5"
 _PARTS = ".parts"
+_PART = re.compile("part-[0-9]{7}")
 _FORMAT = "mpispeed parts of a token store"
 _MOST_JOB_BYTES = 1 << 30
 
@@ -135,9 +137,8 @@ class WorkFolder:
             raise BuildError(msg)
 
     def _write_job(self, job: Job) -> None:
-        working = self.path / f"{_JOB}.tmp"
-        working.write_text(job.text())
-        working.rename(self.path / _JOB)
+        with new_file(self.path / _JOB) as file:
+            file.write(job.text().encode())
 
     def _take_lock(self) -> None:
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -191,8 +192,12 @@ class WorkFolder:
         return (self.path / _STOP).exists()
 
     def done(self) -> int:
-        """Parts that have their name."""
-        return _count_parts(self.path)
+        """How many parts have their name."""
+        return len(_parts_in(self.path))
+
+    def numbers(self) -> list[int]:
+        """Numbers of the parts that have their name."""
+        return sorted(int(name.removeprefix("part-")) for name in _parts_in(self.path))
 
     def publish(self) -> None:
         """Give the complete store its name, and remove the folder. For one rank.
@@ -259,9 +264,9 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     return f"there were {len(files)} inputs, and are {len(after['inputs'])} now"
 
 
-def _count_parts(folder: Path) -> int:
+def _parts_in(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        return sum(each.name.startswith("part-") and not each.name.endswith(".tmp") for each in entries)
+        return [each.name for each in entries if _PART.fullmatch(each.name)]
 
 
 def unfinished(output: Path) -> str | None:
@@ -276,7 +281,7 @@ def unfinished(output: Path) -> str | None:
     if not (folder / _JOB).is_file():
         return None
     try:
-        found, done = _read_job(folder), _count_parts(folder)
+        found, done = _read_job(folder), len(_parts_in(folder))
     except (BuildError, OSError) as failure:
         return str(failure)
     name, place, arguments = printable(str(output)), printable(str(folder)), found.get("arguments", {})

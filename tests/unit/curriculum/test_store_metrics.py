@@ -9,8 +9,10 @@ import pytest
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.curriculum import store_metrics
+from mpispeed.curriculum.store_columns import add_to_store
 from mpispeed.curriculum.store_metrics import StoreSamples, called, column_values, lengths, rarities, whole_numbers
 from mpispeed.mesh.backends.solo import solo_comm
+from mpispeed.mesh.sim import run
 from mpispeed.tokens.store import open_store
 from tests.unit.tokens.conftest import make_store
 
@@ -95,3 +97,11 @@ def test_a_vocabulary_that_the_store_does_not_have(tmp_path):
     made = make_store(tmp_path / "t.h5", dtype="u4", facts={"vocabulary_size": 1 << 30})
     with open_store(made.path) as store, pytest.raises(UsageError, match="vocabulary of 1073741824; rarity is for"):
         rarities(solo_comm(), StoreSamples.of(store, "documents"), 0, 50)
+
+
+def test_a_column_holds_what_any_rank_has(tmp_path):
+    made, values = make_store(tmp_path / "s.h5", documents=4), (np.array([1, 2]), np.array([0.5, 2.25]))
+    run(2, lambda world: add_to_store(world.comm, made.path, "hard", values[world.rank]))
+    with open_store(made.path) as store:
+        assert store.columns["hard"] == "f8"
+        assert store.column("hard").tolist() == [1, 2, 0.5, 2.25]

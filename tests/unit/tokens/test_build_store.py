@@ -1,20 +1,16 @@
 """A store built from files: what is in it, the same bytes at any number of ranks and after any interruption."""
 
-import hashlib
-import json
 import random
 import re
 from itertools import pairwise
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from mpispeed.cli.data import data
 from mpispeed.curriculum.index_file import MMapIndexedDatasetBuilder
-from mpispeed.mesh.backends.solo import solo_comm
 from mpispeed.mesh.sim import run
 from mpispeed.tokens.errors import UnfinishedStore
 from mpispeed.tokens_build import job as jobs
@@ -23,36 +19,7 @@ from mpispeed.tokens_build.inputs import Reading
 from mpispeed.tokens_build.job import Request, build
 from mpispeed.tokens_build.part_file import Part
 from mpispeed.tokens_build.work_folder import WorkFolder, folder_of, unfinished
-
-
-def corpus(folder, count=300, seed=1):
-    """Lines of JSON, and the tokens of the built-in tokenizer."""
-    draw = random.Random(seed)
-    texts = ["".join(draw.choices("abc \u20ac\n", k=draw.randint(0, 60))) for _ in range(count)]
-    path = folder / f"corpus{seed}.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path, [[*text.encode(), 256] for text in texts]
-
-
-def opened(path):
-    """Documents and columns of a store, by h5py alone."""
-    with h5py.File(path) as file:
-        tokens, begins = file["tokens"][:], file["documents"][:]
-        documents = [part.tolist() for part in np.split(tokens, begins[1:-1].astype(int))]
-        lookup = np.searchsorted(begins, np.arange(0, len(tokens), 4096), side="right") - 1
-        assert file["lookup"][:].tolist() == lookup.tolist()
-        columns = {name: group["values"][:] for name, group in file["columns"].items()}
-        rows = file["rows"][:].tolist() if "rows" in file else None
-        facts = json.loads(file["manifest"][()].split(b"\n", 1)[1])
-    return documents, columns, rows, facts
-
-
-def digest(path):
-    return hashlib.blake2b(path.read_bytes()).hexdigest()
-
-
-def alone(request):
-    return build(solo_comm(), request)
+from tests.unit.tokens.building import alone, corpus, digest, opened
 
 
 def test_tokens_documents_lookup_and_columns(tmp_path):
@@ -396,71 +363,6 @@ def test_bits_that_flipped_end_in_a_sentence_or_in_a_store(tmp_path, kind):
 # -- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-def small_tokenizer(folder):
-    """A tokenizer.json of byte pairs, trained here."""
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )  # fmt: skip
-    made.train_from_iterator(["the cat sat on the mat, the dog on the log"] * 3, trainer)
-    made.enable_truncation(3)
-    made.enable_padding(length=9)
-    made.save(str(folder / "tokenizer.json"))
-    return made
-
-
-def test_a_tokenizer_of_hugging_face(tmp_path):
-    made = small_tokenizer(tmp_path)
-    made.no_truncation()
-    made.no_padding()
-    path, expected = corpus(tmp_path)
-    texts = [bytes(each[:-1]).decode() for each in expected]
-    end = made.token_to_id("<|end|>")
-    file = tmp_path / "tokenizer.json"
-    with pytest.raises(BuildError, match="do not say which token ends a document; give it with --eos"):
-        alone(Request(tmp_path / "s.h5", [path], str(file)))
-    with pytest.raises(BuildError, match="has no token <eos>"):
-        alone(Request(tmp_path / "s.h5", [path], str(file), end="<eos>"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
-    for name, wish in (("a", str(file)), ("b", str(tmp_path))):
-        report = alone(Request(tmp_path / f"{name}.h5", [path], wish, part_bytes=2000))
-        assert opened(tmp_path / f"{name}.h5")[0] == [[*made.encode(text).ids, end] for text in texts]
-        assert report.documents == len(texts)
-    assert digest(tmp_path / "a.h5") == digest(tmp_path / "b.h5")
-    told = opened(tmp_path / "a.h5")[3]["facts"]
-    assert (told["vocabulary_size"], told["eos"]) == (made.get_vocab_size(), end)
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [("{}", "is no tokenizer that the package tokenizers can read"), (None, "there is no tokenizer")],
-)
-def test_files_that_are_no_tokenizer(tmp_path, raw, message):
-    file = tmp_path / "tokenizer.json"
-    if raw is not None:
-        file.write_text(raw)
-    with pytest.raises(BuildError, match=message):
-        alone(Request(tmp_path / "s.h5", [corpus(tmp_path)[0]], str(file)))
-
-
-def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path):
-    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "gone"}
-    (tmp_path / "odd.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    with pytest.raises(BuildError, match=r"the tokenizer odd cannot take a text of these inputs: .*Missing"):
-        alone(Request(tmp_path / "s.h5", [corpus(tmp_path)[0]], str(tmp_path / "odd.json"), end="none"))
-
-
-def test_a_tokenizer_that_draws_lots_is_refused(tmp_path):
-    made = small_tokenizer(tmp_path)
-    made.model.dropout = 0.1
-    made.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(BuildError, match="drops merges by chance"):
-        alone(Request(tmp_path / "s.h5", [corpus(tmp_path)[0]], str(tmp_path / "tokenizer.json"), end="0"))
-
-
 def test_parts_of_another_build_are_not_taken(tmp_path):
     shape = jobs.Shape("u2", 257, 256, 0, False)
     with jobs.new_file(tmp_path / "part-0000000") as file:
@@ -484,7 +386,8 @@ def test_parts_of_another_build_are_not_taken(tmp_path):
     [
         ({"part_bytes": 10}, "--part-size is 10 bytes"), ({"row": -1}, "--pack is -1"),
         ({"columns": ("other",)}, "there is no column other"), ({"output": Path("..")}, "is no name of a file"),
-        ({"vocabulary": 0}, "--vocab-size is 0"),
+        ({"vocabulary": 0}, "--vocab-size is 0"), ({"columns": ("length", "length")}, "named twice"),
+        ({"kind": "csv"}, "no format csv; known are jsonl"), ({"reading": Reading(documents="word")}, "cannot be word"),
     ],
 )  # fmt: skip
 def test_numbers_and_names_that_cannot_be(tmp_path, changes, message):

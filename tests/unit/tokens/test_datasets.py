@@ -133,6 +133,17 @@ def test_rows(make: Any, labels: Any) -> None:
                 assert batch["labels"][number].tolist() == wanted + [-100] * left
 
 
+def test_a_row_is_the_same_in_any_batch(make: Any) -> None:
+    made = make(documents=60, longest=12, row_length=32)
+    with open_store(made.path) as store:
+        for length in (32, 64):  # of the longer ones several are nearer to the end of the store than their length
+            samples = TokenRows(store, length)
+            whole = samples.read_batch(range(len(samples)))
+            for number in range(len(samples)):
+                for name, values in samples[number].items():
+                    assert torch.equal(values, whole[name][number])
+
+
 def test_a_store_without_rows_says_so(make: Any) -> None:
     with open_store(make().path) as store, pytest.raises(ConfigError, match="--pack"):
         TokenRows(store)

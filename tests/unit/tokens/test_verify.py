@@ -93,6 +93,18 @@ def test_tables_are_compared_with_each_other(
     assert any(re.search(said, problem) for problem in problems)
 
 
+def test_documents_that_end_before_the_tokens_do_not_keep_a_check_for_ever(make: Callable[..., Any]) -> None:
+    made = make(documents=1, longest=30_000)
+    handle = open_file(made.path)
+    places = read_contents(made.path, handle).places
+    os.close(handle)
+    with StoreWriter(made.path, places) as writer:
+        writer.put("documents", 1, np.array([4096]))
+    problems = verify(made.path).problems
+    assert "/documents are damaged" in problems[0]
+    assert "/documents is damaged: document 0 is to have token 4096" in problems[1]
+
+
 def read_all(path: Path) -> Any:
     with open_store(path) as store:
         windows = TokenWindows(store, 32, documents=True).read_batch(range(40))
