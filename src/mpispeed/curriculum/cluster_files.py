@@ -12,9 +12,10 @@ import json
 import os
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ Make = Callable[[], npt.NDArray[np.bool_]]
 _VERSION = 1
 _MOST_OPEN = 32
 _PART = ".cluster-part-"
+_ATTEMPTS = 3
+_LEFT_SECONDS = 24 * 3600.0
+"""Age from which a part that nobody has written to is one of a killed process. Locks may not be seen on other nodes."""
 
 
 class ClusterFiles:
@@ -77,7 +81,8 @@ class ClusterFiles:
         key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
         with self._turn:
             if key not in self._open:
-                self._open[key] = self._opened(key, facts) or self._made(key, facts, make)
+                seen = self._stamp(key)
+                self._open[key] = self._opened(key, facts) or self._made(key, facts, make, seen)
                 if len(self._open) > _MOST_OPEN:
                     self._open.popitem(last=False)  # closed when nobody reads it any more
             self._open.move_to_end(key)
@@ -90,27 +95,38 @@ class ClusterFiles:
             if told["version"] != _VERSION or told["of"] != json.loads(json.dumps(facts)):
                 return None
             found = _Cluster(self._path(key, "bin"), int(told["count"]), int(facts["samples"]))
+            if key not in self._checked and found.checksum() != told["crc32c"]:
+                found.close()
+                return None
         except (OSError, ValueError, KeyError, TypeError):
-            return None
-        if key not in self._checked and found.checksum() != told["crc32c"]:
-            found.close()
             return None
         self._checked.add(key)
         return found
 
-    def _made(self, key: str, facts: Mapping[str, Any], make: Make) -> _Cluster:
+    def _made(self, key: str, facts: Mapping[str, Any], make: Make, seen: tuple[int, int] | None) -> _Cluster:
+        """Make a cluster, if nobody has since its files with the stamp `seen` were found missing or damaged."""
+        for _ in range(_ATTEMPTS):
+            try:
+                with self._locked():
+                    if self._stamp(key) == seen:
+                        self._write(key, facts, make())
+            except OSError as failure:
+                raise IndexFileError(_cannot("write into", self.folder, failure)) from failure
+            # Without the lock: all who have waited for it read the file at the same time.
+            seen = self._stamp(key)
+            found = self._opened(key, facts)
+            if found is not None:
+                return found
+        msg = f"{self._path(key, 'bin')} was written and cannot be read back whole; look at its file system"
+        raise IndexFileError(msg)
+
+    def _stamp(self, key: str) -> tuple[int, int] | None:
+        """Which file tells of a cluster, another one after it was made again; None if there is none."""
         try:
-            with self._locked():
-                found = self._opened(key, facts)
-                if found is None:
-                    self._write(key, facts, make())
-                    found = self._opened(key, facts)
-        except OSError as failure:
-            raise IndexFileError(_cannot("write into", self.folder, failure)) from failure
-        if found is None:
-            msg = f"{self._path(key, 'bin')} was written and cannot be read back whole; look at its file system"
-            raise IndexFileError(msg)
-        return found
+            status = self._path(key, "json").stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
 
     def _write(self, key: str, facts: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> None:
         dtype, checksum, count = _dtype_of(len(mask)), 0, 0
@@ -135,9 +151,18 @@ class ClusterFiles:
             except OSError:
                 yield
                 return
-            for part in self.folder.glob(f"{_PART}*"):  # of processes that were killed
-                part.unlink(missing_ok=True)
-            yield
+            try:
+                self._remove_left_parts()
+                yield
+            finally:
+                # Not by closing: a process that was forked meanwhile, by another thread, has the file open, too.
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+    def _remove_left_parts(self) -> None:
+        for part in self.folder.glob(f"{_PART}*"):
+            with suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > _LEFT_SECONDS:
+                    part.unlink()
 
 
 class _Cluster:

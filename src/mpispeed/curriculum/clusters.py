@@ -125,6 +125,7 @@ class OneMetric:
 
     def __init__(self, admitting: _Admitting) -> None:
         self._admitting = admitting
+        self._digest = admitting.index.digest()  # states have it, and functions of batches get one with each
 
     def first_ends(self) -> Ends:
         """Zero."""
@@ -144,7 +145,7 @@ class OneMetric:
 
     def digest(self) -> str:
         """That of the index."""
-        return self._admitting.index.digest()
+        return self._digest
 
 
 class SeveralMetrics:

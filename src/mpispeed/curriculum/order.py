@@ -94,7 +94,9 @@ class CurriculumOrder:
 
     def difficulties(self, position: int) -> dict[str, int]:
         """Difficulties of the global batch to which the sample before `position` belongs; empty at the start."""
-        return {} if position <= 0 else dict(self._batch_at(position - 1)[0].difficulties)
+        place = self._place_at(position)
+        is_inside = position > place.consumed
+        return dict(self._batch_at(position)[0].difficulties) if is_inside else self.stream.named(place)
 
     def state_dict(self, position: int) -> dict[str, Any]:
         """What defines the stream from `position` on, and what a function of batches may want to know.
@@ -103,12 +105,10 @@ class CurriculumOrder:
         `position`, `consumed_samples` is `position`.
         """
         place = self._place_at(position)
-        is_inside = position > place.consumed
-        now = self._batch_at(position)[0].difficulties if is_inside else self.stream.named(place)
         return {
             "consumed_samples": position,
-            "curriculum_step": place.step + is_inside,
-            "current_difficulties": dict(now),
+            "curriculum_step": place.step + (position > place.consumed),
+            "current_difficulties": self.difficulties(position),
             "place": self.stream.values_of(place),
         }
 

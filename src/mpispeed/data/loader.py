@@ -175,6 +175,8 @@ class ShardedLoader:
                     if loads != self._loads:
                         break  # a state was loaded meanwhile; go on from there
                 else:
+                    if is_empty and not first and self.order is not None:
+                        return  # the order is at its end, and so is the position
                     self._epoch, self._offset, self._stream_state = self._epoch + 1, 0, None
                     # A state saved right at the end of an epoch leaves nothing of it; begin the next one.
                     if not (is_empty and first):
@@ -244,6 +246,7 @@ class ShardedLoader:
             self._epoch, self._offset, self._is_placed = state["epoch"], state["position"], False
             restore = getattr(self.dataset, "load_state_dict", None)
             if "dataset" in state and restore is not None:
+                self._feed.close()  # workers that stay have the data set as it was
                 restore(state["dataset"])
                 self._is_placed = True
             return

@@ -25,7 +25,7 @@ class BatchOrder(Protocol):
         """Samples of an epoch, over all ranks; an `offset` beyond it (fill-up) does not count for the position."""
 
     def count(self, epoch: int, offset: int) -> int:
-        """Micro-batches of each rank from a place to the end of its epoch."""
+        """Micro-batches of each rank from a place to the end of its epoch; an epoch without any is behind the last."""
 
     def batches(self, epoch: int, offset: int) -> Iterable[list[int]]:
         """Those micro-batches of this rank."""

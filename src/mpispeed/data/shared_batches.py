@@ -122,5 +122,5 @@ def unpack(message: bytes, slot: Slot, place: Place = torch.Tensor.clone) -> Any
     """
     end, spans, text = pickle.loads(message)
     memory = slot.at_least(end) if end else None
-    buffers = [] if memory is None else [bytearray(memory[start : start + nbytes]) for start, nbytes in spans]
+    buffers = [bytearray() if memory is None else bytearray(memory[at : at + nbytes]) for at, nbytes in spans]
     return _Unpacker(text, buffers, memory, place).load()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -81,30 +83,28 @@ class StallWatch:
         """
         self._share, self._window, self._pause = share, window, pause
         self._first: int | None = None
-        self._waits: list[float] = []
-        self._seconds: list[float] = []
+        self._sums = torch.zeros(0, 2, dtype=torch.float64)
         self._quiet_until = 0
 
-    def add(self, step: int, waits: Sequence[float], seconds: Sequence[float]) -> Stall | None:
+    def add(self, step: int, numbers: torch.Tensor) -> Stall | None:
         """Count a step; returns a stall that is to be told.
 
         Args:
             step: its number.
-            waits: seconds that each rank waited for the data of this step.
-            seconds: of the step of each rank.
+            numbers: [ranks, 2] seconds that each rank waited for the data of this step, and of its whole step.
         """
-        if self._first is None or len(self._waits) != len(waits):
+        if self._first is None or len(self._sums) != len(numbers):
             # Of the first step: workers start, files are opened.
-            self._first, self._waits, self._seconds = step + 1, [0.0] * len(waits), [0.0] * len(waits)
+            self._first, self._sums = step + 1, torch.zeros(len(numbers), 2, dtype=torch.float64)
             return None
-        self._waits = [a + b for a, b in zip(self._waits, waits, strict=True)]
-        self._seconds = [a + b for a, b in zip(self._seconds, seconds, strict=True)]
-        if step - self._first + 1 < self._window:
-            return None
+        self._sums += numbers
         steps = step - self._first + 1
-        rank = max(range(len(waits)), key=self._waits.__getitem__)
-        stall = Stall(self._first, step, rank, self._waits[rank] / steps, self._seconds[rank] / steps)
-        self._first, self._waits, self._seconds = step + 1, [0.0] * len(waits), [0.0] * len(waits)
+        if steps < self._window:
+            return None
+        rank = int(self._sums[:, 0].argmax())
+        wait, whole = (self._sums[rank] / steps).tolist()
+        stall = Stall(self._first, step, rank, wait, whole)
+        self._first, self._sums = step + 1, torch.zeros_like(self._sums)
         if stall.share < self._share or step < self._quiet_until:
             return None
         self._quiet_until, self._pause = step + self._pause, 2 * self._pause

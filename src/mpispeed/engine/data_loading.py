@@ -110,7 +110,7 @@ class Stalls:
             self._context.write(WAIT_MS, 1000 * float(table[:, 0].max()))
         if self._watch is None:
             return
-        stall = self._watch.add(event["global_step"], table[:, 0].tolist(), table[:, 1].tolist())
+        stall = self._watch.add(event["global_step"], table)
         if stall is not None:
             log.warning("%s; %s", stall, self._advice())
 

@@ -103,14 +103,17 @@ class Sampling:
         """
         if self._section is None:
             return make()
-        loader = failure = None
+        loader: ShardedLoader | None = None
+        failure: Exception | None = None
         word = ""
         try:
             loader = make()
             if loader is not None:
                 word = _stream_of(loader).clusters.digest()
-        except (ConfigError, IndexFileError) as error:
-            failure = error if isinstance(error, ConfigError) else ConfigError(f"{SECTION}: {error}")
+        except IndexFileError as error:
+            failure = ConfigError(f"{SECTION}: {error}")
+        except Exception as error:  # also of the data set: the other ranks are on their way to the words
+            failure = error
         words = comm.gather_objects(word)  # before anything is raised, as ranks fail alone
         if failure is not None:
             raise failure
@@ -165,13 +168,12 @@ def attach(context: Context) -> Hooks | None:
 
 def write_difficulties(context: Context, loader: ShardedLoader) -> None:
     """Let monitors have the difficulties of each step that `loader` gave the samples of."""
-    order = loader.order
 
     def write(event: Mapping[str, Any]) -> None:
-        if isinstance(order, CurriculumOrder):
-            for name, difficulty in order.difficulties(loader.position).items():
-                point = f"Train/Samples/curriculum_{name}", difficulty, event["samples"]
-                context.published["monitor"].write_events([point])
+        # By the state, not by the order, of which a thread may ask for batches at this moment.
+        for name, difficulty in loader.state_dict()["current_difficulties"].items():
+            point = f"Train/Samples/curriculum_{name}", difficulty, event["samples"]
+            context.published["monitor"].write_events([point])
 
-    if context.mesh.rank == 0 and isinstance(order, CurriculumOrder):
+    if context.mesh.rank == 0 and isinstance(loader.order, CurriculumOrder):
         context.bus.subscribe(Event.STEP_END, write)

@@ -111,7 +111,11 @@ def test_loaders_of_scripts_follow_the_section(rows):
     whole = engine.deepspeed_io(Rows(rows), batch_size=7, route="eval")
     assert (whole.num_workers, len(whole)) == (2, -(-LENGTH // 7))
     assert torch.cat([x for x, _ in whole])[:, 0].long().tolist() == list(range(LENGTH))
+    batches = iter(loader)
+    next(batches)
+    assert multiprocessing.active_children()
     engine.destroy()
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.ranks(2, 4)

@@ -210,10 +210,18 @@ class Stream(IterableDataset):
         yield from Numbered()
 
 
+class Gone(Numbered):
+    def __len__(self):
+        msg = "the last node has no such file"
+        raise OSError(msg)
+
+
 def test_what_cannot_be_sampled_is_told_on_all_ranks_alike(folder, comm, monkeypatch):
     wanted = section(folder, comm)
     assert "ranked_index_to_sample has 50 samples, and the data set 40" in refused(comm, wanted, Numbered(40))
     assert "Stream has none" in refused(comm, wanted, Stream())
+    told = refused(comm, wanted, Gone() if comm.rank == comm.size - 1 else Numbered())
+    assert "OSError: the last node has no such file" in told
     # files of nodes by the same names: the last rank's are others
     names = {key: f"ranked_{key.removesuffix('_path')}" for key in ("index_to_sample_path", "index_to_metric_path")}
     wanted["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["ranked"] |= names

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import multiprocessing
+import os
 import re
+import signal
 import threading
 import tracemalloc
 from pathlib import Path
@@ -80,9 +84,50 @@ def test_a_damaged_cluster_is_made_again(tmp_path: Path, ending: str) -> None:
 
 
 def test_what_killed_processes_left_goes(tmp_path: Path) -> None:
-    (tmp_path / ".cluster-part-abc").write_bytes(b"half")
+    """But not what another node writes now, where its lock is not seen here."""
+    old, new = (tmp_path / f".cluster-part-{name}" for name in ("old", "new"))
+    for part in (old, new):
+        part.write_bytes(b"half")
+    os.utime(old, (0, 0))
     samples_of(ClusterFiles(tmp_path), Maker())
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".bin", ".json"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", "", ".bin", ".json"]
+    assert new.exists()
+
+
+def test_the_lock_ends_though_a_process_was_forked_under_it(tmp_path: Path) -> None:
+    """Workers of another loader, for example; they live as long as they like."""
+    children = []
+
+    def make() -> np.ndarray[Any, np.dtype[np.bool_]]:
+        child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+        child.start()
+        children.append(child)
+        return MASK
+
+    try:
+        assert ClusterFiles(tmp_path).count(FACTS, make) == len(WANTED)
+        with (tmp_path / ".lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def test_whole_clusters_are_checked_without_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by those who have waited while it was made."""
+    checksum, seen = cluster_files._Cluster.checksum, []
+
+    def checked(cluster: Any) -> int:
+        with (tmp_path / ".lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen.append(cluster)
+        return checksum(cluster)
+
+    monkeypatch.setattr(cluster_files._Cluster, "checksum", checked)
+    make = Maker()
+    assert [samples_of(ClusterFiles(tmp_path), make) for _ in range(2)] == [WANTED] * 2
+    assert (make.made, len(seen)) == (1, 2)
 
 
 def open_files() -> int:

@@ -49,6 +49,7 @@ def test_it_is_a_batch_sampler_and_goes_on_from_its_state(tmp_path: Path) -> Non
         resumed = sampler_of(config)
         resumed.load_state_dict(json.loads(states[done - 1]))
         assert resumed.consumed_samples == 2 * done
+        assert resumed.current_difficulties == json.loads(states[done - 1])["current_difficulties"]
         assert list(resumed) == found[done:]
 
 

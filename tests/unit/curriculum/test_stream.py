@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.curriculum.difficulty_index import DifficultyIndex
+from mpispeed.curriculum.index_file import MMapIndexedDataset
 from mpispeed.curriculum.order import CurriculumOrder, Split
 from mpispeed.curriculum.sampler import make_stream
 from mpispeed.curriculum.stream import Place, SampleStream
@@ -223,6 +225,17 @@ def test_places_that_are_not_kept_any_more_are_found_again(tmp_path: Path, monke
     assert orders[0].state_dict(4) == orders[1].state_dict(4)
     assert orders[0].state_dict(22) == orders[1].state_dict(22)
     assert list(orders[0].batches(0, 6)) == early[3:]
+
+
+def test_states_read_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of batches get one with every batch."""
+    section = {"curriculum_metrics": {"m": metric(write_metric(tmp_path, "m", list(range(10))), [4, 9], [1])}}
+    order = CurriculumOrder(make_stream(section, 10, 0, warns=False), Split(2, 2, 0, 1), total=100, drop_last=True)
+    batches = iter(order.batches(0, 0))
+    next(batches)
+    monkeypatch.setattr(MMapIndexedDataset, "read_values", lambda *_: pytest.fail("values are read"))
+    monkeypatch.setattr(DifficultyIndex, "digest", lambda _: pytest.fail("files are read"))
+    assert order.state_dict(2)["current_difficulties"] == {"m": 4}
 
 
 def test_states_of_others_are_refused(tmp_path: Path) -> None:

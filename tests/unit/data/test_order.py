@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.data import EpochOrder, SampleOrder, ShardedLoader
+from mpispeed.data import EpochOrder, RepeatingLoader, SampleOrder, ShardedLoader
 
 
 class Growing:
@@ -53,6 +53,19 @@ def test_a_loader_follows_an_order_of_its_own() -> None:
     assert passes[0][2:4] == [[2, 3], [5, 6]]
     assert [(len(loader), loader.position, loader.epoch) for loader in loaders] == [(6, 24, 1)] * 2
     assert list(loaders[0]) == list(Growing(0).batches(1, 0))
+
+
+def test_passes_after_the_end_leave_the_position_there() -> None:
+    """A run may be saved at its end, and go on from there with more passes over the data."""
+    order = EpochOrder(
+        SampleOrder(12, 3, shuffle=True), micro_batch=2, rank=0, size=2, unit=4, drop_last=False, epochs=2
+    )
+    loader = ShardedLoader(range(12), micro_batch=2, rank=0, size=2, collate_fn=list, order=order)
+    assert [len(list(loader)) for _ in range(5)] == [3, 3, 0, 0, 0]
+    assert (loader.position, loader.epoch, len(loader)) == (24, 2, 0)
+    with pytest.raises(StopIteration):
+        next(RepeatingLoader(loader))
+    assert loader.state_dict()["position"] == 24
 
 
 def test_its_state_travels_with_the_position() -> None:

@@ -240,6 +240,29 @@ def test_streams_are_the_same_in_every_way(way: dict[str, Any]) -> None:
     loader.close()
 
 
+def test_workers_that_stay_follow_a_stream_to_its_place() -> None:
+    """Of a checkpoint without workers, which has the place of the data set itself."""
+    ways = [{}, {"workers": 1, "persistent_workers": True}]
+    plain, loader = (ShardedLoader(Stream(), micro_batch=4, rank=0, size=1, collate_fn=list, **way) for way in ways)
+    batches = iter(plain)
+    next(batches), next(batches)
+    state = plain.state_dict()
+    assert state["dataset"] == {"at": 8}
+    assert len(list(loader)) == 6
+    loader.load_state_dict(state)
+    assert list(loader) == list(batches)
+    loader.close()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_empty_arrays_travel(way: dict[str, Any]) -> None:
+    data = [np.zeros((0, 2), np.float32) for _ in range(6)]
+    loader = loader_of(data, collate_fn=list, **way)
+    ((first, *_),) = list(loader)
+    assert (first.shape, first.dtype) == ((0, 2), np.float32)
+    loader.close()
+
+
 @pytest.mark.parametrize("size", [7, 30_000])
 def test_many_indices_and_large_objects_do_not_block(size: int) -> None:
     """Requests and answers that are longer than what a socket holds."""

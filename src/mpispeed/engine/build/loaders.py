@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from mpispeed.base.errors import UsageError
+from mpispeed.base.events import Event
 from mpispeed.data.feeding import AHEAD
 from mpispeed.data.loader import ShardedLoader
 from mpispeed.data.reading import has_whole_batches
@@ -111,7 +113,8 @@ def make_whole_loader(
     }
     drop_last = plan.config.dataloader_drop_last
     if has_whole_batches(dataset, collate_fn):
-        chosen = BatchSampler(sampler or SequentialSampler(dataset), size, drop_last)
+        # An empty sampler is one, too.
+        chosen = BatchSampler(SequentialSampler(dataset) if sampler is None else sampler, size, drop_last)
         return DataLoader(_Batches(dataset), batch_size=None, sampler=chosen, **how)
     return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, **how)
 
@@ -154,6 +157,8 @@ class Loaders:
     def __init__(self, parts: Parts, *, shuffles: bool) -> None:
         """Args: `shuffles`: as in `make_loader`."""
         self._parts, self._shuffles = parts, shuffles
+        made = self._made = weakref.WeakSet[ShardedLoader]()
+        parts.bus.subscribe(Event.CLOSE, lambda _: _close_all(made))
 
     def deepspeed_io(
         self,
@@ -197,7 +202,7 @@ class Loaders:
                 workers=num_local_io_workers,
                 pin_memory=pin_memory,
             )
-        return make_loader(
+        loader = make_loader(
             plan,
             mesh,
             dataset,
@@ -209,6 +214,8 @@ class Loaders:
             pin_memory=pin_memory,
             waits=waits,
         )
+        self._made.add(loader)
+        return loader
 
     def is_map_style_dataset(self, obj: Any) -> bool:
         """True if samples of `obj` are read by index."""
@@ -235,3 +242,8 @@ class Loaders:
             )
             raise UsageError(msg)
         loader.post_process_func = post_process_func
+
+
+def _close_all(loaders: Iterable[ShardedLoader]) -> None:
+    for loader in list(loaders):
+        loader.close()
