@@ -19,11 +19,7 @@ from mpispeed.tokens_build.inputs import Reading
 from mpispeed.tokens_build.job import Request, build
 from mpispeed.tokens_build.part_file import Part
 from mpispeed.tokens_build.work_folder import WorkFolder, folder_of, unfinished
-<<<<<<< HEAD
 from tests.helpers.token_builds import alone, corpus, digest, opened
-=======
-from tests.unit.tokens.building import alone, corpus, digest, opened
->>>>>>> readb
 
 
 def test_tokens_documents_lookup_and_columns(tmp_path):
@@ -396,12 +392,6 @@ def test_bits_that_flipped_end_in_a_sentence_or_in_a_store(tmp_path, kind):
     assert sentences > 0
 
 
-<<<<<<< HEAD
-=======
-# -- tokenizers ------------------------------------------------------------------------------------------------------
-
-
->>>>>>> readb
 def test_parts_of_another_build_are_not_taken(tmp_path):
     shape = jobs.Shape("u2", 257, 256, 0, False)
     with jobs.new_file(tmp_path / "part-0000000") as file:

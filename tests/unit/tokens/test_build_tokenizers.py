@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Tokenizers of Hugging Face in builds: the tokens of documents, and the one that ends them."""
-=======
-"""Stores built with tokenizers of Hugging Face: what they give, what they take as text, and files that are none."""
->>>>>>> readb
 
 import json
 
@@ -10,11 +6,7 @@ import pytest
 
 from mpispeed.tokens_build.errors import BuildError
 from mpispeed.tokens_build.job import Request
-<<<<<<< HEAD
 from tests.helpers.token_builds import alone, corpus, digest, opened
-=======
-from tests.unit.tokens.building import alone, corpus, digest, opened
->>>>>>> readb
 
 
 def small_tokenizer(folder):
