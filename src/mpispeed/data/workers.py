@@ -89,7 +89,12 @@ class _Worker:
         with warnings.catch_warnings():
             # Python warns of threads that a child does not have; see the head of this file.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.process.start()
+            # None of these ends the child before it ignores them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _ignored())
+            try:
+                self.process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def send(self, request: Any) -> None:
@@ -268,13 +273,18 @@ def _answer(reader: Reader, request: Any, slot: Slot) -> bytes:
         return pickle.dumps((False, (text, traceback.format_exc())))
 
 
+def _ignored() -> list[int]:
+    return [getattr(signal, name) for name in _IGNORED]
+
+
 def _settle(reader: Reader, number: int, count: int, parent: int) -> None:
     """Become a worker: let go of what belongs to the rank."""
     gc.freeze()  # what the rank has stays as it is: nothing of MPI is freed here, and no page copied for a look at it
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
-    for name in _IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number_of_signal in _ignored():
+        signal.signal(number_of_signal, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ignored())
     if parent:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
