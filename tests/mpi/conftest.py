@@ -4,6 +4,7 @@ Without --with-mpi nothing here imports MPI, and the marked tests are skipped by
 """
 
 import faulthandler
+import logging
 import os
 import signal
 from pathlib import Path
@@ -29,6 +30,8 @@ def _is_mpi_run(config):
 
 def pytest_configure(config):
     if _is_mpi_run(config):
+        # The first engine would do this in the middle of a test, whose caplog then hears nothing of it.
+        logging.getLogger("mpispeed").propagate = False
         config.stash[STACKS] = _open_stacks_file()
         faulthandler.register(signal.SIGUSR1, file=config.stash[STACKS], all_threads=True)
 
