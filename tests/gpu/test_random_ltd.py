@@ -10,7 +10,7 @@ import torch
 from mpispeed.native.token_choice import choose, key_of
 from mpispeed.native.token_drop import put, take
 from tests.helpers.pipes import gpt
-from tests.helpers.token_dropping import SteadyGPT, batches, drop_tokens, dropping
+from tests.helpers.token_dropping import batches, drop_tokens, dropping, steady
 
 HOST = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_take_and_put_have_the_bits_of_the_host(device, dtype, batch_first):
 
 
 def test_a_model_comes_near_the_host(device):
-    host = SteadyGPT()
+    host = steady()
     there = copy.deepcopy(host).to(device)
     x, y = batches(1)[0]
     for model, inputs in ((host, (x, y)), (there, (x.to(device), y.to(device)))):

@@ -12,6 +12,7 @@ from mpispeed.base.passes import Pass, Passes
 from mpispeed.nn.layer_drop import ProgressiveLayerDrop, convert_to_layer_drop
 from mpispeed.nn.layer_drop.decisions import Depth, LayerDrop
 from tests.helpers.pipes import gpt
+from tests.helpers.steady_gpt import SteadyGPT, byte_batches
 from tests.zoo.training import ADAM, config
 
 SHAPE = gpt.Shape(layers=4, heads=2, width=16, block=8)
@@ -19,36 +20,16 @@ BATCH, THETA, GAMMA, SEED = 24, 0.3, 0.7, 5
 DROPS = {"progressive_layer_drop": {"enabled": True, "theta": THETA, "gamma": GAMMA, "seed": SEED}}
 
 
-class Steady(gpt.GPT):  # type: ignore[misc,name-defined]
-    """The GPT with the same weights wherever it is made; `recompute` runs each block."""
-
-    def __init__(self, recompute: Any = None, shape: Any = SHAPE) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            super().__init__(shape)
-        self.recompute = recompute
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The mean loss."""
-        hidden = self.embedding(x)
-        for block in self.blocks:
-            run = self.recompute or (lambda function, *args: function(*args))
-            hidden = run(block, hidden, self.rotation)
-        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
-
-
-def model(recompute: Any = None) -> Steady:
+def model(recompute: Any = None) -> SteadyGPT:
     """Its blocks can be left out."""
-    made = Steady(recompute)
+    made = SteadyGPT(SHAPE, recompute)
     convert_to_layer_drop(made, gpt.Block)
     return made
 
 
 def batches(count: int, batch: int = BATCH) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Bytes and the next ones."""
-    generator = torch.Generator().manual_seed(2)
-    text = torch.randint(0, 64, (count, batch, SHAPE.block + 1), generator=generator)
-    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in text]
+    return byte_batches(count, batch, SHAPE.block)
 
 
 def settings(stage: int = 0, accumulation: int = 1, **more: Any) -> dict[str, Any]:
@@ -70,7 +51,7 @@ def train_plain(
     data: Sequence[tuple[torch.Tensor, torch.Tensor]], accumulation: int = 1, start: int = 0, clip: float = 0.0
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of plain torch on whole batches."""
-    plain = Steady()
+    plain = SteadyGPT(SHAPE)
     optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2)
     losses = []
     for step, (x, y) in enumerate(data, start):

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from mpispeed.nn.routing import RandomLTDScheduler, convert_to_random_ltd
 from mpispeed.nn.routing.convert import dropping_layers, routes_of
 from mpispeed.nn.routing.token_drop import DropSettings
 from tests.helpers.pipes import gpt, gpt_layers
+from tests.helpers.steady_gpt import SteadyGPT, byte_batches
 from tests.zoo.training import ADAM, config
 
 SHAPE = gpt.Shape(layers=4, heads=2, width=16, block=12)
@@ -74,29 +74,14 @@ def kept_of(config: dict[str, Any], number: int, batch: int, tokens: int, *, ste
 # -- under an engine -------------------------------------------------------------------------------------------------
 
 
-class SteadyGPT(gpt.GPT):  # type: ignore[misc,name-defined]
-    """The GPT of the examples with the same weights wherever it is made; `recompute` runs each block."""
-
-    def __init__(self, recompute: Any = None) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            super().__init__(SHAPE)
-        self.recompute = recompute
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The mean loss."""
-        hidden = self.embedding(x)
-        for block in self.blocks:
-            run = self.recompute or (lambda function, *args: function(*args))
-            hidden = run(block, hidden, self.rotation)
-        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
+def steady(recompute: Any = None) -> SteadyGPT:
+    """The model under an engine."""
+    return SteadyGPT(SHAPE, recompute)
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Global batches of bytes and the next ones."""
-    generator = torch.Generator().manual_seed(2)
-    text = torch.randint(0, 64, (count, BATCH, SHAPE.block + 1), generator=generator)
-    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in text]
+    return byte_batches(count, BATCH, SHAPE.block)
 
 
 def dropping(**others: Any) -> dict[str, Any]:

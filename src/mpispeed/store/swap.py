@@ -28,19 +28,7 @@ SWAP = Kind("swap", "nvme_path", "mpispeed-swap", _SWAP_FILE)
 
 
 class SwapFolder:
-    """A private folder of one rank of one run below a root that the user named.
-
-    It is deleted by `remove`, when the object is collected, or at the end of the process; a forked child deletes
-    nothing. After SIGKILL or a crash `clean_stale` of a later run on that host does it.
-
-    Args:
-        root: an existing folder.
-        run: the result of `run_name`, the same on all ranks.
-        rank: number of this rank.
-
-    Raises:
-        StoreError: the root cannot be used; says why and what to do.
-    """
+    """A `PrivateFolder` with swap files, which end with it. Arguments and errors are its own."""
 
     def __init__(self, root: Path, run: str, rank: int) -> None:
         self._folder = PrivateFolder(root, run, rank, SWAP)

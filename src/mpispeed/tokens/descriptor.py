@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from mpispeed.base.log import once
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpispeed.mesh.comm import Comm
 
 log = logging.getLogger(__name__)
@@ -55,38 +57,33 @@ def share_descriptor(node: Comm, handle: int | None) -> int | None:
 def _listener(ranks: int) -> socket.socket | None:
     # a name without a file: nothing is left of it, and it is not looked for on a file system
     name = f"\0mpispeed-{os.getpid()}-{secrets.token_hex(16)}"
-    try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as failure:
-        _tell(failure)
-        return None
-    try:
-        listener.settimeout(_SECONDS)
-        listener.bind(name)
-        listener.listen(ranks)
-    except OSError as failure:
-        listener.close()
-        _tell(failure)
-        return None
-    return listener
+
+    def listen(made: socket.socket) -> None:
+        made.bind(name)
+        made.listen(ranks)
+
+    return _socket(listen)
 
 
 def _connected(address: bytes | str) -> socket.socket | None:
-    if not address:
-        return None
+    return _socket(lambda made: made.connect(address)) if address else None
+
+
+def _socket(begin: Callable[[socket.socket], None]) -> socket.socket | None:
+    """A socket that has begun; None, and why in the log, where there can be none."""
     try:
-        caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as failure:
         _tell(failure)
         return None
     try:
-        caller.settimeout(_SECONDS)
-        caller.connect(address)
+        made.settimeout(_SECONDS)
+        begin(made)
     except OSError as failure:
-        caller.close()
+        made.close()
         _tell(failure)
         return None
-    return caller
+    return made
 
 
 def _send(listener: socket.socket, callers: int, handle: int) -> None:

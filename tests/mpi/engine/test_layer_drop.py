@@ -12,8 +12,9 @@ from mpispeed import checkpointing
 from mpispeed.base.errors import ConfigError
 from mpispeed.nn.layer_drop import convert_to_layer_drop
 from mpispeed.pipe import LayerSpec, PipelineModule
-from tests.helpers.layer_drop import BATCH, DROPS, SHAPE, Steady, batches, kept, model, settings, train_plain
+from tests.helpers.layer_drop import BATCH, DROPS, SHAPE, batches, kept, model, settings, train_plain
 from tests.helpers.pipes import gpt, gpt_layers
+from tests.helpers.steady_gpt import SteadyGPT
 from tests.helpers.tensor import assert_near
 from tests.zoo import same_bits
 from tests.zoo.training import ADAM, config, start, train, train_averaged, weights
@@ -136,7 +137,7 @@ def test_theta_is_the_formula_after_each_step_and_all_layers_run_in_evaluation()
         assert engine.get_pld_theta() == expected == engine.progressive_layer_drop.get_state()["pld_theta"]
     x, y = batches(1)[0]
     engine.eval()
-    whole = Steady()
+    whole = SteadyGPT(SHAPE)
     whole.load_state_dict(weights(engine))
     with torch.no_grad():
         same_bits(engine(x, y), whole(x, y))
@@ -202,7 +203,7 @@ def pipeline(stages, **more):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("interval", [0, 1])
 def test_stages_of_a_pipeline_leave_out_what_one_rank_leaves_out(interval):
-    plain = Steady()
+    plain = SteadyGPT(SHAPE)
     size = mpispeed.init_distributed().size
     made = pipeline(2, activation_checkpoint_interval=interval)
     source = plain.state_dict()

@@ -19,10 +19,10 @@ from tests.helpers.token_dropping import (
     End,
     PlacedBlock,
     Start,
-    SteadyGPT,
     batches,
     dropping,
     settings,
+    steady,
     train_plain,
 )
 from tests.zoo import same_bits
@@ -50,11 +50,11 @@ RECOMPUTE = {
 @pytest.fixture(scope="module")
 def wanted():
     """Losses of plain torch."""
-    return train_plain(SteadyGPT(), gpt.Block, batches(STEPS), clip=0.5)
+    return train_plain(steady(), gpt.Block, batches(STEPS), clip=0.5)
 
 
 def converted(given, model=None):
-    return convert_to_random_ltd(start(given, model or SteadyGPT()), gpt.Block)
+    return convert_to_random_ltd(start(given, model or steady()), gpt.Block)
 
 
 @pytest.mark.parametrize(("name", "accumulation"), list(zip(CASES, (1, 2, 2, 1, 2, 1), strict=True)))
@@ -65,7 +65,7 @@ def test_losses_are_those_of_plain_torch(name, accumulation, wanted):
     engine = converted(given)
     losses = train_averaged(engine, batches(STEPS))
     assert losses == pytest.approx(wanted, rel=1e-5)
-    assert losses[0] != pytest.approx(train_plain(SteadyGPT(), gpt.Block, batches(1), layers=[1])[0], rel=1e-6)
+    assert losses[0] != pytest.approx(train_plain(steady(), gpt.Block, batches(1), layers=[1])[0], rel=1e-6)
     engine.destroy()
 
 
@@ -75,7 +75,7 @@ def test_recomputation_changes_no_bit(stage, name):
     """Also where all forward passes of a batch come before the first backward pass."""
     outcomes = []
     for recompute in (None, RECOMPUTE[name]):
-        engine = converted(settings(stage, 2, reduction="ordered"), SteadyGPT(recompute))
+        engine = converted(settings(stage, 2, reduction="ordered"), steady(recompute))
         size, rank = engine.mpispeed.parts.mesh["data"].size, engine.mpispeed.parts.mesh.index("data")
         for x, y in batches(3):
             halves = zip(x.chunk(size)[rank].chunk(2), y.chunk(size)[rank].chunk(2), strict=True)
@@ -103,11 +103,11 @@ def test_evaluation_and_whole_lengths_have_the_bits_of_a_run_without():
     whole["random_ltd_schedule"] = {**whole["random_ltd_schedule"], "min_value": SHAPE.block}
     given = settings(2)
     given["data_efficiency"]["data_routing"]["random_ltd"] = whole
-    engine, plain = converted(given), start(config(2, BATCH, 1, **ADAM), SteadyGPT())
+    engine, plain = converted(given), start(config(2, BATCH, 1, **ADAM), steady())
     train(engine, data), train(plain, data)
     same_bits(weights(engine), weights(plain))
     engine.destroy()
-    engine = converted(settings(2), SteadyGPT())
+    engine = converted(settings(2), steady())
     engine.module.load_state_dict(plain.module.state_dict())
     engine.eval(), plain.eval()
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_a_run_goes_on_where_it_was_saved(mpi_tmp_path, wanted):
 
 
 def test_checkpoints_with_and_without_dropped_tokens_load_each_other(mpi_tmp_path):
-    plain = start(config(2, BATCH, 1, **ADAM), SteadyGPT())
+    plain = start(config(2, BATCH, 1, **ADAM), steady())
     plain.save_checkpoint(str(mpi_tmp_path / "plain"))
     engine = converted(settings(3))
     assert engine.load_checkpoint(str(mpi_tmp_path / "plain"))[0] is not None
@@ -150,24 +150,24 @@ def test_checkpoints_with_and_without_dropped_tokens_load_each_other(mpi_tmp_pat
 
 
 def test_converted_before_initialize(wanted):
-    model = convert_to_random_ltd(SteadyGPT(), gpt.Block)
+    model = convert_to_random_ltd(steady(), gpt.Block)
     engine = start(settings(3, gradient_clipping=0.5), model)
     assert engine.random_ltd_enabled() and engine.random_ltd_config()["random_ltd_layer_id"] == LAYERS
     assert train_averaged(engine, batches(2)) == pytest.approx(wanted[:2], rel=1e-5)
     engine.destroy()
-    inner = SteadyGPT()
+    inner = steady()
     inner.load_state_dict(weights(model))
     x, y = batches(1)[0]
     same_bits(model.train()(x, y).detach(), inner(x, y).detach())  # drops nothing without its engine
 
 
 def test_what_does_not_fit_is_refused_on_every_rank():
-    plain = start(config(0, BATCH, 1, **ADAM), SteadyGPT())
+    plain = start(config(0, BATCH, 1, **ADAM), steady())
     assert not plain.random_ltd_enabled()
     with pytest.raises(ConfigError, match="random-LTD is off in this engine"):
         convert_to_random_ltd(plain, gpt.Block)
     plain.destroy()
-    engine = start(settings(0), SteadyGPT())
+    engine = start(settings(0), steady())
     with pytest.raises(ValueError, match=r"random_ltd_layer_id has 1, 2, and no converted layer has such a number"):
         convert_to_random_ltd(engine, nn.Bilinear)
     engine.destroy()
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused_on_every_rank():
 
 
 def test_an_engine_without_converted_layers_says_so(caplog):
-    engine = start(settings(0), SteadyGPT())
+    engine = start(settings(0), steady())
     with caplog.at_level(logging.WARNING):
         train(engine, batches(2))
     told = [record.message for record in caplog.records if "convert_to_random_ltd" in record.message]
