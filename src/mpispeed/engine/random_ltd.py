@@ -45,7 +45,7 @@ def attach(context: Context) -> Hooks | None:
     return Hooks(
         state=dropping.scheduler.state_dict,
         check=dropping.check,
-        load=dropping.scheduler.load_state_dict,
+        load=dropping.load,
         published={"random_ltd_scheduler": dropping.scheduler, "random_ltd_initialize": dropping.begin},
     )
 
@@ -128,6 +128,14 @@ class TokenDropping:
         """Raises KeyError: numbers of the scheduler are missing."""
         for name in self.scheduler.state_dict():
             int(state[name])
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take the place of a checkpoint on the schedule of the config, which may be another now. Local."""
+        scheduler = self.scheduler
+        own = {name: scheduler.state[name] for name in ("min_value", "max_value")}
+        scheduler.load_state_dict({**state, **own})
+        if any(int(state[name]) != value for name, value in own.items()):
+            scheduler.set_current_seq(scheduler.get_value(max(0, scheduler.state["current_steps"])))
 
 
 def _place(context: Context) -> Callable[[], tuple[int, int]]:

@@ -135,6 +135,24 @@ def test_a_run_goes_on_where_it_was_saved(mpi_tmp_path, wanted):
     again.destroy()
 
 
+@pytest.mark.parametrize(("least", "most", "length"), [(4, 8, 5), (8, 12, 9), (2, 12, 4)])
+def test_a_run_goes_on_with_the_schedule_of_its_config(mpi_tmp_path, least, most, length):
+    engine = converted(settings(1))
+    train_averaged(engine, batches(2))
+    engine.save_checkpoint(str(mpi_tmp_path))
+    tokens = engine.random_ltd_scheduler.state["consumed_layer_tokens"]
+    engine.destroy()
+    given = settings(1)
+    given["data_efficiency"]["data_routing"]["random_ltd"]["random_ltd_schedule"] |= {
+        "min_value": least, "max_value": most
+    }  # fmt: skip
+    again = converted(given)
+    again.load_checkpoint(str(mpi_tmp_path))
+    assert again.random_ltd_scheduler.get_current_seq() == length
+    assert again.random_ltd_scheduler.state["consumed_layer_tokens"] == tokens
+    again.destroy()
+
+
 def test_checkpoints_with_and_without_dropped_tokens_load_each_other(mpi_tmp_path):
     plain = start(config(2, BATCH, 1, **ADAM), steady())
     plain.save_checkpoint(str(mpi_tmp_path / "plain"))
