@@ -34,9 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def train(section: dict[str, Any], ranks: int, steps: int, seed: int, folder: Path) -> float:
     """Validation loss after one job."""
-    settings = gpt_job.example_settings()
+    settings = gpt_job.example_settings(steps)
     settings["zero_optimization"] = {**CUT, **section}
-    settings["scheduler"]["params"]["total_num_steps"] = steps
     options = ("--seed", str(seed), "--eval_every", str(steps))
     rows = gpt_job.train(settings, ranks, steps, folder, *options, MPISPEED_RANKS_PER_NODE=str(RANKS_PER_NODE))
     return float(rows[-1]["validation_loss"])

@@ -7,18 +7,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
 
-def example_settings() -> dict[str, Any]:
-    """The settings of the example, without monitors."""
+def example_settings(steps: int) -> dict[str, Any]:
+    """The settings of the example for a run of so many steps, without monitors."""
     settings = json.loads((EXAMPLE / "ds_config.json").read_text(encoding="utf-8"))
     for monitor in ("csv_monitor", "tensorboard"):
         settings[monitor]["enabled"] = False
+    settings["scheduler"]["params"]["total_num_steps"] = steps
     return settings
 
 
@@ -38,3 +39,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     """The rows of a table with a header."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def curves(rows: Sequence[Mapping[str, str]], *names: str) -> dict[str, list[Any]]:
+    """The steps of a loss.csv, and each of these columns along them."""
+    return {"step": [int(row["step"]) for row in rows], **{name: [float(row[name]) for row in rows] for name in names}}

@@ -9,7 +9,6 @@ differ in the optimizer only. Bytes are those of the sums over ranks, against fp
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -64,9 +63,8 @@ def onebit_params(kind: str, steps: int) -> dict[str, Any]:
 
 def settings_of(kind: str, params: Mapping[str, Any], steps: int, folder: Path) -> dict[str, Any]:
     """The example's settings with another optimizer, for a run of so many steps."""
-    settings = gpt_job.example_settings()
+    settings = gpt_job.example_settings(steps)
     settings["optimizer"] = {"type": kind, "params": {**params, **onebit_params(kind, steps)}}
-    settings["scheduler"]["params"]["total_num_steps"] = steps
     settings["zero_optimization"] = {"stage": 0}
     settings["csv_monitor"] = {"enabled": True, "output_path": str(folder), "job_name": "series"}
     return settings
@@ -80,11 +78,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
         settings = settings_of(kind, params, options.steps, folder)
         job = ("--eval_every", str(options.eval_every), "--seed", str(options.seed))
         rows = gpt_job.train(settings, options.ranks, options.steps, folder, *job, OMP_NUM_THREADS="1")
-        found = {
-            "optimizer": settings["optimizer"],
-            "step": [int(row["step"]) for row in rows],
-            "validation_loss": [float(row["validation_loss"]) for row in rows],
-        }
+        found = {"optimizer": settings["optimizer"], **gpt_job.curves(rows, "validation_loss")}
         series = folder / "series"
         return {**found, **(traffic(series, options.steps) if (series / f"{SAVED}.csv").exists() else {})}
 
@@ -152,12 +146,6 @@ def changes(found: Mapping[str, Sequence[float]], base: Mapping[str, Sequence[fl
     return [100 * (ours / theirs - 1) for ours, theirs in pairs]
 
 
-def measured(path: Path | None, kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a record of the same options holds already."""
-    record = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {}
-    return record["results"] if record.get("options") == dict(kept) else {}
-
-
 def main() -> None:
     """Run the variants one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -170,7 +158,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw the curves here")
     options = parser.parse_args()
     kept = {key: getattr(options, key) for key in ("ranks", "steps", "eval_every", "seed")}
-    found = measured(options.json, kept)
+    found = peers.read_results(options.json, kept)
     for name in options.only or OPTIMIZERS:
         found[name] = train(name, options)
         print(f"{name:12s} validation loss {found[name]['validation_loss'][-1]:.4f}", flush=True)

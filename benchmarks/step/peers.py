@@ -189,6 +189,12 @@ def write_record(path: Path | None, benchmark: str, options: Mapping[str, Any], 
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
+def read_results(path: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of a record, if there is one and its options were the same."""
+    record = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {}
+    return dict(record["results"]) if record.get("options") == dict(options) else {}
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
