@@ -19,12 +19,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import call_times
 import torch
+from call_times import Call
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "step"))
 import peers
@@ -32,7 +32,6 @@ import peers
 from mpispeed.native.one_bit import add_parts, compensate, decode, encode, scale_of
 
 GOALS = {"pack": 0.5, "unpack": 1.0, "codec": 0.9}
-Call = Callable[[], object]
 
 
 def make_calls(count: int, ranks: int, threads: int) -> dict[str, tuple[Call, Call]]:
@@ -68,17 +67,9 @@ def make_calls(count: int, ranks: int, threads: int) -> dict[str, tuple[Call, Ca
 
 
 def measure(count: int, ranks: int, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds and ratios of every call; the first round touches the pages and is not counted."""
+    """Milliseconds and ratios of every call."""
     torch.set_num_threads(threads)
-    calls = make_calls(count, ranks, threads)
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
-    for turn in range(rounds + 1):
-        for name, both in calls.items():
-            for kept, call in zip(seconds[name], both, strict=True):
-                begin = time.perf_counter()
-                call()
-                if turn:
-                    kept.append(time.perf_counter() - begin)
+    seconds = call_times.seconds_in_turn(make_calls(count, ranks, threads), rounds)
     found = {}
     for name, (ours, loop) in seconds.items():
         of_medians, by_round = peers.speed_ratios({"loop": loop, "ours": ours}, "loop", "ours")

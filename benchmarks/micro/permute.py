@@ -17,23 +17,16 @@ down. The record has the load average: above the number of cores, figures of sev
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import call_times
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "step"))
-import peers
+from call_times import Call
 
 from mpispeed.native.permute import combine_rows, dot_rows, permute_rows, spread_rows
 
 GOALS = {"both": 0.7}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Call = Callable[[], object]
 
 
 def make_calls(options: argparse.Namespace, dtype: torch.dtype, threads: int) -> dict[str, tuple[Call, Call]]:
@@ -77,20 +70,10 @@ def make_calls(options: argparse.Namespace, dtype: torch.dtype, threads: int) ->
 
 
 def measure(options: argparse.Namespace, dtype: torch.dtype, threads: int) -> dict[str, dict[str, float]]:
-    """Milliseconds and ratios of every call; the first round touches the pages and is not counted."""
-    torch.set_num_threads(threads)
-    calls = make_calls(options, dtype, threads)
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
-    for turn in range(options.rounds + 1):
-        for name, pair in calls.items():
-            for kept, call in zip(seconds[name], pair, strict=True):
-                begin = time.perf_counter()
-                call()
-                if turn:
-                    kept.append(time.perf_counter() - begin)
+    """Milliseconds and ratios of every call."""
+    best = call_times.best_in_turn(make_calls(options, dtype, threads), options.rounds)
     return {
-        name: {"ms": 1e3 * min(ours), "copy_ms": 1e3 * min(copy), "ratio": min(copy) / min(ours)}
-        for name, (ours, copy) in seconds.items()
+        name: {"ms": 1e3 * ours, "copy_ms": 1e3 * copy, "ratio": copy / ours} for name, (ours, copy) in best.items()
     }
 
 
@@ -106,16 +89,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {}
-    for name, dtype in DTYPES.items():
-        for threads in options.threads:
-            found = results[f"{name}, {threads} threads"] = measure(options, dtype, threads)
-            print(f"{options.tokens} tokens of {options.width} in {name}, {threads} threads, best of {options.rounds}")
-            for call, row in found.items():
-                goal = f"   goal {GOALS[call]}" if call in GOALS else ""
-                print(f"  {call:18}{row['ms']:8.2f} ms   copy {row['copy_ms']:8.2f} ms   {row['ratio']:5.2f}{goal}")
-    shown = {key: value for key, value in vars(options).items() if key not in ("json", "threads")}
-    shown |= {"times": "best of all rounds", "load_average": os.getloadavg()[0], "goals": GOALS}
-    peers.write_record(options.json, "micro/permute", shown, results)
+    for name, dtype, threads in call_times.settings(options.threads):
+        found = results[name] = measure(options, dtype, threads)
+        print(f"{options.tokens} tokens of {options.width} in {name}, best of {options.rounds}")
+        for call, row in found.items():
+            goal = f"   goal {GOALS[call]}" if call in GOALS else ""
+            print(f"  {call:18}{row['ms']:8.2f} ms   copy {row['copy_ms']:8.2f} ms   {row['ratio']:5.2f}{goal}")
+    call_times.write_record("micro/permute", options, results, goals=GOALS)
 
 
 if __name__ == "__main__":

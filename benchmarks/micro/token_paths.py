@@ -15,24 +15,17 @@ the same, by ours. All calls run in turn in every round; the best times of all r
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import call_times
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "step"))
-import peers
+from call_times import Call
 
 from mpispeed.native.token_choice import choose, choose_reference, key_of
 from mpispeed.native.token_drop import put, take
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HOST = torch.device("cpu")
-Call = Callable[[], object]
 
 
 def make_calls(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, tuple[Call, Call, Call]]:
@@ -64,19 +57,9 @@ def make_calls(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, tup
     }
 
 
-def measure(options: argparse.Namespace, dtype: torch.dtype, threads: int) -> dict[str, dict[str, float]]:
-    """Milliseconds and ratios of every call; the first round touches the pages and is not counted."""
-    torch.set_num_threads(threads)
-    calls = make_calls(options, dtype)
-    seconds: dict[str, tuple[list[float], ...]] = {name: ([], [], []) for name in calls}
-    for turn in range(options.rounds + 1):
-        for name, triple in calls.items():
-            for kept, call in zip(seconds[name], triple, strict=True):
-                begin = time.perf_counter()
-                call()
-                if turn:
-                    kept.append(time.perf_counter() - begin)
-    best = {name: [min(times) for times in found] for name, found in seconds.items()}
+def measure(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """Milliseconds and ratios of every call."""
+    best = call_times.best_in_turn(make_calls(options, dtype), options.rounds)
     return {
         name: {"ms": 1e3 * ours, "ratio": copy / ours, "torch": plain / ours}
         for name, (ours, plain, copy) in best.items()
@@ -92,15 +75,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {}
-    for name, dtype in DTYPES.items():
-        for threads in options.threads:
-            found = results[f"{name}, {threads} threads"] = measure(options, dtype, threads)
-            print(f"{options.samples} x {options.tokens} x {options.width} in {name}, {threads} threads")
-            for call, row in found.items():
-                print(f"  {call:10}{row['ms']:8.2f} ms   copy {row['ratio']:5.2f}   torch {row['torch']:5.2f}")
-    shown = {key: value for key, value in vars(options).items() if key not in ("json", "threads")}
-    shown |= {"times": "best of all rounds", "load_average": os.getloadavg()[0]}
-    peers.write_record(options.json, "micro/token_paths", shown, results)
+    for name, dtype, _ in call_times.settings(options.threads):
+        found = results[name] = measure(options, dtype)
+        print(f"{options.samples} x {options.tokens} x {options.width} in {name}")
+        for call, row in found.items():
+            print(f"  {call:10}{row['ms']:8.2f} ms   copy {row['ratio']:5.2f}   torch {row['torch']:5.2f}")
+    call_times.write_record("micro/token_paths", options, results)
 
 
 if __name__ == "__main__":
