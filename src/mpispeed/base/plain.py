@@ -62,6 +62,28 @@ def _read(path: Path, most_bytes: int, *, follows_links: bool) -> bytes:
         return file.read(min(status.st_size + 1, most_bytes))  # memory is set aside for all that is asked for
 
 
+def read_json(raw: bytes) -> Any:
+    """The value of a line of JSON that somebody else wrote.
+
+    Raises:
+        ValueError: it is none; says where, in words that follow the name of the place.
+    """
+    try:
+        return json.loads(raw.decode())
+    except UnicodeDecodeError as failure:
+        msg = f"byte {failure.start} of it is no UTF-8; convert the file (iconv -t UTF-8)"
+        raise ValueError(msg) from None
+    except json.JSONDecodeError as failure:
+        msg = f"it is no JSON ({failure.msg.removesuffix(' at')} at letter {failure.colno})"
+        raise ValueError(msg) from None
+    except ValueError:  # Python reads whole numbers of some 4300 digits
+        msg = "it has a number of too many digits"
+        raise ValueError(msg) from None
+    except RecursionError:
+        msg = "its JSON is nested too deep"
+        raise ValueError(msg) from None
+
+
 def printable(text: str, most: int | None = None) -> str:
     """`text` on one line, in printable characters: others are escaped, and the rest beyond `most` is cut off."""
     shown = text[:most]

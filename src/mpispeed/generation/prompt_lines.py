@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mpispeed.base.plain import printable
+from mpispeed.base.plain import printable, read_json
 from mpispeed.generation.prompt_index import JSON_LINES, MOST_PROBLEMS, IdSet, Index, SpanList
 from mpispeed.generation.requests import ALIASES, OPTIONS, Options, PromptError, check_text, options_of
 from mpispeed.native.checksum import crc32c
@@ -161,7 +161,7 @@ def parse(line: bytes, field: str, id_field: str | None) -> Record:
     Raises:
         ValueError: it is no prompt; the message says why.
     """
-    value = _json(line)
+    value = read_json(line)
     if isinstance(value, str):
         check_text("the text", value)
         return Record(None, value, Options())
@@ -232,20 +232,6 @@ def _id(id_field: str | None, value: Any) -> str | None:
         msg = f"{id_field!r} is {_kind(value)}; expected a text or a whole number"
         raise ValueError(msg)
     return check_id(str(value))
-
-
-def _json(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError as failure:
-        msg = f"byte {failure.start} of it is no UTF-8; convert the file (iconv -t UTF-8)"
-        raise ValueError(msg) from None
-    except json.JSONDecodeError as failure:
-        msg = f"it is no JSON ({failure.msg} at letter {failure.colno})"
-        raise ValueError(msg) from None
-    except RecursionError:
-        msg = "its JSON is nested too deep"
-        raise ValueError(msg) from None
 
 
 def _with_cure(failure: ValueError, line: bytes, number: int) -> str:

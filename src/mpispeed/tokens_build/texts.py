@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from mpispeed.base.plain import printable
+from mpispeed.base.plain import printable, read_json
 from mpispeed.tokens_build.errors import BuildError, Faults
 from mpispeed.tokens_build.inputs import (
     BATCH_BYTES,
@@ -222,24 +221,7 @@ def _document(raw: bytes | None, field: str | None) -> str | list[int] | None:
             msg = f"byte {failure.start} of it is no UTF-8; convert the file (iconv -t UTF-8)"
             raise ValueError(msg) from None
     raw = raw.rstrip(b"\r\n")
-    return None if raw.isspace() or not raw else _value(_json(raw), field)
-
-
-def _json(raw: bytes) -> Any:
-    try:
-        return json.loads(raw.decode())
-    except UnicodeDecodeError as failure:
-        msg = f"byte {failure.start} of it is no UTF-8; convert the file (iconv -t UTF-8)"
-        raise ValueError(msg) from None
-    except json.JSONDecodeError as failure:
-        msg = f"it is no JSON ({failure.msg.removesuffix(' at')} at letter {failure.colno})"
-        raise ValueError(msg) from None
-    except ValueError:  # Python reads whole numbers of some 4300 digits
-        msg = "it has a number of too many digits"
-        raise ValueError(msg) from None
-    except RecursionError:
-        msg = "its JSON is nested too deep"
-        raise ValueError(msg) from None
+    return None if raw.isspace() or not raw else _value(read_json(raw), field)
 
 
 def _value(found: Any, field: str) -> str | list[int]:
