@@ -98,6 +98,15 @@ def read_contents(path: Path, handle: int, *, is_finished: bool = True) -> Conte
         return _read_once(path, handle, is_finished)
 
 
+def contents_of(path: Path) -> Contents:
+    """What a finished store has. Raises as `open_file` and `read_contents`."""
+    handle = open_file(path)
+    try:
+        return read_contents(path, handle)
+    finally:
+        os.close(handle)
+
+
 def _read_once(path: Path, handle: int, is_finished: bool) -> Contents:
     try:
         first = os.pread(handle, PAGE_BYTES, 0)  # a column may be added meanwhile, which changes this page at once

@@ -21,7 +21,7 @@ from mpispeed.tokens_build.joining import LENGTH, RARITY
 from mpispeed.tokens_build.part_file import Part, PartFacts, PartWriter, Shape, new_file
 from mpispeed.tokens_build.sources import Parts
 from mpispeed.tokens_build.tokenizer import Tokenizer, end_token, open_tokenizer
-from mpispeed.tokens_build.work_folder import Job, WorkFolder
+from mpispeed.tokens_build.work_folder import Job, WorkFolder, work_folder
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -128,15 +128,8 @@ def build(comm: Comm, request: Request, tell: Callable[[str], None] = lambda _: 
     Raises:
         BuildError: on every rank: with what is wrong, and where.
     """
-    folder = WorkFolder(request.output)
-    try:
+    with work_folder(request.output, is_first=comm.rank == 0) as folder:
         return _build(comm, request, folder, tell)
-    except BuildError:  # on all ranks: none of them writes any more
-        if comm.rank == 0:
-            folder.discard()
-        raise
-    finally:
-        folder.release()
 
 
 def _build(comm: Comm, request: Request, folder: WorkFolder, tell: Callable[[str], None]) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from mpispeed.tokens.positions import read_bytes, read_elements
 from mpispeed.tokens_build.errors import BuildError, writing
 from mpispeed.tokens_build.inputs import STORE, Input, find_inputs, open_input
 from mpispeed.tokens_build.joining import Base, SummedWriter, lookup_entries, write_sums
-from mpispeed.tokens_build.work_folder import Job, WorkFolder
+from mpispeed.tokens_build.work_folder import Job, WorkFolder, work_folder
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -70,15 +69,8 @@ def merge(comm: Comm, output: Path, stores: Sequence[Path]) -> Merged:
     Raises:
         BuildError: on every rank: a store is damaged or does not fit the others, or the new one cannot be written.
     """
-    folder = WorkFolder(output)
-    try:
+    with work_folder(output, is_first=comm.rank == 0) as folder:
         return _merge(comm, folder, stores)
-    except BuildError:  # on all ranks: none of them writes any more
-        if comm.rank == 0:
-            folder.discard()
-        raise
-    finally:
-        folder.release()
 
 
 def _merge(comm: Comm, folder: WorkFolder, stores: Sequence[Path]) -> Merged:
@@ -130,11 +122,7 @@ def _planned(folder: WorkFolder, stores: Sequence[Path]) -> _Plan | None:
 
 def _contents(one: Input) -> reader.Contents:
     """What a store has, as it can be sent to other ranks."""
-    handle = reader.open_file(Path(one.path))
-    try:
-        found = reader.read_contents(Path(one.path), handle)
-    finally:
-        os.close(handle)
+    found = reader.contents_of(Path(one.path))
     columns = {table: _sendable(manifest) for table, manifest in found.columns.items()}
     return replace(found, manifest=_sendable(found.manifest), columns=columns)
 

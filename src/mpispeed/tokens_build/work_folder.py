@@ -8,22 +8,27 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from mpispeed.base.plain import printable, read_plain
+from mpispeed.tokens import reader
+from mpispeed.tokens.errors import TokenStoreError
 from mpispeed.tokens_build.errors import BuildError
 from mpispeed.tokens_build.inputs import Input
 from mpispeed.tokens_build.part_file import new_file, part_name
 
-_JOB, _LOCK, _STOP, _STORE = "job.json", "lock", "stop", "store.h5"
+_JOB, _LOCK, _STOP, _STORE, _MADE = "job.json", "lock", "stop", "store.h5", "made.json"
+_UNFINISHED = (f"{_JOB}.tmp", f"{_MADE}.tmp")
 _PARTS = ".parts"
 _PART = re.compile("part-[0-9]{7}")
 _FORMAT = "mpispeed parts of a token store"
 _MOST_JOB_BYTES = 1 << 30
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+"""Of a file system that gives a file no second name, or none in another folder."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,12 @@ class WorkFolder:
             BuildError: something else is there, other inputs or arguments were used before, or another build runs.
         """
         is_begun = (self.path / _JOB).exists()
-        if self.output.exists() and not is_begun:
+        if os.path.lexists(self.output) and not is_begun:
             if self._is_emptied():
                 return False
+            with contextlib.suppress(OSError):
+                self.path.rmdir()  # an empty folder only: a kill came at the last step of `remove`
+            self._refuse_input(job)
             msg = f"{printable(str(self.output))} exists; remove it, or give another name"
             raise BuildError(msg)
         try:
@@ -104,8 +112,11 @@ class WorkFolder:
                 self._compare(job)
             else:
                 self._write_job(job)
-            (self.path / _STOP).unlink(missing_ok=True)
-            self.store.unlink(missing_ok=True)
+            if os.path.lexists(self.output):
+                self._check_made(job)
+                return False
+            for name in (_STOP, _MADE, _STORE):
+                (self.path / name).unlink(missing_ok=True)
         except OSError as failure:
             self.release()
             msg = f"the folder of parts {printable(str(self.path))} cannot be used: {failure.strerror or failure}"
@@ -113,26 +124,51 @@ class WorkFolder:
         except BuildError:
             self.release()
             raise
-        return not self.output.exists()
+        return True
 
     def discard(self) -> None:
         """Remove the folder of a build that failed, if nothing in it helps the next one. For one rank.
 
-        So a mistake in an argument, which is seen at the first part, can be corrected without removing anything.
+        So a mistake in an argument, which is seen at the first part, can be corrected without removing anything. A
+        complete store that did not get its name stays.
         """
         with contextlib.suppress(OSError):
-            if self._lock >= 0 and not self.done() and not self.output.exists():
+            is_of_use = self.done() or os.path.lexists(self.output) or _identity(self.store) is not None
+            if self._lock >= 0 and not is_of_use:
                 self.remove()
 
     def _is_emptied(self) -> bool:
-        """Whether the folder is there and has nothing any more: it was about to be removed."""
+        """Whether the folder was about to be removed, after the output got its name."""
         try:
-            return all(each.name == _LOCK for each in self.path.iterdir())
+            names = {each.name for each in self.path.iterdir()}
         except OSError:
             return False
+        return names <= {_LOCK, _MADE} and self._is_made()
+
+    def _is_made(self) -> bool:
+        """Whether the output is the store that was completed here."""
+        try:
+            told = json.loads(read_plain(self.path / _MADE, _MOST_JOB_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return told is not None and told == _identity(self.output)
+
+    def _check_made(self, job: Job) -> None:
+        if not self._is_made():
+            self._refuse_input(job)
+            msg = f"{printable(str(self.output))} exists, and is not the store that is built in "
+            msg += f"{printable(str(self.path))}; move it away, and the same command goes on"
+            raise BuildError(msg)
+
+    def _refuse_input(self, job: Job) -> None:
+        """Nobody is to be told to remove a file that is read."""
+        for one in job.inputs:
+            if _is_same(Path(one.path), self.output):
+                msg = f"the output {printable(str(self.output))} is one of the inputs; give another name"
+                raise BuildError(msg)
 
     def _refuse_others(self) -> None:
-        if any(each.name not in (_LOCK, f"{_JOB}.tmp") for each in self.path.iterdir()):
+        if any(each.name not in (_LOCK, _MADE, *_UNFINISHED) for each in self.path.iterdir()):
             msg = f"{printable(str(self.path))} is in the way: it has no parts of a build; remove it"
             raise BuildError(msg)
 
@@ -203,16 +239,21 @@ class WorkFolder:
         """Give the complete store its name, and remove the folder. For one rank.
 
         Raises:
-            BuildError: the name was taken meanwhile, or the file system refuses.
+            BuildError: the name was taken meanwhile, or the file system refuses; the store stays in the folder.
         """
-        if self.output.exists():
-            msg = f"{printable(str(self.output))} exists by now; the store that was built is {self.store}"
-            raise BuildError(msg)
         try:
-            self.store.rename(self.output)
+            with new_file(self.path / _MADE) as file:  # tells this store from another one of its name after a kill
+                file.write(json.dumps(_identity(self.store)).encode())
+            _give_name(self.store, self.output)
             _sync_folder(self.output.parent)
+        except FileExistsError as failure:
+            msg = (
+                f"{printable(str(self.output))} exists by now; the store that was built is {printable(str(self.store))}"
+            )
+            raise BuildError(msg) from failure
         except OSError as failure:
-            msg = f"the store cannot be given the name {printable(str(self.output))}: {failure.strerror}"
+            msg = f"the store cannot be given the name {printable(str(self.output))}: {failure.strerror or failure}; "
+            msg += f"it is complete as {printable(str(self.store))}"
             raise BuildError(msg) from failure
         self.remove()
 
@@ -220,12 +261,67 @@ class WorkFolder:
         """Remove the folder: what a build has put there, and nothing else."""
         with contextlib.suppress(OSError):
             for each in sorted(self.path.iterdir()):
-                if each.name.startswith("part-") or each.name in (_STOP, _STORE, f"{_JOB}.tmp"):
+                if each.name.startswith("part-") or each.name in (_STOP, _STORE, *_UNFINISHED):
                     each.unlink(missing_ok=True)
-            for name in (_JOB, _LOCK):
+            for name in (_JOB, _LOCK, _MADE):  # the last one tells what the output is, until nothing else is there
                 (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
         self.release()
+
+
+@contextlib.contextmanager
+def work_folder(output: Path, *, is_first: bool) -> Iterator[WorkFolder]:
+    """The folder of parts for one build by all ranks; after a failure what helps nobody is removed.
+
+    Args:
+        output: the store.
+        is_first: this rank removes it.
+    """
+    folder = WorkFolder(output)
+    try:
+        yield folder
+    except BuildError:  # on all ranks: none of them writes any more
+        if is_first:
+            folder.discard()
+        raise
+    finally:
+        folder.release()
+
+
+def _identity(path: Path) -> dict[str, Any] | None:
+    """What tells a store from all others, as JSON has it: its sizes and checksums; None if it is no complete store."""
+    try:
+        manifest = reader.contents_of(path).manifest
+    except (TokenStoreError, OSError):
+        return None
+    return {"sizes": dict(manifest.sizes), "lists": dict(manifest.lists)}
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def _give_name(work: Path, name: Path) -> None:
+    """Give a file a name that nothing has; its first name stays where the file system has links.
+
+    Raises:
+        FileExistsError: something has the name.
+        OSError: the file system refuses.
+    """
+    try:
+        os.link(work, name)
+    except FileExistsError:
+        if not _is_same(work, name):  # it is where NFS lost the reply, and asked again
+            raise
+    except OSError as failure:
+        if failure.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(name):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(name)) from failure
+        work.rename(name)
 
 
 def _sync_folder(path: Path) -> None:

@@ -68,8 +68,6 @@ def test_stores_of_two_kinds_are_not_joined(tmp_path):
     ):
         with pytest.raises(BuildError, match=message):
             merge(solo_comm(), tmp_path / "m.h5", [one, built(tmp_path, name, 2, 20, **settings)[1]])
-    with pytest.raises(BuildError, match="exists; remove it, or give another name"):
-        merge(solo_comm(), one, [one, one])
     with pytest.raises(BuildError, match="no HDF5 file"):
         merge(solo_comm(), tmp_path / "m.h5", [one, tmp_path / "one.txt"])
     assert not folder_of(tmp_path / "m.h5").exists()
@@ -119,4 +117,34 @@ def test_a_merge_goes_on_after_a_failure(tmp_path, monkeypatch):
     assert merge(solo_comm(), out, stores).is_new
     monkeypatch.undo()
     assert not merge(solo_comm(), out, stores).is_new
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_an_output_that_is_an_input_is_not_to_be_removed(tmp_path):
+    one, two = (built(tmp_path, name, seed, 20)[1] for name, seed in (("one", 1), ("two", 2)))
+    (tmp_path / "link.h5").symlink_to(one)
+    before = one.read_bytes()
+    for output, stores in ((one, [one, two]), (one, [two, tmp_path / "link.h5"]), (tmp_path / "link.h5", [two, one])):
+        with pytest.raises(BuildError, match=f"the output .*{output.name} is one of the inputs; give another name"):
+            merge(solo_comm(), output, stores)
+    with pytest.raises(BuildError, match="exists; remove it, or give another name"):
+        merge(solo_comm(), one, [two, two])
+    assert one.read_bytes() == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_merged_store_that_gets_no_name_stays(tmp_path, monkeypatch, ranks):
+    stores = [built(tmp_path, str(seed), seed, 50)[1] for seed in (1, 2)]
+    merge(solo_comm(), tmp_path / "whole.h5", stores)
+    out = tmp_path / "m.h5"
+
+    def refusing(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("os.link", refusing)
+    with pytest.raises(BuildError, match=r"the name .*m\.h5: Read-only file system; it is complete as .*store\.h5"):
+        run(ranks, lambda world: merge(world.comm, out, stores))
+    monkeypatch.undo()
+    assert WorkFolder(out).store.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+    assert run(ranks, lambda world: merge(world.comm, out, stores))[0].is_new
     assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
