@@ -183,7 +183,7 @@ def _copy(writer: SummedWriter, plan: _Plan, rank: int, size: int) -> None:
                 sums = _checked_list(one, file.fileno(), contents, table)
                 for number in range(place.block_count * rank // size, place.block_count * (rank + 1) // size):
                     values = _block(one, file.fileno(), place, number, int(sums[number]), table)
-                    _put(writer, file.fileno(), contents, base, table, number, values)
+                    _put(writer, one, file.fileno(), contents, base, table, number, values)
     if rank == 0:
         places = plan.places
         writer.put(layout.DOCUMENTS, places.document_count, np.array([places.token_count], np.uint64))
@@ -212,6 +212,7 @@ def _block(one: Input, handle: int, place: layout.Place, number: int, expected: 
 
 def _put(
     writer: SummedWriter,
+    one: Input,
     handle: int,
     contents: reader.Contents,
     base: Base,
@@ -220,29 +221,41 @@ def _put(
     values: npt.NDArray[Any],
 ) -> None:
     """A block to its place, with numbers of tokens and documents moved on."""
-    places = contents.places
-    place = places.tables[table]
+    place = contents.places.tables[table]
     first = number * layout.BLOCK_BYTES // place.itemsize
     if table == layout.TOKENS:
         writer.put(table, base.tokens + first, values)
-    elif table == layout.ROWS:
-        count = min(len(values), place.count - 1 - first)
-        writer.put(table, base.rows + first, values[:count] + np.uint64(base.documents))
-    elif table == layout.DOCUMENTS:
-        count = min(len(values), place.count - 1 - first)
-        if not count:
+    elif table not in (layout.ROWS, layout.DOCUMENTS):
+        writer.put(table, base.documents + first, values)
+    elif first < place.count - 1:  # the last number is the first of the next store
+        begins = _begins(one, handle, contents.places, table, first, values)
+        if table == layout.ROWS:
+            writer.put(table, base.rows + first, begins[:-1] + np.uint64(base.documents))
             return
-        begins = values if count < len(values) else np.append(values, read_elements(handle, place, first + count, 1))
-        begins = _increasing(begins, places.token_count)
         moved = begins[:-1] + np.uint64(base.tokens)
         writer.put(table, base.documents + first, moved)
         writer.put(layout.LOOKUP, *lookup_entries(begins - begins[0], int(moved[0]), base.documents + first))
-    else:
-        writer.put(table, base.documents + first, values)
 
 
-def _increasing(begins: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
-    if not (begins[1:] > begins[:-1]).all() or int(begins[-1]) > tokens:
-        msg = "a store is damaged: its documents do not begin one after the other"
+def _begins(
+    one: Input, handle: int, places: layout.Places, table: str, first: int, values: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """A block of /documents or /rows, and the number behind it.
+
+    Raises:
+        BuildError: they do not increase from 0 to the number of all tokens or documents.
+    """
+    place = places.tables[table]
+    stop = first + len(values)
+    begins = values if stop == place.count else np.append(values, read_elements(handle, place, stop, 1))
+    low, high = next((low, high) for name, low, high in layout.ends_of(places) if name == table)
+    is_right = (begins[1:] > begins[:-1]).all() and int(begins[-1]) <= high
+    if first == 0:
+        is_right = is_right and int(begins[0]) == low
+    if first + len(begins) == place.count:
+        is_right = is_right and int(begins[-1]) == high
+    if not is_right:
+        msg = f"{printable(one.path)} is damaged: /{table} must increase from {low} to {high}, and does not between "
+        msg += f"elements {first} and {first + len(begins) - 1}"
         raise BuildError(msg)
     return begins

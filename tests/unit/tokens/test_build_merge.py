@@ -96,6 +96,48 @@ def test_damaged_stores_are_refused(tmp_path, table):
         stores[1].write_bytes(raw)
 
 
+def lie(store, table, at, number):
+    """Write another number into a store, with right checksums."""
+    places = open_store(store).places
+    with create.StoreWriter(store, places) as writer:
+        writer.put(table, at, np.array([number], np.uint64))
+        writer.put_checksums(table, 0, places.tables[table].block_count)
+        told = writer.manifest("")
+        lists = {**told.lists, table: writer.list_checksum(table)}
+        writer.put_manifest("", layout.Manifest(True, dict(told.facts), lists, told.sizes))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("table", "at", "number"),
+    [("documents", 0, 1), ("documents", 20, 0), ("documents", 511, 1 << 40), ("documents", 512, 9),
+     ("documents", 1000, 999999), ("rows", 0, 1), ("rows", 2, 1), ("rows", 9, 2**64 - 1)],
+)  # fmt: skip
+def test_a_store_that_lies_with_right_checksums_is_refused(tmp_path, monkeypatch, ranks, table, at, number):
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 4096)  # 512 documents
+    stores = [built(tmp_path, str(seed), seed, count, row=400)[1] for seed, count in ((1, 90), (2, 1000))]
+    lie(stores[1], table, at, number)
+    with pytest.raises(
+        BuildError, match=rf"2\.h5 is damaged: /{table} must increase from 0 to \d+, and does not"
+    ) as no:
+        run(ranks, lambda world: merge(world.comm, tmp_path / "m.h5", stores))
+    assert "fault of mpispeed" not in str(no.value)
+    assert list(tmp_path.glob("m.h5*")) == []
+
+
+@pytest.mark.parametrize("table", ["documents", "rows"])
+def test_tables_that_end_too_early_are_refused(tmp_path, table):
+    stores = [built(tmp_path, str(seed), seed, 300, row=400)[1] for seed in (1, 2)]
+    places = open_store(stores[0]).places
+    last = places.tables[table].count - 1
+    with create.StoreWriter(stores[0], places) as writer:
+        before = writer.element(table, last - 1)
+    assert before + 1 < (places.token_count if table == "documents" else places.document_count)
+    lie(stores[0], table, last, before + 1)
+    with pytest.raises(BuildError, match=rf"1\.h5 is damaged: /{table} must increase from 0 to \d+, and does not"):
+        merge(solo_comm(), tmp_path / "m.h5", stores)
+
+
 def test_a_merge_goes_on_after_a_failure(tmp_path, monkeypatch):
     stores = [built(tmp_path, str(seed), seed, 50)[1] for seed in (1, 2)]
     merge(solo_comm(), tmp_path / "whole.h5", stores)
