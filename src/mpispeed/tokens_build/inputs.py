@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpispeed.base.plain import printable
+from mpispeed.curriculum.index_layout import data_path
 from mpispeed.tokens_build.errors import BuildError
 
 JSON_LINES, TEXT, PARQUET, ARROW, MEGATRON = "jsonl", "text", "parquet", "arrow", "megatron"
@@ -43,12 +44,21 @@ class Input:
         kind: one of FORMATS, or STORE.
         size: bytes.
         time: of its last change, nanoseconds.
+        data_size: of the other file of Megatron's pairs, which has the tokens.
+        data_time: of that file.
     """
 
     path: str
     kind: str
     size: int
     time: int
+    data_size: int = 0
+    data_time: int = 0
+
+    @property
+    def data_path(self) -> str:
+        """The file of the tokens of a pair of Megatron."""
+        return str(data_path(self.path.removesuffix(".idx")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +153,16 @@ def _input(path: Path, kind: str | None) -> Input:
         kind = MEGATRON
     if kind == MEGATRON:
         path = path.with_suffix(".idx") if path.suffix in (".bin", ".idx") else path.with_name(path.name + ".idx")
+    size, time = _status(path)
+    if kind is None:
+        msg = f"what {printable(str(path))} has is not known by its name; say it with --format ({', '.join(FORMATS)})"
+        raise BuildError(msg)
+    one = Input(str(path), kind, size, time)
+    return one if kind != MEGATRON else Input(one.path, kind, size, time, *_status(Path(one.data_path)))
+
+
+def _status(path: Path) -> tuple[int, int]:
+    """Bytes of an ordinary file, and the time of its last change."""
     try:
         status = path.stat()
     except (OSError, ValueError) as failure:
@@ -151,27 +171,33 @@ def _input(path: Path, kind: str | None) -> Input:
     if not stat.S_ISREG(status.st_mode):
         msg = f"{printable(str(path))} is no ordinary file"
         raise BuildError(msg)
-    if kind is None:
-        msg = f"what {printable(str(path))} has is not known by its name; say it with --format ({', '.join(FORMATS)})"
-        raise BuildError(msg)
-    return Input(str(path), kind, status.st_size, status.st_mtime_ns)
+    return status.st_size, status.st_mtime_ns
 
 
 def open_input(one: Input) -> BinaryIO:
-    """Open an input that is what it was.
+    """Open an input that is what it was; of a pair of Megatron the index.
 
     Raises:
         BuildError: it cannot be read, or has changed since the build began.
     """
+    return _open_same(one.path, one.size, one.time)
+
+
+def open_data(one: Input) -> BinaryIO:
+    """Open the tokens of a pair of Megatron. Raises as `open_input`."""
+    return _open_same(one.data_path, one.data_size, one.data_time)
+
+
+def _open_same(path: str, size: int, time: int) -> BinaryIO:
     try:
-        file = open(one.path, "rb", buffering=1 << 20, opener=_opener)  # noqa: SIM115 - the caller closes it
+        file = open(path, "rb", buffering=1 << 20, opener=_opener)  # noqa: SIM115 - the caller closes it
         status = os.fstat(file.fileno())
     except OSError as failure:
-        msg = f"{printable(one.path)} cannot be read: {failure.strerror}"
+        msg = f"{printable(path)} cannot be read: {failure.strerror}"
         raise BuildError(msg) from failure
-    if not stat.S_ISREG(status.st_mode) or (status.st_size, status.st_mtime_ns) != (one.size, one.time):
+    if not stat.S_ISREG(status.st_mode) or (status.st_size, status.st_mtime_ns) != (size, time):
         file.close()
-        msg = f"{printable(one.path)} has changed since the build began; leave its inputs alone, and start again"
+        msg = f"{printable(path)} has changed since the build began; leave its inputs alone, and start again"
         raise BuildError(msg)
     return file
 

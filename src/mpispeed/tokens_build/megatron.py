@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mpispeed.base.plain import printable
 from mpispeed.curriculum.index_file import MMapIndexedDataset
-from mpispeed.curriculum.index_layout import HEAD, MEGATRON_CODES, IndexFileError, PlainFile, data_path, read_head
+from mpispeed.curriculum.index_layout import HEAD, MEGATRON_CODES, IndexFileError, PlainFile, read_head
 from mpispeed.tokens_build.errors import BuildError, Faults
 from mpispeed.tokens_build.inputs import (
     BATCH_BYTES,
@@ -23,6 +23,7 @@ from mpispeed.tokens_build.inputs import (
     Reading,
     Slice,
     TokenRun,
+    open_data,
     open_input,
 )
 
@@ -38,6 +39,7 @@ class _Pair:
 
     def __init__(self, one: Input) -> None:
         open_input(one).close()
+        open_data(one).close()
         name = one.path.removesuffix(".idx")
         self._index = PlainFile(Path(one.path))
         dtype, self.rows, self._marks = read_head(self._index, MEGATRON_CODES)
@@ -45,7 +47,7 @@ class _Pair:
             msg = f"{printable(one.path)} has rows of {dtype.name}, which are no tokens"
             raise IndexFileError(msg)
         self.data = MMapIndexedDataset(name, codes=MEGATRON_CODES)
-        self.nbytes = data_path(name).stat().st_size
+        self.nbytes = one.data_size
         self.documents = self._marks - 1 if self._marks > 1 else self.rows
         if self._marks > 1 and (self.marks(0, 0)[0], self.marks(self.documents, self.documents)[0]) != (0, self.rows):
             msg = f"{printable(one.path)}: document marks do not go from 0 to its {self.rows} rows"

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mpispeed.base.plain import printable, read_plain
 from mpispeed.tokens import reader
 from mpispeed.tokens.errors import TokenStoreError
 from mpispeed.tokens_build.errors import BuildError
-from mpispeed.tokens_build.inputs import Input
+from mpispeed.tokens_build.inputs import MEGATRON, Input
 from mpispeed.tokens_build.part_file import new_file, part_name
 
 _JOB, _LOCK, _STOP, _STORE, _MADE = "job.json", "lock", "stop", "store.h5", "made.json"
@@ -47,7 +47,7 @@ class Job:
 
     def text(self) -> str:
         """As it stands in the folder."""
-        files = [[one.path, one.kind, one.size, one.time] for one in self.inputs]
+        files = [astuple(one) for one in self.inputs]
         return json.dumps(
             {"format": _FORMAT, "arguments": dict(self.arguments), "parts": self.parts, "inputs": files}, indent=0
         )
@@ -163,7 +163,8 @@ class WorkFolder:
     def _refuse_input(self, job: Job) -> None:
         """Nobody is to be told to remove a file that is read."""
         for one in job.inputs:
-            if _is_same(Path(one.path), self.output):
+            paths = (one.path, one.data_path) if one.kind == MEGATRON else (one.path,)
+            if any(_is_same(Path(path), self.output) for path in paths):
                 msg = f"the output {printable(str(self.output))} is one of the inputs; give another name"
                 raise BuildError(msg)
 
@@ -353,10 +354,10 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     files = before.get("inputs", [])
     for one, other in zip(files, after["inputs"], strict=False):
         if one != other:
-            how = (
-                "has changed since" if one[:2] == other[:2] else f"is now in the place of {printable(str(one[0]), 200)}"
-            )
-            return f"{printable(other[0], 200)} {how}"
+            if one[:2] != other[:2]:
+                return f"{printable(other[0], 200)} is now in the place of {printable(str(one[0]), 200)}"
+            path = other[0] if one[:4] != other[:4] else Input(*other).data_path
+            return f"{printable(path, 200)} has changed since"
     return f"there were {len(files)} inputs, and are {len(after['inputs'])} now"
 
 

@@ -3,10 +3,13 @@
 import errno
 import os
 
+import numpy as np
 import pytest
 
+from mpispeed.curriculum.index_file import MMapIndexedDatasetBuilder
 from mpispeed.mesh.backends.solo import solo_comm
 from mpispeed.mesh.sim import run
+from mpispeed.tokens_build import job as jobs
 from mpispeed.tokens_build.errors import BuildError
 from mpispeed.tokens_build.inputs import Reading
 from mpispeed.tokens_build.job import Request, build
@@ -154,3 +157,43 @@ def test_an_output_that_is_read_is_not_to_be_removed(tmp_path):
     with pytest.raises(BuildError, match=r"the output .*corpus1\.jsonl is one of the inputs; give another name"):
         alone(Request(path, [path], "byte"))
     assert digest(path) == before
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_both_files_of_a_pair_are_compared_when_an_import_goes_on(tmp_path, monkeypatch, ending):
+    builder = MMapIndexedDatasetBuilder(tmp_path / "m.bin", np.int32)
+    for number in range(300):
+        builder.add_item_numpy(np.arange(number % 9 + 1))
+        builder.end_document()
+    builder.finalize(tmp_path / "m.idx")
+    request = Request(tmp_path / "s.h5", [tmp_path / "m.bin"], None, vocabulary=100, part_bytes=1500)
+    write, changed = jobs._write_part, tmp_path / f"m{ending}"
+    before = changed.stat().st_mtime_ns
+
+    def breaking(place, number, *others):
+        if number == 2:
+            raise OSError(28, "No space left on device")
+        if number == 1:  # as a program that writes the pair again, of the same size
+            os.utime(changed, ns=(before, before + 1_000_000_000))
+        return write(place, number, *others)
+
+    monkeypatch.setattr(jobs, "_write_part", breaking)
+    with pytest.raises(BuildError, match=rf"m\{ending} has changed since the build began; leave its inputs alone"):
+        alone(request)
+    monkeypatch.undo()
+    with pytest.raises(BuildError, match=rf"parts of another build: .*m\{ending} has changed since; build as before"):
+        alone(request)
+    os.utime(changed, ns=(before, before))
+    assert alone(request).kept == 1
+    (tmp_path / f"m{ending}").unlink()
+    with pytest.raises(BuildError, match=rf"m\{ending} cannot be read: No such file"):
+        alone(Request(tmp_path / "t.h5", [tmp_path / "m.idx"], None))
+
+
+def test_an_output_that_is_a_file_of_a_pair(tmp_path):
+    builder = MMapIndexedDatasetBuilder(tmp_path / "m.bin", np.int32)
+    builder.add_item_numpy(np.arange(9))
+    builder.finalize(tmp_path / "m.idx")
+    for path in (tmp_path / "m.bin", tmp_path / "m.idx"):
+        with pytest.raises(BuildError, match=f"the output .*{path.name} is one of the inputs; give another name"):
+            alone(Request(path, [tmp_path / "m"], None))
