@@ -18,7 +18,7 @@ from mpispeed.tokens_build import joining, sources
 from mpispeed.tokens_build.errors import BuildError, Faults, writing
 from mpispeed.tokens_build.inputs import DOCUMENTS, FORMATS, Input, Reading, find_inputs
 from mpispeed.tokens_build.joining import LENGTH, RARITY
-from mpispeed.tokens_build.part_file import Part, PartFacts, PartWriter, Shape, new_file
+from mpispeed.tokens_build.part_file import Part, PartFacts, PartWriter, Shape, Sizes, new_file, total_of
 from mpispeed.tokens_build.sources import Parts
 from mpispeed.tokens_build.tokenizer import Tokenizer, end_token, open_tokenizer
 from mpispeed.tokens_build.work_folder import Job, WorkFolder, work_folder
@@ -162,7 +162,7 @@ def _build(comm: Comm, request: Request, folder: WorkFolder, tell: Callable[[str
             folder.ask_to_stop()
             raise
     facts = _facts_of_all(comm, plan, folder)
-    total = joining.Totals.of(facts)
+    total = total_of(facts)
     with comm.together(BuildError, plain=PLAIN):
         if not total.tokens:
             skipped = f" ({total.skipped} records were left out; {total.first})" if total.skipped else ""
@@ -258,7 +258,7 @@ def _arguments(request: Request, tokenizer: Tokenizer | None, shape: Shape, end:
     }
 
 
-def store_facts(request: Request, tokenizer: Tokenizer | None, plan: _Plan, total: joining.Totals) -> dict[str, Any]:
+def store_facts(request: Request, tokenizer: Tokenizer | None, plan: _Plan, total: Sizes) -> dict[str, Any]:
     """What the store tells of itself; the same wherever its inputs lie."""
     inputs, is_known = plan.job.inputs, tokenizer is not None or request.vocabulary is not None
     return {

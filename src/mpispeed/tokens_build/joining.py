@@ -16,7 +16,7 @@ from mpispeed.ckpt.format.sparse_image import write_at
 from mpispeed.tokens import create, layout
 from mpispeed.tokens_build.block_sums import BlockSums, Pieces, combine
 from mpispeed.tokens_build.errors import BuildError, writing
-from mpispeed.tokens_build.part_file import Part, PartFacts, Shape
+from mpispeed.tokens_build.part_file import Part, PartFacts, Shape, total_of
 from mpispeed.tokens_build.work_folder import WorkFolder
 
 if TYPE_CHECKING:
@@ -25,24 +25,6 @@ if TYPE_CHECKING:
 LENGTH, RARITY = "length", "rarity"
 _DTYPES = {LENGTH: "u4", RARITY: "f8"}
 _PLAIN = (MpispeedError, OSError)
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over all parts."""
-
-    tokens: int
-    documents: int
-    rows: int
-    skipped: int
-    first: str
-    empty: int
-
-    @classmethod
-    def of(cls, facts: Sequence[PartFacts]) -> Totals:
-        """Sums over these parts; `first` is that of the first part that has one."""
-        sums = {name: sum(getattr(one, name) for one in facts) for name in cls.__slots__ if name != "first"}
-        return cls(first=next((one.first for one in facts if one.first), ""), **sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +123,7 @@ def join(
     Raises:
         BuildError: on every rank.
     """
-    total = Totals.of(facts)
+    total = total_of(facts)
     places = None
     with comm.together(BuildError, plain=_PLAIN), writing(folder.store):
         if comm.rank == 0:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,24 +61,35 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class PartFacts:
-    """Sizes of a part.
+class Sizes:
+    """What a part has, or all of them together.
 
     Attributes:
-        number: of the part.
         skipped: records of its inputs that were left out.
         first: place and problem of the first of them.
         empty: documents without a token, which are left out too.
     """
 
-    number: int
     tokens: int
     documents: int
     rows: int
     skipped: int
     first: str
     empty: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartFacts(Sizes):
+    """Sizes of a part, its number, and the checksums of its arrays by their names."""
+
+    number: int
     sums: Mapping[str, int]
+
+
+def total_of(facts: Sequence[Sizes]) -> Sizes:
+    """Sums over these parts; `first` is that of the first part that has one."""
+    sums = {each.name: sum(getattr(one, each.name) for one in facts) for each in fields(Sizes) if each.name != "first"}
+    return Sizes(first=next((one.first for one in facts if one.first), ""), **sums)
 
 
 class PartWriter:
@@ -167,9 +178,8 @@ class PartWriter:
         for name, values in (("begins", begins), ("rows", rows), ("counts", self._counts.astype("<u8"))):
             sums[name] = crc32c(values.view(np.uint8))
             self._file.write(values.data)
-        facts = PartFacts(number, self._tokens, self._documents, len(rows), skipped, first, self.empty, sums)
-        told = {name: getattr(facts, name) for name in PartFacts.__slots__}
-        raw = json.dumps({**told, "job": job, "vocabulary": len(self._counts)}).encode() + b"\n"
+        facts = PartFacts(self._tokens, self._documents, len(rows), skipped, first, self.empty, number, sums)
+        raw = json.dumps({**asdict(facts), "job": job, "vocabulary": len(self._counts)}).encode() + b"\n"
         self._file.write(raw + _TAIL.pack(_MAGIC, len(raw), crc32c(raw)))
         return facts
 
