@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mpispeed.base.plain import printable
-from mpispeed.curriculum.index_layout import data_path
 from mpispeed.tokens_build.errors import BuildError
 
 JSON_LINES, TEXT, PARQUET, ARROW, MEGATRON = "jsonl", "text", "parquet", "arrow", "megatron"
@@ -58,6 +57,8 @@ class Input:
     @property
     def data_path(self) -> str:
         """The file of the tokens of a pair of Megatron."""
+        from mpispeed.curriculum.index_layout import data_path  # imports torch
+
         return str(data_path(self.path.removesuffix(".idx")))
 
 

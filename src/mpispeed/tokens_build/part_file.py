@@ -62,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a part has, or all of them together.
+    """Sums over the documents of a part, or of all parts together.
 
     Attributes:
         skipped: records of its inputs that were left out.
