@@ -246,7 +246,7 @@ class WorkFolder:
             with new_file(self.path / _MADE) as file:  # tells this store from another one of its name after a kill
                 file.write(json.dumps(_identity(self.store)).encode())
             _give_name(self.store, self.output)
-            _sync_folder(self.output.parent)
+            sync_folder(self.output.parent)
         except FileExistsError as failure:
             msg = (
                 f"{printable(str(self.output))} exists by now; the store that was built is {printable(str(self.store))}"
