@@ -24,10 +24,11 @@ from types import TracebackType
 import numpy as np
 
 from mpispeed.base.errors import MpispeedError, UsageError
+from mpispeed.base.files import sync_folder
 from mpispeed.base.plain import printable
 from mpispeed.generation.answers import REASONS, Answers, arrays_of, pack, unpack
 from mpispeed.generation.batches import Batches
-from mpispeed.generation.identity import FINISHED_SUFFIX, Identity, sync_folder
+from mpispeed.generation.identity import FINISHED_SUFFIX, Identity
 from mpispeed.native.checksum import crc32c
 
 ASIDE = ".aside"

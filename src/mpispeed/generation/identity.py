@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpispeed.base.errors import UsageError
+from mpispeed.base.files import sync_folder
 from mpispeed.base.plain import printable, read_plain
 from mpispeed.store.owner import OwnerLock
 
@@ -207,19 +208,6 @@ def put_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _canonical(value: Any) -> bytes:

@@ -23,10 +23,11 @@ from typing import Any, Protocol
 import h5py
 import numpy as np
 
+from mpispeed.base.files import sync_folder
 from mpispeed.ckpt.format import hdf5
 from mpispeed.generation.answers import PENDING, REASONS, Answer
 from mpispeed.generation.finished import WorkError
-from mpispeed.generation.identity import Identity, OtherJob, sync_folder
+from mpispeed.generation.identity import Identity, OtherJob
 
 FORMAT = "mpispeed-results-1"
 

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from mpispeed.base.files import sync_folder
 from mpispeed.base.plain import printable, read_plain
 from mpispeed.tokens import reader
 from mpispeed.tokens.errors import TokenStoreError
@@ -323,14 +324,6 @@ def _give_name(work: Path, name: Path) -> None:
         if os.path.lexists(name):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(name)) from failure
         work.rename(name)
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read_job(folder: Path) -> dict[str, Any]:

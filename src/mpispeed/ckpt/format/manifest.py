@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.base.files import sync_folder
 from mpispeed.base.plain import read_head, read_plain
 from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint
@@ -319,15 +320,6 @@ def write_durably(path: Path, text: str) -> None:
 def sync_file(path: Path) -> None:
     """Wait until a file that others wrote is on the disk."""
     handle = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     finally:

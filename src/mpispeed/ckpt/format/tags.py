@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import CheckpointError, ConfigError
+from mpispeed.base.files import sync_folder
 from mpispeed.base.log import once
 from mpispeed.base.plain import printable, read_plain
 from mpispeed.base.registry import suggest
@@ -189,7 +190,7 @@ def write_latest(folder: Path, tag: str, uuid: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    manifests.sync_folder(folder)
+    sync_folder(folder)
 
 
 def _latest_text(tag: str) -> str:
@@ -329,11 +330,11 @@ def publish(work: Path, final: Path, uuid: str, *, overwrite: bool) -> None:
     if is_taken:
         refuse_taken(final, overwrite=overwrite)
     if is_taken and _exchanged(work, final):
-        manifests.sync_folder(final.parent)
+        sync_folder(final.parent)
         shutil.rmtree(work, ignore_errors=True)  # what was there before
     else:
         _move(work, final, uuid, is_taken=is_taken)
-        manifests.sync_folder(final.parent)
+        sync_folder(final.parent)
     for stale in _old_copies(final):
         shutil.rmtree(stale, ignore_errors=True)
 

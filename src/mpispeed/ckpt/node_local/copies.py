@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.errors import CheckpointError, MpispeedError
+from mpispeed.base.files import sync_folder
 from mpispeed.ckpt.format import index, schema
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format.errors import PLAIN
@@ -70,7 +71,7 @@ def copy(comm: SavingComm, folder: Path, chain: Sequence[int], error: type[Mpisp
     with comm.together(error, doing=_DOING, plain=PLAIN):
         if comm.rank in chain[1:]:
             if shared.data_files:
-                manifests.sync_folder(folder / schema.DATA_FOLDER)
+                sync_folder(folder / schema.DATA_FOLDER)
             manifests.write_text(folder, text.decode())
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.base.files import sync_folder
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format import numbers, schema
 from mpispeed.ckpt.format.logical import ParamInfo
@@ -340,5 +341,5 @@ class _Target:
         for name, path in self._made.items():
             path.rename(self._folder / name)
             files.append(self._folder / name)
-        manifests.sync_folder(self._folder)
+        sync_folder(self._folder)
         return files

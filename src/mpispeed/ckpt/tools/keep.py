@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.base.files import sync_folder
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format import schema, tags
 from mpispeed.ckpt.format.errors import NoCheckpoint, TagNotFound
@@ -70,7 +71,7 @@ def prune(
 def _carry_out(folder: Path, recovered: Iterable[TagEntry], unwanted: Iterable[Path]) -> None:
     for entry in recovered:
         entry.path.rename(folder / entry.tag)
-    manifests.sync_folder(folder)
+    sync_folder(folder)
     tags.remove_all(unwanted)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.base.files import sync_folder
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt import digest
 from mpispeed.ckpt.format import manifest as manifests
@@ -141,7 +142,7 @@ def _write_manifest(reader: Reader, work: Path, places: Places, uuid: str) -> Ma
         files=files,
     )
     for folder in {(work / name).parent for name in files} - {work}:
-        manifests.sync_folder(folder)
+        sync_folder(folder)
     manifests.write(work, manifest)
     return manifest
 

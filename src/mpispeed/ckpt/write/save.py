@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.base.files import sync_folder
 from mpispeed.ckpt.format import logical, payload, schema, tag_files, tags
 from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format.errors import PLAIN, SaveFailed
@@ -236,7 +237,7 @@ def _write_manifest(request: Request, ticket: Ticket, places: Places, tables: Se
         # What HDF5 made of them; who wrote the elements may be on another node and could not do it.
         for name in places.files:
             manifests.sync_file(ticket.work / name)
-        manifests.sync_folder(ticket.work / schema.DATA_FOLDER)
+        sync_folder(ticket.work / schema.DATA_FOLDER)
     manifests.write(ticket.work, manifest)
     return manifest.size_bytes
 
