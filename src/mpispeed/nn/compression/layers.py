@@ -86,8 +86,8 @@ class LayerState:
         mixed: part of the plain weight that is mixed into the quantized one, from 1 to 0.
         quantizer: of the weight; its groups are those of this layer.
         has_mask: sections whose fixed masks are in their buffers.
-        follows: layers whose channel masks are laid on the output of this one, a normalisation.
-        channels: the channel mask of the last forward.
+        follows: layers whose rows or channels are inputs of this one.
+        kept_outputs: the mask of rows or channels of the last forward.
     """
 
     name: str
@@ -100,13 +100,13 @@ class LayerState:
     quantizer: Quantizer = field(default_factory=Quantizer)
     has_mask: set[str] = field(default_factory=set)
     follows: list[LayerState] = field(default_factory=list)
-    channels: Tensor | None = None
+    kept_outputs: Tensor | None = None
     _values: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _ranges: dict[Pass, Tensor] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to passes."""
-        return {**self.__dict__, "_values": {}, "_ranges": {}, "channels": None}
+        return {**self.__dict__, "_values": {}, "_ranges": {}, "kept_outputs": None}
 
     @property
     def weight_quantization(self) -> WeightQuantization | None:
@@ -116,6 +116,7 @@ class LayerState:
     def set_step(self, step: int) -> None:
         """Switch on what begins at this step or before; the rest is off. Local."""
         self.active = {name for name, technique in self.techniques.items() if step >= technique.offset}
+        self.kept_outputs = None
         self._ranges.clear()
 
     def pruning(self, kind: str) -> Pruning | None:
@@ -191,15 +192,13 @@ def _compressible(base: type[nn.Module]) -> type[nn.Module]:
         state = _known(self)
         if not state.active and not state.follows:
             return base.forward(self, *args, **kwargs)
-        if ACTIVATIONS in state.active:
-            args, kwargs = _with_first(args, kwargs, lambda x: quantized_input(self, x))
+        args, kwargs = _with_first(args, kwargs, lambda x: compressed_input(self, x))
         outer = state._values
         state._values = compressed_values(self)
         try:
-            out = base.forward(self, *args, **kwargs)
+            return base.forward(self, *args, **kwargs)
         finally:
             state._values = outer
-        return _masked_output(out, state) if state.follows else out
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         made, args, *rest = cast("tuple[Any, ...]", base.__reduce_ex__(self, protocol))
@@ -259,10 +258,9 @@ def compressed_values(layer: nn.Module) -> dict[str, Tensor]:
         if method in state.active:
             mask = mask_of(layer, kind)
             values = values * spread(kind, mask, weight, out_dim_of(layer))
-            if kind in ("row", "channel") and shift is not None:
-                shift = shift * mask.view(-1)
-            if kind == "channel":
-                state.channels = mask.detach()
+            if kind in ("row", "channel"):
+                state.kept_outputs = mask.detach().view(-1)
+                shift = None if shift is None else shift * mask.view(-1)
     found = {"weight": values} if values is not weight else {}
     return found if shift is None or shift is bias else {**found, "bias": shift}
 
@@ -297,15 +295,22 @@ def mask_of(layer: nn.Module, kind: str) -> Tensor:
     return mask
 
 
-def _masked_output(out: Tensor, state: LayerState) -> Tensor:
-    """The output of a normalisation without the channels that its convolutions lost; gradients pass as before."""
-    for source in state.follows:
-        if source.channels is not None and "channel_pruning" in source.active:
-            out = copied_gradient(out, out.detach() * source.channels.view(1, -1, *(1 for _ in out.shape[2:])))
-    return out
-
-
 # -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def compressed_input(layer: nn.Module, x: Tensor) -> Tensor:
+    """The input without what the layers before lost, then quantized.
+
+    What follows a pruned row or channel is no zero if there is a normalisation or a sigmoid in between; here it becomes
+    one, as it will be once it is removed. Gradients pass, so that scores of what was lost go on learning.
+    """
+    state = _known(layer)
+    for source in state.follows:
+        if source.kept_outputs is not None:
+            kept = source.kept_outputs
+            kept = kept.view(-1, *(1 for _ in x.shape[-2:])) if form_of(layer) == "conv" else kept
+            x = copied_gradient(x, x.detach() * kept)
+    return quantized_input(layer, x) if ACTIVATIONS in state.active else x
 
 
 def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
