@@ -8,6 +8,7 @@ sharded parameters are gathered. Outside of it `weight` is the parameter.
 from __future__ import annotations
 
 import copyreg
+import sys
 import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +31,8 @@ from mpispeed.nn.compression.techniques import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpispeed.base.passes import Pass, Passes
 
 RANGE = "activation_range"
@@ -60,6 +63,18 @@ class Progress:
     def current(self) -> Pass | None:
         """The pass that runs, or whose backward runs."""
         return None if self.passes is None else self.passes.current
+
+    def follow(self, passes: Passes) -> None:
+        """Take part in the passes of an engine from now on."""
+        passes.is_watched = True
+        passes.listeners.append(_shielding)
+        self.passes = passes
+
+    def leave(self) -> None:
+        """Take part in them no longer."""
+        if self.passes is not None:
+            self.passes.listeners.remove(_shielding)
+            self.passes = None
 
     def key(self, name: str) -> int:
         """A number for this place, pass and layer; the same on all ranks, and when backward runs a pass again."""
@@ -189,16 +204,7 @@ def _compressible(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name that computes with compressed values."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = _known(self)
-        if not state.active and not state.follows:
-            return base.forward(self, *args, **kwargs)
-        args, kwargs = _with_first(args, kwargs, lambda x: compressed_input(self, x))
-        outer = state._values
-        state._values = compressed_values(self)
-        try:
-            return base.forward(self, *args, **kwargs)
-        finally:
-            state._values = outer
+        return _Steps.run(self, base.forward, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         made, args, *rest = cast("tuple[Any, ...]", base.__reduce_ex__(self, protocol))
@@ -343,3 +349,37 @@ def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
     if current is not None:
         state._ranges[current] = held.clone()
     return held
+
+
+def _run(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The output of a layer's own `forward` with compressed input, weight and bias."""
+    state = _known(layer)
+    if not state.active and not state.follows:
+        return forward(layer, *args, **kwargs)
+    args, kwargs = _with_first(args, kwargs, lambda x: compressed_input(layer, x))
+    outer = state._values
+    state._values = compressed_values(layer)
+    try:
+        return forward(layer, *args, **kwargs)
+    finally:
+        state._values = outer
+
+
+class _Steps:
+    """The function around a layer's own forward; once a compiler is loaded, one that it does not trace.
+
+    It decides by numbers that change at steps, and keeps ranges and masks.
+    """
+
+    run = staticmethod(_run)
+
+
+def shield() -> None:
+    """Keep the compiler out of compressible layers, if there is one: it loads slowly. Local."""
+    if _Steps.run is _run and "torch._dynamo" in sys.modules:
+        _Steps.run = staticmethod(torch.compiler.disable(_run))
+
+
+def _shielding(_: Pass) -> None:
+    """Shield when a pass begins: only then compiled code runs, and a compiler has been loaded."""
+    shield()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.nn.compression.layers import LayerState, Progress, add_technique, make_compressible
+from mpispeed.nn.compression.layers import LayerState, Progress, add_technique, make_compressible, shield
 from mpispeed.nn.compression.matching import Match, check_technique, form_of, match_groups
 from mpispeed.nn.compression.techniques import Group, Pruning
 
@@ -35,6 +35,7 @@ class Compression:
         It is a pure function of the step, so it may go back, as after a load. Bits that fall along a schedule are set
         by whoever has the schedule, in `layers`.
         """
+        shield()
         if step not in (self.progress.step, self.progress.step + 1):
             self.forget_masks()
         self.progress.step = step
