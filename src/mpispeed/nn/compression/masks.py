@@ -69,11 +69,6 @@ def initial_scores(shape: tuple[int, ...], key: int, dtype: torch.dtype, device:
     return (noise_of(torch.Size(shape), key, device) * (2 * bound)).to(dtype)
 
 
-def spread(kind: Kind, mask: Tensor, weight: Tensor, out_dim: int) -> Tensor:
-    """A mask in a shape that multiplies the weight."""
-    if kind == "row":
-        return mask.view([-1 if dim == out_dim else 1 for dim in range(weight.dim())])
-    if kind == "head":
-        columns = mask.view(-1, 1).expand(-1, weight.shape[1 - out_dim] // mask.numel()).reshape(-1)
-        return columns.view([1 if dim == out_dim else -1 for dim in range(weight.dim())])
-    return mask
+def numbers_of(kind: Kind, mask: Tensor, columns: int) -> Tensor:
+    """One number for each output, or of head masks for each of so many columns; with gradients."""
+    return mask.view(-1, 1).expand(-1, columns // mask.numel()).reshape(-1) if kind == "head" else mask.view(-1)
