@@ -42,8 +42,8 @@ def inputs(*modules, kind="symmetric", is_static=False):
     return Group("a", ActivationQuantization(8, Quantizer(kind), is_static), modules)
 
 
-def pruned(kind, scores, *modules, ratio=0.5, heads=0):
-    return Group("p", Pruning(kind, ratio, scores, num_heads=heads), modules)
+def pruned(kind, scores, *modules, ratio=0.5, heads=0, related=()):
+    return Group("p", Pruning(kind, ratio, scores, num_heads=heads), modules, related)
 
 
 CASES = {
@@ -56,7 +56,11 @@ CASES = {
     "inputs": [inputs("blocks.0", kind="asymmetric"), inputs("blocks.1", "head", is_static=True)],
     "sparse": [pruned("sparse", "l1", "blocks.0", "head", ratio=0.3), pruned("sparse", "topk", "blocks.1", ratio=0.3)],
     "rows": [pruned("row", "l1", "0.*(wo|mlp)"), pruned("row", "topk", "1.attention.wo", "1.mlp")],
-    "heads": [pruned("head", "topk", "wo", heads=4)],
+    "rows and followers": [
+        pruned("row", "l1", "0.mlp.0", related=(("0.mlp.2",),)),
+        pruned("row", "topk", "1.mlp.0", related=(("1.mlp.2",),)),
+    ],
+    "heads": [pruned("head", "topk", "wo", heads=4, related=(("wq", "wk", "wv"),))],
     "all": [
         weights(8, "blocks", groups=4),
         inputs("blocks"),

@@ -16,10 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.native.token_choice import key_of
-from mpispeed.nn.compression.masks import Kind, initial_scores, l1_scores, mask_shape, numbers_of, top_k_mask
+from mpispeed.nn.compression.masks import Kind, initial_scores, l1_scores, mask_shape, spread, top_k_mask
 from mpispeed.nn.compression.matching import form_of, out_dim_of
 from mpispeed.nn.compression.quantizers import Quantizer, copied_gradient, fake_quantize, quantize_between
-from mpispeed.nn.compression.slices import SlicedWeight, Slices, comm_of_input, put, shared_range
+from mpispeed.nn.compression.slices import (
+    SlicedWeight,
+    Slices,
+    along_bias,
+    along_input,
+    comm_of_input,
+    put,
+    shared_range,
+)
 from mpispeed.nn.compression.techniques import (
     ACTIVATIONS,
     PRUNINGS,
@@ -87,8 +95,8 @@ class LayerState:
         mixed: part of the plain weight that is mixed into the quantized one, from 1 to 0.
         quantizer: of the weight; its groups are those of this layer.
         has_mask: sections whose fixed masks are in their buffers.
-        follows: layers whose channel masks are laid on the output of this one, a normalisation.
-        channels: the channel mask of the last forward.
+        follows: layers whose rows or channels are inputs of this one.
+        kept_outputs: the mask of rows or channels of the last forward.
     """
 
     name: str
@@ -101,13 +109,13 @@ class LayerState:
     quantizer: Quantizer = field(default_factory=Quantizer)
     has_mask: set[str] = field(default_factory=set)
     follows: list[LayerState] = field(default_factory=list)
-    channels: Tensor | None = None
+    kept_outputs: Tensor | None = None
     _values: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _ranges: dict[Pass, Tensor] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to passes."""
-        return {**self.__dict__, "_values": {}, "_ranges": {}, "channels": None}
+        return {**self.__dict__, "_values": {}, "_ranges": {}, "kept_outputs": None}
 
     @property
     def weight_quantization(self) -> WeightQuantization | None:
@@ -117,6 +125,7 @@ class LayerState:
     def set_step(self, step: int) -> None:
         """Switch on what begins at this step or before; the rest is off. Local."""
         self.active = {name for name, technique in self.techniques.items() if step >= technique.offset}
+        self.kept_outputs = None
         self._ranges.clear()
 
     def pruning(self, kind: str) -> Pruning | None:
@@ -192,15 +201,13 @@ def _compressible(base: type[nn.Module]) -> type[nn.Module]:
         state = _known(self)
         if not state.active and not state.follows:
             return base.forward(self, *args, **kwargs)
-        if ACTIVATIONS in state.active:
-            args, kwargs = _with_first(args, kwargs, lambda x: quantized_input(self, x))
+        args, kwargs = _with_first(args, kwargs, lambda x: compressed_input(self, x))
         outer = state._values
         state._values = compressed_values(self)
         try:
-            out = base.forward(self, *args, **kwargs)
+            return base.forward(self, *args, **kwargs)
         finally:
             state._values = outer
-        return _masked_output(out, state) if state.follows else out
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         made, args, *rest = cast("tuple[Any, ...]", base.__reduce_ex__(self, protocol))
@@ -258,7 +265,7 @@ def compressed_values(layer: nn.Module) -> dict[str, Tensor]:
 
     The parameters have to be whole on this rank.
     """
-    state = _known(layer)
+    state, slices = _known(layer), Slices.of(layer)
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if weight is None:
         return {}
@@ -267,31 +274,12 @@ def compressed_values(layer: nn.Module) -> dict[str, Tensor]:
     for method, kind in PRUNINGS.items():
         if method in state.active:
             mask = mask_of(layer, kind)
-            values = values * _spread(layer, kind, mask)
-            if kind in ("row", "channel") and shift is not None:
-                shift = shift * _spread_on_bias(layer, mask)
-            if kind == "channel":
-                state.channels = mask.detach()
+            values = values * spread(kind, mask, weight, out_dim_of(layer), slices)
+            if kind in ("row", "channel"):
+                state.kept_outputs = mask.detach().view(-1)
+                shift = None if shift is None else shift * along_bias(mask.view(-1), layer)
     found = {"weight": values} if values is not weight else {}
     return found if shift is None or shift is bias else {**found, "bias": shift}
-
-
-def _spread(layer: nn.Module, kind: Kind, mask: Tensor) -> Tensor:
-    """A mask in a shape that multiplies the weight."""
-    if kind == "sparse":
-        return mask
-    weight, slices, out_dim = cast("Tensor", layer._parameters["weight"]), Slices.of(layer), out_dim_of(layer)
-    dim = 1 - out_dim if kind == "head" else out_dim
-    numbers = numbers_of(kind, mask, (weight.shape if slices is None else slices.cut.shape)[dim])
-    if slices is not None:
-        numbers = slices.along(numbers, dim)
-    return numbers.view([-1 if each == dim else 1 for each in range(weight.dim())])
-
-
-def _spread_on_bias(layer: nn.Module, mask: Tensor) -> Tensor:
-    """A mask of outputs as it multiplies the bias."""
-    slices = Slices.of(layer)
-    return mask.view(-1) if slices is None else slices.along_bias(mask.view(-1), layer)
 
 
 def quantized_weight(layer: nn.Module, weight: Tensor) -> Tensor:
@@ -336,15 +324,22 @@ def mask_of(layer: nn.Module, kind: Kind) -> Tensor:
     return mask
 
 
-def _masked_output(out: Tensor, state: LayerState) -> Tensor:
-    """The output of a normalisation without the channels that its convolutions lost; gradients pass as before."""
-    for source in state.follows:
-        if source.channels is not None and "channel_pruning" in source.active:
-            out = copied_gradient(out, out.detach() * source.channels.view(1, -1, *(1 for _ in out.shape[2:])))
-    return out
-
-
 # -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def compressed_input(layer: nn.Module, x: Tensor) -> Tensor:
+    """The input without what the layers before lost, then quantized.
+
+    What follows a pruned row or channel is no zero if there is a normalisation or a sigmoid in between; here it becomes
+    one, as it will be once it is removed. Gradients pass, so that scores of what was lost go on learning.
+    """
+    state = _known(layer)
+    for source in state.follows:
+        if source.kept_outputs is not None:
+            kept = source.kept_outputs
+            kept = kept.view(-1, *(1 for _ in x.shape[-2:])) if form_of(layer) == "conv" else along_input(kept, layer)
+            x = copied_gradient(x, x.detach() * kept)
+    return quantized_input(layer, x) if ACTIVATIONS in state.active else x
 
 
 def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:

@@ -71,16 +71,6 @@ class Slices:
         missing = self._held - len(found)
         return F.pad(found, (0, missing)) if missing else found
 
-    def along_bias(self, vector: Tensor, layer: nn.Module) -> Tensor:
-        """The numbers of a full vector that belong to the layer's bias on this rank.
-
-        Collective over: the slices, in backward, unless every rank has the full gradient of the bias.
-        """
-        marks = marks_of(layer)
-        if marks.cuts["bias"].kind not in WHOLE_KINDS:
-            return self.along(vector, self.cut.dim)
-        return regions.copy_to(vector, self.comm) if "bias" in marks.partial else vector
-
     def is_all(self, mask: Tensor) -> bool:
         """True if the mask is true everywhere on all ranks, padding apart. Collective over: the slices."""
         found = mask.narrow(self.cut.dim, 0, len(self._places)).all().to(torch.int32)
@@ -172,6 +162,26 @@ def comm_of_input(layer: nn.Module) -> Comm | None:
     if not isinstance(layer, RowLinear) or layer.input_is_whole or layer.comm.size == 1:
         return None
     return layer.comm
+
+
+def along_bias(vector: Tensor, layer: nn.Module) -> Tensor:
+    """The numbers of a vector, one for each output of the full layer, that belong to its bias on this rank.
+
+    Collective over: the slices, in backward, unless every rank has the full gradient of the bias.
+    """
+    slices = Slices.of(layer)
+    if slices is None:
+        return vector
+    marks = marks_of(layer)
+    if marks.cuts["bias"].kind not in WHOLE_KINDS:
+        return slices.along(vector, slices.cut.dim)
+    return regions.copy_to(vector, slices.comm) if "bias" in marks.partial else vector
+
+
+def along_input(vector: Tensor, layer: nn.Module) -> Tensor:
+    """The numbers of a vector, one for each input of the full layer, that belong to its input on this rank."""
+    slices = Slices.of(layer)
+    return vector if slices is None or comm_of_input(layer) is None else slices.along(vector, slices.cut.dim)
 
 
 def shared_range(x: Tensor, comm: Comm, dims: Sequence[int]) -> Tensor:
