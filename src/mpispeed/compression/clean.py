@@ -8,7 +8,6 @@ the same before and after: scales are those of the whole weight.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +19,13 @@ from torch import Tensor, nn
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.units import format_bytes
 from mpispeed.compression.api import read_section
+from mpispeed.compression.last_weights import Cut, last_weight
 from mpispeed.compression.packed_layers import pack_weight, packed_weight
 from mpispeed.engine.engine import Engine
-from mpispeed.native.packed_codes import MOST_BITS, PackedCodes, pack
 from mpispeed.nn.compression.layers import LayerState, Progress, make_compressible, make_plain, mask_of
 from mpispeed.nn.compression.masks import spread
 from mpispeed.nn.compression.matching import form_of, is_conv1d, out_dim_of
 from mpispeed.nn.compression.model import compress, compression_of, forget
-from mpispeed.nn.compression.quantizers import Codes, encode, fake_quantize
 from mpispeed.nn.compression.techniques import ACTIVATIONS, PRUNINGS, WEIGHTS, Pruning, read_groups
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NO_CODE = -1
 
 _HEADS = frozenset({"num_attention_heads", "num_key_value_heads", "num_heads", "n_heads", "n_head", "nhead", "heads"})
 _HEAD_WIDTHS = frozenset({"all_head_size", "inner_dim"})
@@ -108,10 +105,11 @@ class _Plan:
         known = getattr(self, name)
         setattr(self, name, mask if known is None else known & mask)
 
-    def index(self, dim: int) -> Tensor | None:
-        """What stays along a dim of the weight."""
-        mask = self.keep_out if dim == out_dim_of(self.layer) else self.keep_in
-        return None if mask is None or dim > 1 else mask.nonzero().view(-1)
+    def cut(self, dims: int) -> Cut:
+        """What goes of a weight of so many dims."""
+        out = out_dim_of(self.layer)
+        masks = {out: self.keep_out, 1 - out: self.keep_in}
+        return Cut(self.zeros, {dim: mask for dim, mask in masks.items() if mask is not None and dim < dims})
 
 
 class _Cleaning:
@@ -220,7 +218,9 @@ class _Cleaning:
         weight = layer._parameters.get("weight")
         packed = values = None
         if weight is not None:
-            packed, values = _last_weight(plan, weight)
+            technique = state.weight_quantization
+            bits = 0 if technique is None else technique.target_bits
+            packed, values = last_weight(weight, bits, state.quantizer, plan.cut(weight.dim()))
         _strip(layer, state)
         if weight is not None and values is not None and values is not weight:
             layer._parameters["weight"] = nn.Parameter(values, requires_grad=weight.requires_grad)
@@ -250,67 +250,6 @@ def _other_values(plan: _Plan) -> dict[str, Any]:
             value = value * mask
         found[name] = value if plan.keep_out is None else value[plan.keep_out]
     return found
-
-
-def _last_weight(plan: _Plan, weight: nn.Parameter) -> tuple[PackedCodes | None, Tensor | None]:
-    """Codes, or values; the parameter itself if nothing changes."""
-    technique, quantizer = plan.state.weight_quantization, plan.state.quantizer
-    if technique is not None and technique.target_bits <= MOST_BITS:
-        packed = _packed(encode(weight, technique.target_bits, quantizer), plan)
-        if packed is not None:
-            return packed, None
-    values: Tensor = weight if technique is None else fake_quantize(weight, technique.target_bits, quantizer)
-    for mask in plan.zeros:
-        values = values * mask
-    for dim in range(weight.dim()):
-        index = plan.index(dim)
-        values = values if index is None else values.index_select(dim, index)
-    return None, values
-
-
-def _packed(codes: Codes, plan: _Plan) -> PackedCodes | None:
-    """Codes of what stays of a tensor, with the scales of the whole one; None if they cannot hold it."""
-    integers, scales = codes.codes.view(codes.shape), codes.scales.view(-1)
-    offsets = None if codes.offsets is None else codes.offsets.view(-1)
-    is_signed = offsets is None
-    if not plan.zeros and plan.keep_in is None and plan.keep_out is None:
-        return pack(integers, codes.bits, scales, offsets, is_signed=is_signed)
-    bits, place = codes.bits, torch.arange(len(scales), device=scales.device)
-    place = place.repeat_interleave(integers.numel() // max(1, len(scales))).view(codes.shape)
-    if plan.zeros:
-        gone = torch.stack([~mask.expand_as(integers) for mask in plan.zeros]).any(0)
-        zero = _zero_codes(scales, offsets, bits)[place].to(integers.dtype)
-        if bool((gone & (zero == _NO_CODE)).any()):
-            return None
-        integers = torch.where(gone, zero, integers)
-        bits = max(bits, 2) if is_signed and bool(gone.any()) else bits
-    for dim in range(integers.dim()):
-        index = plan.index(dim)
-        if index is not None:
-            integers, place = integers.index_select(dim, index), place.index_select(dim, index)
-    own = _regrouped(place, len(scales))
-    if own is None:
-        return None
-    return pack(integers, bits, scales[own], None if offsets is None else offsets[own], is_signed=is_signed)
-
-
-def _zero_codes(scales: Tensor, offsets: Tensor | None, bits: int) -> Tensor:
-    """For each group the code of zero, `_NO_CODE` where there is none."""
-    if offsets is None:
-        return torch.zeros_like(scales)
-    found = torch.where(scales == 0, 0.0, (-offsets / scales).round())
-    is_zero = (found >= 0) & (found < 2**bits) & (found * scales + offsets == 0)
-    return torch.where(is_zero, found, float(_NO_CODE))
-
-
-def _regrouped(place: Tensor, groups: int) -> Tensor | None:
-    """The old groups of equal new ones, given that of each element; None if each row or filter is in several."""
-    for count in (groups, *place.shape[:1], math.prod(place.shape[:-2])):
-        if count and not place.numel() % count:
-            rows = place.reshape(count, -1)
-            if bool((rows == rows[:, :1]).all()):
-                return rows[:, 0]
-    return None
 
 
 def _strip(layer: nn.Module, state: LayerState) -> None:
