@@ -19,7 +19,7 @@ _ROWS = 0
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """How the whole weight of one layer is compressed in the end.
+    """The compression of the whole weight of one layer in the end.
 
     Attributes:
         out_dim: dim of the weight that counts outputs.
