@@ -340,7 +340,7 @@ def _check_compression(config: Config) -> Iterator[Problem]:
         path = "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward"
         yield Problem(path, "false needs fp16.enabled", "set it to true, or enable fp16")
     layers = section.layer_reduction
-    if layers.enabled and len(layers.teacher_layer) != layers.keep_number_layer:
+    if layers.enabled and layers.teacher_layer and layers.keep_number_layer not in (None, len(layers.teacher_layer)):
         what = f"{len(layers.teacher_layer)} layers are named, keep_number_layer is {show(layers.keep_number_layer)}"
         yield Problem("compression_training.layer_reduction.teacher_layer", what)
 
