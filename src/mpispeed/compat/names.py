@@ -72,7 +72,8 @@ SERVED: dict[str, dict[str, str]] = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "compression": {"mpispeed.compression": "*"},
-    "compression.compress": {"mpispeed.compression": "init_compression redundancy_clean"},
+    "compression.compress": {"mpispeed.compression": "init_compression redundancy_clean student_initialization"},
+    "compression.helper": {"mpispeed.compression": "convert_conv1d_to_linear"},
     "compression.scheduler": {"mpispeed.compression": "compression_scheduler"},
     "elasticity": {"mpispeed.elasticity": "*"},
     "elasticity.elasticity": {"mpispeed.elasticity": "*"},
@@ -233,7 +234,6 @@ LATER: dict[str, dict[str, str]] = {
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
     },
     "compression": {
-        "compression.compress": "student_initialization",
         "runtime.quantize": "Quantizer",
         "runtime.eigenvalue": "Eigenvalue",
     },
