@@ -59,8 +59,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     ),
     Row("compression_training.layer_reduction", _is_on, "compression is not available; set enabled to false"),
     Row("quantize_training", _is_on, "quantized training is not available; set enabled to false"),
-    Row("quantize_training.eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
-    Row("eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
     Row("hybrid_engine", _is_on, "the hybrid engine is not available; set enabled to false"),
     Row(
         "weight_quantization",
