@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.units import format_bytes
 from mpispeed.ckpt.tools import ls as listing
+from mpispeed.ckpt.tools import packed_weights
 from mpispeed.ckpt.tools import show as showing
 from mpispeed.cli.ckpt_report import as_json_option, print_table, reported, say
 from mpispeed.record.reader import is_record
@@ -62,10 +64,15 @@ def ls(folder: Path, as_json: bool) -> None:
 def show(location: str, pattern: str, wants_state: bool, wants_config: bool, wants_layout: bool, as_json: bool) -> None:
     """Describe a checkpoint: its tensors, or with an option its state, configuration or layout.
 
-    TAG defaults to the latest. PATTERN selects names: shell-style, or a part of the name.
+    TAG defaults to the latest. PATTERN selects names: shell-style, or a part of the name. An HDF5 file of weights that
+    `ckpt export` wrote has tensors only.
     """
     with reported(as_json):
-        _refuse_record(showing.split_location(location)[0])
+        path = showing.split_location(location)[0]
+        _refuse_record(path)
+        if path.is_file():
+            _show_weights(path, pattern, as_json)
+            return
         found = showing.open_location(location)
         content: dict[str, Any] = {"tag": found.tag, "step": found.manifest.global_step}
         if not (wants_state or wants_config or wants_layout):
@@ -86,6 +93,27 @@ def show(location: str, pattern: str, wants_state: bool, wants_config: bool, wan
     for part in ("state", "config", "layout"):
         if part in content:
             _print_part(part, content[part])
+
+
+def _show_weights(path: Path, pattern: str, as_json: bool) -> None:
+    """The tensors of a file of weights; those of codes with their bits."""
+    rows = [row for row in packed_weights.rows(path) if showing.fits(row.name, pattern)]
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        return
+    table = [
+        (
+            row.name,
+            "x".join(map(str, row.shape)) or "scalar",
+            row.dtype,
+            f"{row.bits} bits" if row.bits else "-",
+            f"{row.groups}{', with offsets' if row.has_offsets else ''}" if row.bits else "-",
+            format_bytes(row.size_bytes),
+        )
+        for row in rows
+    ]
+    print_table(("name", "shape", "dtype", "codes", "scales", "bytes"), table)
+    say(f"{len(rows)} rows, {format_bytes(sum(row.size_bytes for row in rows))}")
 
 
 def _refuse_record(path: Path) -> None:

@@ -71,6 +71,9 @@ SERVED: dict[str, dict[str, str]] = {
     "checkpointing": {"mpispeed.checkpointing": "*"},
     "comm": _COMM,
     "comm.comm": _COMM,
+    "compression": {"mpispeed.compression": "*"},
+    "compression.compress": {"mpispeed.compression": "init_compression"},
+    "compression.scheduler": {"mpispeed.compression": "compression_scheduler"},
     "elasticity": {"mpispeed.elasticity": "*"},
     "elasticity.elasticity": {"mpispeed.elasticity": "*"},
     "elasticity.config": {
@@ -231,9 +234,7 @@ LATER: dict[str, dict[str, str]] = {
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
     },
     "compression": {
-        "compression": "",
-        "compression.compress": "init_compression redundancy_clean student_initialization",
-        "compression.scheduler": "compression_scheduler",
+        "compression.compress": "redundancy_clean student_initialization",
         "runtime.quantize": "Quantizer",
     },
     "sparse attention": {

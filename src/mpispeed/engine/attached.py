@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpispeed.config.section import Section
     from mpispeed.engine.step import Place, StepPart
     from mpispeed.plan.plan import Plan
+    from mpispeed.sharding.update_windows import StateStore
 
 
 def off(context: Context) -> None:
@@ -156,6 +157,11 @@ class Attached:
         for name, hooks in self._of(states, takes_data=takes_data):
             if hooks.load is not None:
                 _give(hooks.load, name, states)
+
+    def slots(self, updates: int) -> list[StateStore]:
+        """Tensors of features beside the optimizer's states, of a run in which so many updates were applied."""
+        asked = [hooks.slots(updates) for _, hooks in self._rows.values() if hooks.slots is not None]
+        return [store for store in asked if store is not None]
 
     def _of(self, states: Mapping[str, Any], *, takes_data: bool) -> list[tuple[str, Hooks]]:
         rows = [row for row in self._rows.values() if takes_data or not row[0].is_of_data]

@@ -43,6 +43,11 @@ class Counters:
     updates_before_state: int = 0  # updates made before the optimizer state was last reset
 
     @property
+    def applied_steps(self) -> int:
+        """Steps that changed parameters."""
+        return self.global_steps - self.skipped_steps
+
+    @property
     def update_count(self) -> int:
         """Updates that the optimizer state includes."""
         return self.global_steps - self.skipped_steps - self.updates_before_state

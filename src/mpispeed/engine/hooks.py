@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
     from mpispeed.sharding.params import ParamStore
+    from mpispeed.sharding.update_windows import StateStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Hooks:
         state: returns state for checkpoints, as plain values; that of rank 0 is written.
         check: raises if `load` could not take a state; called before anything of a checkpoint is loaded.
         load: takes it back; not called for checkpoints that have none.
+        slots: called as `slots(updates)` with the number of updates that were applied; returns tensors of the run as it
+            is then, sharded as the optimizer's states, which checkpoints keep as those; None if it has none then.
         before_save: called before a checkpoint begins. Collective over: all ranks.
         after_save: called when a save is over, whether it succeeded or not. Collective over: all ranks.
         published: objects for scripts and for later features, by name; `engine.NAME` unless the engine or the model has
@@ -60,6 +63,7 @@ class Hooks:
     state: Callable[[], Mapping[str, Any]] | None = None
     check: Callable[[Mapping[str, Any]], None] | None = None
     load: Callable[[Mapping[str, Any]], None] | None = None
+    slots: Callable[[int], StateStore | None] | None = None
     before_save: Callable[[], None] | None = None
     after_save: Callable[[], None] | None = None
     published: Mapping[str, Any] | None = None

@@ -21,7 +21,7 @@ from mpispeed.store.stored_tensor import WholeLease
 from mpispeed.store.tiers import IN_MEMORY, Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -36,12 +36,21 @@ if TYPE_CHECKING:
 class StateStore:
     """Optimizer state of this rank: one flat tensor per slot and unit, with the placement of masters."""
 
-    def __init__(self, table: Table, params: ParamShards, slots: Sequence[str], tiers: Tiers = IN_MEMORY) -> None:
-        """Start with zeros. Args: `tiers` says which slots are in swap files."""
+    def __init__(
+        self,
+        table: Table,
+        params: ParamShards,
+        slots: Sequence[str],
+        tiers: Tiers = IN_MEMORY,
+        has: Callable[[Unit], bool] = lambda _: True,
+    ) -> None:
+        """Start with zeros. Args: `tiers` says which slots are in swap files, `has` which units have any."""
         self.slots = tuple(slots)
         self.edits = 0  # how often slots were set by something else than an update
         self._tensors = [
             {slot: tiers.zeros(slot, unit.index, params.span(unit).numel, unit.states.full) for slot in self.slots}
+            if has(unit)
+            else {}
             for unit in table.units
         ]
 
@@ -346,6 +355,38 @@ def _edit_unit(params: ParamShards, unit: Unit, edit: Callable[[str, torch.Tenso
         finally:
             for lease in leases:
                 lease.give_back(changed=changed)
+
+
+def read_gradients(
+    params: ParamShards,
+    grads: GradShards,
+    units: Iterable[Unit],
+    read: Callable[[Unit, Span, torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Call `read(unit, span, masters, gradients)` for this rank's range of units, in one piece or several.
+
+    `span` counts from the start of the range. Gradients are those of the update, in the memory of the masters, but for
+    the step's multiplier. Nothing may be changed.
+
+    Collective over: the data axis, if states are in swap files; else local.
+
+    Raises:
+        StoreError: on every rank, if a swap file of one cannot be read.
+    """
+    with params.mesh["data"].together(StoreError) if params.tiers.is_swapping else nullcontext():
+        for unit in units:
+            numel, stored, (grad, at) = params.span(unit).numel, params.stored_master(unit), grads.stored(unit)
+            is_swapped = stored.is_swapped or grad.is_swapped
+            length = max(1, min(numel, params.tiers.plan.window_elements) if is_swapped else numel)
+            for start in range(0, numel, length):
+                span = Span(start, min(start + length, numel))
+                leases = [stored.lend(span.start, span.stop), grad.lend(at + span.start, at + span.stop)]
+                try:
+                    masters, gradients = (lease.wait() for lease in leases)
+                    read(unit, span, masters, gradients.to(masters.device))
+                finally:
+                    for lease in leases:
+                        lease.give_back(changed=False)
 
 
 # Weak on both sides: a store that lives on after its engine must not keep gradients and states.

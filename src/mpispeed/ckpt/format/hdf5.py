@@ -9,7 +9,7 @@ import functools
 import io
 import math
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,18 @@ class Objects:
         """A new group; `name` is escaped already."""
         return h5g.create(parent, name.encode(), lcpl=self._links, gcpl=self._groups)
 
-    def dataset(self, parent: h5g.GroupID, name: str, shape: tuple[int, ...], dtype: str) -> int:
-        """A new contiguous dataset of the dtype name `dtype`; returns its offset in the file, -1 when empty."""
+    def dataset(
+        self, parent: h5g.GroupID, name: str, shape: tuple[int, ...], dtype: str, facts: Mapping[str, Any] | None = None
+    ) -> int:
+        """A new contiguous dataset of the dtype name `dtype`; returns its offset in the file, -1 when empty.
+
+        `facts` become attributes.
+        """
         made = self._reserved(parent, name, shape, schema.STORAGE[dtype])
         if dtype in schema.BIT_PATTERNS:
             self.attribute(made, "dtype", dtype)
+        for fact, value in (facts or {}).items():
+            self.attribute(made, fact, value)
         return _offset_of(made)
 
     def reserved(self, parent: h5g.GroupID | h5f.FileID, name: str, count: int, kind: np.dtype) -> int:

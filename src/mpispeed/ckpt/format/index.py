@@ -201,7 +201,7 @@ def _read_param(name: str, group: h5g.GroupID) -> ParamInfo:
     values = hdf5.attributes(group)
     return ParamInfo(
         name=name,
-        shape=_shape(values),
+        shape=shape_of(values),
         train_dtype=_known(values.text("train_dtype")),
         kind=values.text("kind"),
         param_group=whole(values, "param_group"),
@@ -243,13 +243,19 @@ def _row(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 def _expert(values: Mapping[str, Any]) -> tuple[int, int]:
     row = _row(values, "expert")
-    problem = expert_problem(row, _shape(values))
+    problem = expert_problem(row, shape_of(values))
     if problem:
         raise ValueError(problem)
     return row[0], row[1]
 
 
-def _shape(values: Mapping[str, Any]) -> tuple[int, ...]:
+def shape_of(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """The attribute "shape".
+
+    Raises:
+        KeyError: there is none.
+        ValueError: it is no shape.
+    """
     shape = _row(values, "shape")
     if len(shape) > _MAX_DIMS or min(shape, default=0) < 0 or math.prod(shape) >= 2**63:
         msg = f"{shape!r:.80} is no shape"
@@ -323,7 +329,7 @@ class _TensorReader:
             name=name,
             slot=slot,
             shape=dataset.shape,
-            dtype=_stored_dtype(dataset),
+            dtype=stored_dtype(dataset),
             offset=offset,
             table_offset=table_offset,
             file=file,
@@ -378,7 +384,8 @@ def _placed(home: h5g.GroupID, link: str) -> tuple[h5d.DatasetID, int]:
     return dataset, -1 if offset is None else int(offset)
 
 
-def _stored_dtype(dataset: h5d.DatasetID) -> str:
+def stored_dtype(dataset: h5d.DatasetID) -> str:
+    """The dtype name of a dataset; a ValueError or CheckpointError if it is none of the format."""
     if h5py.h5a.exists(dataset, b"dtype"):
         name = _known(hdf5.attributes(dataset).text("dtype"))
         if schema.STORAGE[name] != dataset.dtype:

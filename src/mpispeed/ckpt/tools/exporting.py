@@ -10,6 +10,9 @@ import uuid as uuids
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from mpispeed.base.errors import CheckpointError
 from mpispeed.base.files import sync_folder
@@ -17,8 +20,11 @@ from mpispeed.ckpt.format import manifest as manifests
 from mpispeed.ckpt.format import numbers, schema
 from mpispeed.ckpt.format.logical import ParamInfo
 from mpispeed.ckpt.read.reader import Reader
-from mpispeed.ckpt.tools import casting, weight_files
+from mpispeed.ckpt.tools import casting, packed_weights, weight_files
 from mpispeed.ckpt.tools.weight_files import Weight, Writer
+
+if TYPE_CHECKING:
+    from mpispeed.native.packed_codes import PackedCodes
 
 #: the slot of a parameter that has its weight in 16 bits
 _WEIGHT16 = "weight16"
@@ -89,6 +95,16 @@ class ExportReport:
     overflows: dict[str, int]
 
 
+class Packer(Protocol):
+    """Interface of what turns weights of a checkpoint into packed codes."""
+
+    def leaves_out(self, name: str) -> bool:
+        """True if the parameter or buffer is not exported: it is in the codes of others already."""
+
+    def pack(self, name: str) -> PackedCodes | None:
+        """The codes of a parameter; None if it is exported as it is. The same at each call."""
+
+
 def format_of(path: Path) -> str:
     """The format whose suffix `path` has, or "" ."""
     return next((name for name, form in FORMATS.items() if path.suffix.lower() in form.suffixes), "")
@@ -109,6 +125,7 @@ def export(
     exclude_frozen: bool = False,
     prefix_map: Sequence[tuple[str, str]] = (),
     overwrite: bool = False,
+    packer: Packer | None = None,
 ) -> ExportReport:
     """Write the weights (masters, or 16-bit weights where there is no master) and the buffers of a checkpoint.
 
@@ -126,16 +143,22 @@ def export(
         exclude_frozen: leave parameters out that are not trained.
         prefix_map: (regular expression, replacement), applied to all names in order.
         overwrite: replace files that exist.
+        packer: makes codes of some weights; for "hdf5" only. It is asked twice for each, and each is whole in memory
+            meanwhile.
 
     Raises:
-        CheckpointError: a word is unknown, names collide, a file exists, or the format has no place for a dtype.
+        CheckpointError: a word is unknown, names collide, a file exists, or the format has no place for a dtype or
+            for codes.
         CorruptCheckpoint: elements are not those that were saved.
         OSError: the file system refuses.
     """
     _chosen(output, to, dtype)
-    weights = _weights(reader, dtype, exclude_frozen, _Renamer(prefix_map))
+    if packer is not None and to != "hdf5":
+        msg = f"{to} has no place for packed codes; export quantized weights as hdf5"
+        raise CheckpointError(msg)
+    weights = _weights(reader, dtype, exclude_frozen, _Renamer(prefix_map), packer)
     overflows: dict[str, int] = {}
-    elements = _Elements(reader, overflows)
+    elements = _Elements(reader, overflows, packer)
     files = write_files(output, weights, elements, to=to, shard_bytes=shard_bytes, overwrite=overwrite)
     return ExportReport(files, sum(path.stat().st_size for path in files), len(weights), overflows)
 
@@ -217,7 +240,7 @@ class _Renamer:
             raise CheckpointError(msg)
 
 
-def _weights(reader: Reader, dtype: str, exclude_frozen: bool, rename: _Renamer) -> list[Weight]:
+def _weights(reader: Reader, dtype: str, exclude_frozen: bool, rename: _Renamer, packer: Packer | None) -> list[Weight]:
     aliases: dict[str, list[str]] = {}
     for alias, canonical in sorted(reader.aliases().items()):
         aliases.setdefault(canonical, []).append(rename(alias))
@@ -225,11 +248,17 @@ def _weights(reader: Reader, dtype: str, exclude_frozen: bool, rename: _Renamer)
     for name in reader.names():
         info = reader.info(name)
         new = rename(name)
-        if exclude_frozen and info.kind == "frozen":
+        if (exclude_frozen and info.kind == "frozen") or (packer and packer.leaves_out(name)):
             continue
         source, target = _source(reader, info, dtype)
-        made.append(Weight(new, tuple(aliases.get(name, ())), reader.stored(name, source), target))
+        packed, others = packer.pack(name) if packer else None, tuple(aliases.get(name, ()))
+        if packed is not None:
+            made += packed_weights.parts(new, others, name, packed, target)
+        else:
+            made.append(Weight(new, others, reader.stored(name, source), target))
     for name in reader.buffers():
+        if packer and packer.leaves_out(name):
+            continue
         stored = reader.stored(name, schema.BUFFER_SLOT)
         target = DTYPES[dtype] if numbers.is_float(stored.dtype) else ""
         made.append(Weight(rename(name), (), stored, target or stored.dtype))
@@ -289,10 +318,14 @@ def _index_text(shards: dict[str, list[Weight]]) -> str:
 class _Elements:
     """Converts elements of weights to bytes of the dtype to write, and counts overflows."""
 
-    def __init__(self, reader: Reader, overflows: dict[str, int]) -> None:
-        self._reader, self._overflows = reader, overflows
+    def __init__(self, reader: Reader, overflows: dict[str, int], packer: Packer | None = None) -> None:
+        self._reader, self._overflows, self._packer = reader, overflows, packer
+        self._last: tuple[str, dict[str, np.ndarray]] = ("", {})
 
     def __call__(self, weight: Weight) -> Iterator[memoryview]:
+        if weight.source.slot == packed_weights.SLOT:
+            yield self._part(weight.source.name)
+            return
         total = 0
         for stored in self._reader.chunks(weight.source):
             made = casting.cast(stored, weight.source.dtype, weight.dtype)
@@ -300,6 +333,14 @@ class _Elements:
             yield made.data.cast("B") if made.size else memoryview(b"")
         if total:
             self._overflows[weight.name] = total
+
+    def _part(self, part: str) -> memoryview:
+        """Codes, scales or offsets; those of one weight are asked for one after the other."""
+        name, end = packed_weights.split(part)
+        if self._last[0] != name:
+            packed = self._packer.pack(name) if self._packer else None
+            self._last = (name, {} if packed is None else packed_weights.contents(packed))
+        return memoryview(np.ascontiguousarray(self._last[1][end]).reshape(-1).view(np.uint8).data)
 
 
 class _Target:

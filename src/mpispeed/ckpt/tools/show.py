@@ -66,7 +66,7 @@ def rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
     for alias, canonical in index.aliases.items():
         info = index.params[canonical]
         found.append(_row(alias, info.shape, str(info.train_dtype), f"alias of {canonical}", {}, 0))
-    return [row for row in found if _fits(row["name"], pattern)]
+    return [row for row in found if fits(row["name"], pattern)]
 
 
 def expert_rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def expert_rows(index: Index, pattern: str = "") -> list[dict[str, Any]]:
         if slot != schema.BUFFER_SLOT:
             sizes[name] = sizes.get(name, 0) + tensor.size_bytes
     made = []
-    for layer in experts.layers(info for name, info in index.params.items() if _fits(name, pattern)).values():
+    for layer in experts.layers(info for name, info in index.params.items() if fits(name, pattern)).values():
         names = [info.name for info in layer.params]
         size = sum(sizes.get(name, 0) for name in names)
         made.append({"layer": layer.name, "experts": layer.total, "params": len(names), "bytes": size})
@@ -92,7 +92,8 @@ def _row(name: str, shape: tuple[int, ...], dtype: str, kind: str, slots: dict[s
     return shared | {"step": None, "slots": slots, "bytes": size, "expert": None}
 
 
-def _fits(name: str, pattern: str) -> bool:
+def fits(name: str, pattern: str) -> bool:
+    """True if a name fits a pattern of `rows`."""
     if any(sign in pattern for sign in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
     return pattern in name

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,12 +54,14 @@ class Weight:
         aliases: other names of the same tensor.
         source: the stored tensor with its elements.
         dtype: dtype name to write.
+        facts: attributes of it in an HDF5 file.
     """
 
     name: str
     aliases: tuple[str, ...]
     source: TensorEntry
     dtype: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -175,7 +177,8 @@ def write_hdf5(path: Path, weights: Sequence[Weight], elements: Elements) -> Non
     """
     with hdf5.Builder(path) as build:
         places = [
-            build.dataset(build.root, schema.escape(weight.name), weight.shape, weight.dtype) for weight in weights
+            build.dataset(build.root, schema.escape(weight.name), weight.shape, weight.dtype, weight.facts)
+            for weight in weights
         ]
         top = h5g.open(build.root, b"/")
         utf8 = h5p.create(h5p.LINK_CREATE)

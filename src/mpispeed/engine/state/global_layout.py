@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mpispeed.engine.build.parts import Parts
     from mpispeed.exchange.saved import Saved
     from mpispeed.optim.rule import Window
+    from mpispeed.sharding.update_windows import StateStore
     from mpispeed.store.layout import Place, Unit
     from mpispeed.store.stored_tensor import Lease, StoredTensor
 
@@ -353,12 +354,13 @@ def tensors_of(
         more: additional tensors, of the exchange.
     """
     kept, cuts = _kept_slots(parts, whole, windows), _Cuts(parts)
+    stores = parts.features.slots(parts.counters.applied_steps)
     frozen = {unit.index: _rest(parts, unit) for unit in parts.table.frozen} if has_frozen else {}
     for name, param in parts.module.named_parameters():
         place, shape = parts.table.locate(param), whole.shape(name, param)
         if place is not None and place.unit.is_trainable:
             dtype = place.unit.states.full
-            for slot, holder in _trained(parts, place.unit, sorted(slots.get(name, ()))).items():
+            for slot, holder in _trained(parts, place.unit, sorted(slots.get(name, ())), stores).items():
                 mean = None if more is None else more.mean(place, slot)
                 if mean is not None:
                     pieces: Sequence[Piece] = mean
@@ -379,10 +381,15 @@ def tensors_of(
         yield whole.outside(name, "buffer", buffer)
 
 
-def _trained(parts: Parts, unit: Unit, slots: Sequence[str]) -> Mapping[str, StoredTensor | None]:
-    """Slot -> stored tensor of a trained unit; None for slots kept by the rule."""
+def _trained(
+    parts: Parts, unit: Unit, slots: Sequence[str], stores: Sequence[StateStore]
+) -> Mapping[str, StoredTensor | None]:
+    """Slot -> stored tensor of a trained unit, those of features last; None for slots kept by the rule."""
     holders = {} if parts.optimization is None else parts.optimization.states.tensors(unit)
-    return {"master": parts.params.shards.stored_master(unit), **{slot: holders.get(slot) for slot in slots}}
+    found = {"master": parts.params.shards.stored_master(unit), **{slot: holders.get(slot) for slot in slots}}
+    for store in stores:
+        found |= store.tensors(unit)
+    return found
 
 
 def _kept_slots(parts: Parts, whole: GlobalLayout, windows: Sequence[Window]) -> dict[tuple[str, str], list[Piece]]:

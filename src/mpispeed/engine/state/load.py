@@ -251,6 +251,7 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
                 _take_groups(parts, source, saved, pairs, whole_model)
                 loading = _loading(parts, source, state, whole_model)
                 _read_slots(parts, loading, saved, whole_model)
+                _read_slots_of_features(parts, source, state, whole_model)
                 if exchange is not None:
                     exchange.read(loading)
     if exchange is not None:
@@ -282,7 +283,8 @@ def _forget_states(parts: Parts) -> None:
     """Reset the optimizer state, so that states missing from the checkpoint begin at zero."""
     if parts.optimization is None:
         return
-    parts.optimization.states.clear()
+    for store in (parts.optimization.states, *parts.features.slots(parts.counters.applied_steps)):
+        store.clear()
     parts.optimization.exchange.forget()
     if isinstance(parts.optimization.rule, KeepsState):
         parts.optimization.rule.forget()
@@ -412,6 +414,15 @@ def _read_slots(parts: Parts, loading: Loading, saved: dict[str, Any], whole: Gl
     if fresh:
         text = "optimizer state of %d parameters is not in %s, or not of the parts on this rank; they start afresh"
         log.warning(text, len(fresh), source.path)
+
+
+def _read_slots_of_features(parts: Parts, source: Checkpoint, state: dict[str, Any], whole: GlobalLayout) -> None:
+    """Load the tensors that features keep beside the optimizer's; what is not in the file stays zero."""
+    counted = state["engine"]
+    for store in parts.features.slots(counted["global_steps"] - counted["skipped_steps"]):
+        for unit in parts.table.units:
+            span = parts.params.shards.span(unit)
+            _fill_slots(source, whole, unit, span, store.of(unit), set(source.names()))
 
 
 def _fill_states(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole: GlobalLayout) -> set[str]:

@@ -1,0 +1,174 @@
+"""Weights as packed codes in an exported HDF5 file: the names and facts of their parts, and a reader. torch for values.
+
+A weight W is the datasets `W_codes` (uint8, with the attributes bits, shape, is_signed and weight_dtype), `W_scales`
+and maybe `W_offsets` (fp32), as a model that `redundancy_clean` made has them in its state dict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+
+from mpispeed.base.errors import CheckpointError
+from mpispeed.ckpt.format import hdf5, schema
+from mpispeed.ckpt.format.index import TensorEntry, shape_of, stored_dtype, translated, whole
+from mpispeed.ckpt.tools.weight_files import Weight
+
+if TYPE_CHECKING:
+    import torch
+    from h5py import h5d
+
+    from mpispeed.native.packed_codes import PackedCodes
+
+CODES, SCALES, OFFSETS = "_codes", "_scales", "_offsets"
+"""Ends of the names of the parts, behind the name of the weight."""
+
+SLOT = "packed"
+"""Slot of parts, which no checkpoint stores."""
+
+_MOST_BITS = 8
+
+
+def parts(name: str, aliases: tuple[str, ...], source: str, packed: PackedCodes, dtype: str) -> list[Weight]:
+    """The datasets of a weight, in the order of `contents`.
+
+    Args:
+        name: to write it under.
+        aliases: its other names.
+        source: its name in the checkpoint.
+        packed: its codes.
+        dtype: dtype name of the weight.
+    """
+    made = []
+    for end, array in contents(packed).items():
+        entry = TensorEntry(source + end, SLOT, array.shape, array.dtype.name, -1, -1)
+        facts: dict[str, Any] = {}
+        if end == CODES:
+            facts = {"bits": packed.bits, "shape": packed.shape, "is_signed": int(packed.is_signed)}
+            facts["weight_dtype"] = dtype
+        made.append(Weight(name + end, tuple(alias + end for alias in aliases), entry, array.dtype.name, facts))
+    return made
+
+
+def split(part: str) -> tuple[str, str]:
+    """Name of a weight, and end, of the name of a part."""
+    end = next(end for end in (CODES, SCALES, OFFSETS) if part.endswith(end))
+    return part.removesuffix(end), end
+
+
+def contents(packed: PackedCodes) -> dict[str, np.ndarray]:
+    """End of a part's name -> its elements."""
+    found = {CODES: packed.codes.cpu().numpy(), SCALES: packed.scales.cpu().numpy()}
+    return found if packed.offsets is None else found | {OFFSETS: packed.offsets.cpu().numpy()}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor of a file.
+
+    Attributes:
+        shape: of the weight.
+        dtype: dtype name of the weight; not of its codes.
+        bits: of a code; 0: it is stored as it is.
+        groups: number of scales.
+        has_offsets: True if there is one for each scale.
+
+    Units:
+        size_bytes: of codes, scales and offsets, or of the elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bits: int
+    groups: int
+    has_offsets: bool
+    size_bytes: int
+
+
+def rows(path: Path) -> list[Row]:
+    """The tensors of a file of weights, without a look at their elements.
+
+    Raises:
+        CheckpointError: (CorruptCheckpoint) it is no such file, or damaged.
+    """
+    with _opened(path) as file:
+        return [row for row, _ in _tensors(file)]
+
+
+def load(path: str | Path) -> dict[str, torch.Tensor]:
+    """The values of all tensors of an HDF5 file that `ckpt export` wrote; those of codes in the dtype of their weight.
+
+    Raises:
+        CheckpointError: (CorruptCheckpoint) it is no such file, or damaged.
+    """
+    from mpispeed.native.packed_codes import PackedCodes
+
+    found = {}
+    with _opened(Path(path)) as file:
+        for row, stored in _tensors(file):
+            arrays = {end: h5py.Dataset(dataset)[()] for end, dataset in stored.items()}
+            if not row.bits:
+                found[row.name] = schema.from_array(np.asarray(arrays[""]), row.dtype)
+                continue
+            codes, scales = (schema.from_array(arrays[end], arrays[end].dtype.name) for end in (CODES, SCALES))
+            offsets = schema.from_array(arrays[OFFSETS], "float32") if OFFSETS in arrays else None
+            packed = PackedCodes(codes, scales, offsets, row.bits, row.shape, _is_signed(stored[CODES]))
+            if problem := packed.check():
+                msg = f"{row.name}: {problem}"
+                raise ValueError(msg)
+            found[row.name] = packed.values(schema.torch_dtype(row.dtype))
+    return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[h5py.File]:
+    """Context with the open file, in which any error names it."""
+    if not path.is_file():
+        msg = f"{path} is no file"
+        raise CheckpointError(msg)
+    with translated(path), hdf5.open_reading(path) as file:
+        yield file
+
+
+def _tensors(file: h5py.File) -> Iterator[tuple[Row, dict[str, h5d.DatasetID]]]:
+    """Each tensor with the datasets that it is made of, by the ends of their names."""
+    names = dict.fromkeys(hdf5.names(file.id))
+    taken: set[str] = set()
+    for stored in names:
+        if stored.endswith(CODES) and h5py.h5a.exists(hdf5.child_dataset(file.id, stored), b"bits"):
+            taken.update(stored.removesuffix(CODES) + end for end in (CODES, SCALES, OFFSETS))
+    for stored in names:
+        dataset = hdf5.child_dataset(file.id, stored)
+        if stored not in taken:
+            dtype = stored_dtype(dataset)
+            size = math.prod(dataset.shape) * dataset.dtype.itemsize
+            yield Row(schema.unescape(stored), dataset.shape, dtype, 0, 0, False, size), {"": dataset}
+        elif stored.endswith(CODES) and stored in taken:
+            yield _packed(file, stored.removesuffix(CODES), has_offsets=stored.removesuffix(CODES) + OFFSETS in names)
+
+
+def _packed(file: h5py.File, stored: str, *, has_offsets: bool) -> tuple[Row, dict[str, h5d.DatasetID]]:
+    ends = (CODES, SCALES, OFFSETS) if has_offsets else (CODES, SCALES)
+    found = {end: hdf5.child_dataset(file.id, stored + end) for end in ends}
+    values = hdf5.attributes(found[CODES])
+    shape, bits, dtype = shape_of(values), whole(values, "bits"), values.text("weight_dtype")
+    if dtype not in schema.STORAGE or not 1 <= bits <= _MOST_BITS or whole(values, "is_signed") not in (0, 1):
+        msg = f"{stored}: no weight of {dtype:.80} has codes of {bits} bits"
+        raise ValueError(msg)
+    if found[CODES].shape != (-(-math.prod(shape) * bits // 8),):
+        msg = f"{stored}: {found[CODES].shape} bytes of codes are no {bits} bits for each element of {shape}"
+        raise ValueError(msg)
+    size = sum(math.prod(part.shape) * part.dtype.itemsize for part in found.values())
+    return Row(schema.unescape(stored), shape, dtype, bits, math.prod(found[SCALES].shape), has_offsets, size), found
+
+
+def _is_signed(codes: h5d.DatasetID) -> bool:
+    return bool(whole(hdf5.attributes(codes), "is_signed"))

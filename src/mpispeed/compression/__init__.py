@@ -1,0 +1,8 @@
+"""Models that become smaller in training: quantization, pruning, fewer layers; and what makes it permanent.
+
+Knows the config, engines, and the compressible layers of `nn.compression`. Only `api` sees settings.
+"""
+
+from mpispeed.compression.api import CompressionScheduler, compression_scheduler, init_compression
+
+__all__ = ["CompressionScheduler", "compression_scheduler", "init_compression"]

@@ -1,0 +1,340 @@
+"""Layers whose weights are compressed while they run: their class is replaced by one with its own forward.
+
+Nothing else about a layer changes: not its name, its parameters, its other attributes or what `isinstance` says. For
+the time of its forward `weight` and `bias` are the compressed values, computed from the parameters when it begins, when
+sharded parameters are gathered. Outside of it `weight` is the parameter.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mpispeed.native.token_choice import key_of
+from mpispeed.nn.compression.masks import initial_scores, l1_scores, mask_shape, spread, top_k_mask
+from mpispeed.nn.compression.matching import form_of, out_dim_of
+from mpispeed.nn.compression.quantizers import Quantizer, copied_gradient, fake_quantize, quantize_between
+from mpispeed.nn.compression.techniques import (
+    ACTIVATIONS,
+    PRUNINGS,
+    WEIGHTS,
+    ActivationQuantization,
+    Pruning,
+    Technique,
+    WeightQuantization,
+)
+
+if TYPE_CHECKING:
+    from mpispeed.base.passes import Pass, Passes
+
+RANGE = "activation_range"
+"""Buffer [2], fp32: least and greatest input of training; [inf, -inf] before the first."""
+
+MOMENTUM = 0.95
+"""Of a running range: what stays of it at each training pass."""
+
+_STATE = "_compression_state"
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+@dataclass(eq=False)
+class Progress:
+    """The place where training is; all layers of a model share it.
+
+    Attributes:
+        step: updates that were made.
+        seed: of stochastic rounding and of first scores.
+        passes: the pass that runs, if an engine says it.
+    """
+
+    step: int = 0
+    seed: int = 0
+    passes: Passes | None = None
+
+    @property
+    def current(self) -> Pass | None:
+        """The pass that runs, or whose backward runs."""
+        return None if self.passes is None else self.passes.current
+
+    def key(self, name: str) -> int:
+        """A number for this place, pass and layer; the same on all ranks, and when backward runs a pass again."""
+        current = self.current
+        step, micro = (self.step, 0) if current is None else (current.global_step, current.micro_step)
+        return key_of(self.seed, step, micro, zlib.crc32(name.encode()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles belong to no engine."""
+        return {"step": self.step, "seed": self.seed, "passes": None}
+
+
+@dataclass(eq=False)
+class LayerState:
+    """The techniques of one layer, and what is active.
+
+    Attributes:
+        name: of the layer in its model.
+        progress: where training is.
+        techniques: section of the config -> what it asks for.
+        related: section -> names of the layers that shrink along.
+        active: sections that are active now.
+        bits: of the weight now.
+        mixed: part of the plain weight that is mixed into the quantized one, from 1 to 0.
+        quantizer: of the weight; its groups are those of this layer.
+        has_mask: sections whose fixed masks are in their buffers.
+        follows: layers whose channel masks are laid on the output of this one, a normalisation.
+        channels: the channel mask of the last forward.
+    """
+
+    name: str
+    progress: Progress
+    techniques: dict[str, Technique] = field(default_factory=dict)
+    related: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    active: set[str] = field(default_factory=set)
+    bits: int = 0
+    mixed: float = 0.0
+    quantizer: Quantizer = field(default_factory=Quantizer)
+    has_mask: set[str] = field(default_factory=set)
+    follows: list[LayerState] = field(default_factory=list)
+    channels: Tensor | None = None
+    _values: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _ranges: dict[Pass, Tensor] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to passes."""
+        return {**self.__dict__, "_values": {}, "_ranges": {}, "channels": None}
+
+    @property
+    def weight_quantization(self) -> WeightQuantization | None:
+        """That of the weight, if there is any."""
+        return cast("WeightQuantization | None", self.techniques.get(WEIGHTS))
+
+    def set_step(self, step: int) -> None:
+        """Switch on what begins at this step or before; the rest is off. Local."""
+        self.active = {name for name, technique in self.techniques.items() if step >= technique.offset}
+        self._ranges.clear()
+
+    def pruning(self, kind: str) -> Pruning | None:
+        """The pruning of a kind, if there is any."""
+        return cast("Pruning | None", self.techniques.get(f"{kind}_pruning"))
+
+
+def make_compressible(layer: nn.Module, state: LayerState) -> None:
+    """Let one layer compute with what `state` says; a layer that does so already gets the new state."""
+    known = type(layer)
+    if known not in _classes.values():
+        if known not in _classes:
+            _classes[known] = _compressible(known)
+        layer.__class__ = _classes[known]
+    layer.__dict__[_STATE] = state
+
+
+def make_plain(layer: nn.Module) -> None:
+    """Give a layer its own class back; scores, masks and ranges go. No effect on others."""
+    plain = next((base for base, known in _classes.items() if known is type(layer)), None)
+    if plain is None:
+        return
+    layer.__class__ = plain
+    layer.__dict__.pop(_STATE, None)
+    for name in (RANGE, *(f"{kind}_{what}" for kind in PRUNINGS.values() for what in ("mask", "scores"))):
+        layer._buffers.pop(name, None)
+        layer._parameters.pop(name, None)
+
+
+def state_of(layer: nn.Module) -> LayerState | None:
+    """What a layer computes with; None for other modules."""
+    return cast("LayerState | None", layer.__dict__.get(_STATE))
+
+
+def add_technique(layer: nn.Module, technique: Technique, weight_shape: tuple[int, ...]) -> None:
+    """Give a compressible layer one more technique, with its buffers and parameters.
+
+    Args:
+        layer: with a state.
+        technique: one whose method it lacks.
+        weight_shape: that of the full weight, which may be sharded now.
+    """
+    state = _known(layer)
+    state.techniques[technique.method] = technique
+    weight = cast("Tensor", layer._parameters["weight"])
+    if isinstance(technique, WeightQuantization):
+        state.bits = technique.target_bits if technique.in_forward else technique.start_bits
+        rows = weight_shape[0] if form_of(layer) == "embedding" else technique.quantizer.groups
+        state.quantizer = replace(technique.quantizer, groups=rows)
+        state.mixed = 0.0
+    elif isinstance(technique, ActivationQuantization):
+        if technique.is_static:
+            layer.register_buffer(RANGE, torch.tensor([torch.inf, -torch.inf], device=weight.device))
+    else:
+        kind = technique.kind
+        shape = mask_shape(kind, weight_shape, out_dim_of(layer), technique.num_heads)
+        if technique.is_learned:
+            key = key_of(state.progress.seed, zlib.crc32(f"{state.name}.{kind}_scores".encode()))
+            scores = initial_scores(shape, key, weight.dtype, weight.device)
+            layer.register_parameter(f"{kind}_scores", nn.Parameter(scores))
+        else:
+            layer.register_buffer(f"{kind}_mask", torch.ones(shape, dtype=torch.bool, device=weight.device))
+
+
+def _known(layer: nn.Module) -> LayerState:
+    return cast("LayerState", layer.__dict__[_STATE])
+
+
+def _compressible(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the same name that computes with compressed values."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = _known(self)
+        if not state.active and not state.follows:
+            return base.forward(self, *args, **kwargs)
+        if ACTIVATIONS in state.active:
+            args, kwargs = _with_first(args, kwargs, lambda x: quantized_input(self, x))
+        outer = state._values
+        state._values = compressed_values(self)
+        try:
+            out = base.forward(self, *args, **kwargs)
+        finally:
+            state._values = outer
+        return _masked_output(out, state) if state.follows else out
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        made, args, *rest = cast("tuple[Any, ...]", base.__reduce_ex__(self, protocol))
+        if made is copyreg.__newobj__ and args == (type(self),):  # type: ignore[attr-defined]
+            made, args = _rebuilt, (base,)
+        return made, args, *rest
+
+    names = {"forward": forward, "__reduce_ex__": reduce, "__module__": base.__module__}
+    names |= {name: _value(name) for name in ("weight", "bias")}
+    return type(base.__name__, (base,), {**names, "__qualname__": base.__qualname__, "__doc__": base.__doc__})
+
+
+def _value(name: str) -> property:
+    """The compressed value within forward, else the parameter."""
+
+    def get(self: nn.Module) -> Any:
+        values = _known(self)._values
+        if name in values:
+            return values[name]
+        return nn.Module.__getattr__(self, name)
+
+    return property(get)
+
+
+def _rebuilt(base: type[nn.Module]) -> nn.Module:
+    """An empty layer, for copies and pickles."""
+    layer: nn.Module = base.__new__(base)
+    if base not in _classes:
+        _classes[base] = _compressible(base)
+    layer.__class__ = _classes[base]
+    return layer
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the first one changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    first = next(iter(kwargs))
+    return args, {**kwargs, first: change(kwargs[first])}
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def compressed_values(layer: nn.Module) -> dict[str, Tensor]:
+    """What `weight` and `bias` of a compressible layer are in its forward: quantized, then masked.
+
+    The parameters have to be whole on this rank.
+    """
+    state = _known(layer)
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if weight is None:
+        return {}
+    values: Tensor = quantized_weight(layer, weight) if WEIGHTS in state.active else weight
+    shift: Tensor | None = bias
+    for method, kind in PRUNINGS.items():
+        if method in state.active:
+            mask = mask_of(layer, kind)
+            values = values * spread(kind, mask, weight, out_dim_of(layer))
+            if kind in ("row", "channel") and shift is not None:
+                shift = shift * mask.view(-1)
+            if kind == "channel":
+                state.channels = mask.detach()
+    found = {"weight": values} if values is not weight else {}
+    return found if shift is None or shift is bias else {**found, "bias": shift}
+
+
+def quantized_weight(layer: nn.Module, weight: Tensor) -> Tensor:
+    """The weight as its quantizer has it now. Stochastic rounding is for training; else to the nearest."""
+    state = _known(layer)
+    is_drawn = layer.training and state.quantizer.rounding == "stochastic"
+    key = state.progress.key(state.name) if is_drawn else None
+    found = fake_quantize(weight, state.bits, state.quantizer, key)
+    if not state.mixed:
+        return found
+    with torch.no_grad():
+        mixture = weight * state.mixed + found * (1 - state.mixed)
+    return copied_gradient(weight, mixture)
+
+
+def mask_of(layer: nn.Module, kind: str) -> Tensor:
+    """The mask of a kind of pruning that the layer has; of the method l1 it is made when it is first asked for."""
+    state = _known(layer)
+    pruning = cast("Pruning", state.pruning(kind))
+    if pruning.is_learned:
+        return top_k_mask(cast("Tensor", layer._parameters[f"{kind}_scores"]), pruning.dense_ratio)
+    mask = cast("Tensor", layer._buffers[f"{kind}_mask"])
+    if pruning.scores == "l1" and pruning.method not in state.has_mask:
+        if bool(mask.all()):  # else it comes from a checkpoint
+            weight = cast("Tensor", layer._parameters["weight"])
+            with torch.no_grad():
+                scores = l1_scores(pruning.kind, weight, out_dim_of(layer), pruning.num_heads)
+                mask.copy_(top_k_mask(scores, pruning.dense_ratio))
+        state.has_mask.add(pruning.method)
+    return mask
+
+
+def _masked_output(out: Tensor, state: LayerState) -> Tensor:
+    """The output of a normalisation without the channels that its convolutions lost; gradients pass as before."""
+    for source in state.follows:
+        if source.channels is not None and "channel_pruning" in source.active:
+            out = copied_gradient(out, out.detach() * source.channels.view(1, -1, *(1 for _ in out.shape[2:])))
+    return out
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
+    """The input as its quantizer has it: by ranges of tokens or images, or by the running range."""
+    state = _known(layer)
+    technique = cast("ActivationQuantization", state.techniques[ACTIVATIONS])
+    if not x.numel():
+        return x
+    if technique.is_static:
+        low, high = _running_range(layer, x, state).unbind()
+        return quantize_between(x, low, high, technique.bits, technique.quantizer)
+    images = x.shape[0] if form_of(layer) == "conv" and x.dim() == 4 else 1
+    groups = images if form_of(layer) == "conv" else x.numel() // x.shape[-1]
+    return fake_quantize(x, technique.bits, replace(technique.quantizer, groups=groups))
+
+
+def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
+    """The range to quantize with, [2]; a training pass takes part in it once, however often it runs."""
+    held = cast("Tensor", layer._buffers[RANGE])
+    current = state.progress.current
+    if current in state._ranges:
+        return state._ranges[current]
+    is_first = bool(held[0] > held[1])
+    is_again = torch._C._current_graph_task_id() != -1
+    if not layer.training or is_again:
+        return torch.stack(x.detach().float().aminmax()) if is_first else held
+    with torch.no_grad():
+        seen = torch.stack(x.detach().float().aminmax())
+        held.copy_(seen if is_first else held * MOMENTUM + seen * (1 - MOMENTUM))
+    if current is not None:
+        state._ranges[current] = held.clone()
+    return held
