@@ -153,6 +153,7 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.nn.routing": "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
     },
     "runtime.data_pipeline.data_routing.scheduler": {"mpispeed.nn.routing": "RandomLTDScheduler"},
+    "runtime.eigenvalue": {"mpispeed.engine.curvature": "Eigenvalue"},
     "runtime.engine": {**_ENGINE, "mpispeed.engine.pipeline": "PipelineEngine"},
     "runtime.fp16.onebit": {"mpispeed.optim": "OnebitAdam OnebitLamb ZeroOneAdam"},
     "runtime.fp16.onebit.adam": {"mpispeed.optim": "OnebitAdam"},
@@ -235,7 +236,6 @@ LATER: dict[str, dict[str, str]] = {
     },
     "compression": {
         "runtime.quantize": "Quantizer",
-        "runtime.eigenvalue": "Eigenvalue",
     },
     "sparse attention": {
         "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "
