@@ -88,3 +88,13 @@ def test_a_second_call_changes_nothing_and_other_settings_are_refused():
     assert compression_of(model) is found
     with pytest.raises(ConfigError, match="compressed already, by other settings"):
         init_compression(model, weights(bits=5))
+
+
+def test_a_period_of_0_steps_is_one_of_1():
+    """Where bits do not fall, scripts of DeepSpeedExamples have it."""
+    model = network()
+    given = weights(bits=8)
+    params = given["compression_training"]["weight_quantization"]["different_groups"]["wq"]["params"]
+    params["quantization_period"] = 0
+    init_compression(model, given)
+    assert {group.technique.period for group in compression_of(model).groups} == {1}
