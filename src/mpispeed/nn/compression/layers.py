@@ -17,9 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.native.token_choice import key_of
-from mpispeed.nn.compression.masks import initial_scores, l1_scores, mask_shape, spread, top_k_mask
+from mpispeed.nn.compression.masks import Kind, initial_scores, l1_scores, mask_shape, spread, top_k_mask
 from mpispeed.nn.compression.matching import form_of, out_dim_of
 from mpispeed.nn.compression.quantizers import Quantizer, copied_gradient, fake_quantize, quantize_between
+from mpispeed.nn.compression.slices import (
+    SlicedWeight,
+    Slices,
+    along_bias,
+    along_input,
+    comm_of_input,
+    put,
+    shared_range,
+)
 from mpispeed.nn.compression.techniques import (
     ACTIVATIONS,
     PRUNINGS,
@@ -191,9 +200,9 @@ def add_technique(layer: nn.Module, technique: Technique, weight_shape: tuple[in
         if technique.is_learned:
             key = key_of(state.progress.seed, zlib.crc32(f"{state.name}.{kind}_scores".encode()))
             scores = initial_scores(shape, key, weight.dtype, weight.device)
-            layer.register_parameter(f"{kind}_scores", nn.Parameter(scores))
+            put(layer, f"{kind}_scores", nn.Parameter(scores))
         else:
-            layer.register_buffer(f"{kind}_mask", torch.ones(shape, dtype=torch.bool, device=weight.device))
+            put(layer, f"{kind}_mask", torch.ones(shape, dtype=torch.bool, device=weight.device))
 
 
 def _known(layer: nn.Module) -> LayerState:
@@ -213,8 +222,16 @@ def _compressible(base: type[nn.Module]) -> type[nn.Module]:
         return made, args, *rest
 
     names = {"forward": forward, "__reduce_ex__": reduce, "__module__": base.__module__}
-    names |= {name: _value(name) for name in ("weight", "bias")}
+    names |= {name: _value(name) for name in ("weight", "bias")} | {"plain_type": base, "carry_to": _carry_to}
     return type(base.__name__, (base,), {**names, "__qualname__": base.__qualname__, "__doc__": base.__doc__})
+
+
+def _carry_to(self: nn.Module, made: nn.Module) -> None:
+    """As `nn.tensor.carried.Carries`."""
+    make_compressible(made, _known(self))
+    for name, part in [*self._parameters.items(), *self._buffers.items()]:
+        if name not in ("weight", "bias") and part is not None:
+            put(made, name, part)
 
 
 def _value(name: str) -> property:
@@ -254,7 +271,7 @@ def compressed_values(layer: nn.Module) -> dict[str, Tensor]:
 
     The parameters have to be whole on this rank.
     """
-    state = _known(layer)
+    state, slices = _known(layer), Slices.of(layer)
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if weight is None:
         return {}
@@ -263,10 +280,10 @@ def compressed_values(layer: nn.Module) -> dict[str, Tensor]:
     for method, kind in PRUNINGS.items():
         if method in state.active:
             mask = mask_of(layer, kind)
-            values = values * spread(kind, mask, weight, out_dim_of(layer))
+            values = values * spread(kind, mask, weight, out_dim_of(layer), slices)
             if kind in ("row", "channel"):
                 state.kept_outputs = mask.detach().view(-1)
-                shift = None if shift is None else shift * mask.view(-1)
+                shift = None if shift is None else shift * along_bias(mask.view(-1), layer)
     found = {"weight": values} if values is not weight else {}
     return found if shift is None or shift is bias else {**found, "bias": shift}
 
@@ -276,7 +293,9 @@ def quantized_weight(layer: nn.Module, weight: Tensor) -> Tensor:
     state = _known(layer)
     is_drawn = layer.training and state.quantizer.rounding == "stochastic"
     key = state.progress.key(state.name) if is_drawn else None
-    found = fake_quantize(weight, state.bits, state.quantizer, key)
+    slices = Slices.of(layer)
+    grouped = None if slices is None else SlicedWeight(weight, state.quantizer.groups, slices)
+    found = fake_quantize(weight, state.bits, state.quantizer, key, grouped)
     if not state.mixed:
         return found
     with torch.no_grad():
@@ -284,19 +303,29 @@ def quantized_weight(layer: nn.Module, weight: Tensor) -> Tensor:
     return copied_gradient(weight, mixture)
 
 
-def mask_of(layer: nn.Module, kind: str) -> Tensor:
-    """The mask of a kind of pruning that the layer has; of the method l1 it is made when it is first asked for."""
-    state = _known(layer)
+def mask_of(layer: nn.Module, kind: Kind) -> Tensor:
+    """The mask of a kind of pruning that the layer has; of the method l1 it is made when it is first asked for.
+
+    Collective over: the slices of a layer that is cut, if the mask has the shape of the weight or is made now.
+    """
+    state, slices = _known(layer), Slices.of(layer)
     pruning = cast("Pruning", state.pruning(kind))
     if pruning.is_learned:
-        return top_k_mask(cast("Tensor", layer._parameters[f"{kind}_scores"]), pruning.dense_ratio)
+        scores = cast("Tensor", layer._parameters[f"{kind}_scores"])
+        if kind != "sparse" or slices is None:
+            return top_k_mask(scores, pruning.dense_ratio)
+        with torch.no_grad():
+            mask = slices.own(top_k_mask(slices.whole(scores), pruning.dense_ratio))
+        return copied_gradient(scores, mask)
     mask = cast("Tensor", layer._buffers[f"{kind}_mask"])
     if pruning.scores == "l1" and pruning.method not in state.has_mask:
-        if bool(mask.all()):  # else it comes from a checkpoint
-            weight = cast("Tensor", layer._parameters["weight"])
-            with torch.no_grad():
-                scores = l1_scores(pruning.kind, weight, out_dim_of(layer), pruning.num_heads)
-                mask.copy_(top_k_mask(scores, pruning.dense_ratio))
+        parts = slices if kind == "sparse" else None
+        if bool(mask.all()) if parts is None else parts.is_all(mask):  # else it comes from a checkpoint
+            weight = cast("Tensor", layer._parameters["weight"]).detach()
+            weight = weight if slices is None else slices.whole(weight)
+            scores = l1_scores(kind, weight, out_dim_of(layer), pruning.num_heads)
+            made = top_k_mask(scores, pruning.dense_ratio)
+            mask.copy_(made if parts is None else parts.own(made))
         state.has_mask.add(pruning.method)
     return mask
 
@@ -314,7 +343,7 @@ def compressed_input(layer: nn.Module, x: Tensor) -> Tensor:
     for source in state.follows:
         if source.kept_outputs is not None:
             kept = source.kept_outputs
-            kept = kept.view(-1, *(1 for _ in x.shape[-2:])) if form_of(layer) == "conv" else kept
+            kept = kept.view(-1, *(1 for _ in x.shape[-2:])) if form_of(layer) == "conv" else along_input(kept, layer)
             x = copied_gradient(x, x.detach() * kept)
     return quantized_input(layer, x) if ACTIVATIONS in state.active else x
 
@@ -323,10 +352,14 @@ def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
     """The input as its quantizer has it: by ranges of tokens or images, or by the running range."""
     state = _known(layer)
     technique = cast("ActivationQuantization", state.techniques[ACTIVATIONS])
-    if not x.numel():
+    comm = comm_of_input(layer)
+    if not x.numel() and comm is None:
         return x
     if technique.is_static:
         low, high = _running_range(layer, x, state).unbind()
+        return quantize_between(x, low, high, technique.bits, technique.quantizer)
+    if comm is not None:
+        low, high = shared_range(x, comm, [-1]).unbind()
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
     images = x.shape[0] if form_of(layer) == "conv" and x.dim() == 4 else 1
     groups = images if form_of(layer) == "conv" else x.numel() // x.shape[-1]
@@ -342,13 +375,21 @@ def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
     is_first = bool(held[0] > held[1])
     is_again = torch._C._current_graph_task_id() != -1
     if not layer.training or is_again:
-        return torch.stack(x.detach().float().aminmax()) if is_first else held
+        return _range_of(layer, x) if is_first else held
     with torch.no_grad():
-        seen = torch.stack(x.detach().float().aminmax())
+        seen = _range_of(layer, x)
         held.copy_(seen if is_first else held * MOMENTUM + seen * (1 - MOMENTUM))
     if current is not None:
         state._ranges[current] = held.clone()
     return held
+
+
+def _range_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """The least and the greatest element of an input, [2], also where ranks have parts of it."""
+    comm = comm_of_input(layer)
+    if comm is not None:
+        return shared_range(x, comm, range(x.dim())).view(2)
+    return torch.stack(x.detach().float().aminmax())
 
 
 def _run(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from mpispeed.base.errors import ConfigError
 from mpispeed.nn.compression.layers import LayerState, Progress, add_technique, make_compressible, shield
 from mpispeed.nn.compression.matching import Match, check_technique, form_of, match_groups
+from mpispeed.nn.compression.slices import Slices
 from mpispeed.nn.compression.techniques import Group, Pruning
 
 _MARK = "_compression"
@@ -114,6 +115,9 @@ def compression_of(model: nn.Module) -> Compression | None:
 
 
 def _full_shape(layer: nn.Module) -> tuple[int, ...]:
-    """The shape of a weight, also of one that is sharded now."""
+    """The shape of a weight, also of one that is sharded now, or cut over slices."""
+    slices = Slices.of(layer)
+    if slices is not None:
+        return slices.cut.shape
     weight = layer._parameters["weight"]
     return () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
