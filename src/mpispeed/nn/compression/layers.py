@@ -160,14 +160,19 @@ def make_compressible(layer: nn.Module, state: LayerState) -> None:
 
 def make_plain(layer: nn.Module) -> None:
     """Give a layer its own class back; scores, masks and ranges go. No effect on others."""
-    plain = next((base for base, known in _classes.items() if known is type(layer)), None)
-    if plain is None:
+    plain = plain_class(type(layer))
+    if plain is type(layer):
         return
     layer.__class__ = plain
     layer.__dict__.pop(_STATE, None)
     for name in (RANGE, *(f"{kind}_{what}" for kind in PRUNINGS.values() for what in ("mask", "scores"))):
         layer._buffers.pop(name, None)
         layer._parameters.pop(name, None)
+
+
+def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a layer had before it was compressible; others are what they are."""
+    return next((base for base, known in _classes.items() if known is kind), kind)
 
 
 def state_of(layer: nn.Module) -> LayerState | None:
@@ -363,7 +368,14 @@ def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
     images = x.shape[0] if form_of(layer) == "conv" and x.dim() == 4 else 1
     groups = images if form_of(layer) == "conv" else x.numel() // x.shape[-1]
-    return fake_quantize(x, technique.bits, replace(technique.quantizer, groups=groups))
+    quantizer = replace(technique.quantizer, groups=groups)
+    if "head_pruning" not in state.active:
+        return fake_quantize(x, technique.bits, quantizer)
+    # Heads that cleaning removes must not have a part in the ranges.
+    weight = cast("Tensor", layer._parameters["weight"])
+    columns = spread("head", mask_of(layer, "head").detach(), weight, out_dim_of(layer)).view(-1)
+    kept = columns.nonzero().view(-1)
+    return x.index_copy(-1, kept, fake_quantize(x.index_select(-1, kept), technique.bits, quantizer))
 
 
 def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
@@ -382,14 +394,6 @@ def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
     if current is not None:
         state._ranges[current] = held.clone()
     return held
-
-
-def _range_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """The least and the greatest element of an input, [2], also where ranks have parts of it."""
-    comm = comm_of_input(layer)
-    if comm is not None:
-        return shared_range(x, comm, range(x.dim())).view(2)
-    return torch.stack(x.detach().float().aminmax())
 
 
 def _run(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -424,3 +428,11 @@ def shield() -> None:
 def _shielding(_: Pass) -> None:
     """Shield when a pass begins: only then compiled code runs, and a compiler has been loaded."""
     shield()
+
+
+def _range_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """The least and the greatest element of an input, [2], also where ranks have parts of it."""
+    comm = comm_of_input(layer)
+    if comm is not None:
+        return shared_range(x, comm, range(x.dim())).view(2)
+    return torch.stack(x.detach().float().aminmax())

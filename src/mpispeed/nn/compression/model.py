@@ -121,3 +121,9 @@ def _full_shape(layer: nn.Module) -> tuple[int, ...]:
         return slices.cut.shape
     weight = layer._parameters["weight"]
     return () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def forget(model: nn.Module) -> None:
+    """Let nothing be known of the compression of a model any more; its layers stay as they are."""
+    for module in model.modules():
+        module.__dict__.pop(_MARK, None)
