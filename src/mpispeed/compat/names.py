@@ -72,7 +72,7 @@ SERVED: dict[str, dict[str, str]] = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "compression": {"mpispeed.compression": "*"},
-    "compression.compress": {"mpispeed.compression": "init_compression"},
+    "compression.compress": {"mpispeed.compression": "init_compression redundancy_clean"},
     "compression.scheduler": {"mpispeed.compression": "compression_scheduler"},
     "elasticity": {"mpispeed.elasticity": "*"},
     "elasticity.elasticity": {"mpispeed.elasticity": "*"},
@@ -233,7 +233,7 @@ LATER: dict[str, dict[str, str]] = {
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
     },
     "compression": {
-        "compression.compress": "redundancy_clean student_initialization",
+        "compression.compress": "student_initialization",
         "runtime.quantize": "Quantizer",
         "runtime.eigenvalue": "Eigenvalue",
     },

@@ -4,5 +4,6 @@ Knows the config, engines, and the compressible layers of `nn.compression`. Only
 """
 
 from mpispeed.compression.api import CompressionScheduler, compression_scheduler, init_compression
+from mpispeed.compression.clean import redundancy_clean
 
-__all__ = ["CompressionScheduler", "compression_scheduler", "init_compression"]
+__all__ = ["CompressionScheduler", "compression_scheduler", "init_compression", "redundancy_clean"]

@@ -333,16 +333,38 @@ def _check_compression(config: Config) -> Iterator[Problem]:
     if sparse.schedule_offset_end is not None and sparse.schedule_offset_end < sparse.schedule_offset:
         what = f"{sparse.schedule_offset_end} is before schedule_offset {sparse.schedule_offset}"
         yield Problem("compression_training.sparse_pruning.shared_parameters.schedule_offset_end", what)
+    path = "compression_training.head_pruning.shared_parameters"
     if heads.enabled and heads.num_heads is None:
-        yield Problem("compression_training.head_pruning.shared_parameters.num_heads", "required when enabled")
-    weights = section.weight_quantization.shared_parameters
-    if weights.enabled and not weights.quantize_weight_in_forward and not config.fp16.enabled:
-        path = "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward"
-        yield Problem(path, "false needs fp16.enabled", "set it to true, or enable fp16")
+        yield Problem(f"{path}.num_heads", "required when enabled")
+    if heads.enabled and heads.method == "l1":
+        yield Problem(f"{path}.method", "l1 is not offered for heads", "use topk, which learns which to keep")
     layers = section.layer_reduction
     if layers.enabled and len(layers.teacher_layer) != layers.keep_number_layer:
         what = f"{len(layers.teacher_layer)} layers are named, keep_number_layer is {show(layers.keep_number_layer)}"
         yield Problem("compression_training.layer_reduction.teacher_layer", what)
+
+
+def _check_weight_bits(config: Config) -> Iterator[Problem]:
+    new, old = "compression_training.weight_quantization", "quantize_training"
+    techniques = {new: config.compression_training.weight_quantization, old: config.quantize_training.technique}
+    enabled = {path: each for path, each in techniques.items() if each.shared_parameters.enabled}
+    if len(enabled) > 1:
+        yield Problem(old, f"{new} is enabled too", "both quantize weights: keep one of them")
+    for path, technique in enabled.items():
+        shared = technique.shared_parameters
+        if path == new and not (shared.quantize_weight_in_forward or config.fp16.enabled or config.bf16.enabled):
+            where = f"{path}.shared_parameters.quantize_weight_in_forward"
+            yield Problem(where, "false needs fp16.enabled or bf16.enabled", "set it to true, or enable one")
+        for name, group in technique.different_groups.items():
+            bits, where = (
+                group.params,
+                f"{old}.quantize_bits" if path == old else f"{path}.different_groups.{name}.params",
+            )
+            if bits.start_bits < bits.target_bits and not shared.quantize_weight_in_forward:
+                yield Problem(f"{where}.start_bits", f"{bits.start_bits} is less than target_bits {bits.target_bits}")
+            if bits.target_bits <= 2 and (shared.quantization_type, shared.rounding) != ("symmetric", "nearest"):
+                what = f"{bits.target_bits} with {shared.quantization_type} values and {shared.rounding} rounding"
+                yield Problem(f"{where}.target_bits", what, "1 and 2 bits are symmetric, and rounded to the nearest")
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
@@ -353,6 +375,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_curriculum,
     _check_random_ltd,
     _check_compression,
+    _check_weight_bits,
     _check_trace,
 )
 

@@ -221,3 +221,20 @@ class QuantizeTraining(Section):
     quantize_groups: Positive = Field(1, description="Groups of a weight with their own scale.")
     fp16_mixed_quantize: MixedQuantize = subsection(MixedQuantize, "Fade from fp16.")
     eigenvalue: Eigenvalue = subsection(Eigenvalue, "Curvature of blocks.")
+
+    @property
+    def technique(self) -> WeightTechnique:
+        """The same as weight quantization of `compression_training`, of one group with all modules."""
+        shared = {
+            "enabled": self.enabled,
+            "quantizer_kernel": self.quantizer_kernel,
+            "schedule_offset": self.quantize_schedule.schedule_offset,
+            "quantize_groups": self.quantize_groups,
+            "quantize_verbose": self.quantize_verbose,
+            "quantization_type": self.quantize_algo.q_type,
+            "rounding": self.quantize_algo.rounding,
+            "fp16_mixed_quantize": self.fp16_mixed_quantize.model_dump(),
+        }
+        bits = self.quantize_bits.model_dump() | {"quantization_period": self.quantize_schedule.quantize_period}
+        groups = {"quantize_training": {"params": bits}}
+        return WeightTechnique.model_validate({"shared_parameters": shared, "different_groups": groups})

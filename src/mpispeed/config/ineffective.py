@@ -51,6 +51,7 @@ def _is_outside(config: Config) -> bool:
     return section is not None and section.device != "none"
 
 
+_QUANTIZER = "all bits have the same quantizer"
 _DEEPEP = "rows travel by MPI, which needs no such resources"
 _EXPERTS = {
     "validate_folding_routing": "ranks that slice a model compute the same routing from the same input",
@@ -92,6 +93,8 @@ NO_EFFECT: dict[str, str] = {
     "tensor_parallel.tensor_parallel.tp_group": _GROUP,
     "tensor_parallel.keep_module_on_host": "modules are cut in host memory",
     "tensor_parallel.replace_with_kernel_inject": "there are no fused modules to put in their place",
+    "compression_training.weight_quantization.shared_parameters.quantizer_kernel": _QUANTIZER,
+    "quantize_training.quantizer_kernel": _QUANTIZER,
     **{f"expert_parallel.{key}": why for key, why in _EXPERTS.items()},
 }
 

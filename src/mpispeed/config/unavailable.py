@@ -23,10 +23,6 @@ def _is_on(section: Any) -> bool:
     return bool(section.enabled)
 
 
-def _has_shared_on(technique: Any) -> bool:
-    return bool(technique.shared_parameters.enabled)
-
-
 def _any_of(*names: str) -> Callable[[Any], bool]:
     return lambda section: any(getattr(section, name) for name in names)
 
@@ -36,8 +32,6 @@ def _more_than_one(value: int | None) -> bool:
 
 
 _Z = "zero_optimization"
-_COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
-                "channel_pruning")  # fmt: skip
 UNAVAILABLE: tuple[Row, ...] = (
     Row(
         "optimizer",
@@ -53,12 +47,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     ),
     Row("expert_parallel.comm_backend", lambda value: value == "deepep", "deepep is not available; use comm"),
     Row("sparse_attention", lambda s: s is not None, "sparse attention is not available; remove the section"),
-    *(
-        Row(f"compression_training.{name}", _has_shared_on, "compression is not available; set enabled to false")
-        for name in _COMPRESSION
-    ),
-    Row("compression_training.layer_reduction", _is_on, "compression is not available; set enabled to false"),
-    Row("quantize_training", _is_on, "quantized training is not available; set enabled to false"),
     Row("quantize_training.eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
     Row("eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
     Row("hybrid_engine", _is_on, "the hybrid engine is not available; set enabled to false"),

@@ -13,6 +13,7 @@ from mpispeed.config.record import RunRecord
 from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
 from mpispeed.engine import (
+    compression,
     compression_blocks,
     curriculum,
     data_loading,
@@ -54,6 +55,7 @@ BUILT_IN = (
     Feature("slicing", attach_slicing, transform=slice_model),
     Feature("experts", experts.attach, transform=experts.transform),
     Feature("monitors", reports.attach),
+    Feature("compression_training", compression.attach, transform=compression.transform),
     Feature("run_record", run_record.attach, section=RunRecord),
     Feature("expert_loads", expert_loads.attach),
     Feature("progressive_layer_drop", layer_drop.attach, section=ProgressiveLayerDrop, transform=layer_drop.transform),

@@ -313,12 +313,6 @@ ASKS = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     },
     "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
-    "compression_training.layer_reduction": {
-        "compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 1, "teacher_layer": [1]}}
-    },
-    "compression_training.sparse_pruning": {
-        "compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True, "method": "snip_momentum"}}}
-    },
     "quantize_training.eigenvalue": {"quantize_training": {"eigenvalue": {"enabled": True}}},
     "weight_quantization": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}},
     "pipeline.stages": {"pipeline": {"stages": 2}},
@@ -331,7 +325,7 @@ ASKS = {
 } | {
     name: {name: True}
     for name in (
-        "amp", "quantize_training", "eigenvalue", "hybrid_engine",
+        "amp", "eigenvalue", "hybrid_engine",
     )
 } | {
     f"zero_optimization.{name}": {"zero_optimization": {name: True}}
@@ -340,25 +334,6 @@ ASKS = {
         "mics_hierarchical_params_gather",
     )
 }  # fmt: skip
-GROUP = {"modules": ["*"]}
-ASKS |= {
-    f"compression_training.{name}": {
-        "fp16": True,
-        "compression_training": {
-            name: {
-                "shared_parameters": {"enabled": True} | extra,
-                "different_groups": {"g": GROUP | {"params": params}},
-            }
-        },
-    }
-    for name, params, extra in (
-        ("weight_quantization", {"start_bits": 8, "target_bits": 4}, {}),
-        ("activation_quantization", {"bits": 8}, {}),
-        ("row_pruning", {"dense_ratio": 0.5}, {}),
-        ("head_pruning", {"dense_ratio": 0.5}, {"num_heads": 4}),
-        ("channel_pruning", {"dense_ratio": 0.5}, {}),
-    )
-}
 
 
 def test_tiers_are_available():

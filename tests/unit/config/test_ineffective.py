@@ -13,6 +13,7 @@ from mpispeed.config.section import inner_section, walk
 from mpispeed.config.unavailable import UNAVAILABLE
 
 FIELDS = {field.path: field for field in walk(Config)}
+COMPRESSION = ("compression_training.", "quantize_training.")
 # Read by the engine, or by find_warnings.
 READ = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "seed", "steps_per_print",
@@ -48,6 +49,10 @@ READ = {
     "elasticity.prefer_larger_batch", "elasticity.ignore_non_elastic_batch_info", "elasticity.model_parallel_size",
     "elasticity.num_gpus_per_node",
     *(path for path in FIELDS if path.startswith("data_efficiency.")),
+    *(
+        path for path in FIELDS
+        if path.startswith(COMPRESSION) and not path.endswith((".quantizer_kernel", ".eigenvalue"))
+    ),
     *(path for path in FIELDS if path.startswith("autotuning.") and path != "autotuning.model_info.profile"),
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "wandb", "comet", "nebula", "activation_checkpointing",

@@ -1,0 +1,168 @@
+"""`compression_training` and `quantize_training`: layers compute with compressed values as training goes on."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.base.events import Event
+from mpispeed.engine.hooks import Context, Hooks, Setup
+from mpispeed.engine.step import Place
+from mpispeed.nn.compression import Compression, LayerState, compress, compression_of, read_groups
+from mpispeed.nn.compression.bits import BitPlan, BitSchedule
+from mpispeed.nn.compression.layers import RANGE
+from mpispeed.nn.compression.record import record_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from mpispeed.config.root import Config
+    from mpispeed.engine.step import StepContext
+
+log = logging.getLogger(__name__)
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """The section `compression_training` as plain values; `quantize_training` counts as weight quantization."""
+    values = config.compression_training.model_dump()
+    if config.quantize_training.enabled:
+        values["weight_quantization"] = config.quantize_training.technique.model_dump()
+    return values
+
+
+def transform(model: nn.Module, setup: Setup) -> None:
+    """Give layers their techniques, unless `init_compression` has done it.
+
+    Collective over: the pipe axis.
+
+    Raises:
+        ConfigError: the groups of the config do not fit to the model, or to what it has already.
+    """
+    groups = read_groups(values_of(setup.plan.config))
+    if groups:
+        own = [name for name, _ in model.named_modules()]
+        names = {name for stage in setup.mesh["pipe"].gather_objects(own) for name in stage}
+        compress(model, groups, elsewhere=names.difference(own))
+
+
+def attach(context: Context) -> Hooks:
+    """Follow the schedules of a model that is compressed.
+
+    Collective over: all ranks, if it is.
+
+    Raises:
+        ConfigError: layers have other schedules on other ranks.
+    """
+    compression = compression_of(context.module)
+    if compression is None:
+        return Hooks(published={"compression": None})
+    run = Run(context, compression)
+    context.bus.subscribe(Event.CLOSE, lambda _: run.end())
+    return Hooks(
+        [(Place.PUBLISHED, run)],
+        state=run.state,
+        check=run.check,
+        load=run.load,
+        published={"compression": compression},
+    )
+
+
+class Run:
+    """The compression of one run; as a part of a step it goes on by one update.
+
+    Quantizing the copies of weights that a step publishes, as DeepSpeed does, and quantizing them when they are used
+    is the same: they come from the masters at each step. So layers only need to know their bits.
+    """
+
+    def __init__(self, context: Context, compression: Compression) -> None:
+        """Begin before the first update. Collective over: all ranks."""
+        self._compression, self._is_first = compression, context.mesh.rank == 0
+        self._step = 0
+        own = {name: plan for name, state in compression.layers.items() if (plan := _plan_of(state)) is not None}
+        # Every rank knows those of all stages, so that any of them can write or read a checkpoint.
+        plans = {name: plan for ranks in context.mesh.world.comm.gather_objects(own) for name, plan in ranks.items()}
+        self._schedules = {name: BitSchedule(plan) for name, plan in plans.items()}
+        layers = context.mesh["pipe"].gather_objects(record_of(context.module, compression))
+        self._record = {name: layer for stage in layers for name, layer in stage.items()}
+        self._curvatures = context.published.get("eigenvalues")
+        if self._curvatures is not None and plans:
+            self._curvatures.is_needed = lambda: any(each.is_falling for each in self._schedules.values())
+        for name in compression.layers:
+            held = context.module.get_submodule(name)._buffers.get(RANGE)
+            if held is not None:
+                held.data = held.data.float()  # in 16 bits a running mean would stand still
+        compression.progress.passes = context.parts.passes
+        context.parts.passes.is_watched = True
+        self._show()
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Count an update. Local, the same on all ranks."""
+        if ctx.skip:
+            return
+        self._step += 1
+        for name, schedule in self._schedules.items():
+            before = schedule.bits
+            schedule.advance(None if self._curvatures is None else self._curvatures.curvature_of(name))
+            if schedule.bits != before and self._is_first and self._tells(name):
+                log.info("update %d: weights of %s have %d bits now", self._step, name, schedule.bits)
+        self._show()
+
+    def _tells(self, name: str) -> bool:
+        state = self._compression.layers.get(name)
+        return state is not None and state.weight_quantization is not None and state.weight_quantization.verbose
+
+    def _show(self) -> None:
+        """Let layers compute with what the schedules say now."""
+        self._compression.set_step(self._step)
+        for name, schedule in self._schedules.items():
+            if name in self._compression.layers:
+                self._compression.layers[name].bits = schedule.bits
+                self._compression.layers[name].mixed = schedule.mix
+
+    def end(self) -> None:
+        """Follow no passes any more; the model may go on without the engine."""
+        self._compression.progress.passes = None
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        bits = {name: each.state() for name, each in self._schedules.items()}
+        return {"step": self._step, "bits": bits, "layers": self._record}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse what is no such state.
+
+        Raises:
+            ConfigError: says what is wrong.
+        """
+        step, bits = state.get("step"), state.get("bits")
+        if type(step) is not int or step < 0 or not isinstance(bits, dict):
+            msg = f"the step is {step!r}, and the bits of layers are {bits!r:.100}; expected a number and a table"
+            raise ConfigError(msg)
+        for name, each in self._schedules.items():
+            BitSchedule(each.plan).load(_of(name, state))
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on at the place of a checkpoint, on the schedules of the config. Local."""
+        self._step = state["step"]
+        for name, each in self._schedules.items():
+            each.load(_of(name, state))
+        self._show()
+        self._compression.forget_masks()
+
+
+def _of(name: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a layer's schedule; of one that is not there, the number of updates."""
+    return state["bits"].get(name) or {"now": [state["step"], 0, 0, 0]}
+
+
+def _plan_of(state: LayerState) -> BitPlan | None:
+    """The schedule of a layer whose bits fall."""
+    weights = state.weight_quantization
+    if weights is None or weights.in_forward:
+        return None
+    return BitPlan(weights.start_bits, weights.target_bits, weights.period, weights.offset, weights.change_ratio or 0.0)
