@@ -139,9 +139,6 @@ def _pruned(context: Context, group: Group) -> Pruned:
     technique = cast("Pruning", group.technique)
     pattern, last = Pattern.parse(technique.block_pattern), technique.offset_end
     last = technique.offset if last is None else last
-    if last < technique.offset:
-        msg = f"{_SHARED}.schedule_offset_end: {last} is before schedule_offset {technique.offset}; make it no less"
-        raise ConfigError(msg)
     least = 1 - pattern.most
     if Fraction(repr(technique.dense_ratio)) < least:
         msg = (
