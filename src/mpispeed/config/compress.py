@@ -32,7 +32,7 @@ class WeightBits(Section):
 
     start_bits: Positive = Field(..., description="Bits at the start.")
     target_bits: Positive = Field(..., description="Bits in the end.")
-    quantization_period: Positive = Field(1, description="Steps per bit.")
+    quantization_period: Natural = Field(1, description="Steps until the first bit falls; 0 is as 1.")
 
 
 class WeightGroup(Group):

@@ -168,7 +168,8 @@ def _weights(method: str, values: Mapping[str, Any], path: str, name: str) -> Te
     mixed = values.get("fp16_mixed_quantize") or {}
     ratio = mixed["quantize_change_ratio"] if mixed.get("enabled") else None
     verbose = values.get("quantize_verbose", False)
-    offset, period = values["schedule_offset"], values["quantization_period"]
+    # Scripts of DeepSpeedExamples have a period of 0 where bits do not fall.
+    offset, period = values["schedule_offset"], max(1, values["quantization_period"])
     return WeightQuantization(start, target, period, quantizer, offset, in_forward, ratio, verbose)
 
 

@@ -1,0 +1,88 @@
+"""The settings of DeepSpeedExamples' BERT scripts (in model_compression/bert) for a BERT of any number of heads.
+
+Their bits, ratios, modules and related modules; ranges of steps are parts of the run, as theirs of two epochs of MNLI.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+ENCODER = ["attention.self", "output.dense", "intermediate"]
+START = 2000 / 24_544
+"""Part of a run before pruning begins: schedule_offset of two epochs of MNLI, in batches of 32."""
+
+_FORWARD = {"quantize_weight_in_forward": True, "quantization_type": "symmetric", "rounding": "nearest"}
+
+
+def _weights(groups: int, *bits: tuple[int, list[str]]) -> dict[str, Any]:
+    return {
+        "weight_quantization": {
+            "shared_parameters": {"enabled": True, "quantize_groups": groups, **_FORWARD},
+            "different_groups": {
+                f"wq{number}": {
+                    "params": {"start_bits": each, "target_bits": each, "quantization_period": 0},
+                    "modules": modules,
+                }
+                for number, (each, modules) in enumerate(bits, 1)
+            },
+        }
+    }
+
+
+def _inputs(*bits: tuple[int, list[str]]) -> dict[str, Any]:
+    shared = {"enabled": True, "quantization_type": "symmetric", "range_calibration": "dynamic", "schedule_offset": 0}
+    return {
+        "activation_quantization": {
+            "shared_parameters": shared,
+            "different_groups": {
+                f"aq{number}": {"params": {"bits": each}, "modules": modules}
+                for number, (each, modules) in enumerate(bits, 1)
+            },
+        }
+    }
+
+
+def _pruned(kind: str, method: str, ratio: float, modules: list[str], related: list[str] | None = None) -> Any:
+    group: dict[str, Any] = {"params": {"dense_ratio": ratio}, "modules": modules}
+    if related:
+        group["related_modules"] = [related]
+    shared = {"enabled": True, "method": method}
+    return {f"{kind}_pruning": {"shared_parameters": shared, "different_groups": {"p1": group}}}
+
+
+_EMBEDDED = [*ENCODER, "word_embeddings"]
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "weights, 8 bits": _weights(48, (8, _EMBEDDED)),
+    "weights, 4 and 2 bits": _weights(
+        64, (4, ["attention.self", "word_embeddings"]), (2, ["output.dense", "intermediate"])
+    ),
+    "inputs, 8 and 4 bits": _inputs((8, ["attention.self"]), (4, ["output.dense", "intermediate"])),
+    "ZeroQuant, weights and inputs of 8 bits": _weights(48, (8, _EMBEDDED)) | _inputs((8, ENCODER)),
+    "sparse, 40 % kept": _pruned("sparse", "l1", 0.4, ENCODER),
+    "rows, 60 % kept": _pruned("row", "topk", 0.6, ["intermediate.dense"], [r"layer.\w+.output.dense"]),
+    "heads, 60 % kept": _pruned(
+        "head", "topk", 0.6, ["attention.output.dense"], ["self.query", "self.key", "self.value"]
+    ),
+}
+"""Name -> section, without offsets and heads. Groups of 48 and 64 are for BERT's 768; see `section_of`."""
+EXTREME = {"XTC, weights of 1 bit, inputs of 8 bits": _weights(1, (1, _EMBEDDED)) | _inputs((8, ENCODER))}
+"""Those that cost accuracy; XTC has 18 epochs for it, and a teacher."""
+
+
+def section_of(name: str, steps: int, heads: int, groups: int | None = None) -> dict[str, Any]:
+    """`compression_training` for a technique in a run of `steps`.
+
+    Args:
+        groups: of each quantized weight, instead of the scripts'.
+    """
+    section = copy.deepcopy((TECHNIQUES | EXTREME)[name])
+    for method, values in section.items():
+        shared = values["shared_parameters"]
+        if method.endswith("pruning"):
+            shared["schedule_offset"] = round(START * steps)
+        if method == "head_pruning":
+            shared["num_heads"] = heads
+        if groups and "quantize_groups" in shared:
+            shared["quantize_groups"] = groups
+    return section
